@@ -1,0 +1,42 @@
+# make train | test | lint | bench   each sets up .venv first, once.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RANKS ?= 2
+CONFIG ?= examples/configs/zero3.json
+# Wall-clock bound of the whole test run; single tests are bounded in pyproject.toml.
+TEST_LIMIT ?= 1800
+PYTEST_ARGS ?=
+
+.PHONY: venv train test lint bench clean
+
+venv: $(STAMP)
+
+# torch first and by itself: it is the one large download, and resolving it together with the rest could fetch it twice.
+# No build isolation, for the same reason; setuptools is the only build requirement.
+$(STAMP): pyproject.toml setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "setuptools>=77"
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[dev]"
+	touch $@
+
+train: venv
+	$(BIN)/deepspeed --num_gpus $(RANKS) examples/train_gpt.py --deepspeed --deepspeed_config $(CONFIG)
+
+test: venv
+	OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy deepspeed op_builder
+
+bench: venv
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,51 @@
+"""What a script does with a package of the ``deepspeed`` interface; ``ours`` and ``reference`` share it, so both run the same calls."""
+
+import argparse
+import contextlib
+from types import ModuleType
+from typing import Any
+
+from measure import Step
+from models import ADAMW, Workload, build_model
+from torch import Tensor
+
+VARIANTS = ("default", "torch_adam", "no_init")
+
+
+def config_for(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
+    """bf16 + AdamW, no clipping, one micro-batch a step. Variants: torch_adam (torch's AdamW), no_init (whole model, then sharded)."""
+    if args.variant not in VARIANTS:
+        raise SystemExit(f"unknown variant {args.variant!r}; known: {', '.join(VARIANTS)}")
+    params: dict[str, Any] = {**ADAMW, "betas": list(ADAMW["betas"])}
+    if args.variant == "torch_adam":
+        params["torch_adam"] = True
+    return {
+        "train_micro_batch_size_per_gpu": workload.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 1_000_000,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": args.level},
+        "optimizer": {"type": "AdamW", "params": params},
+    }
+
+
+def build_step(package: ModuleType, args: argparse.Namespace, workload: Workload) -> Step:
+    """The step of an engine made by ``package.initialize``; at level 3 the model is constructed sharded."""
+    config = config_for(args, workload)
+    sharded = args.level == 3 and args.variant != "no_init"
+    with package.zero.Init(config_dict_or_path=config) if sharded else contextlib.nullcontext():
+        model = build_model(workload)
+    engine, _, _, _ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(inputs, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def init_group(package: ModuleType) -> None:
+    """The process group, made by the package, so that the memory base is taken after it."""
+    package.init_distributed(dist_backend="gloo")

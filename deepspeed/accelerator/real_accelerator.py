@@ -1,0 +1,5 @@
+"""Import path of the device layer."""
+
+from deepspeed.device import get_accelerator, set_accelerator
+
+__all__ = ["get_accelerator", "set_accelerator"]

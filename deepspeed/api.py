@@ -1,0 +1,282 @@
+"""The composition root: ``initialize`` puts config, mesh, optimizer, ZeRO and engine together."""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.init import init_distributed
+from deepspeed.config import DeepSpeedConfig, load_config, unsupported_features
+from deepspeed.config.features import inert_features
+from deepspeed.device import get_accelerator
+from deepspeed.engine import DeepSpeedEngine, device_for
+from deepspeed.engine_info import DTYPES
+from deepspeed.errors import DeepSpeedConfigError, NotYetError, OptimizerConfigError, UsageError
+from deepspeed.mesh.groups import ZeroMesh, build_zero_mesh, plain_mesh
+from deepspeed.observe.log import log_dist
+from deepspeed.optim.lr_schedules import build_scheduler
+from deepspeed.optim.muon import mark_muon_parameters
+from deepspeed.optim.registry import build_optimizer, granularity
+from deepspeed.precision.loss_scale import build_loss_scaler
+from deepspeed.version import __version__
+from deepspeed.zero.build import BuildRules, build, group_index
+from deepspeed.zero.gradients import GradientPolicy
+from deepspeed.zero.init import restore_init_context, shutdown_init_context
+from deepspeed.zero.layout import Granularity
+from deepspeed.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from deepspeed.zero.optim_view import attach, build_views
+from deepspeed.zero.plan import make_plan
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Wrap ``model`` for training (or, without an optimizer, for inference). Collective over all ranks.
+
+    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, a path (comments allowed) or base64 of the JSON.
+    ``optimizer``: a torch optimizer, a callable(parameters), or None for the config's. ``lr_scheduler``: an object, a
+    callable(optimizer), or None for the config's. Returns (engine, optimizer, dataloader or None, scheduler or None).
+    Raises DeepSpeedConfigError (a ValueError) for a bad configuration, OptimizerConfigError for optimizer trouble, UsageError for
+    wrong arguments, DivergenceError when ranks hold different models; nothing of the model has changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
+    if mesh_param is not None:
+        raise NotYetError("mesh_param (sequence parallelism) is not in this release")
+    source = _config_source(args, config, config_params)
+    suspended = shutdown_init_context()
+    try:
+        local_rank = _start_distributed(args, distributed_port, dist_init_required)
+        return _assemble(
+            model,
+            source,
+            local_rank=local_rank,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            group=mpu.get_data_parallel_group() if mpu is not None else None,
+            data=(training_data, collate_fn),
+        )
+    finally:
+        restore_init_context(suspended)
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    given = args.get("deepspeed_config") if isinstance(args, dict) else getattr(args, "deepspeed_config", None)
+    if given is None and args is not None and not isinstance(args, dict):
+        given = getattr(args, "deepscale_config", None)
+    config = config if config is not None else config_params
+    if config is not None and given is not None:
+        raise UsageError("the configuration was given twice: as config= and as args.deepspeed_config; pass one of them")
+    if config is None and given is None:
+        raise UsageError("no configuration: pass config= to deepspeed.initialize, or start the script with --deepspeed_config FILE")
+    return config if config is not None else given
+
+
+def _start_distributed(args: Any, port: int, required: bool | None) -> int:
+    init_distributed(distributed_port=port, dist_init_required=required, verbose=False)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    stated = args.get("local_rank") if isinstance(args, dict) else getattr(args, "local_rank", None)
+    if stated is not None and stated >= 0 and stated != local_rank:
+        raise UsageError(f"args.local_rank is {stated} but LOCAL_RANK is {local_rank}; drop one, or make them equal")
+    chosen = getattr(args, "device_rank", None)
+    index = local_rank if chosen is None else int(chosen)
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(index)
+    return index
+
+
+def _assemble(
+    model: nn.Module,
+    source: Any,
+    *,
+    local_rank: int,
+    optimizer: OptimizerLike | None,
+    model_parameters: Any,
+    lr_scheduler: Any,
+    group: Any,
+    data: tuple[Any, Any],
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    backend = get_accelerator().communication_backend_name()
+    probe = plain_mesh(backend, group=group)
+    cfg = load_config(source, world_size=probe.size)
+    _refuse_missing(cfg)
+    _check_model(model)
+    base = _choose_optimizer(cfg, model, optimizer, model_parameters)
+    if lr_scheduler is not None and base is None:
+        lr_scheduler = None
+    plan = make_plan(cfg, probe.size)
+    mesh = build_zero_mesh(backend, inner_size=plan.inner_size, group=group)
+    device = device_for(local_rank)
+    rules = _build_rules(cfg, model, base, device)
+    _mark_leaves(cfg, model)
+    groups = group_index(base.param_groups) if base is not None else None
+    parts = build(model, plan, mesh, rules=rules, policy=_policy(cfg, mesh), group_of=groups)
+    views = build_views(parts.units, len(base.param_groups)) if base is not None else []
+    if base is not None:
+        attach(base, views)
+    engine = DeepSpeedEngine(
+        model, cfg, mesh=mesh, parts=parts, scaler=build_loss_scaler(cfg), optimizer=base, views=views, device=device
+    )
+    engine._local_rank = local_rank
+    engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
+    if data[0] is not None:
+        engine.training_dataloader = engine.deepspeed_io(data[0], collate_fn=data[1])
+    log_dist(_summary(engine))
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _refuse_missing(cfg: DeepSpeedConfig) -> None:
+    missing = unsupported_features(cfg)
+    if missing:
+        raise DeepSpeedConfigError("not in this release: " + "; ".join(missing))
+    inert = inert_features(cfg)
+    if inert:
+        log_dist("accepted, without effect in this release: " + "; ".join(inert))
+
+
+def _check_model(model: nn.Module) -> None:
+    if next(model.parameters(), None) is None:
+        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to train or to shard")
+    for name, param in model.named_parameters():
+        unit = getattr(param, "_ds_unit", None)
+        if unit is not None and unit.has_owner():
+            raise UsageError(
+                f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, or give this engine "
+                "its own copy of the module"
+            )
+
+
+def _choose_optimizer(
+    cfg: DeepSpeedConfig, model: nn.Module, client: OptimizerLike | None, model_parameters: Any
+) -> torch.optim.Optimizer | None:
+    parameters = _parameter_list(model, model_parameters)
+    if isinstance(client, torch.optim.Optimizer):
+        base: torch.optim.Optimizer | None = client
+    elif callable(client):
+        base = client(parameters)
+    elif cfg.optimizer is not None:
+        mark_muon_parameters(model.named_parameters())
+        base = build_optimizer(cfg.optimizer.type, cfg.optimizer.params, parameters=parameters)
+    else:
+        base = None
+    if base is None:
+        if cfg.zero_stage in (1, 2):
+            raise OptimizerConfigError(
+                f"zero stage {cfg.zero_stage} requires an optimizer: pass optimizer= or add an 'optimizer' block to the configuration"
+            )
+        return None
+    _check_owned(model, base)
+    return base
+
+
+def _parameter_list(model: nn.Module, model_parameters: Any) -> list[Any]:
+    if model_parameters is None:
+        return [p for p in model.parameters() if p.requires_grad]
+    return list(model_parameters)
+
+
+def _check_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    own = set(model.parameters())
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in own:
+                raise OptimizerConfigError(
+                    f"the optimizer's parameter group {index} holds a tensor (number {position}, shape {tuple(param.shape)}) that is no "
+                    f"parameter of the model {type(model).__name__}; build the optimizer from this model's parameters()"
+                )
+
+
+def _build_rules(cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optimizer | None, device: torch.device) -> BuildRules:
+    compute = None if cfg.compute_dtype == "fp32" else DTYPES[cfg.compute_dtype]
+    keep = cfg.data_types.keep_in_fp32_modules
+    if keep == "auto":
+        names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        if cfg.compute_dtype == "fp16":
+            names = (*names, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+        keep = tuple(names)
+    whole = base is not None and granularity(base) == "parameter"
+    return BuildRules(
+        device=device,
+        compute_dtype=compute,
+        keep_fp32=tuple(keep),
+        granularity=Granularity.PARAMETER if whole else Granularity.ELEMENT,
+        keep_master=base is not None,
+    )
+
+
+def _policy(cfg: DeepSpeedConfig, mesh: ZeroMesh) -> GradientPolicy:
+    """Who divides what: the mean over ranks is taken once, split between packing and the step by the predivide factor."""
+    mean = cfg.gradient_allreduce_op == "mean"
+    total = float(mesh.size) if mean else 1.0
+    early = total
+    if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
+        early = cfg.gradient_predivide_factor
+    return GradientPolicy(
+        accum=DTYPES[cfg.grad_accum_dtype or "fp32"],
+        comm=DTYPES[cfg.communication_data_type] if cfg.communication_data_type else None,
+        before=1.0 / early,
+        after=early / total,
+        overlap=cfg.zero.overlap_comm is not False,
+        watch=cfg.zero.compute_grad_norm,
+    )
+
+
+def _mark_leaves(cfg: DeepSpeedConfig, model: nn.Module) -> None:
+    leaf = cfg.zero.leaf_module
+    if "leaf_module" not in cfg.zero.model_fields_set:
+        return
+    if leaf.classes:
+        set_z3_leaf_modules(model, list(leaf.classes), raise_if_not_found=False)
+    if leaf.names:
+        set_z3_leaf_modules_by_name(model, list(leaf.names), raise_if_not_found=False)
+    if leaf.name_suffixes:
+        set_z3_leaf_modules_by_suffix(model, list(leaf.name_suffixes), raise_if_not_found=False)
+
+
+def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:
+    if base is None:
+        return None
+    if client is not None:
+        return client(base) if callable(client) and not hasattr(client, "step") else client
+    if cfg.scheduler is not None:
+        return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, base)
+    return None
+
+
+def _summary(engine: DeepSpeedEngine) -> str:
+    units = engine.runtime.units
+    moved = sum(u.movable for u in units)
+    numel = sum(s.numel for u in units for s in u.layout.segments)
+    return (
+        f"DeepSpeed info: version={__version__}, {numel:,} parameters in {len(units)} units ({moved} sharded), {engine.mesh.size} ranks, "
+        f"{engine._config.compute_dtype}, batch {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} x "
+        f"{engine.gradient_accumulation_steps()} x {engine.mesh.size}; the engine alone divides by accumulation steps and ranks"
+    )
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed``, ``--deepspeed_config`` and their deprecated spellings to ``parser`` and return it."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (helper flag for user code)")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
+    group.add_argument("--deepscale", default=False, action="store_true", help="Deprecated spelling of --deepspeed")
+    group.add_argument("--deepscale_config", default=None, type=str, help="Deprecated spelling of --deepspeed_config")
+    return parser

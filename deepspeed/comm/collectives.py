@@ -1,0 +1,157 @@
+"""The collectives ZeRO is made of, over flat 1-D tensors, as transfers that are waited for.
+
+On gloo (CPU ranks) gathers and reduce-scatters are pairwise exchanges: gloo's own reduce-scatter is an all-reduce and its
+all-gather copies both ends, while a direct exchange moves the minimum of bytes, straight between the caller's buffers,
+and lets the receiver add in the accumulation dtype. On other backends (nccl) they are the tensor collectives.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed the tensor collectives; older releases in our range have only the first names.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """A process group and this rank's place in it. ``pg`` is None only for a single rank without torch.distributed."""
+
+    pg: dist.ProcessGroup | None
+    size: int
+    index: int
+    ranks: tuple[int, ...]
+    backend: str
+    # Called as ledger(op, numel, dtype, group size) for every collective: tests and traces listen here.
+    ledger: list[Callable[[str, int, torch.dtype, int], None]] = field(default_factory=list, compare=False)
+
+    def note(self, op: str, tensor: torch.Tensor) -> None:
+        for listener in self.ledger:
+            listener(op, tensor.numel(), tensor.dtype, self.size)
+
+
+class Transfer:
+    """Work in flight. ``wait`` may be called any number of times; the buffers are kept alive until then."""
+
+    __slots__ = ("_finish", "_works", "_keep")
+
+    def __init__(self, works: list[Any], *, keep: Any = None, finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._keep = keep
+        self._finish = finish
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._keep = None
+
+
+def _exchange(send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor], group: AxisGroup) -> list[Any]:
+    """Post one receive from and one send to every other member; peers are visited in a rotated order to avoid hot spots."""
+    works: list[Any] = []
+    for k in range(1, group.size):
+        source, target = (group.index - k) % group.size, (group.index + k) % group.size
+        works.append(dist.irecv(receive(source), group=group.pg, group_src=source))
+        works.append(dist.isend(send(target), group=group.pg, group_dst=target))
+    return works
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Transfer:
+    """Fill ``full`` (numel = size * shard.numel()) with every member's ``shard``, in member order.
+
+    ``shard`` may be this rank's slice of ``full`` itself. Asynchronous on every backend.
+    """
+    piece = shard.numel()
+    own = full[group.index * piece : (group.index + 1) * piece]
+    group.note("all_gather", full)
+    if group.size == 1 or group.backend == "gloo":
+        works = [] if group.size == 1 else _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return Transfer(works, keep=(full, shard))
+    return Transfer([_all_gather_flat(full, shard, group=group.pg, async_op=True)], keep=(full, shard))
+
+
+def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Transfer:
+    """Sum ``full`` over the members and put (or, with ``accumulate``, add) this rank's piece into ``out``.
+
+    ``out`` has numel full/size and any floating dtype: on gloo the members' pieces are added one after the other, in
+    member order, in the dtype of ``out``. ``full`` must stay untouched until ``wait``.
+    """
+    piece = full.numel() // group.size
+    group.note("reduce_scatter", full)
+    own = full[group.index * piece : (group.index + 1) * piece]
+    if group.size == 1 or group.backend == "gloo":
+        inbox = {r: torch.empty_like(own) for r in range(group.size) if r != group.index}
+        works = _exchange(lambda r: full[r * piece : (r + 1) * piece], lambda r: inbox[r], group) if inbox else []
+
+        def finish() -> None:
+            for position in range(group.size):
+                source = own if position == group.index else inbox[position]
+                if position == 0 and not accumulate:
+                    out.copy_(source)
+                else:
+                    out.add_(source)
+
+        return Transfer(works, keep=full, finish=finish)
+    if out.dtype == full.dtype and not accumulate:
+        return Transfer([_reduce_scatter_flat(out, full, group=group.pg, async_op=True)], keep=(full, out))
+    result = torch.empty_like(own)
+    work = _reduce_scatter_flat(result, full, group=group.pg, async_op=True)
+    return Transfer([work], keep=(full, result), finish=lambda: _store(out, result, accumulate))
+
+
+def _store(out: torch.Tensor, value: torch.Tensor, accumulate: bool) -> None:  # noqa: FBT001 - private
+    if accumulate:
+        out.add_(value)
+    else:
+        out.copy_(value)
+
+
+def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Transfer:
+    """Sum ``full`` over the members into (or onto) ``out`` of the same numel; ``full`` is overwritten."""
+    group.note("all_reduce", full)
+    if group.size == 1:
+        return Transfer([], keep=full, finish=lambda: _store(out, full, accumulate))
+    work = dist.all_reduce(full, group=group.pg, async_op=True)
+    return Transfer([work], keep=full, finish=lambda: _store(out, full, accumulate))
+
+
+def sum_scalars(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    """All-reduce a few scalars (in place) and return them; used for norms and flags."""
+    if group.size > 1:
+        group.note("all_reduce", values)
+        dist.all_reduce(values, group=group.pg)
+    return values
+
+
+def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
+    """Overwrite ``tensor`` on every member with member ``source``'s values."""
+    if group.size > 1:
+        group.note("broadcast", tensor)
+        dist.broadcast(tensor, group_src=source, group=group.pg)
+
+
+def exchange_ints(values: list[int], group: AxisGroup) -> list[list[int]]:
+    """All-gather one short list of int64 (same length everywhere); rank order."""
+    mine = torch.tensor(values, dtype=torch.int64)
+    everyone = torch.empty(group.size * len(values), dtype=torch.int64)
+    _all_gather_flat(everyone, mine, group=group.pg)
+    return everyone.view(group.size, len(values)).tolist()
+
+
+def gather_objects(value: object, group: AxisGroup) -> list[Any]:
+    """All-gather one picklable object per member (set-up paths only)."""
+    if group.size == 1:
+        return [value]
+    everyone: list[Any] = [None] * group.size
+    dist.all_gather_object(everyone, value, group=group.pg)
+    return everyone

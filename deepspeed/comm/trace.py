@@ -1,0 +1,224 @@
+"""Communication log: count, bytes and latency of the collectives that go through ``deepspeed.comm``.
+
+Bandwidths follow the convention of nccl-tests: algorithm bandwidth is message bytes over time, where the message is the
+larger of a call's two sides; bus bandwidth multiplies by the share of it that crosses links.
+"""
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.device import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.observe.log import logger, rank
+
+_HALF_RING = {"all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter", "reduce_scatter_tensor"}
+_HALF_RING |= {"all_to_all", "all_to_all_single"}
+_FULL_RING = {"all_reduce", "all_reduce_coalesced", "inference_all_reduce"}
+
+
+def bus_factor(op: str, world_size: int) -> float:
+    """Share of the message that crosses the busiest link, per nccl-tests' PERFORMANCE.md."""
+    if op in _FULL_RING:
+        return 2 * (world_size - 1) / world_size
+    return (world_size - 1) / world_size if op in _HALF_RING else 1.0
+
+
+def size_str(nbytes: int) -> str:
+    """``1536`` -> ``1.5 KB``."""
+    value = float(nbytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024 or unit == "GB":
+            break
+        value /= 1024
+    return f"{value:.2f}".rstrip("0").rstrip(".") + f" {unit}"
+
+
+def trimmed_mean(values: list[float], share: float = 0.1) -> float:
+    """Mean without the lowest and the highest ``share`` of the values."""
+    cut = int(len(values) * share)
+    kept = sorted(values)[cut : len(values) - cut]
+    return sum(kept) / len(kept)
+
+
+class CommsLog:
+    """Settings and records of one process; latencies in milliseconds per (op, message bytes)."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.prof_all = True
+        self.prof_ops: list[str] = []
+        self.verbose = False
+        self.debug = False
+        self._latencies_ms: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def wants(self, op: str, prof: bool) -> bool:
+        """True when a call of ``op`` is to be timed."""
+        return self.enabled and (prof or self.prof_all or op in self.prof_ops)
+
+    def record(self, op: str, nbytes: int, latency_ms: float) -> None:
+        """Add one call."""
+        self._latencies_ms[op][nbytes].append(latency_ms)
+        if self.verbose:
+            logger.info("comm op %s | %s | %.3f ms", op, size_str(nbytes), latency_ms)
+
+    def reset(self) -> None:
+        """Forget all records; settings stay."""
+        self._latencies_ms.clear()
+
+    def ops(self) -> list[str]:
+        """Names of recorded ops."""
+        return sorted(self._latencies_ms)
+
+    def count(self, op: str | None = None) -> int:
+        """Recorded calls of ``op``, of all ops by default."""
+        names = self.ops() if op is None else [op]
+        return sum(len(calls) for name in names for calls in self._latencies_ms.get(name, {}).values())
+
+    def summary(self, world_size: int) -> dict[str, dict[int, dict[str, Any]]]:
+        """Per op and message size: count, total and trimmed mean latency, bandwidths in Gbit/s."""
+        return {
+            op: {nbytes: self._row(op, nbytes, calls, world_size) for nbytes, calls in sorted(sizes.items())}
+            for op, sizes in sorted(self._latencies_ms.items())
+        }
+
+    @staticmethod
+    def _row(op: str, nbytes: int, calls: list[float], world_size: int) -> dict[str, Any]:
+        mean = trimmed_mean(calls)
+        gbps = nbytes * 8 / max(mean, 1e-9) / 1e6
+        return {
+            "count": len(calls),
+            "total_latency_ms": sum(calls),
+            "avg_latency_ms": mean,
+            "tput_avg_gbps": gbps,
+            "busbw_avg_gbps": gbps * bus_factor(op, world_size),
+            "msg_size_bytes": nbytes,
+            "msg_size_str": size_str(nbytes),
+        }
+
+    def straggler(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Like ``summary``, against the fastest rank of each call. Collective: every rank must have the same records."""
+        table: dict[str, dict[int, dict[str, Any]]] = {}
+        for op, sizes in sorted(self._latencies_ms.items()):
+            table[op] = {}
+            for nbytes, calls in sorted(sizes.items()):
+                fastest = torch.tensor(calls, device=get_accelerator().current_device_name())
+                dist.all_reduce(fastest, op=dist.ReduceOp.MIN)
+                waits = [max(0.0, own - least) for own, least in zip(calls, fastest.tolist(), strict=True)]
+                table[op][nbytes] = {
+                    "count": len(calls),
+                    "total_comm_lat_ms": float(fastest.sum()),
+                    "total_straggler_ms": sum(waits),
+                    "avg_comm_lat_ms": trimmed_mean(fastest.tolist()),
+                    "avg_straggler_ms": trimmed_mean(waits),
+                    "msg_size_bytes": nbytes,
+                    "msg_size_str": size_str(nbytes),
+                }
+        return table
+
+
+# ``deepspeed.comm.configure`` and ``log_summary`` are functions of the module, without a handle, so the one log they
+# share has to live here. Engines do not read it.
+LOG = CommsLog()
+
+
+class TimedWork:
+    """An asynchronous call in flight; its latency is recorded when it is waited for."""
+
+    def __init__(self, work: Any, op: str, nbytes: int, start: float) -> None:
+        self._work, self._op, self._nbytes, self._start = work, op, nbytes, start
+
+    def wait(self, *args: Any) -> Any:
+        """Wait for the collective, then record it."""
+        result = self._work.wait(*args)
+        get_accelerator().synchronize()
+        LOG.record(self._op, self._nbytes, (time.perf_counter() - self._start) * 1e3)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _block(config: Any) -> Mapping[str, Any] | None:
+    block = config.get("comms_logger") if isinstance(config, Mapping) else getattr(config, "comms_logger", None)
+    if block is None or isinstance(block, Mapping):
+        return block
+    return {name: getattr(block, name) for name in ("enabled", "prof_all", "prof_ops", "verbose", "debug") if hasattr(block, name)}
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Iterable[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Settings of the communication log; explicit arguments win over the ``comms_logger`` block of ``deepspeed_config``."""
+    block = _block(deepspeed_config)
+    if block is not None:
+        LOG.enabled = bool(block.get("enabled", True))  # a block without the key is a wish for the log
+        for name in ("prof_all", "verbose", "debug"):
+            setattr(LOG, name, bool(block.get(name, getattr(LOG, name))))
+        LOG.prof_ops = list(block.get("prof_ops", []))
+    for name, value in {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}.items():
+        if value is not None:
+            setattr(LOG, name, bool(value))
+    if prof_ops is not None:
+        LOG.prof_ops = list(prof_ops)
+
+
+def _table(summary: dict[str, dict[int, dict[str, Any]]], columns: list[str]) -> str:
+    lines = ["".join(f"{title:>22}" for title in ["op", *columns])]
+    for op, sizes in summary.items():
+        for row in sizes.values():
+            cells = [row[column] for column in columns]
+            lines.append("".join(f"{cell:>22.3f}" if isinstance(cell, float) else f"{cell:>22}" for cell in [op, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Write the tables to rank 0's standard output; with ``return_dict`` also return them on every rank.
+
+    ``show_straggler`` is collective: every rank must call it with the same recorded calls.
+    """
+    if not dist.is_initialized():
+        raise UsageError("log_summary needs a process group; call deepspeed.init_distributed() first.")
+    world_size = dist.get_world_size()
+    summary = LOG.summary(world_size)
+    straggler = LOG.straggler() if show_straggler else None
+    if rank() == 0:
+        columns = ["msg_size_str", "count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps"]
+        sys.stdout.write(_table(summary, columns))
+        if straggler is not None:
+            columns = ["msg_size_str", "count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms"]
+            sys.stdout.write(_table(straggler, columns))
+    if not return_dict:
+        return None
+    metadata = {"world_size": world_size, "rank": dist.get_rank(), "timestamp": time.time()}
+    return {"summary": summary, "straggler_analysis": straggler, "metadata": metadata}
+
+
+def reset_log() -> None:
+    """Forget all records."""
+    LOG.reset()
+
+
+def has_comm_data() -> bool:
+    """True when something was recorded."""
+    return LOG.count() > 0
+
+
+def get_comm_operation_count(op: str | None = None) -> int:
+    """Recorded calls, of one op or of all."""
+    return LOG.count(op)
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Names of recorded ops."""
+    return LOG.ops()

@@ -1,0 +1,151 @@
+"""Reading a configuration: from a dict, a relaxed-JSON file, or URL-safe base64 of JSON."""
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from deepspeed.config.lines import key_lines, plain_json
+from deepspeed.errors import DeepSpeedConfigError
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """A configuration as handed over, before any key is judged.
+
+    ``data`` is the caller's own dict, or the parsed one. ``name`` is how messages call it.
+    ``lines`` maps dotted key paths to line numbers and is empty unless there is a text to point into.
+    ``from_program`` is true for dicts and base64, which other programs write and decorate with keys of their own.
+    """
+
+    data: dict[str, Any]
+    name: str
+    from_program: bool
+    lines: Mapping[str, list[int]] = field(default_factory=dict)
+
+
+class _Duplicate(Exception):
+    """A key occurs twice in one object."""
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise _Duplicate(key)
+        out[key] = value
+    return out
+
+
+def _duplicate_message(text: str, name: str, key: str) -> str:
+    for path, lines in key_lines(text).items():
+        if len(lines) > 1 and path.rpartition(".")[2] == key:
+            where = ", ".join(map(str, lines))
+            return f"{name}: the key {path!r} is written {len(lines)} times (lines {where}). Keep one of them."
+    return f"{name}: the key {key!r} is written twice in one block. Keep one of them."
+
+
+def _broken_message(text: str, name: str, error: hjson.HjsonDecodeError) -> str:
+    # The relaxed parser reads far past a missing comma before it stops; the strict one stops where the mistake is.
+    try:
+        json.loads(plain_json(text))
+    except json.JSONDecodeError as strict:
+        return f"{name}: broken JSON at line {strict.lineno}, column {strict.colno}: {strict.msg}."
+    return f"{name}: broken JSON at line {error.lineno}, column {error.colno}: {error.msg}."
+
+
+def parse_text(text: str, name: str) -> dict[str, Any]:
+    """Parse JSON or relaxed JSON (comments, trailing commas, bare keys).
+
+    Raises DeepSpeedConfigError for empty text, repeated keys, broken syntax (with line and column) and for a
+    text whose top level is not an object.
+    """
+    if not text.strip():
+        raise DeepSpeedConfigError(f"{name} is empty. Write at least {{}} with the batch size keys.")
+    try:
+        try:
+            data = json.loads(text, object_pairs_hook=_unique_pairs)
+        except json.JSONDecodeError:
+            data = hjson.loads(text, object_pairs_hook=_unique_pairs)
+    except _Duplicate as duplicate:
+        raise DeepSpeedConfigError(_duplicate_message(text, name, str(duplicate))) from None
+    except hjson.HjsonDecodeError as error:
+        raise DeepSpeedConfigError(_broken_message(text, name, error)) from None
+    except RecursionError:
+        raise DeepSpeedConfigError(f"{name} is nested too deeply to be a configuration.") from None
+    if not isinstance(data, dict):
+        kind = type(data).__name__
+        raise DeepSpeedConfigError(f"{name} must hold one object {{...}} at its top level, but holds a {kind}.")
+    return data
+
+
+def _read_file(path: Path) -> ConfigSource:
+    name = f"configuration file {str(path)!r}"
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DeepSpeedConfigError(f"{name} cannot be read: {error.strerror or error}.") from error
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        text = "\0"
+        position = f" (byte {error.start} is not UTF-8)"
+    else:
+        position = ""
+    if "\0" in text:
+        raise DeepSpeedConfigError(f"{name} is not a text file{position}. Give a JSON file.")
+    return ConfigSource(parse_text(text, name), name, from_program=False, lines=key_lines(text))
+
+
+def _decode_base64(text: str) -> str | None:
+    """The JSON object text inside ``text``, or None when it is not base64 of one."""
+    try:
+        raw = base64.b64decode(text.strip() + "=" * (-len(text.strip()) % 4), altchars=b"-_", validate=True)
+        decoded = raw.decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a long base64 text is no legal file name
+        return False
+
+
+def read_source(source: Any) -> ConfigSource:
+    """Read ``source`` (dict, path, or base64 text) without judging its keys.
+
+    Raises DeepSpeedConfigError, naming the file, for everything that is not one readable object.
+    """
+    if isinstance(source, dict):
+        return ConfigSource(source, "configuration dict", from_program=True)
+    if not isinstance(source, str | os.PathLike):
+        kind = type(source).__name__
+        raise DeepSpeedConfigError(f"The configuration must be a dict, a file path or base64 text of JSON, not {kind}.")
+    path = Path(source)
+    if _exists(path) and str(source):
+        if path.is_dir():
+            raise DeepSpeedConfigError(f"configuration path {str(path)!r} is a directory. Name the JSON file inside it.")
+        return _read_file(path)
+    text = os.fspath(source)
+    decoded = _decode_base64(text) if isinstance(source, str) else None
+    if decoded is not None:
+        return ConfigSource(parse_text(decoded, "configuration in base64"), "configuration in base64", from_program=True)
+    shown = text if len(text) <= 200 else text[:200] + "..."
+    raise DeepSpeedConfigError(
+        f"Configuration file {shown!r} does not exist (working directory {os.getcwd()}), "
+        "and the text is not base64 of a JSON object either."
+    )
+
+
+def read_config_source(source: dict[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """The plain dict of a configuration: the very object for a dict, else the parsed file or base64 text."""
+    return read_source(source).data

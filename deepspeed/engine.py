@@ -1,0 +1,425 @@
+"""The training engine: a module, its ZeRO runtime, an optimizer and a schedule, stepped together.
+
+``engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` for every micro-batch; plain ``loss.backward()`` works as well.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.device import get_accelerator
+from deepspeed.engine_info import DTYPES, EngineInfo
+from deepspeed.engine_pending import EnginePending
+from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
+from deepspeed.observe.log import log_dist
+from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
+from deepspeed.zero.build import ZeroParts, restore_plain
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optimizer import DeepSpeedOptimizer, DeepSpeedZeRoOffload, wrap_optimizer
+from deepspeed.zero.step import StepRules, take_step
+from deepspeed.zero.unit import Unit
+from deepspeed.zero.weights import consolidated_state_dict
+
+
+class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
+    """Wraps ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DeepSpeedConfig,
+        *,
+        mesh: ZeroMesh,
+        parts: ZeroParts,
+        scaler: LossScaler,
+        optimizer: torch.optim.Optimizer | None,
+        views: list[OptimView],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._config = config
+        self.mesh = mesh
+        self.device = device
+        self.runtime = parts.runtime
+        self._parts = parts
+        self._scaler = scaler
+        self._views = views
+        self._gas = config.gradient_accumulation_steps
+        self._micro = config.train_micro_batch_size_per_gpu
+        self._managed = config.managed_gradient_accumulation
+        self.basic_optimizer = optimizer
+        self._offload = DeepSpeedZeRoOffload(module, parts.hooks)
+        self.optimizer: Any = self._wrap(optimizer)
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._forced_boundary: bool | None = None
+        self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = self._destroyed = False
+        self._backwards = 0
+        self._norm: float | None = None
+        self._tie_to_runtime()
+
+    def _wrap(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        if optimizer is not None:
+            return wrap_optimizer(optimizer, self, self._views, offload=self._offload)
+        return self._offload if self.runtime.plan.regular.param.sharded else None
+
+    def _tie_to_runtime(self) -> None:
+        self.runtime.window_ends = self.is_gradient_accumulation_boundary
+        self.runtime.on_backward = self._before_backward
+        for unit in self.runtime.units:
+            unit.set_owner(self)
+
+    # -- forward, backward, step -------------------------------------------------------------------------------------------
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. After an error inside it, the engine is ready for the next one."""
+        self._check_alive()
+        if self._config.fp16.auto_cast and self.fp16_enabled():
+            inputs, kwargs = _to_half(inputs), _to_half(kwargs)
+        try:
+            with self._autocast():
+                return self.module(*inputs, **kwargs)
+        except BaseException:
+            self._recover()
+            raise
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns that divided loss."""
+        self._check_alive()
+        if self.basic_optimizer is None:
+            raise UsageError("backward() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"backward() takes a scalar loss that requires grad; got {what}. Reduce it, e.g. loss.mean()")
+        divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
+        flushes = self.runtime.flushes
+        self._in_engine_backward = True
+        try:
+            (divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided).backward(retain_graph=retain_graph)
+            if self.runtime.flushes == flushes or self.runtime.in_backward:
+                self._backwards += self.runtime.flushes == flushes
+                self.runtime.flush()
+        except BaseException:
+            self._recover()
+            raise
+        finally:
+            self._in_engine_backward = False
+        return divided.detach() if divided is loss else divided
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Count a micro-batch; at the accumulation boundary update the parameters and the schedule. Collective there."""
+        self._check_alive()
+        if self._syncing_off:
+            raise UsageError("step() was called inside no_sync(); leave the context first")
+        if self.basic_optimizer is None:
+            raise UsageError("step() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config")
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self.update()
+            if self._step_applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._report_progress()
+        self.micro_steps += 1
+
+    def update(self) -> None:
+        """One optimizer update from the gradients at hand: unscale, clip, step, publish; or skip it on overflow. Collective."""
+        if self._backwards == 0:
+            raise UsageError("step() was called before backward(): there are no gradients. Call engine.backward(loss) first")
+        assert self.basic_optimizer is not None
+        config = self._config
+        rules = StepRules(config.gradient_clipping, need_norm=config.zero.compute_grad_norm, skip_nonfinite=self._skips_nonfinite())
+        result = take_step(self.runtime, self.basic_optimizer, self._views, rules=rules, loss_scale=self._scaler.loss_scale)
+        samples = self._micro * self.mesh.size * (self._gas if self._managed else self._backwards)
+        self._backwards = 0
+        self._norm = result.norm
+        self.optimizer.overflow = result.overflow
+        self._step_applied = not result.overflow
+        self.global_steps += 1
+        self.global_samples += samples
+        self.skipped_steps += result.overflow
+        self._scaler.update(result.overflow)
+
+    def _skips_nonfinite(self) -> bool:
+        return self._config.bf16.check_grad_overflow or not self.bfloat16_enabled()
+
+    def _before_backward(self) -> None:
+        """A backward has begun, through the engine or not; the latter is scaled here."""
+        self._backwards += 1
+        if self._in_engine_backward:
+            return
+        if self._scaler.loss_scale != 1.0 and not self._scaled_by_user:
+            raise UsageError(
+                f"loss.backward() was called directly while the loss scale is {self._scaler.loss_scale:g}; call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        self._scaled_by_user = False
+        self.runtime.gradients.scale = 1.0 / self._gas if self._managed else 1.0
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for calling ``.backward()`` on it directly."""
+        self._scaled_by_user = True
+        return loss * self._scaler.loss_scale
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True while the current micro-batch is the last of its window (or as forced)."""
+        if not self._managed:
+            return True
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return (self.micro_steps + 1) % self._gas == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Force the answer of ``is_gradient_accumulation_boundary`` until called again."""
+        if not self._managed:
+            raise UsageError("set_gradient_accumulation_boundary() has no meaning with managed_gradient_accumulation: false")
+        self._forced_boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients stay on their rank; the next backward outside (or the step) reduces them. Legal under every plan."""
+        if self._syncing_off:
+            raise UsageError("no_sync() cannot be nested")
+        self._syncing_off = self.runtime.gradients.hold = True
+        try:
+            yield
+        finally:
+            self._syncing_off = self.runtime.gradients.hold = False
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backward calls inside, one reduction on exit. Collective."""
+        self.runtime.gradients.hold = True
+        try:
+            yield
+        finally:
+            self.runtime.gradients.hold = False
+        self.runtime.flush()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce whatever is still local now. Collective."""
+        self.runtime.gradients.final = True
+        self.runtime.flush()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the current window."""
+        self._backwards = 0
+        self.runtime.gradients.clear()
+
+    # -- state the client reads and writes ----------------------------------------------------------------------------------
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last update before clipping, unscaled; inf after a skipped one; None before the first."""
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        return self._step_applied
+
+    def loss_scale(self) -> float:
+        return self._scaler.loss_scale
+
+    def current_loss_scale(self) -> float:
+        return self._scaler.loss_scale
+
+    def dynamic_loss_scale(self) -> bool:
+        return isinstance(self._scaler, DynamicLossScaler)
+
+    def scaler_state(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        self._scaler.load_state_dict(state)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps so that the global batch is ``train_batch_size`` samples."""
+        if train_batch_size < 1 or train_batch_size % (self._micro * self.mesh.size):
+            raise ValueError(f"train_batch_size {train_batch_size} is no multiple of micro batch {self._micro} x {self.mesh.size} ranks")
+        self._gas = train_batch_size // (self._micro * self.mesh.size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        self._micro = micro_batch_size
+
+    def train(self, mode: bool = True) -> "DeepSpeedEngine":
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "DeepSpeedEngine":
+        self.module.eval()
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            pass
+        config = self.__dict__.get("_config")
+        if config is not None and name.startswith("zero_") and name[5:] in type(config.zero).model_fields:
+            return lambda: getattr(config.zero, name[5:])
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None and name != "module":
+            return getattr(module, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader over ``dataset`` for this rank; ``batch_size`` samples, default the micro batch."""
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self._micro,
+            pin_memory=pin_memory and self.device.type != "cpu",
+            local_rank=self.local_rank,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=self.mesh.size,
+            data_parallel_rank=self.mesh.world.index,
+            dataloader_drop_last=self._config.dataloader_drop_last,
+        )
+
+    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
+        """``module.compile`` in place. Frames break at the hooks, so compile blocks for the best result."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        return getattr(self, "_compiled", False)
+
+    def empty_partition_cache(self) -> None:
+        """Release every parameter that is gathered and not in use."""
+        for unit in self.runtime.units:
+            self.runtime.backward_done(unit)
+
+    # -- served to zero.access --------------------------------------------------------------------------------------------------
+    def gradient_factor(self) -> float:
+        """What a rest gradient must be multiplied by to be the averaged, unscaled gradient."""
+        return self.runtime.gradients.policy.after / self._scaler.loss_scale
+
+    def settle_gradients(self) -> None:
+        self.runtime.gradients.land_all()
+
+    def views_of(self, unit: Unit) -> list[OptimView]:
+        return [v for v in self._views if v.unit is unit]
+
+    def optimizer_state(self, view: OptimView) -> dict[str, Any]:
+        return self.basic_optimizer.state.get(view.param, {}) if self.basic_optimizer is not None else {}
+
+    # -- whole weights ------------------------------------------------------------------------------------------------------------
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """All weights by name on the first rank, None elsewhere. Collective. ValueError when parameters are not sharded."""
+        if not self.runtime.plan.regular.param.sharded:
+            raise ValueError("this function works under a plan that shards parameters only; use module.state_dict() here")
+        keep = self.mesh.world.index == 0
+        return consolidated_state_dict(self.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write all weights in the compute dtype to one file by the first rank. Collective.
+
+        False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is off.
+        """
+        if self.runtime.plan.regular.param.sharded and not self.zero_gather_16bit_weights_on_model_save():
+            return False
+        keep = self.mesh.world.index == 0
+        weights = consolidated_state_dict(self.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
+        if weights is not None:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(weights, os.path.join(save_dir, save_filename))
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # -- errors and the end -----------------------------------------------------------------------------------------------------
+    def _recover(self) -> None:
+        self._parts.hooks.disarm()
+        self._backwards = 0
+        self.runtime.reset()
+
+    def _check_alive(self) -> None:
+        if self._destroyed:
+            raise UsageError("this engine was destroyed; call deepspeed.initialize again")
+
+    def destroy(self) -> None:
+        """Remove every hook and give every buffer back. Collective.
+
+        A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready for another
+        ``initialize``.
+        """
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self._parts.hooks.remove()
+        self.runtime.reset()
+        for view in self._views:
+            view.param.grad = None
+        self._views.clear()
+        restore_plain(self._parts)
+        if self.basic_optimizer is not None:
+            self.basic_optimizer.state.clear()
+            for group in self.basic_optimizer.param_groups:
+                group["params"] = []
+        self.runtime.window_ends = lambda: True
+        self.runtime.on_backward = lambda: None
+        destroy_zero_mesh(self.mesh)
+
+    def _report_progress(self) -> None:
+        every = self._config.steps_per_print
+        if every and self.global_steps % every == 0:
+            log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
+
+    def _autocast(self) -> Any:
+        if not self.torch_autocast_enabled():
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
+
+    @property
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.world.ranks[self.mesh.world.index]
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.size
+
+    _local_rank = 0
+
+    def model_dtype(self) -> torch.dtype:
+        return DTYPES[self._config.compute_dtype]
+
+
+def _to_half(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.half()
+    if isinstance(value, dict):
+        return type(value)({k: _to_half(v) for k, v in value.items()})
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_half(v) for v in value)
+    return value
+
+
+def device_for(local_rank: int) -> torch.device:
+    """The torch device of a local rank: its accelerator, or the CPU."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return torch.device("cpu")
+    return torch.device(accelerator.device_name(local_rank))

@@ -1,0 +1,41 @@
+"""Every exception a user of this package can meet.
+
+Each class keeps a built-in base that existing client code already catches, so a script that guards
+against ``ValueError`` or ``AssertionError`` goes on working.
+"""
+
+
+class DeepSpeedError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class DeepSpeedConfigError(DeepSpeedError, ValueError):
+    """The configuration is wrong: unknown key, wrong type, contradiction."""
+
+
+class BatchConfigError(DeepSpeedConfigError, AssertionError):
+    """The batch triangle train = micro x accumulation x ranks does not close."""
+
+
+class OptimizerConfigError(DeepSpeedConfigError, AssertionError):
+    """An optimizer or scheduler is unknown, missing or not usable with this configuration."""
+
+
+class UsageError(DeepSpeedError, RuntimeError, AssertionError):
+    """The engine was called in an order or state that cannot work (step before backward, ...)."""
+
+
+class ReleasedParameterError(DeepSpeedError, RuntimeError):
+    """The values of a sharded parameter were read while they are not on this rank."""
+
+
+class DivergenceError(DeepSpeedError, RuntimeError):
+    """Ranks took different paths, or hold different models, where that was declared an error."""
+
+
+class NotYetError(DeepSpeedError, NotImplementedError):
+    """A documented part of the interface that this release does not contain yet."""
+
+
+class InvalidStateError(DeepSpeedError, RuntimeError):
+    """An internal state machine was asked for an illegal move."""

@@ -1,0 +1,20 @@
+"""What this installation was built from and with."""
+
+import torch
+
+from deepspeed.builders import compatible_ops, installed_ops
+from deepspeed.version import __version__ as version
+
+git_hash = None
+git_branch = None
+# Nothing is compiled at install time, so the accelerator is whatever this torch was built for; no device is touched.
+accelerator_name = "cuda" if torch.version.cuda or torch.version.hip else "cpu"
+torch_info = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": ".".join((torch.version.cuda or "0.0").split(".")[:2]),
+    "nccl_version": "0.0",
+    "hip_version": ".".join((torch.version.hip or "0.0").split(".")[:2]),
+}
+
+__all__ = ["accelerator_name", "compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_info", "version"]

@@ -1,0 +1,5 @@
+"""Names of tensor-parallel layer replacement."""
+
+from deepspeed.module_inject import layers
+
+__all__ = ["layers"]

@@ -1,0 +1,1 @@
+"""Names of mixture-of-experts layers; not in this release."""

@@ -1,0 +1,35 @@
+"""Rarely needed companions of the logger that clients import."""
+
+import functools
+import logging
+
+from deepspeed.observe.log import log_dist, logger
+
+
+@functools.lru_cache(maxsize=1024)
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, ranks=None if ranks is None else list(ranks), level=level)
+
+
+def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """``log_dist``, at most once per message."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+@functools.lru_cache(maxsize=1024)
+def warning_once(message: str) -> None:
+    """Warn at most once per message."""
+    logger.warning(message)
+
+
+def print_dist(message: str, ranks: list[int] | None = None) -> None:
+    """``log_dist`` at INFO."""
+    log_dist(message, ranks=ranks)
+
+
+def set_log_level_from_string(log_level_str: str) -> None:
+    """Set the logger's level from ``"debug"``, ``"info"``, ``"warning"``, ``"error"`` or ``"critical"``; ValueError otherwise."""
+    level = logging.getLevelName(log_level_str.upper())
+    if not isinstance(level, int):
+        raise ValueError(f"{log_level_str!r} is no log level; use debug, info, warning, error or critical.")
+    logger.setLevel(level)

@@ -1,0 +1,250 @@
+"""Wall-clock timers of named phases, samples per second, and profiler ranges."""
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+from deepspeed.device import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.observe.log import log_dist, logger
+from deepspeed.observe.memory import memory_report
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _trimmed_mean(values: list[float], percent: float) -> float:
+    cut = int(len(values) * percent)
+    kept = sorted(values)[cut : len(values) - cut]
+    return sum(kept) / len(kept) if kept else 0.0
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name; each start and stop waits for the device first, so device work is charged where it was issued."""
+
+    class Timer:
+        """One phase. Times are milliseconds."""
+
+        def __init__(self, name: str) -> None:
+            self.name_ = name
+            self.started_ = False
+            self._start = 0.0
+            self._elapsed_ms = 0.0
+            self._records: list[float] = []
+
+        def start(self) -> None:
+            """Begin; UsageError when it runs already."""
+            if self.started_:
+                raise UsageError(f"The timer {self.name_!r} runs already; stop it before starting it again.")
+            get_accelerator().synchronize()
+            self._start = time.perf_counter()
+            self.started_ = True
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """End; adds to the time so far, or replaces it with ``reset``. ``record`` keeps the span for ``mean``."""
+            if not self.started_:
+                raise UsageError(f"The timer {self.name_!r} does not run; start it before stopping it.")
+            get_accelerator().synchronize()
+            span = (time.perf_counter() - self._start) * 1e3
+            self._elapsed_ms = span if reset else self._elapsed_ms + span
+            if record:
+                self._records.append(span)
+            self.started_ = False
+
+        def reset(self) -> None:
+            """Back to zero, not running."""
+            self.started_ = False
+            self._elapsed_ms = 0.0
+            self._records = []
+
+        def elapsed(self, reset: bool = True) -> float:
+            """Milliseconds so far; a running timer is stopped for the reading and goes on."""
+            running = self.started_
+            if running:
+                self.stop()
+            elapsed = self._elapsed_ms
+            if reset:
+                self._elapsed_ms = 0.0
+            if running:
+                self.start()
+            return elapsed
+
+        def mean(self) -> float:
+            """Mean of the recorded spans without the lowest and highest tenth, in milliseconds."""
+            return _trimmed_mean(self._records, 0.1)
+
+    def __init__(self) -> None:
+        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+
+    def __call__(self, name: str) -> "SynchronizedWallClockTimer.Timer":
+        """The timer ``name``, made on first use."""
+        return self.timers.setdefault(name, self.Timer(name))
+
+    def has_timer(self, name: str) -> bool:
+        """True when ``name`` was used."""
+        return name in self.timers
+
+    def get_timers(self) -> dict[str, "SynchronizedWallClockTimer.Timer"]:
+        """All timers by name."""
+        return self.timers
+
+    @staticmethod
+    def memory_usage() -> str:
+        """Memory in use, as text."""
+        return memory_report()
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: list[int] | None = None,
+    ) -> None:
+        """Log the times of ``names`` divided by ``normalizer``, in milliseconds; rank 0 by default."""
+        times = [f"{name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}" for name in names if name in self.timers]
+        memory = f" | {memory_report()}" if memory_breakdown else ""
+        log_dist(f"time (ms) | {' | '.join(times)}{memory}", ranks=ranks)
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """Mean recorded time per name in milliseconds, divided by ``normalizer``."""
+        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        if reset:
+            for name in means:
+                self.timers[name].reset()
+        return means
+
+
+class NoopTimer:
+    """The timers when nothing is to be timed."""
+
+    class Timer:
+        """Does nothing."""
+
+        def start(self) -> None:
+            """Nothing."""
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """Nothing."""
+
+        def reset(self) -> None:
+            """Nothing."""
+
+        def elapsed(self, reset: bool = True) -> float:
+            """Zero."""
+            return 0.0
+
+        def mean(self) -> float:
+            """Zero."""
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> "NoopTimer.Timer":
+        """The one timer."""
+        return self.timer
+
+    def has_timer(self, name: str) -> bool:
+        """True: every name can be used."""
+        return True
+
+    def get_timers(self) -> dict[str, "NoopTimer.Timer"]:
+        """None."""
+        return {}
+
+    def log(self, names: Iterable[str], **_kwargs: Any) -> None:
+        """Nothing."""
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+
+class ThroughputTimer:
+    """Samples per second over updates of ``batch_size`` samples, without the first ``start_step`` (warm-up) updates.
+
+    ``steps_per_output`` None never logs. ``config`` may hold ``enabled``; a disabled timer does nothing.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        batch_size: int = 1,
+        start_step: int = 2,
+        steps_per_output: float | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.enabled = bool(getattr(config, "enabled", True))
+        self.batch_size = max(1, batch_size)
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output or None
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or logger.info
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.step_elapsed_time = self.total_elapsed_time = 0.0
+        self._start: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """A new epoch begins."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """A micro-batch begins. A second start without a stop between counts from the second."""
+        if not self.enabled:
+            return
+        if self.global_step_count >= self.start_step:
+            get_accelerator().synchronize()
+        self._start = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A micro-batch ends; ``global_step`` when an update ended with it."""
+        if not self.enabled or self._start is None:
+            return
+        counted = self.global_step_count >= self.start_step
+        if counted:
+            get_accelerator().synchronize()
+            self.step_elapsed_time += time.perf_counter() - self._start
+        self._start = None
+        self.micro_step_count += 1
+        if not global_step:
+            return
+        self.global_step_count += 1
+        if counted:
+            self.total_elapsed_time += self.step_elapsed_time
+            if report_speed and self._due():
+                self._report()
+        self.step_elapsed_time = 0.0
+
+    def _due(self) -> bool:
+        return self.steps_per_output is not None and self.global_step_count % self.steps_per_output == 0
+
+    def _report(self) -> None:
+        now = self.batch_size / max(self.step_elapsed_time, 1e-9)
+        memory = f", {memory_report()}" if self.monitor_memory else ""
+        self.logging(
+            f"epoch={self.epoch_count}, micro_step={self.micro_step_count}, global_step={self.global_step_count}, "
+            f"samples/s now {now:.2f}, average {self.avg_samples_per_sec():.2f}{memory}"
+        )
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples per second over all counted updates; -inf before the first."""
+        counted = self.global_step_count - self.start_step
+        return counted * self.batch_size / self.total_elapsed_time if counted > 0 and self.total_elapsed_time > 0 else float("-inf")
+
+
+def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
+    """``func`` shown as a range of its name in the device profiler."""
+
+    @functools.wraps(func)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            get_accelerator().range_pop()
+
+    return wrapped

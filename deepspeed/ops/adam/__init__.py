@@ -1,0 +1,5 @@
+"""Import path of Adam."""
+
+from deepspeed.optim.named import DeepSpeedCPUAdam, FusedAdam
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

@@ -1,0 +1,5 @@
+"""Import path of asynchronous IO."""
+
+from deepspeed.builders import AsyncIOBuilder
+
+__all__ = ["AsyncIOBuilder"]

@@ -1,0 +1,5 @@
+"""Import path of LAMB."""
+
+from deepspeed.optim.named import FusedLamb
+
+__all__ = ["FusedLamb"]

@@ -1,0 +1,47 @@
+"""Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms")."""
+
+from typing import Any
+
+import torch
+
+from deepspeed.optim.base import GroupStep, check_ranges, moment_dtype
+
+
+class Lion(GroupStep, torch.optim.Optimizer):
+    """``u = sign(b1*m + (1-b1)*g); p <- p - lr*(u + wd*p); m <- b2*m + (1-b2)*g``, one moment per element.
+
+    Raises:
+        OptimizerConfigError: a setting out of range.
+    """
+
+    elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_states: bool = False,
+    ) -> None:
+        check_ranges(type(self).__name__, betas=betas, lr=lr, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "fp32_states": fp32_states}
+        super().__init__(params, defaults)
+
+    def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            self._update(param, grad, group)
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param, dtype=moment_dtype(param, group))
+        moment, (beta1, beta2), lr = state["exp_avg"], group["betas"], group["lr"]
+        grad = grad.to(moment.dtype)
+        update = torch.lerp(moment, grad, 1 - beta1).sign_()
+        if param.dtype == moment.dtype:
+            param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+        else:
+            param.copy_(param.to(moment.dtype).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr))
+        moment.lerp_(grad, 1 - beta2)

@@ -1,0 +1,179 @@
+"""Muon for matrices with an auxiliary Adam for everything else (Jordan et al. 2024, "Muon")."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from deepspeed.errors import NotYetError, OptimizerConfigError, UsageError
+from deepspeed.optim.adam import adam_update_
+from deepspeed.optim.base import GroupStep, check_ranges
+
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NS_STEPS = 5
+GRAM_RESTART = 2
+"""Iterations after which the Gram form rebuilds its matrix from the iterate, which stops rounding from piling up."""
+_NOT_MATRICES = ("embed", "lm_head")
+
+
+def is_muon_parameter(name: str, param: torch.Tensor) -> bool:
+    """Whether Muon updates this parameter: two or more dimensions, and neither an embedding nor the output head by name."""
+    return param.ndim >= 2 and not any(part in name for part in _NOT_MATRICES)
+
+
+def mark_muon_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Set ``use_muon`` on every parameter that does not have it yet; call it before the optimizer is built."""
+    for name, param in named_parameters:
+        if not hasattr(param, "use_muon"):
+            param.use_muon = is_muon_parameter(name, param)  # type: ignore[attr-defined]
+
+
+def _iterate_standard(x: torch.Tensor) -> torch.Tensor:
+    a, b, c = NS_COEFFICIENTS
+    for _ in range(NS_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def _iterate_gram(x: torch.Tensor) -> torch.Tensor:
+    """The same polynomial, but only rows x rows matrices are multiplied between restarts."""
+    a, b, c = NS_COEFFICIENTS
+    eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    for count in (GRAM_RESTART, NS_STEPS - GRAM_RESTART):
+        gram, product = x @ x.mT, eye
+        for _ in range(count):
+            factor = a * eye + b * gram + c * gram @ gram
+            product = factor @ product
+            gram = factor @ gram @ factor
+        x = product @ x
+    return x
+
+
+def orthogonalize(matrix: torch.Tensor, method: str = "gram") -> torch.Tensor:
+    """Nearest semi-orthogonal matrix, approximately: five quintic Newton-Schulz iterations.
+
+    Args:
+        matrix: (..., rows, cols); leading dimensions are a batch.
+        method: ``standard`` iterates in bf16, ``gram`` in fp16; both in fp32 on the CPU, where half-precision matrix products are slow.
+
+    Returns:
+        Same shape and dtype; singular values lie around 1 (roughly 0.7 to 1.2).
+    """
+    half = {"standard": torch.bfloat16, "gram": torch.float16}[method]
+    wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    # normalise in fp32: the square of a small fp16 number is zero
+    x = wide.float()
+    x = (x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)).to(torch.float32 if x.device.type == "cpu" else half)
+    x = (_iterate_standard if method == "standard" else _iterate_gram)(x).to(matrix.dtype)
+    return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
+
+
+class MuonWithAuxAdam(GroupStep, torch.optim.Optimizer):
+    """Muon for the parameters marked ``use_muon``, Adam with decoupled decay for the others.
+
+    Every given parameter group is split in a Muon half and an Adam half and keeps its own settings; a group that
+    carries the key ``use_muon`` is taken as it is. A parameter without the mark is judged by its shape, and by its
+    name where named parameters are given. ``lr`` sets both halves, ``muon_lr`` and ``adam_lr`` one of them.
+
+    Raises:
+        OptimizerConfigError: unknown ``ns_method``.
+        NotYetError: ``per_head_muon``.
+        UsageError: in ``step``, when a Muon parameter is not seen as a matrix.
+    """
+
+    elementwise = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        *,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        ns_method: str = "gram",
+        per_head_muon: bool = False,
+    ) -> None:
+        if ns_method not in ("gram", "standard"):
+            raise OptimizerConfigError(f"Muon: ns_method is {ns_method!r}; use 'gram' or 'standard'")
+        if per_head_muon:
+            raise NotYetError("Muon: per_head_muon is not available in this release; remove it from optimizer.params")
+        self._rates = {True: _first(muon_lr, lr, 0.02), False: _first(adam_lr, lr, 3e-4)}
+        check_ranges(
+            "Muon",
+            betas=betas,
+            momentum=momentum,
+            eps=eps,
+            weight_decay=weight_decay,
+            muon_lr=self._rates[True],
+            adam_lr=self._rates[False],
+        )
+        self._group_keys = {
+            True: {"momentum": momentum, "ns_method": ns_method},
+            False: {"betas": tuple(betas), "eps": eps, "bias_correction": True, "decoupled_weight_decay": True},
+        }
+        super().__init__(params, {"lr": self._rates[True], "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add one group, split by ``use_muon`` into at most two."""
+        group = dict(param_group)
+        if "use_muon" in group:
+            self._add_half(group, bool(group["use_muon"]))
+            return
+        params = group["params"]
+        entries = [params] if isinstance(params, torch.Tensor) else list(params)
+        for use_muon in (True, False):
+            half = [entry for entry in entries if _wants_muon(entry) is use_muon]
+            if half:
+                self._add_half(group | {"params": half}, use_muon)
+
+    def _add_half(self, group: dict[str, Any], use_muon: bool) -> None:  # noqa: FBT001
+        group["use_muon"] = use_muon
+        for key, value in ({"lr": self._rates[use_muon]} | self._group_keys[use_muon]).items():
+            group.setdefault(key, value)
+        super().add_param_group(group)
+
+    def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
+        update = self._muon_update if group["use_muon"] else self._adam_update
+        for param, grad in zip(params, grads, strict=True):
+            update(param, grad, group)
+
+    def _adam_update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        adam_update_(param, grad, state, group)
+
+    def _muon_update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if param.ndim < 2:
+            raise UsageError(
+                f"Muon got a tensor of shape {tuple(param.shape)} where it needs a matrix; "
+                "sharding must keep parameters whole for this optimizer"
+            )
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        buffer, mu = state["momentum_buffer"], group["momentum"]
+        # decided on the device: a non-finite gradient leaves the momentum as it was and shows in the weights, as with any optimizer
+        finite = torch.isfinite(grad).all()
+        buffer.copy_(torch.where(finite, torch.lerp(buffer, grad, 1 - mu), buffer))
+        update = torch.where(finite, torch.lerp(grad, buffer, mu), grad)
+        matrix = update.reshape(update.shape[0], -1) if update.ndim == 4 else update
+        matrix = orthogonalize(matrix, group["ns_method"]).reshape(grad.shape)
+        scale = max(1.0, grad.shape[-2] / grad.shape[-1]) ** 0.5
+        param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(matrix, alpha=group["lr"] * scale)
+
+
+def _first(*candidates: float | None) -> float:
+    return next(value for value in candidates if value is not None)
+
+
+def _wants_muon(entry: torch.Tensor | tuple[str, torch.Tensor]) -> bool:
+    name, param = entry if isinstance(entry, tuple) else ("", entry)
+    return bool(getattr(param, "use_muon", is_muon_parameter(name, param)))

@@ -1,0 +1,191 @@
+"""Loss scaling for fp16: a constant, or a scale that halves on overflow and doubles after a quiet window."""
+
+from typing import Any, Protocol
+
+from deepspeed.errors import UsageError
+
+SCALE_FACTOR = 2.0
+
+
+class StaticLossScaler:
+    """A scale that never changes; with scale 1 also what fp32 and bf16 training uses.
+
+    Raises:
+        ValueError: the scale is not positive.
+    """
+
+    dynamic = False
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not scale > 0:
+            raise ValueError(f"the loss scale is {scale}, it must be positive")
+        self.cur_scale = float(scale)
+        self.cur_iter = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss is multiplied and the gradients are divided."""
+        return self.cur_scale
+
+    def update(self, overflow: bool) -> None:  # noqa: FBT001
+        """Count one optimizer step; the scale stays."""
+        del overflow
+        self.cur_iter += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {"dynamic": False, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counter; the scale stays the configured one, which the user may have changed since the state was saved."""
+        self.cur_iter = int(state.get("cur_iter", 0))
+
+
+class DynamicLossScaler:
+    """Halve on overflow, after ``hysteresis - 1`` overflows that are let pass; double after ``scale_window`` good steps.
+
+    With ``consecutive_hysteresis`` every good step gives the let-pass credit back, otherwise only a doubling does.
+
+    Args:
+        init_scale: first scale.
+        scale_window: good steps in a row before the scale doubles.
+        min_scale: floor; an overflow there raises.
+        hysteresis: the first halving happens at this overflow.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        *,
+        scale_window: int = 1000,
+        min_scale: float = 1.0,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+    ) -> None:
+        if init_scale <= 0 or min_scale <= 0 or scale_window < 1 or hysteresis < 1:
+            raise ValueError(
+                f"loss scaling needs positive scales (initial {init_scale}, minimum {min_scale}), loss_scale_window >= 1 "
+                f"(is {scale_window}) and hysteresis >= 1 (is {hysteresis})"
+            )
+        self.cur_scale = float(init_scale)
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_window = scale_window
+        self.scale_factor = SCALE_FACTOR
+        self.min_scale = float(min_scale)
+        self.delayed_shift = hysteresis
+        self.cur_hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the loss is multiplied and the gradients are divided."""
+        return self.cur_scale
+
+    def update(self, overflow: bool) -> None:  # noqa: FBT001
+        """Move to the next optimizer step; ``overflow`` says whether any gradient on any rank was not finite.
+
+        Raises:
+            UsageError: overflow while the scale is already at its minimum; nothing is changed then.
+        """
+        if overflow:
+            self._shrink()
+            self.last_overflow_iter = self.cur_iter
+        else:
+            self._grow()
+        self.cur_iter += 1
+
+    def _shrink(self) -> None:
+        if self.delayed_shift > 1 and self.cur_hysteresis > 1:
+            self.cur_hysteresis -= 1
+            return
+        if self.cur_scale <= self.min_scale:
+            raise UsageError(
+                f"fp16 loss scale is already at its minimum {self.min_scale:g} and the gradients of optimizer step {self.cur_iter} "
+                "are still not finite, so scaling is not the cause: the log names the first bad parameter. Lower the learning rate, set "
+                "gradient_clipping, check the data and the loss for inf/nan, train in bf16, or lower fp16.min_loss_scale"
+            )
+        self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
+
+    def _grow(self) -> None:
+        if self.consecutive_hysteresis:
+            self.cur_hysteresis = self.delayed_shift
+        stable = self.cur_iter - self.last_overflow_iter - 1
+        if stable > 0 and stable % self.scale_window == 0:
+            self.cur_hysteresis = self.delayed_shift
+            self.cur_scale *= self.scale_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers; ``load_state_dict`` continues the trace exactly."""
+        return {
+            "dynamic": True,
+            "cur_scale": self.cur_scale,
+            "cur_iter": self.cur_iter,
+            "last_overflow_iter": self.last_overflow_iter,
+            "cur_hysteresis": self.cur_hysteresis,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore scale and counters; window, floor and hysteresis stay the configured ones."""
+        if not state.get("dynamic", True):
+            return
+        self.cur_scale = float(state["cur_scale"])
+        self.cur_iter = int(state["cur_iter"])
+        self.last_overflow_iter = int(state["last_overflow_iter"])
+        self.cur_hysteresis = int(state.get("cur_hysteresis", self.delayed_shift))
+
+
+LossScaler = StaticLossScaler | DynamicLossScaler
+
+
+class _Fp16Settings(Protocol):
+    @property
+    def loss_scale(self) -> float: ...
+
+    @property
+    def initial_scale_power(self) -> int: ...
+
+    @property
+    def loss_scale_window(self) -> int: ...
+
+    @property
+    def hysteresis(self) -> int: ...
+
+    @property
+    def consecutive_hysteresis(self) -> bool: ...
+
+    @property
+    def min_loss_scale(self) -> float: ...
+
+
+class _PrecisionConfig(Protocol):
+    @property
+    def compute_dtype(self) -> str: ...
+
+    @property
+    def fp16(self) -> _Fp16Settings: ...
+
+
+def build_loss_scaler(cfg: _PrecisionConfig) -> LossScaler:
+    """The scaler for a config: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype.
+
+    Raises:
+        ValueError: an fp16 setting out of range.
+    """
+    if cfg.compute_dtype != "fp16":
+        return StaticLossScaler(1.0)
+    fp16 = cfg.fp16
+    if fp16.loss_scale:
+        return StaticLossScaler(fp16.loss_scale)
+    return DynamicLossScaler(
+        2.0**fp16.initial_scale_power,
+        scale_window=fp16.loss_scale_window,
+        min_scale=fp16.min_loss_scale,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+    )

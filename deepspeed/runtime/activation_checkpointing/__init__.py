@@ -1,0 +1,5 @@
+"""Import path of activation checkpointing; nothing is defined here."""
+
+from deepspeed.runtime.activation_checkpointing import checkpointing
+
+__all__ = ["checkpointing"]

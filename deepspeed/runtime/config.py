@@ -1,0 +1,14 @@
+"""Import path of the configuration."""
+
+from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.constants import ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER
+
+__all__ = [
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "LAMB_OPTIMIZER",
+    "LION_OPTIMIZER",
+    "ONEBIT_LAMB_OPTIMIZER",
+]

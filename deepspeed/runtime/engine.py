@@ -1,0 +1,5 @@
+"""Import path of the engine."""
+
+from deepspeed.engine import DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]

@@ -1,0 +1,1 @@
+"""Import paths of the fp16 wrappers; nothing is defined here."""

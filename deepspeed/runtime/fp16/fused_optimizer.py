@@ -1,0 +1,5 @@
+"""Import path of a wrapper class that clients compare against."""
+
+from deepspeed.precision.legacy import FP16_Optimizer
+
+__all__ = ["FP16_Optimizer"]

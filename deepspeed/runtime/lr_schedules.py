@@ -1,0 +1,13 @@
+"""Import path of the learning-rate schedules."""
+
+from deepspeed.optim.lr_schedules import (
+    VALID_LR_SCHEDULES,
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    add_tuning_arguments,
+)
+
+__all__ = ["LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "add_tuning_arguments"]

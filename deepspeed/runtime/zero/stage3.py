@@ -1,0 +1,15 @@
+"""Import path of the ZeRO 3 names."""
+
+from deepspeed.zero.estimate import (
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer_Stage3
+
+__all__ = [
+    "DeepSpeedZeroOptimizer_Stage3",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+]

@@ -1,0 +1,5 @@
+"""Import path of ZeRO helpers."""
+
+from deepspeed.errors import DeepSpeedError as ZeRORuntimeException
+
+__all__ = ["ZeRORuntimeException"]

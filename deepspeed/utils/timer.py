@@ -1,0 +1,5 @@
+"""Import path of the timers."""
+
+from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+
+__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]

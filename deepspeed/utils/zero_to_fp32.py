@@ -1,0 +1,19 @@
+"""Import path of the checkpoint consolidation."""
+
+from deepspeed.checkpoint.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    get_model_state_file,
+    get_optim_files,
+    load_state_dict_from_zero_checkpoint,
+)
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_optim_files",
+    "load_state_dict_from_zero_checkpoint",
+]

@@ -1,0 +1,247 @@
+"""The gradient gate: the engine on several ranks against plain one-process PyTorch.
+
+Every *cell* trains one model for a few optimizer steps and compares, on every rank and at every step, the losses, the
+averaged gradients (``safe_get_full_grad`` between backward and step), the gradient norm and the parameters after the
+step (``GatheredParameters``). All of it in fp32, where nothing but the order of additions may differ.
+
+An error is ``max|ours - reference| / max(1, max|reference|)`` of one tensor: absolute for values up to 1.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+from deepspeed.verify.models import SAMPLES, Case, Losses, Place, case_named
+from deepspeed.verify.ranks import RankFailure, RankPool
+from deepspeed.verify.reference import GATE_ADAM, Reference, train_reference, trainable
+from deepspeed.verify.user_model import load_user_case
+
+TOLERANCE = 1e-6
+STEPS = 3
+MATRIX_MODELS = ("plain", "used_twice", "tied", "unused", "frozen", "conditional")
+MATRIX_ACCUMULATION = (1, 4)
+
+# "tiny": one parameter per reduction, nothing kept, nothing fetched ahead. "huge": everything in one bucket and fetched
+# ahead; the persistence threshold lies between a bias and a weight of the small models, so both kinds occur.
+BUCKETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "reduce_bucket_size": 1,
+        "allgather_bucket_size": 2,
+        "prefetch_bucket_size": 0,
+        "param_persistence_threshold": 0,
+        "max_live_parameters": 0,
+        "max_reuse_distance": 0,
+    },
+    "huge": {
+        "reduce_bucket_size": 500_000_000,
+        "allgather_bucket_size": 500_000_000,
+        "prefetch_bucket_size": 500_000_000,
+        "param_persistence_threshold": 20,
+        "max_live_parameters": 1_000_000_000,
+        "max_reuse_distance": 1_000_000_000,
+    },
+}
+# Keys of a user's configuration that the gate keeps; the rest (optimizer, scheduler, 16-bit modes, logging, batch
+# size) either cannot change a gradient or would hide an error of 1e-6 behind rounding.
+KEPT_KEYS = (
+    "zero_optimization",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "activation_checkpointing",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the gate. ``model`` is a case name, or ``module:build`` of a user; None leaves the user's setting."""
+
+    model: str
+    stage: int | None = None
+    bucket: str | None = None
+    overlap: bool | None = None
+    accumulation: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def label(self) -> tuple[str, ...]:
+        """The cell as table columns: model, stage, bucket, overlap, accumulation."""
+        overlap = {None: "-", True: "on", False: "off"}[self.overlap]
+        return (self.model, *(str(v if v is not None else "-") for v in (self.stage, self.bucket)), overlap, str(self.accumulation or "-"))
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """The largest errors of one cell over all steps, tensors and ranks; ``failure`` says what raised, if anything did."""
+
+    cell: Cell
+    loss_error: float = 0.0
+    grad_error: float = 0.0
+    norm_error: float = 0.0
+    param_error: float = 0.0
+    worst: str = ""
+    failure: str = ""
+    seconds: float = 0.0
+
+    def passed(self, tolerance: float = TOLERANCE) -> bool:
+        """True when nothing raised and every error is within ``tolerance``."""
+        return not self.failure and self.largest() <= tolerance
+
+    def largest(self) -> float:
+        """The largest of the four errors."""
+        return max(self.loss_error, self.grad_error, self.norm_error, self.param_error)
+
+
+def scaled_error(ours: Tensor, reference: Tensor) -> float:
+    """``max|ours - reference| / max(1, max|reference|)``; infinite for a wrong shape, a NaN or an infinity."""
+    if ours.shape != reference.shape:
+        return float("inf")
+    if reference.numel() == 0:
+        return 0.0
+    difference = (ours.detach().double().cpu() - reference.double()).abs().max() / max(1.0, float(reference.abs().max()))
+    return float(difference) if bool(difference.isfinite()) else float("inf")
+
+
+class _Errors:
+    """The largest error of each kind, and the tensor that the largest of all belongs to."""
+
+    def __init__(self) -> None:
+        self.largest = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "param": 0.0}
+        self.worst, self._worst_error = "", 0.0
+
+    def add(self, kind: str, error: float, where: str) -> None:
+        self.largest[kind] = max(self.largest[kind], error)
+        if error > self._worst_error:
+            self.worst, self._worst_error = f"{kind} {where}", error
+
+
+def cell_config(cell: Cell, case: Case) -> dict[str, Any]:
+    """The configuration of one cell: the kept keys of ``cell.config`` under the settings the cell states."""
+    config = {key: value for key, value in cell.config.items() if key in KEPT_KEYS}
+    zero = dict(config.get("zero_optimization") or {})
+    if cell.stage is not None:
+        zero["stage"] = cell.stage
+    if cell.bucket is not None:
+        chosen = BUCKETS[cell.bucket]
+        zero = {key: value for key, value in zero.items() if key.removeprefix("stage3_") not in chosen} | chosen
+    if cell.overlap is not None:
+        zero["overlap_comm"] = cell.overlap
+    config.update(
+        zero_optimization=zero,
+        train_micro_batch_size_per_gpu=SAMPLES,
+        gradient_accumulation_steps=case.accumulation,
+        gradient_clipping=case.clipping,
+        optimizer={"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}},
+    )
+    return config
+
+
+def load_case(cell: Cell) -> Case:
+    """The case a cell names, with the cell's accumulation."""
+    case = load_user_case(cell.model, cell.config) if ":" in cell.model else case_named(cell.model)
+    return case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
+
+
+def engine_backward(engine: Any, case: Case, losses: Losses) -> None:
+    """Back-propagate as the case says: through the engine or plainly, once or several times over one graph."""
+    repeated = [loss for loss in losses for _ in range(case.repeats)]
+    for count, loss in enumerate(repeated, start=1):
+        keep = count < len(repeated)
+        if case.plain_backward:
+            loss.backward(retain_graph=keep)
+        else:
+            engine.backward(loss, retain_graph=keep)
+
+
+def full_gradients(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Name -> full averaged gradient (fp32); a parameter without one counts as zero. Collective."""
+    found = {name: safe_get_full_grad(param) for name, param in params.items()}
+    return {name: torch.zeros(params[name].shape) if grad is None else grad.clone() for name, grad in found.items()}
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> full parameter values. Collective."""
+    named = dict(model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: param.detach().clone() for name, param in named.items()}
+
+
+def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors: _Errors) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    record = reference.steps[step]
+    params = trainable(engine.module)
+    for micro in range(case.accumulation):
+        losses = case.seeded_loss(engine, Place(step, micro, rank, world))
+        for index, (ours, expected) in enumerate(zip(losses, record.losses[rank, micro], strict=True)):
+            errors.add("loss", scaled_error(ours.detach(), torch.tensor(expected)), f"{index} at step {step} micro {micro}")
+        engine_backward(engine, case, losses)
+        if micro == case.accumulation - 1:
+            for name, grad in full_gradients(params).items():
+                errors.add("grad", scaled_error(grad, record.grads[name]), f"{name} at step {step}")
+        engine.step()
+    norm = engine.get_global_grad_norm()
+    ours_norm = torch.tensor(float("nan") if norm is None else float(norm))
+    errors.add("norm", scaled_error(ours_norm, torch.tensor(record.grad_norm)), f"at step {step}")
+    for name, value in full_parameters(engine.module).items():
+        errors.add("param", scaled_error(value, record.params[name]), f"{name} after step {step}")
+
+
+def compare_engine(case: Case, reference: Reference, config: dict[str, Any]) -> tuple[dict[str, float], str]:
+    """Train ``case`` with the engine on the ranks of this process group and compare with ``reference``.
+
+    Returns the largest error of each kind ("loss", "grad", "norm", "param") and the name of the worst tensor. Collective.
+    """
+    engine = deepspeed.initialize(model=case.build().train(), config=config)[0]
+    errors = _Errors()
+    for step in range(len(reference.steps)):
+        _check_step(engine, case, reference, step, errors)
+    engine.destroy()
+    return errors.largest, errors.worst
+
+
+def run_cell(cell: Cell, *, steps: int = STEPS) -> CellResult:
+    """Run one cell on the ranks of this process group; the result holds this rank's errors. Collective."""
+    started = time.perf_counter()
+    case = load_case(cell)
+    reference = train_reference(case, world=dist.get_world_size(), steps=steps)
+    largest, worst = compare_engine(case, reference, cell_config(cell, case))
+    return CellResult(
+        cell=cell,
+        loss_error=largest["loss"],
+        grad_error=largest["grad"],
+        norm_error=largest["norm"],
+        param_error=largest["param"],
+        worst=worst,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def worst_of(results: Sequence[CellResult]) -> CellResult:
+    """Merge the results that the ranks found for one cell."""
+    worst = max(results, key=CellResult.largest)
+    kinds = ("loss_error", "grad_error", "norm_error", "param_error")
+    return replace(worst, **{kind: max(getattr(result, kind) for result in results) for kind in kinds})
+
+
+def run_cell_on(pool: RankPool, cell: Cell, *, steps: int = STEPS, time_limit: float = 60.0) -> CellResult:
+    """Run one cell on a pool; an exception or a hang becomes the result's ``failure`` text."""
+    try:
+        return worst_of(pool.run(run_cell, cell, steps=steps, time_limit=time_limit))
+    except RankFailure as failure:
+        return CellResult(cell=cell, failure=str(failure))
+
+
+def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] | None = None) -> list[Cell]:
+    """stage x bucket x overlap x accumulation x model, in a stable order."""
+    axes = product(models, range(4), BUCKETS, (False, True), MATRIX_ACCUMULATION)
+    return [Cell(m, stage=s, bucket=b, overlap=o, accumulation=a, config=config or {}) for m, s, b, o, a in axes]

@@ -1,0 +1,402 @@
+"""Tiny deterministic models that between them contain every shape of parameter use that sharding gets wrong.
+
+A :class:`Case` is a model, its data, its loss and the loop it is trained with. The same case is run by the plain
+one-process trainer (``reference.py``) and by the engine on several ranks (``grads.py``), so every random choice in
+it is a function of a seed and of the place in the run (step, micro-batch, rank).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IN_FEATURES = 6
+HIDDEN = 8
+OUT_FEATURES = 5
+VOCABULARY = 11
+SEQUENCE = 4
+SAMPLES = 4
+
+
+class Place(NamedTuple):
+    """Where in a run one forward pass happens; data, dropout and branches depend on nothing else."""
+
+    step: int
+    micro: int
+    rank: int
+    world: int
+
+    def seed(self) -> int:
+        """A seed that no two places of one run share (fewer than 1000 micro-batches and ranks)."""
+        return (self.step * 1000 + self.micro) * 1000 + self.rank + 1
+
+    def generator(self) -> torch.Generator:
+        """A fresh CPU generator for this place."""
+        return torch.Generator().manual_seed(self.seed())
+
+
+Losses = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model with its data, its loss and its training loop.
+
+    ``build()`` returns the model on the CPU in fp32, equal at every call. ``batch(place)`` returns the inputs of one
+    micro-batch. ``loss(model, batch, place)`` calls the model (plain or wrapped in an engine) and returns the losses,
+    each a scalar, in the order in which they are to be back-propagated; several losses share one graph.
+    ``repeats`` back-propagates every loss that many times with ``retain_graph``. ``plain_backward`` uses
+    ``loss.backward()`` in place of ``engine.backward(loss)``.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[Place], Any]
+    loss: Callable[[nn.Module, Any, Place], Losses]
+    accumulation: int = 1
+    clipping: float = 0.0
+    repeats: int = 1
+    plain_backward: bool = False
+
+    def seeded_loss(self, model: nn.Module, place: Place) -> Losses:
+        """Run the forward pass of one place; dropout draws the same masks in the reference and in the engine."""
+        batch = self.batch(place)
+        torch.manual_seed(place.seed())
+        return self.loss(model, batch, place)
+
+
+def _freeze(*params: nn.Parameter) -> None:
+    for param in params:
+        param.requires_grad = False
+
+
+class Block(nn.Module):
+    """A residual two-layer perceptron: [samples, HIDDEN] -> [samples, HIDDEN]."""
+
+    def __init__(self, width: int = HIDDEN) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Input projection, a list of equal blocks, output projection; every variant below starts from it."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(IN_FEATURES, HIDDEN)
+        self.layers = nn.ModuleList([Block() for _ in range(depth)])
+        self.head = nn.Linear(HIDDEN, OUT_FEATURES)
+
+    def blocks(self) -> list[Block]:
+        """The blocks, typed."""
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Checkpointed(Stack):
+    """Every block is recomputed in the backward pass."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class CheckpointedNonReentrant(Checkpointed):
+    """The same with the saved-tensor-hooks implementation."""
+
+    reentrant = False
+
+
+class UsedTwice(Stack):
+    """One block runs twice and one of its leaf modules a third time within one forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        x = self.layers[0](x)
+        x = self.layers[1](x)
+        x = self.layers[0](x)
+        x = self.layers[2](x) + self.blocks()[0].norm(x)
+        return self.head(x)
+
+
+class Tied(nn.Module):
+    """A token model whose output projection is its embedding: [samples, SEQUENCE] -> [samples, SEQUENCE, VOCABULARY]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class FunctionalTied(Tied):
+    """The embedding's weight is used by a module that does not own it, through a function call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, self.embed.weight)
+
+
+class Unused(Stack):
+    """Holds a block and a loose parameter that no forward pass touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = Block()
+        self.loose = nn.Parameter(torch.ones(3))
+
+
+class Frozen(Stack):
+    """The input projection, one whole block and parts of another one do not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        half_frozen = self.blocks()[1]
+        _freeze(*self.inp.parameters(), *self.layers[0].parameters(), *half_frozen.up.parameters(), half_frozen.norm.bias)
+
+
+class FrozenCheckpointed(Frozen):
+    """Frozen parts below recomputed blocks, as adapters over a checkpointed base have them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Conditional(Stack):
+    """A branch decides which blocks run; ranks may take different branches in the same step."""
+
+    def forward(self, x: Tensor, skip: int = -1) -> Tensor:
+        x = self.inp(x)
+        for index, layer in enumerate(self.layers):
+            if index != skip:
+                x = layer(x)
+        return self.head(x)
+
+
+class TwoHeads(Stack):
+    """Two outputs over one trunk, so that two losses share a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), self.second(x)
+
+
+class OddShapes(Stack):
+    """A 0-dimensional, a 0-sized and a loose 1-element parameter held by the root itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, HIDDEN))
+        self.shift = nn.Parameter(torch.full((1,), 0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.shift + self.empty.sum()
+
+
+class MixedDtype(Stack):
+    """A frozen bf16 projection inside an fp32 model; its dtype must survive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse = nn.Linear(IN_FEATURES, IN_FEATURES, bias=False).to(torch.bfloat16)
+        _freeze(self.coarse.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.coarse(x.to(torch.bfloat16)).float())
+
+
+class SharedModule(Stack):
+    """The same module object is registered under two names, and both names are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alias = self.layers[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.alias(x))
+
+
+class DictBlock(Block):
+    """A block that speaks dictionaries, as many model libraries do."""
+
+    def forward(self, x: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return {"hidden": super().forward(x["hidden"]), "extra": [x["hidden"].detach(), None]}
+
+
+class Containers(Stack):
+    """Inputs and outputs of the blocks are nested containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([DictBlock() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"hidden": self.inp(x)}
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(state["hidden"] + 0.5 * state["extra"][0])
+
+
+class NoGradFirst(Stack):
+    """Each block runs once under ``no_grad`` (a target network) and once with gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            with torch.no_grad():
+                target = layer(x)
+            x = layer(x) + 0.1 * target
+        return self.head(x)
+
+
+class WithDropout(Stack):
+    """Dropout between recomputed blocks; the masks must be the same in the recomputation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = checkpoint(lambda y, layer=layer: F.dropout(layer(y), 0.25), x, use_reentrant=False)
+        return self.head(x)
+
+
+def seeded(model_class: type[nn.Module]) -> Callable[[], nn.Module]:
+    """Return a builder of ``model_class`` whose initial weights do not depend on the caller's random state."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1234)
+            return model_class()
+
+    return build
+
+
+def regression_batch(place: Place) -> tuple[Tensor, Tensor]:
+    """Inputs [SAMPLES, IN_FEATURES] and targets [SAMPLES, OUT_FEATURES]."""
+    generator = place.generator()
+    return torch.randn(SAMPLES, IN_FEATURES, generator=generator), torch.randn(SAMPLES, OUT_FEATURES, generator=generator)
+
+
+def token_batch(place: Place) -> tuple[Tensor, Tensor]:
+    """Two integer tensors [SAMPLES, SEQUENCE] below VOCABULARY."""
+    tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE + 1), generator=place.generator())
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()), torch.float32)
+
+
+def squared_error(model: nn.Module, batch: Any, place: Place) -> Losses:
+    """Mean squared error in fp32; inputs follow the dtype of the model."""
+    x, y = batch
+    return [F.mse_loss(model(x.to(_dtype_of(model))).float(), y)]
+
+
+def cross_entropy(model: nn.Module, batch: Any, place: Place) -> Losses:
+    """Mean cross entropy per token in fp32."""
+    tokens, targets = batch
+    return [F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())]
+
+
+def squared_error_branch(model: nn.Module, batch: Any, place: Place) -> Losses:
+    """Odd ranks skip block 1 in every step; even ranks skip block 2 in the second step."""
+    x, y = batch
+    skip = 1 if place.rank % 2 else (2 if place.step == 1 else -1)
+    return [F.mse_loss(model(x, skip), y)]
+
+
+def two_losses(model: nn.Module, batch: Any, place: Place) -> Losses:
+    """Two losses over one graph."""
+    x, y = batch
+    first, second = model(x)
+    return [F.mse_loss(first, y), second.square().mean()]
+
+
+def _regression(name: str, model_class: type[nn.Module], **options: Any) -> Case:
+    return Case(name=name, build=seeded(model_class), batch=regression_batch, loss=options.pop("loss", squared_error), **options)
+
+
+def _tokens(name: str, model_class: type[nn.Module]) -> Case:
+    return Case(name=name, build=seeded(model_class), batch=token_batch, loss=cross_entropy)
+
+
+def all_cases() -> dict[str, Case]:
+    """Every named case; the first thirteen and ``manual_accumulation`` make the parity matrix, the rest are corners."""
+    cases = [
+        _regression("plain", Stack),
+        _regression("accumulation", Stack, accumulation=4),
+        _regression("clipping", Stack, clipping=0.05),
+        _regression("checkpoint_reentrant", Checkpointed),
+        _regression("checkpoint_nonreentrant", CheckpointedNonReentrant),
+        _regression("used_twice", UsedTwice),
+        _tokens("tied", Tied),
+        _regression("unused", Unused),
+        _regression("frozen", Frozen),
+        _regression("conditional", Conditional, loss=squared_error_branch),
+        _regression("two_losses", TwoHeads, loss=two_losses),
+        _regression("retain_graph", Stack, repeats=2),
+        _regression("manual", Stack, plain_backward=True),
+        _regression("manual_accumulation", Stack, plain_backward=True, accumulation=3),
+        _tokens("functional_tied", FunctionalTied),
+        _regression("odd_shapes", OddShapes),
+        _regression("mixed_dtype", MixedDtype),
+        _regression("shared_module", SharedModule),
+        _regression("containers", Containers),
+        _regression("no_grad_first", NoGradFirst),
+        _regression("frozen_checkpointed", FrozenCheckpointed),
+        _regression("dropout_checkpointed", WithDropout),
+        _regression("everything", UsedTwice, accumulation=2, clipping=0.05, repeats=2, plain_backward=True),
+    ]
+    return {case.name: case for case in cases}
+
+
+def case_named(name: str, **changes: Any) -> Case:
+    """Return the named case with some fields replaced; KeyError lists the names there are."""
+    cases = all_cases()
+    if name not in cases:
+        raise KeyError(f"no verification case is called {name!r}; there are: {', '.join(sorted(cases))}")
+    return replace(cases[name], **changes)

@@ -1,0 +1,110 @@
+"""Turns a user's ``module:build`` into a verification case.
+
+The contract: ``build()`` takes no arguments, returns the same model at every call apart from its random weights (the
+gate seeds torch before it), and returns one of
+
+* ``model``: the gate invents inputs from the first layer (``nn.Linear``, ``nn.Embedding``, ``nn.Conv1d/2d``);
+* ``(model, batch_fn)``: ``batch_fn(step, micro, rank, world)`` returns the inputs of one micro-batch: a dict is passed
+  as keywords, a tuple as positional arguments, anything else as the only argument. It must depend on nothing but its
+  four arguments;
+* ``(model, batch_fn, loss_fn)``: ``loss_fn(output, batch)`` returns a scalar loss.
+
+Without ``loss_fn`` the loss is the output's ``loss`` (attribute or key), the output itself when it is a scalar, else
+the mean of its squares.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.verify.models import SAMPLES, SEQUENCE, Case, Losses, Place
+from deepspeed.verify.ranks import resolve
+
+BatchFunction = Callable[[int, int, int, int], Any]
+LossFunction = Callable[[Any, Any], Tensor]
+BUILD_SEED = 1234
+IMAGE_SIDE = 16
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def default_loss(output: Any, batch: Any) -> Tensor:
+    """The loss an output carries, or the mean of its squares; ValueError when no tensor can be found."""
+    if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
+        return output["loss"]
+    if isinstance(getattr(output, "loss", None), Tensor):
+        return output.loss
+    if isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if isinstance(output, dict) and output:
+        output = next(iter(output.values()))
+    if not isinstance(output, Tensor):
+        raise ValueError(f"no loss can be derived from an output of type {type(output).__name__}; return a loss_fn from build()")
+    return output if output.ndim == 0 else output.float().square().mean()
+
+
+def invented_batch(model: nn.Module) -> BatchFunction:
+    """A batch function for the first layer of ``model``; ValueError when that layer says nothing about its input."""
+    layer = next((m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d))), None)
+    if layer is None:
+        raise ValueError(f"cannot invent inputs for {type(model).__name__}; let build() return (model, batch_fn)")
+
+    def batch(step: int, micro: int, rank: int, world: int) -> Tensor:
+        generator = Place(step, micro, rank, world).generator()
+        if isinstance(layer, nn.Embedding):
+            return torch.randint(layer.num_embeddings, (SAMPLES, SEQUENCE), generator=generator)
+        if isinstance(layer, nn.Linear):
+            return torch.randn(SAMPLES, layer.in_features, generator=generator)
+        dims = 2 if isinstance(layer, nn.Conv2d) else 1
+        return torch.randn(SAMPLES, layer.in_channels, *([IMAGE_SIDE] * dims), generator=generator)
+
+    return batch
+
+
+def _parts(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | None, LossFunction | None]:
+    parts = built if isinstance(built, tuple) else (built,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"{reference} must return a module, (module, batch_fn) or (module, batch_fn, loss_fn), not ({kinds})")
+    model, batch, loss = (*parts, None, None)[:3]
+    return model, batch, loss
+
+
+def load_user_case(reference: str, config: dict[str, Any]) -> Case:
+    """Build the case of ``module:build``; accumulation and clipping come from ``config`` (the user's dict).
+
+    Raises ValueError with a sentence when the reference cannot be imported or returns something else.
+    """
+    build = resolve(reference)
+    if not callable(build):
+        raise ValueError(f"{reference} is a {type(build).__name__}, not a function")
+
+    def built() -> tuple[nn.Module, BatchFunction | None, LossFunction | None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(BUILD_SEED)
+            model, batch, loss = _parts(build(), reference)
+        return model.float(), batch, loss
+
+    model, batch_fn, loss_fn = built()
+    batch_fn = batch_fn or invented_batch(model)
+    loss_of = loss_fn or default_loss
+
+    def loss(model: nn.Module, batch: Any, place: Place) -> Losses:
+        return [loss_of(_call(model, batch), batch)]
+
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    clipping = config.get("gradient_clipping", 1.0)  # the configuration's own default
+    return Case(
+        name=reference,
+        build=lambda: built()[0],
+        batch=lambda place: batch_fn(*place),
+        loss=loss,
+        accumulation=accumulation if isinstance(accumulation, int) else 1,
+        clipping=float(clipping) if isinstance(clipping, (int, float)) else 1.0,
+    )

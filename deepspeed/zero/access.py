@@ -1,0 +1,307 @@
+"""Reading and editing sharded state: GatheredParameters and the safe_get / safe_set families.
+
+``safe_get_full_*`` and ``safe_set_full_*`` are collective: every data-parallel rank calls them with the same parameter.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from deepspeed.comm import collectives
+from deepspeed.errors import UsageError
+from deepspeed.zero.layout import Segment
+from deepspeed.zero.local import ZeroParamStatus, ZeroParamType
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.plan import Spread, StateKind
+from deepspeed.zero.unit import Unit
+
+__all__ = ["GatheredParameters", "ZeroParamStatus", "ZeroParamType", "register_external_parameter", "unregister_external_parameter"]
+
+
+def _place(param: torch.Tensor) -> tuple[Unit, int, Segment] | None:
+    unit = getattr(param, "_ds_unit", None)
+    if unit is None:
+        return None
+    position = param._ds_position  # type: ignore[attr-defined]
+    return unit, position, unit.layout.segments[position]
+
+
+class GatheredParameters:
+    """Inside, the given parameters hold their full values on every rank; outside, sharded ones are released again.
+
+    ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None: read only,
+    edits are lost. ``modifier_rank`` r: what global rank r holds at exit wins everywhere, masters included. Collective.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, torch.Tensor):
+            params = [params]
+        found = list(dict.fromkeys(p for p in params if isinstance(p, torch.Tensor))) if enabled else []
+        self._params = [p for p in found if getattr(p, "_ds_unit", None) is not None and hasattr(p, "ds_id")]
+        self._modifier = modifier_rank
+        self._units: list[Unit] = []
+
+    def __enter__(self) -> None:
+        units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
+        self._units = sorted(units.values(), key=lambda u: u.order)
+        for unit in self._units:
+            unit.pin()
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            if self._modifier is not None and exc[0] is None:
+                for param in self._params:
+                    self._write_back(param)
+        finally:
+            for unit in self._units:
+                unit.unpin()
+            self._units = []
+
+    def _write_back(self, param: nn.Parameter) -> None:
+        place = _place(param)
+        if place is None:
+            return
+        unit, position, segment = place
+        with torch.no_grad():
+            inside = unit.view(unit.full, segment)
+            if tuple(param.shape) != segment.shape:
+                raise UsageError(
+                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(param.shape)} inside GatheredParameters; "
+                    "replace the Parameter object instead (module.weight = nn.Parameter(...)) before deepspeed.initialize"
+                )
+            if param.data_ptr() != inside.data_ptr():
+                inside.copy_(param)
+                param.data = inside
+            world = unit.mesh.world
+            if self._modifier not in world.ranks:
+                raise UsageError(f"modifier_rank {self._modifier} is not one of the ranks {world.ranks} that share {segment.name!r}")
+            collectives.broadcast(inside, world, source=world.ranks.index(self._modifier))
+            unit.absorb(position)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Declare that ``module`` uses a parameter it does not own. Accepted and not needed: such uses are found when they happen.
+
+    Raises RuntimeError for arguments of other types.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise RuntimeError("register_external_parameter(module, parameter) takes an nn.Module and an nn.Parameter")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The counterpart of ``register_external_parameter``."""
+    register_external_parameter(module, parameter)
+
+
+# -- full tensors --------------------------------------------------------------------------------------------------------------------
+
+
+def _assemble(unit: Unit, segment: Segment, local: torch.Tensor, kind: StateKind) -> torch.Tensor:
+    """The full tensor of one parameter from every rank's resting range ``local`` (one all-reduce of its size)."""
+    start, stop = unit.range_of(kind)
+    lo, hi = unit.layout.overlap(segment, start, stop)
+    whole = torch.zeros(segment.numel, dtype=local.dtype, device=local.device)
+    plan = unit.plan.grad if kind is StateKind.GRAD else unit.plan.optim
+    assert plan is not None
+    first = all(way is Spread.SHARDED or axis.index == 0 for way, axis in zip(plan.spread, unit.mesh.axes, strict=True))
+    if lo < hi and first:
+        whole[lo - segment.offset : hi - segment.offset].copy_(local[lo - start : hi - start])
+    collectives.sum_scalars(whole, unit.mesh.world)
+    return whole.view(segment.shape)
+
+
+def _store(unit: Unit, segment: Segment, local: torch.Tensor, kind: StateKind, *, value: torch.Tensor) -> None:
+    start, stop = unit.range_of(kind)
+    lo, hi = unit.layout.overlap(segment, start, stop)
+    if tuple(value.shape) != segment.shape:
+        raise UsageError(f"parameter {segment.name!r} has shape {segment.shape}; a value of shape {tuple(value.shape)} does not fit")
+    if lo < hi:
+        local[lo - start : hi - start].copy_(value.reshape(-1)[lo - segment.offset : hi - segment.offset])
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The full fp32 master of ``param``, or None when it is not optimised. Collective."""
+    place = _place(param)
+    if place is None or place[0].master is None:
+        return None
+    unit, _, segment = place
+    with torch.no_grad():
+        return _assemble(unit, segment, unit.master.detach(), StateKind.OPTIM).float()  # type: ignore[union-attr]
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write the full master of ``param`` (same ``value`` on every rank); the model's copy follows. Collective."""
+    place = _place(param)
+    if place is None or place[0].master is None:
+        return
+    unit, _, segment = place
+    with torch.no_grad():
+        value = value.to(unit.device)
+        _store(unit, segment, unit.master, StateKind.OPTIM, value=value)  # type: ignore[arg-type]
+        _store(unit, segment, unit.shard, StateKind.PARAM, value=value)
+        if unit.full.untyped_storage().nbytes():
+            unit.view(unit.full, segment).copy_(value)
+
+
+def _grad_factor(unit: Unit) -> float:
+    return unit.owner().gradient_factor()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The full averaged, unscaled fp32 gradient between backward (of the last micro-batch) and step; else None. Collective."""
+    place = _place(param)
+    if place is None:
+        return getattr(param, "grad", None)
+    unit, _, segment = place
+    if not unit.trainable or not unit.has_owner():
+        return None
+    unit.owner().settle_gradients()
+    if unit.grad is None or not unit.grad_filled:
+        return None
+    with torch.no_grad():
+        return _assemble(unit, segment, unit.grad.float(), StateKind.GRAD).mul_(_grad_factor(unit))
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the full gradient of ``param`` before the step (same ``value`` on every rank)."""
+    place = _place(param)
+    if place is None or place[0].grad is None:
+        return
+    unit, _, segment = place
+    unit.owner().settle_gradients()
+    with torch.no_grad():
+        _store(unit, segment, unit.grad, StateKind.GRAD, value=value.to(unit.device) / _grad_factor(unit))  # type: ignore[arg-type]
+
+
+def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply ``fn`` to the full gradient of each parameter. Collective."""
+    for param in params:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, fn(grad))
+
+
+def _slots(unit: Unit, segment: Segment, key: str) -> list[tuple[OptimView, torch.Tensor]]:
+    """Optimizer slots ``key`` of every view of this rank that covers part of the parameter."""
+    found = []
+    for view in unit.owner().views_of(unit):
+        lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
+        state = unit.owner().optimizer_state(view)
+        if lo < hi and isinstance(state.get(key), torch.Tensor):
+            found.append((view, state[key]))
+    return found
+
+
+def _slot_range(unit: Unit, segment: Segment, key: str) -> torch.Tensor | None:
+    """A copy of the OPTIM range of one slot, zero outside the parameter; None when no rank-local view has the slot."""
+    start, stop = unit.range_of(StateKind.OPTIM)
+    slots = _slots(unit, segment, key)
+    local = torch.zeros(stop - start, dtype=torch.float32, device=unit.device)
+    for view, slot in slots:
+        if slot.numel() == view.stop - view.start:
+            local[view.start - start : view.stop - start].copy_(slot.reshape(-1))
+    return local if slots else None
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """The full tensor of one optimizer slot (``exp_avg``, ...) of ``param``; None when there is none yet. Collective."""
+    place = _place(param)
+    if place is None or place[0].master is None:
+        return None
+    unit, _, segment = place
+    local = _slot_range(unit, segment, optim_state_key)
+    present = torch.tensor([0.0 if local is None else 1.0], device=unit.device)
+    if collectives.sum_scalars(present, unit.mesh.world).item() == 0:
+        return None
+    start, stop = unit.range_of(StateKind.OPTIM)
+    with torch.no_grad():
+        zeros = torch.zeros(stop - start, device=unit.device) if local is None else local
+        return _assemble(unit, segment, zeros, StateKind.OPTIM)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Write the full tensor of one optimizer slot (same ``value`` on every rank)."""
+    place = _place(param)
+    if place is None or place[0].master is None:
+        return
+    unit, _, segment = place
+    flat = value.reshape(-1).to(unit.device)
+    with torch.no_grad():
+        for view, slot in _slots(unit, segment, optim_state_key):
+            lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
+            slot.reshape(-1)[lo - view.start : hi - view.start].copy_(flat[lo - segment.offset : hi - segment.offset])
+
+
+# -- local shards --------------------------------------------------------------------------------------------------------------------
+
+
+def _local(param: nn.Parameter, buffer: torch.Tensor | None, kind: StateKind) -> torch.Tensor | None:
+    place = _place(param)
+    if place is None or buffer is None:
+        return None
+    unit, _, segment = place
+    start, stop = unit.range_of(kind)
+    lo, hi = unit.layout.overlap(segment, start, stop)
+    return buffer[lo - start : hi - start] if lo < hi else buffer[:0]
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's flat part of the fp32 master (possibly empty). No collective."""
+    place = _place(param)
+    return None if place is None else _local(param, place[0].master, StateKind.OPTIM)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's flat part of the averaged, unscaled gradient, or None outside backward..step. No collective."""
+    place = _place(param)
+    if place is None or not place[0].trainable or not place[0].has_owner():
+        return None
+    place[0].owner().settle_gradients()
+    part = _local(param, place[0].grad, StateKind.GRAD) if place[0].grad_filled else None
+    return None if part is None else part * _grad_factor(place[0])
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's flat part of one optimizer slot. No collective."""
+    place = _place(param)
+    if place is None or place[0].master is None:
+        return None
+    return _local(param, _slot_range(place[0], place[2], optim_state_key), StateKind.OPTIM)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's part of the master; the model sees it from the next step on."""
+    part = safe_get_local_fp32_param(param)
+    if part is not None:
+        part.detach().copy_(value.reshape(-1))
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's part of the gradient."""
+    place = _place(param)
+    part = None if place is None else _local(param, place[0].grad, StateKind.GRAD)
+    if part is not None and place is not None:
+        part.copy_(value.reshape(-1) / _grad_factor(place[0]))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Write this rank's part of one optimizer slot."""
+    place = _place(param)
+    if place is None or place[0].master is None:
+        return
+    unit, _, segment = place
+    start, _ = unit.range_of(StateKind.OPTIM)
+    done = 0
+    for view, slot in _slots(unit, segment, optim_state_key):
+        lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
+        slot.reshape(-1)[lo - view.start : hi - view.start].copy_(value.reshape(-1)[done : done + hi - lo])
+        done += hi - lo

@@ -1,0 +1,180 @@
+"""From a plain model to units with memory: partition, layout, values, runtime, hooks."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm import collectives
+from deepspeed.errors import DivergenceError, UsageError
+from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.zero.gradients import GradientPolicy
+from deepspeed.zero.hooks import ModuleHooks
+from deepspeed.zero.layout import Granularity, build_layout
+from deepspeed.zero.local import expose, mark_zero_parameter
+from deepspeed.zero.partition import UnitSpec, partition
+from deepspeed.zero.plan import Spread, UnitPlan, ZeroPlan
+from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import Unit, UnitState
+
+
+@dataclass(frozen=True)
+class BuildRules:
+    """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype;
+    names containing one of ``keep_fp32`` stay fp32."""
+
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    keep_fp32: tuple[str, ...]
+    granularity: Granularity
+    keep_master: bool
+
+
+@dataclass
+class ZeroParts:
+    """What ``build`` makes: the runtime over its units, and the hooks that drive it."""
+
+    runtime: Runtime
+    hooks: ModuleHooks
+    units: list[Unit]
+    born_sharded: bool
+
+
+def build(
+    model: nn.Module, plan: ZeroPlan, mesh: ZeroMesh, *, rules: BuildRules, policy: GradientPolicy, group_of: dict[nn.Parameter, int] | None
+) -> ZeroParts:
+    """Take over every parameter of ``model``. Collective.
+
+    ``group_of`` maps each trained parameter to its optimizer group; None when nothing will be trained (no gradients, no
+    optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
+    """
+    check_same_model(model, mesh)
+    born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad] if group_of is not None else []
+    parts = partition(model, plan, trainable=trained)
+    units = []
+    for index, spec in enumerate(parts.units):
+        row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
+        units.append(_build_unit(index, spec, row, mesh, rules=rules, groups=group_of or {}))
+    _move_buffers(model, mesh, rules)
+    runtime = Runtime(units, plan, mesh, policy=policy, device=rules.device)
+    hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
+    return ZeroParts(runtime, hooks, units, born_sharded)
+
+
+def check_same_model(model: nn.Module, mesh: ZeroMesh) -> None:
+    """Every rank must hold the same parameters: names, shapes, dtypes, requires_grad. Collective."""
+    if mesh.size == 1:
+        return
+    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+    everyone = collectives.gather_objects(digest, mesh.world)
+    if len(set(everyone)) == 1:
+        return
+    lists = collectives.gather_objects(mine, mesh.world)
+    for rank, theirs in zip(mesh.world.ranks[1:], lists[1:], strict=True):
+        for a, b in zip(lists[0], theirs, strict=False):
+            if a != b:
+                raise DivergenceError(
+                    f"ranks hold different models: rank {mesh.world.ranks[0]} has {_say(a)}, rank {rank} has {_say(b)}. Build the same "
+                    "model, with the same requires_grad flags, on every rank"
+                )
+        if len(lists[0]) != len(theirs):
+            raise DivergenceError(
+                f"ranks hold different models: rank {mesh.world.ranks[0]} has {len(lists[0])} parameters, rank {rank} has {len(theirs)}. "
+                "Build the same model on every rank"
+            )
+
+
+def _say(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
+    name, shape, dtype, grad = entry
+    return f"{name!r} {shape} {dtype} requires_grad={grad}"
+
+
+def _build_unit(index: int, spec: UnitSpec, row: UnitPlan, mesh: ZeroMesh, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
+    items = [(n, tuple(p.shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
+    states = [s for s in (row.param, row.grad, row.optim) if s is not None]
+    cut = [a.size for i, a in enumerate(mesh.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
+    granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
+    layout = build_layout(items, prod(cut), granularity)
+    by_name = dict(zip(spec.names, spec.params, strict=True))
+    params = [by_name[s.name] for s in layout.segments]
+    unit = Unit(index, spec.name, params, layout=layout, plan=row, mesh=mesh)
+    values = _values(unit, mesh, rules.device)
+    unit.adopt(values, _rest_dtype(spec, rules), keep_master=rules.keep_master)
+    for position, segment in enumerate(layout.segments):
+        mark_zero_parameter(params[position], unit, position, name=segment.name)
+    return unit
+
+
+def _rest_dtype(spec: UnitSpec, rules: BuildRules) -> torch.dtype:
+    if rules.compute_dtype is None or not spec.dtype.is_floating_point:
+        return spec.dtype
+    if any(part in name.split(".") for name in spec.names for part in rules.keep_fp32):
+        return torch.float32
+    return rules.compute_dtype
+
+
+def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
+    """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed on the way."""
+    dtype = unit.params[0].dtype
+    values = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
+    gathered = False
+    for param, segment in zip(unit.params, unit.layout.segments, strict=True):
+        source = getattr(param, "_ds_unit", None)
+        if source is not None:
+            source.fetch_whole()
+            gathered = True
+        if param.is_meta:
+            raise UsageError(
+                f"parameter {segment.name!r} is on the meta device and has no values; build the model under deepspeed.zero.Init, or "
+                "materialise it (model.to_empty(device=...) and load weights) before deepspeed.initialize"
+            )
+        with torch.no_grad():
+            Unit.view(values, segment).copy_(param)
+        if source is not None:
+            source.forget(param)
+        expose(param)
+        param.data = torch.empty(0, dtype=dtype, device=device)
+        param.grad = None
+    if not gathered:
+        collectives.broadcast(values, mesh.world)
+    return values
+
+
+def _move_buffers(model: nn.Module, mesh: ZeroMesh, rules: BuildRules) -> None:
+    """Buffers go to the device; floating ones to the compute dtype; values from the first rank."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is None or buffer.is_meta:
+                continue
+            floating = buffer.is_floating_point() and rules.compute_dtype is not None
+            moved = buffer.to(device=rules.device, dtype=rules.compute_dtype if floating else buffer.dtype)
+            if moved is not buffer:
+                module._buffers[name] = moved
+            if moved.numel() and moved.layout is torch.strided:
+                whole = moved.contiguous()
+                collectives.broadcast(whole.view(torch.uint8) if moved.dtype is torch.bool and moved.dim() else whole, mesh.world)
+                if whole is not moved:
+                    moved.copy_(whole)
+
+
+def restore_plain(parts: ZeroParts) -> None:
+    """Give every parameter plain whole storage of its own again and forget the units. Collective when sharded."""
+    for unit in parts.units:
+        if unit.state is UnitState.ABSENT:
+            unit.fetch_whole()
+        for param, segment in zip(unit.params, unit.layout.segments, strict=True):
+            expose(param)
+            param.data = Unit.view(unit.full, segment).clone()
+            unit.forget(param)
+        unit.drop()
+
+
+def group_index(param_groups: Iterable[dict[str, Any]]) -> dict[nn.Parameter, int]:
+    """Map each parameter of an optimizer to the index of its group."""
+    return {p: i for i, group in enumerate(param_groups) for p in group["params"]}

@@ -1,0 +1,191 @@
+"""From autograd's gradients to each unit's rest gradient: pack, reduce, flush.
+
+Each parameter's gradient is packed into its unit's flat ``partial`` the moment autograd has finished it, pre-divided so that the
+sum over ranks is the mean, and dropped. Reduction is linear, so it does not matter how often or when a unit is reduced: every
+local contribution is reduced exactly once. (Invariant I4.)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.zero.plan import Spread, StateKind
+from deepspeed.zero.streams import SideTransfer, Streams
+from deepspeed.zero.unit import GradState, Unit
+
+_IN_FLIGHT = 2  # reductions whose full-size buffers may be alive at once
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """Dtypes and factors: ``accum`` of the rest gradient, ``comm`` on the wire (None: the parameter's own);
+    every local gradient is multiplied by ``before`` when packed and the reduced result by ``after``."""
+
+    accum: torch.dtype
+    comm: torch.dtype | None
+    before: float
+    after: float
+    overlap: bool
+    watch: bool
+
+
+class Gradients:
+    """The gradient side of one runtime."""
+
+    def __init__(self, units: list[Unit], streams: Streams, policy: GradientPolicy) -> None:
+        self._units = units
+        self._streams = streams
+        self.policy = policy
+        self._flying: list[tuple[Unit, SideTransfer]] = []
+        self.scale = 1.0
+        # ``final``: the running backward ends the accumulation window; ``hold``: the user asked not to reduce (no_sync).
+        self.final = True
+        self.hold = False
+        # One finite/non-finite probe per reduced partial, on the device: read only when a step overflows.
+        self._probes: list[tuple[int, torch.Tensor]] = []
+
+    # -- local side --------------------------------------------------------------------------------------------------------
+    def pack(self, unit: Unit, position: int) -> None:
+        """Move the gradient of ``unit.params[position]`` into the unit's partial sum and drop it."""
+        param, segment = unit.params[position], unit.layout.segments[position]
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        target = unit.view(self._partial(unit), segment)
+        factor = self.policy.before * self.scale
+        if position in unit.fired:
+            target.add_(grad, alpha=factor)
+        elif grad.dtype == target.dtype:
+            torch.mul(grad, factor, out=target)
+        else:
+            target.copy_(grad)
+            if factor != 1.0:
+                target.mul_(factor)
+        unit.fired.add(position)
+
+    def _partial(self, unit: Unit) -> torch.Tensor:
+        if unit.partial is None:
+            dtype = self._wire_dtype(unit) if self.reduces_now(unit) else self.policy.accum
+            unit.partial = torch.empty(unit.layout.numel, dtype=dtype, device=unit.device)
+            for start, stop in unit.layout.gaps:
+                unit.partial[start:stop].zero_()
+            unit.fired.clear()
+        unit.move_grad(GradState.LOCAL)
+        return unit.partial
+
+    def reduces_now(self, unit: Unit) -> bool:
+        """Whether contributions of the running backward travel at once, or stay PARTIAL for a later one."""
+        return not self.hold and (unit.plan.reduce_each_backward or self.final)
+
+    def _wire_dtype(self, unit: Unit) -> torch.dtype:
+        return self.policy.comm or unit.full.dtype
+
+    def complete(self, unit: Unit) -> bool:
+        """Every parameter of the unit has contributed to the current partial sum."""
+        return len(unit.fired) == len(unit.params)
+
+    # -- reduction -----------------------------------------------------------------------------------------------------------
+    def reduce(self, unit: Unit) -> None:
+        """Reduce the unit's partial sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
+        partial = self._finish_partial(unit)
+        unit.partial = None
+        unit.fired.clear()
+        if partial.dtype != self._wire_dtype(unit):
+            partial = partial.to(self._wire_dtype(unit))
+        if self.policy.watch:
+            self._probes.append((unit.index, partial.sum(dtype=torch.float32)))
+        target, accumulate = self._rest(unit)
+        while len(self._flying) >= (_IN_FLIGHT if self.policy.overlap else 1):
+            self._land()
+        transfer = self._streams.reduce(lambda: reduce_over_axes(unit, partial, target, accumulate=accumulate))
+        self._flying.append((unit, transfer))
+        unit.move_grad(GradState.REDUCED)
+        if not self.policy.overlap:
+            self._land()
+
+    def _finish_partial(self, unit: Unit) -> torch.Tensor:
+        partial = self._partial(unit)
+        for position, segment in enumerate(unit.layout.segments):
+            if position not in unit.fired:
+                partial[segment.offset : segment.stop].zero_()
+        return partial
+
+    def _rest(self, unit: Unit) -> tuple[torch.Tensor, bool]:
+        """The rest gradient and whether it already holds something to add to."""
+        start, stop = unit.range_of(StateKind.GRAD)
+        if unit.grad is None:
+            unit.grad = torch.empty(stop - start, dtype=self.policy.accum, device=unit.device)
+            unit.grad_filled = False
+        accumulate = unit.grad_filled
+        unit.grad_filled = True
+        return unit.grad, accumulate
+
+    def _land(self) -> None:
+        _, transfer = self._flying.pop(0)
+        transfer.wait()
+
+    def land_all(self) -> None:
+        """Wait for every reduction in flight."""
+        while self._flying:
+            self._land()
+
+    def pending(self) -> tuple[int, ...]:
+        """Units with local contributions that no reduction has taken yet."""
+        return tuple(u.index for u in self._units if u.partial is not None)
+
+    # -- end of the window ---------------------------------------------------------------------------------------------------
+    def collapse(self) -> list[Unit]:
+        """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros."""
+        self.land_all()
+        ready = []
+        for unit in self._units:
+            if not unit.trainable:
+                continue
+            if not unit.grad_filled:
+                target, _ = self._rest(unit)
+                target.zero_()
+            unit.move_grad(GradState.COLLAPSED)
+            ready.append(unit)
+        return ready
+
+    def clear(self) -> None:
+        """Drop every gradient; buffers of the rest gradients are kept for the next window."""
+        self.land_all()
+        self._probes.clear()
+        for unit in self._units:
+            unit.partial = None
+            unit.fired.clear()
+            unit.grad_filled = False
+            unit.move_grad(GradState.EMPTY)
+
+    def any(self) -> bool:
+        """True when some unit holds a gradient (local or reduced)."""
+        return any(u.grad_state is not GradState.EMPTY for u in self._units)
+
+    def bad_units(self) -> list[int]:
+        """Units whose local (not yet reduced) gradients on this rank were not finite in this window."""
+        return sorted({index for index, probe in self._probes if not torch.isfinite(probe).item()})
+
+
+def reduce_over_axes(unit: Unit, partial: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> collectives.Transfer:
+    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, all-reduce where it is replicated."""
+    assert unit.plan.grad is not None
+    ways = list(zip(unit.plan.grad.spread, unit.mesh.groups, strict=True))
+    for way, group in ways[:-1]:
+        piece = torch.empty(partial.numel() // (group.size if way is Spread.SHARDED else 1), dtype=target.dtype, device=partial.device)
+        _one_axis(partial, piece, way, group, accumulate=False).wait()
+        partial = piece
+    way, group = ways[-1]
+    return _one_axis(partial, target, way, group, accumulate=accumulate)
+
+
+def _one_axis(
+    partial: torch.Tensor, out: torch.Tensor, way: Spread, group: collectives.AxisGroup, *, accumulate: bool
+) -> collectives.Transfer:
+    verb: Callable[..., collectives.Transfer] = collectives.reduce_scatter if way is Spread.SHARDED else collectives.all_reduce
+    return verb(partial, out, group, accumulate=accumulate)

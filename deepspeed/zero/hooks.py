@@ -1,0 +1,175 @@
+"""Wiring between a module tree and a runtime. A hook body is one call to a verb; installing returns one removable handle.
+
+Forward: every module that holds parameters directly, and every unit's root block, enters and leaves its units. Backward: each
+output tensor gets one hook, which fetches the units again before autograd reads them; each parameter's AccumulateGrad hook hands
+its gradient over; a hook on the inputs of a unit's root tells that its backward is through.
+Private torch names used here: ``torch._C._current_graph_task_id`` (are we inside a backward?) and
+``torch.autograd.Variable._execution_engine.queue_callback`` (end of backward).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.observe.log import logger
+from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import Unit
+
+
+def inside_backward() -> bool:
+    """True on a thread that is executing a backward (so a forward here is a recomputation)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Every tensor in nested containers, dataclasses and plain objects, without needing pytree registration."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, f.name, None), depth - 1)
+    elif hasattr(value, "__dict__"):
+        yield from tensors_in(vars(value), depth - 1)
+
+
+class ModuleHooks:
+    """All hooks of one runtime on one module tree; ``remove()`` takes every one of them away, ``install()`` puts them back."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime, *, touches: dict[nn.Module, list[int]], roots: set[nn.Module]) -> None:
+        self._model = model
+        self._runtime = runtime
+        self._touches = touches
+        self._roots = roots
+        self._warned: set[nn.Module] = set()
+        self._armed_task: int | None = None
+        self.forward_handles: list[Any] = []
+        self.backward_handles: list[Any] = []
+        self.install()
+
+    def install(self) -> None:
+        """Register every hook (idempotent)."""
+        self.remove()
+        units = self._runtime.units
+        for module, indices in self._touches.items():
+            movable = [units[i] for i in indices if units[i].movable]
+            if movable or module is self._model:
+                self._hook_module(module, movable, is_root=module in self._roots)
+        if self._model not in self._touches:
+            self._hook_module(self._model, [], is_root=False)
+        for unit in units:
+            if unit.trainable:
+                for position, param in enumerate(unit.params):
+                    self.backward_handles.append(param.register_post_accumulate_grad_hook(self._gradient_hook(unit, position)))
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        for handle in [*self.forward_handles, *self.backward_handles]:
+            handle.remove()
+        self.forward_handles.clear()
+        self.backward_handles.clear()
+
+    # -- forward ---------------------------------------------------------------------------------------------------------------
+    def _hook_module(self, module: nn.Module, units: list[Unit], *, is_root: bool) -> None:
+        runtime = self._runtime
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            recompute = inside_backward()
+            if recompute:
+                self._arm()
+            runtime.enter(units, recompute=recompute)
+            if is_root and torch.is_grad_enabled():
+                self._watch_inputs(units, (args, kwargs))
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            if inside_backward():
+                self._watch_outputs(units, output)
+                return
+            seen = self._watch_outputs([*units, *runtime.borrowed()], output)
+            keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
+            if keep:
+                self._warn_unseen(module)
+            runtime.leave(units, keep=keep)
+
+        self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self.forward_handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _warn_unseen(self, module: nn.Module) -> None:
+        if module not in self._warned:
+            self._warned.add(module)
+            logger.info(
+                "%s returned no tensor that needs a gradient although its parameters are trained; its parameters stay gathered "
+                "until the end of backward",
+                type(module).__name__,
+            )
+
+    # -- backward --------------------------------------------------------------------------------------------------------------
+    def _watch_outputs(self, units: list[Unit], output: Any) -> bool:
+        """Hook every output that will carry a gradient; True when there was one."""
+        if not torch.is_grad_enabled():
+            return False
+        seen = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._before_backward(units))
+                seen = True
+        return seen
+
+    def _before_backward(self, units: list[Unit]) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            self._arm()
+            if units:
+                self._runtime.need(units)
+
+        return hook
+
+    def _arm(self) -> None:
+        """Have the end of this backward call ``flush``; once per graph task (a reentrant checkpoint nests tasks)."""
+        self._runtime.begin_backward()
+        task = torch._C._current_graph_task_id()
+        if self._armed_task is None:
+            self._armed_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._armed_task = None
+        self._runtime.flush()
+
+    def disarm(self) -> None:
+        """Forget an armed callback that an error in backward has lost."""
+        self._armed_task = None
+
+    def _gradient_hook(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
+        def hook(_: nn.Parameter) -> None:
+            self._arm()
+            self._runtime.gradient_ready(unit, position, task=torch._C._current_graph_task_id())
+
+        return hook
+
+    def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:
+        """Release units with nothing left to train once the gradients of the block's inputs are known."""
+        tensors = [t for t in tensors_in(inputs) if t.requires_grad]
+        frozen = [u for u in units if not u.trainable]
+        if not tensors or not frozen:
+            return
+        for unit in frozen:
+            unit.backward_inputs += len(tensors)
+
+        def hook(_: torch.Tensor) -> None:
+            for unit in frozen:
+                unit.backward_inputs = max(0, unit.backward_inputs - 1)
+                if unit.backward_inputs == 0:
+                    self._runtime.backward_done(unit)
+
+        for tensor in tensors:
+            tensor.register_hook(hook)

@@ -1,0 +1,117 @@
+"""Where each parameter sits in a unit's one flat, padded index space. Pure.
+
+ELEMENT granularity packs parameters back to back and cuts the flat space into equal shards wherever they fall.
+PARAMETER granularity gives every parameter wholly to one shard, for optimizers that need whole tensors.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import prod
+
+ALIGNMENT_NUMEL = 32  # segments start on 64-byte (bf16) or 128-byte (fp32) boundaries: vector loads and matmul inputs
+
+
+class Granularity(Enum):
+    """What a shard boundary may cut."""
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Segments in ascending, disjoint order inside ``numel`` elements, which divide into ``shards`` equal pieces."""
+
+    segments: tuple[Segment, ...]
+    numel: int
+    shards: int
+    granularity: Granularity = Granularity.ELEMENT
+
+    def __post_init__(self) -> None:
+        end = 0
+        for s in self.segments:
+            assert s.offset >= end, f"segment {s.name} overlaps its predecessor"
+            end = s.stop
+        assert end <= self.numel and self.numel % self.shards == 0, self
+        if self.granularity is Granularity.PARAMETER:
+            for s in self.segments:
+                assert s.numel == 0 or s.offset // self.shard_numel == (s.stop - 1) // self.shard_numel, f"{s.name} is cut"
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.shards
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Padding ranges [start, stop): they must hold zeros in gradient buffers."""
+        found, end = [], 0
+        for s in self.segments:
+            if s.offset > end:
+                found.append((end, s.offset))
+            end = s.stop
+        if self.numel > end:
+            found.append((end, self.numel))
+        return tuple(found)
+
+    def overlap(self, segment: Segment, start: int, stop: int) -> tuple[int, int]:
+        """The part [lo, hi) of ``segment`` (flat indices) inside [start, stop); empty when lo >= hi."""
+        return max(segment.offset, start), min(segment.stop, stop)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def element_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int) -> FlatLayout:
+    """Pack (name, shape, group) items back to back, padded so that ``shards`` equal aligned shards result."""
+    segments, offset = [], 0
+    for name, shape, group in items:
+        segments.append(Segment(name, shape, offset, group))
+        offset = _round_up(segments[-1].stop, ALIGNMENT_NUMEL)
+    return FlatLayout(tuple(segments), max(_round_up(offset, ALIGNMENT_NUMEL * shards), ALIGNMENT_NUMEL * shards), shards)
+
+
+def parameter_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int) -> FlatLayout:
+    """Give each (name, shape, group) item to the currently least filled shard, largest first (greedy balance)."""
+    fill = [0] * shards
+    owner: dict[int, int] = {}
+    order = sorted(range(len(items)), key=lambda i: (-prod(items[i][1]), i))
+    for i in order:
+        shard = fill.index(min(fill))
+        owner[i] = shard
+        fill[shard] += _round_up(prod(items[i][1]), ALIGNMENT_NUMEL)
+    size = max(_round_up(max(fill), ALIGNMENT_NUMEL), ALIGNMENT_NUMEL)
+    segments, fill = [], [0] * shards
+    for i in sorted(owner, key=lambda i: (owner[i], items[i][2], i)):
+        name, shape, group = items[i]
+        shard = owner[i]
+        # An empty tensor at the very end of a full shard would otherwise start in the next one.
+        segments.append(Segment(name, shape, shard * size + min(fill[shard], size - 1 if prod(shape) == 0 else fill[shard]), group))
+        fill[shard] += _round_up(prod(shape), ALIGNMENT_NUMEL)
+    return FlatLayout(tuple(sorted(segments, key=lambda s: (s.offset, s.numel))), size * shards, shards, Granularity.PARAMETER)
+
+
+def build_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int, granularity: Granularity) -> FlatLayout:
+    """The layout of ``items`` for the given granularity; ELEMENT items are ordered by group so groups are contiguous."""
+    if granularity is Granularity.PARAMETER:
+        return parameter_layout(items, shards)
+    return element_layout(sorted(items, key=lambda item: item[2]), shards)

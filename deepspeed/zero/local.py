@@ -1,0 +1,219 @@
+"""The face of a released parameter: identity, logical shape, dtype and device stay; reading values raises one clear error.
+
+[Note: released face] A released parameter's storage is shrunk to zero bytes while every view of it (autograd's saved
+``weight.t()`` too) stays alive, so refilling the storage makes all of them valid again. Reading such a view on the CPU
+would crash the process, so the user-visible object gets a guard: its ``__class__`` is swapped to a subclass whose
+``__torch_function__`` answers metadata, refuses values, and, while a module of the same runtime runs its forward, fetches the
+unit on demand instead (a parameter used outside the module that owns it). torch's UninitializedParameter is the precedent.
+Private torch names used here: ``torch._C.DisableTorchFunctionSubclass``.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from itertools import count
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import ReleasedParameterError
+
+_PROPERTIES = (
+    "shape dtype device layout requires_grad grad ndim is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+    "is_mkldnn is_xpu is_mps output_nr _version _backward_hooks itemsize nbytes names retains_grad"
+).split()
+_METHODS = (
+    "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_signed requires_grad_ register_hook "
+    "register_post_accumulate_grad_hook storage_offset is_contiguous __len__ get_device __hash__ new_empty new_zeros new_ones "
+    "new_full new_tensor retain_grad is_inference has_names is_pinned is_shared is_same_size"
+).split()
+_FUNCTIONS = (
+    "numel is_floating_point is_complex get_device empty_like zeros_like ones_like full_like rand_like randn_like is_tensor "
+    "is_nonzero_shape is_same_size result_type"
+).split()
+
+
+@functools.cache
+def _metadata_functions() -> frozenset[Any]:
+    """Everything that reads only metadata and therefore works on a released parameter."""
+    found: set[Any] = set()
+    for name in _PROPERTIES:
+        attribute = inspect.getattr_static(torch.Tensor, name, None)
+        if attribute is not None:
+            found.update(f for f in (getattr(attribute, "__get__", None), getattr(attribute, "__set__", None)) if f)
+            found.add(getattr(attribute, "__delete__", None))
+    found.update(getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name))
+    found.update(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name))
+    found.discard(None)
+    return frozenset(found)
+
+
+_ALIASES = (torch.Tensor.detach, torch.detach, inspect.getattr_static(torch.Tensor, "data").__get__)
+_MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+
+class ZeroParamStatus(Enum):
+    """What clients compare ``param.ds_status`` with."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """Kinds of parameter by where their shards live (client-facing constants)."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+# Only a source of unique numbers for ``param.ds_id``.
+_ids = count()
+
+
+def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, name: str) -> None:
+    """Attach the way back to the unit and, when PARAM is sharded, the ``ds_*`` attributes that clients read."""
+    parameter._ds_unit = unit  # type: ignore[attr-defined]
+    parameter._ds_position = position  # type: ignore[attr-defined]
+    parameter._ds_name = name  # type: ignore[attr-defined]
+    if not unit.plan.param.sharded:
+        for attribute in _CLIENT_ATTRIBUTES:
+            parameter.__dict__.pop(attribute, None)
+        return
+    shape = torch.Size(unit.layout.segments[position].shape)
+    parameter.ds_id = parameter.__dict__.get("ds_id", next(_ids))  # type: ignore[attr-defined]
+    parameter.ds_shape = shape  # type: ignore[attr-defined]
+    parameter.ds_numel = prod(shape)  # type: ignore[attr-defined]
+    parameter.ds_tensor = unit.local_part(position)  # type: ignore[attr-defined]
+    parameter.ds_status = (  # type: ignore[attr-defined]
+        ZeroParamStatus.NOT_AVAILABLE if isinstance(parameter, ReleasedFace) else ZeroParamStatus.AVAILABLE
+    )
+    parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
+    parameter.ds_persist = not unit.movable  # type: ignore[attr-defined]
+    shards = unit.layout.shards
+    parameter.partition_numel = lambda: -(-prod(shape) // shards)  # type: ignore[attr-defined]
+
+
+_CLIENT_ATTRIBUTES = "ds_id ds_shape ds_numel ds_tensor ds_status ds_active_sub_modules ds_persist partition_numel".split()
+
+
+def unmark_zero_parameter(parameter: nn.Parameter) -> None:
+    """Take every attribute of ``mark_zero_parameter`` away again."""
+    for attribute in ("_ds_unit", "_ds_position", "_ds_name", *_CLIENT_ATTRIBUTES):
+        parameter.__dict__.pop(attribute, None)
+
+
+def is_released(tensor: torch.Tensor) -> bool:
+    """True when ``tensor`` wears the released face and its values are not here."""
+    return isinstance(tensor, ReleasedFace) and _is_hollow(tensor)
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+
+
+class ReleasedFace:
+    """Mixin of every released class; see [Note: released face]. ``_ds_unit`` on the object leads to its unit."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _metadata_functions():
+                return func(*args, **kwargs)
+            hollow = [t for t in _released_arguments(args, kwargs) if _is_hollow(t)]
+            if not hollow:
+                return func(*args, **kwargs)
+            if func is torch.Tensor.__repr__:
+                return _describe(hollow[0])
+            unit = getattr(hollow[0], "_ds_unit", None)
+            if func in _ALIASES and not (unit is not None and unit.may_fetch_on_demand()):
+                return _alias(func(*args, **kwargs), hollow[0])
+            if func in _MOVES and _is_no_move(func, hollow[0], args, kwargs):
+                return args[0]
+        for tensor in hollow:
+            owner = getattr(tensor, "_ds_unit", None)
+            if owner is None or not owner.fetch_on_demand():
+                raise _refusal(func, tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+class ReleasedTensor(ReleasedFace, torch.Tensor):
+    """What ``detach()`` or ``.data`` of a released parameter gives (``state_dict`` entries, for example)."""
+
+
+@functools.cache
+def released_class(base: type) -> type:
+    """The released twin of a parameter class; instances swap to it and back."""
+    return type(f"Released{base.__name__}", (ReleasedFace, base), {"_ds_visible_class": base})
+
+
+def hide(parameter: nn.Parameter) -> None:
+    """Give ``parameter`` the released face."""
+    if not isinstance(parameter, ReleasedFace):
+        parameter.__class__ = released_class(type(parameter))
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+
+
+def expose(parameter: nn.Parameter) -> None:
+    """Give ``parameter`` its own class back; its storage holds values again."""
+    if isinstance(parameter, ReleasedFace):
+        parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
+        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+
+
+def _released_arguments(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    stack = [*args, *kwargs.values()]
+    while stack:
+        item = stack.pop(0)
+        if isinstance(item, ReleasedFace):
+            found.append(item)  # type: ignore[arg-type]
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+    return found
+
+
+def _alias(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    result.__class__ = ReleasedTensor
+    result._ds_unit = getattr(source, "_ds_unit", None)  # type: ignore[attr-defined]
+    result._ds_name = getattr(source, "_ds_name", "")  # type: ignore[attr-defined]
+    return result
+
+
+def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True when ``.to(...)`` and friends ask for the dtype and device the parameter has anyway."""
+    if kwargs.get("copy"):
+        return False
+    probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    try:
+        moved = func(probe, *args[1:], **kwargs)
+    except (RuntimeError, TypeError, AssertionError):
+        return False
+    return bool(moved.dtype == probe.dtype and moved.device == probe.device)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    kind = "Parameter" if isinstance(tensor, nn.Parameter) else "Tensor"
+    return (
+        f"{kind} (values sharded over ranks, not here), name={getattr(tensor, '_ds_name', '')!r}, shape={tuple(tensor.shape)}, "
+        f"dtype={tensor.dtype}, device={str(tensor.device)!r}, requires_grad={tensor.requires_grad}"
+    )
+
+
+def _refusal(func: Callable[..., Any], tensor: torch.Tensor) -> ReleasedParameterError:
+    name = getattr(tensor, "_ds_name", "") or "<unnamed>"
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(tensor.shape)
+    return ReleasedParameterError(
+        f"the values of parameter {name!r} (shape {shape}) are sharded over the ranks and not gathered here, so "
+        f"{getattr(func, '__name__', func)} cannot read or write them. Gather them first, on every rank: "
+        f"`with deepspeed.zero.GatheredParameters(param, modifier_rank=0): ...` (modifier_rank=None to read only); "
+        f"for whole-model weights use engine.save_16bit_model() or GatheredParameters(model.parameters())"
+    )

@@ -1,0 +1,165 @@
+"""Which parameters form a unit. Pure over an ``nn.Module`` tree: no process group, no memory.
+
+The unit of a sharded PARAM is the block the model itself repeats (one gather per transformer block); what lies outside the blocks
+is packed module by module. A replicated PARAM needs no gathers, so its units are plain buckets for the reduction.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import nn
+
+from deepspeed.zero.plan import ZeroPlan
+
+
+@dataclass
+class UnitSpec:
+    """A unit before it has memory: ``roots`` are the modules whose forward needs the whole unit."""
+
+    name: str
+    trainable: bool
+    persistent: bool
+    dtype: torch.dtype
+    params: list[nn.Parameter] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    numel: int = 0
+
+    def add(self, name: str, param: nn.Parameter) -> None:
+        self.params.append(param)
+        self.names.append(name)
+        self.numel += param.numel()
+
+
+@dataclass
+class Partition:
+    """Units, and which of them (by index) each module needs in its forward."""
+
+    units: list[UnitSpec]
+    touches: dict[nn.Module, list[int]]
+    roots: set[nn.Module]
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost repeated blocks: children of one class (two or more, with parameters) of one container.
+
+    Modules marked as leaves (``set_z3_leaf_modules``) are blocks by the user's word.
+    """
+    blocks: list[tuple[str, nn.Module]] = []
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+        counts: dict[type, int] = {}
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            for _, child in children:
+                counts[type(child)] = counts.get(type(child), 0) + 1
+        for name, child in children:
+            path = f"{prefix}.{name}" if prefix else name
+            if getattr(child, "_z3_leaf", False) or counts.get(type(child), 0) >= 2:
+                blocks.append((path, child))
+            else:
+                walk(child, path)
+
+    if getattr(model, "_z3_leaf", False):
+        return [("", model)]
+    walk(model, "")
+    return blocks
+
+
+def _numel(param: nn.Parameter) -> int:
+    return prod(param.shape)
+
+
+def partition(model: nn.Module, plan: ZeroPlan, *, trainable: Iterable[nn.Parameter]) -> Partition:
+    """Divide all parameters of ``model`` into units according to ``plan``.
+
+    ``trainable``: the parameters that get gradients and optimizer state. Tied parameters are owned by the first module that
+    holds them; every module that touches a unit directly is listed for it.
+    """
+    names = {p: n for n, p in model.named_parameters()}
+    wanted = set(trainable)
+    small = _persistent(names, plan)
+    homes, order, roots = _homes(model, names)
+    builder = _Builder(plan, names)
+    for param in order:
+        builder.place(param, home=homes[param], trainable=param in wanted, persistent=param in small)
+    return Partition(builder.specs, _touches(model, builder.index_of, homes, roots), set(roots.values()))
+
+
+def _persistent(names: dict[nn.Parameter, str], plan: ZeroPlan) -> set[nn.Parameter]:
+    """Small parameters that stay whole: each at most the threshold, together at most the model threshold."""
+    chosen: set[nn.Parameter] = set()
+    if not plan.regular.param.sharded:
+        return chosen
+    total = 0
+    for param in names:
+        if _numel(param) <= plan.persistence_numel and total + _numel(param) <= plan.model_persistence_numel:
+            chosen.add(param)
+            total += _numel(param)
+    return chosen
+
+
+def _homes(
+    model: nn.Module, names: dict[nn.Parameter, str]
+) -> tuple[dict[nn.Parameter, tuple[str, bool]], list[nn.Parameter], dict[str, nn.Module]]:
+    """For each parameter its home (path, is it a block); the parameters in traversal order; block roots by path."""
+    block_of = dict(find_blocks(model))
+    inside = {m: path for path, block in block_of.items() for m in block.modules()}
+    homes: dict[nn.Parameter, tuple[str, bool]] = {}
+    for path, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            if param not in homes:
+                homes[param] = (inside[module], True) if module in inside else (path, False)
+    return homes, list(homes), block_of
+
+
+class _Builder:
+    """Appends parameters to open units; a unit closes when its home changes or it is full."""
+
+    def __init__(self, plan: ZeroPlan, names: dict[nn.Parameter, str]) -> None:
+        self.plan = plan
+        self.names = names
+        self.specs: list[UnitSpec] = []
+        self.index_of: dict[nn.Parameter, int] = {}
+        self._open: dict[tuple[object, ...], int] = {}
+
+    def place(self, param: nn.Parameter, *, home: tuple[str, bool], trainable: bool, persistent: bool) -> None:
+        path, is_block = home
+        replicated = persistent or not self.plan.regular.param.sharded
+        scope: object = "bucket" if replicated else (path if is_block else "rest")
+        key = (scope, trainable, persistent, param.dtype)
+        limit = self.plan.pack_numel if replicated else (None if is_block else min(self.plan.pack_numel, _PACK_NUMEL))
+        index = self._open.get(key)
+        if index is None or (limit is not None and self.specs[index].numel + _numel(param) > limit and not self._same_module(index, param)):
+            index = len(self.specs)
+            label = {"bucket": "bucket", "rest": path}.get(str(scope), path) or "root"
+            kind = "small" if persistent else label
+            self.specs.append(UnitSpec(f"{kind}#{index}" if replicated else label, trainable, persistent, param.dtype))
+            self._open[key] = index
+        self.specs[index].add(self.names[param], param)
+        self.index_of[param] = index
+
+    def _same_module(self, index: int, param: nn.Parameter) -> bool:
+        """Weight and bias of one module stay together when the PARAM is gathered for that module anyway."""
+        if not self.plan.regular.param.sharded or self.specs[index].persistent:
+            return False
+        return self.names[param].rpartition(".")[0] == self.specs[index].names[-1].rpartition(".")[0]
+
+
+# Modules outside the repeated blocks are packed up to this many elements: large embeddings stay units of their own.
+_PACK_NUMEL = 1_000_000
+
+
+def _touches(
+    model: nn.Module, index_of: dict[nn.Parameter, int], homes: dict[nn.Parameter, tuple[str, bool]], roots: dict[str, nn.Module]
+) -> dict[nn.Module, list[int]]:
+    touches: dict[nn.Module, list[int]] = {}
+    for module in model.modules():
+        units = [index_of[p] for p in module.parameters(recurse=False)]
+        if units:
+            touches[module] = list(dict.fromkeys(units))
+    for path, block in roots.items():
+        own = [index_of[p] for p, home in homes.items() if home == (path, True)]
+        touches[block] = list(dict.fromkeys([*own, *touches.get(block, [])]))
+    return touches

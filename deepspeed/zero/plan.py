@@ -1,0 +1,131 @@
+"""From the configuration to rows of one table. The only file besides the config that knows the word "stage".
+
+ZeRO (Rajbhandari et al. 2020) as data: each of a unit's three states has a rest *spread* per mesh axis and a *tier*.
+Everything below reads these rows; nothing else branches on a stage.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from deepspeed.config import DeepSpeedConfig
+
+
+class StateKind(Enum):
+    """The three model states."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    OPTIM = "optim"
+
+
+class Spread(Enum):
+    """How a state rests on one mesh axis (PARTIAL exists only in passing, for gradients)."""
+
+    REPLICATED = "R"
+    SHARDED = "S"
+
+
+class Tier(Enum):
+    """Where a state rests."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+Spreads = tuple[Spread, ...]
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Rest place of one state: one spread per mesh axis (inner first) and a tier."""
+
+    spread: Spreads
+    tier: Tier = Tier.DEVICE
+
+    @property
+    def sharded(self) -> bool:
+        return Spread.SHARDED in self.spread
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One row: the rest places of a unit's states. Frozen parameters have no GRAD and no OPTIM.
+
+    ``reduce_each_backward`` False keeps gradients PARTIAL (local sums) until the accumulation boundary.
+    """
+
+    param: StatePlan
+    grad: StatePlan | None
+    optim: StatePlan | None
+    reduce_each_backward: bool = True
+
+    def __post_init__(self) -> None:
+        assert (self.grad is None) == (self.optim is None), "gradients and optimizer state come and go together"
+        if self.optim is not None:
+            for p, o in zip(self.param.spread, self.optim.spread, strict=True):
+                assert (p, o) != (Spread.SHARDED, Spread.REPLICATED), "a sharded parameter needs sharded optimizer state"
+
+    def frozen(self) -> "UnitPlan":
+        return replace(self, grad=None, optim=None)
+
+
+@dataclass(frozen=True)
+class ZeroPlan:
+    """The table of one engine, and the sizes (in elements) that shape units and windows."""
+
+    regular: UnitPlan
+    persistent: UnitPlan
+    inner_size: int | None
+    split_numel: int | None
+    pack_numel: int
+    persistence_numel: int
+    model_persistence_numel: int
+    prefetch_numel: int
+    reuse_numel: int
+    live_numel: int
+    overlap: bool
+    divergence: str
+
+    def row(self, *, trainable: bool, persistent: bool) -> UnitPlan:
+        plan = self.persistent if persistent else self.regular
+        return plan if trainable else plan.frozen()
+
+
+def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
+    """Turn the zero block of ``config`` into the table for ``world_size`` data-parallel ranks."""
+    zero = config.zero
+    stage = zero.stage
+    mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
+    inner = None
+    if stage == 3 and 0 < mics < world_size:
+        inner = mics
+    elif stage == 3 and 1 < hpz < world_size:
+        inner = hpz
+    axes = 1 if inner is None else 2
+    shard_all = (Spread.SHARDED,) * axes
+    replicate_all = (Spread.REPLICATED,) * axes
+    inner_only = (Spread.SHARDED, Spread.REPLICATED)[:axes]
+    use_mics = inner is not None and inner == mics
+    param = {3: inner_only}.get(stage, replicate_all)
+    grad = optim = replicate_all
+    if stage >= 1:
+        grad = optim = inner_only if use_mics else shard_all
+    regular = UnitPlan(StatePlan(param), StatePlan(grad), StatePlan(optim), reduce_each_backward=stage >= 2)
+    persistent = replace(regular, param=StatePlan(replicate_all))
+    chosen = zero.model_fields_set
+    return ZeroPlan(
+        regular=regular,
+        persistent=persistent,
+        inner_size=inner,
+        split_numel=None if stage == 3 else int(zero.reduce_bucket_size),
+        pack_numel=int(zero.reduce_bucket_size),
+        persistence_numel=int(zero.param_persistence_threshold) if stage == 3 else 0,
+        model_persistence_numel=int(zero.model_persistence_threshold),
+        prefetch_numel=int(zero.prefetch_bucket_size),
+        # The field's default (1e9) keeps whole small models gathered; memory comes first unless the user asks.
+        reuse_numel=int(zero.max_reuse_distance) if "max_reuse_distance" in chosen else 0,
+        live_numel=int(zero.max_live_parameters),
+        overlap=zero.overlap_comm is not False,
+        divergence=zero.divergence,
+    )

@@ -1,0 +1,325 @@
+"""The verbs of ZeRO over units: enter, leave, prefetch, pin, reduce, flush, reset, publish.
+
+One runtime per engine; hooks (hooks.py) only call these verbs, and every verb is idempotent. Which collectives run, and in
+which order, is agreed between the ranks (agreement.py); what to fetch early comes from the recorded schedule.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.zero.agreement import Agreement, Decision, Kind, Request
+from deepspeed.zero.gradients import GradientPolicy, Gradients
+from deepspeed.zero.plan import Spread, StateKind, ZeroPlan
+from deepspeed.zero.schedule import Schedule
+from deepspeed.zero.streams import Streams
+from deepspeed.zero.unit import GradState, Unit, UnitState
+
+
+class Phase(Enum):
+    """What the model is doing; recomputation inside backward counts as BACKWARD (invariant I5)."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass
+class Counters:
+    """What happened since construction: for tests, benchmarks and the timeline."""
+
+    gathers: int = 0
+    gathered_numel: int = 0
+    reductions: int = 0
+    guest_collectives: int = 0
+
+
+class Runtime:
+    """Owns streams, schedule, agreement and gradients of one engine's units."""
+
+    def __init__(self, units: list[Unit], plan: ZeroPlan, mesh: ZeroMesh, *, policy: GradientPolicy, device: torch.device) -> None:
+        self.units = units
+        self.plan = plan
+        self.mesh = mesh
+        self.device = device
+        self.streams = Streams(device)
+        self.schedule = Schedule()
+        self.gradients = Gradients(units, self.streams, policy)
+        self.agreement = Agreement(mesh.control, plan.divergence, [u.name for u in units], where=self._where)
+        self.counters = Counters()
+        self.steps = 0
+        self.depth = 0
+        self.in_backward = False
+        self.flushes = 0
+        # Set by the engine: is the running backward the last one of the accumulation window?
+        self.window_ends: Callable[[], bool] = lambda: True
+        # Called once when a backward begins; the engine checks loss scaling and sets factors there.
+        self.on_backward: Callable[[], None] = lambda: None
+        self._numels = [u.layout.numel if u.movable else 0 for u in units]
+        movable = sorted(n for n in self._numels if n)
+        # One typical unit ahead hides a gather; more would only hold memory. A single large unit may always come early.
+        self._first = plan.prefetch_numel if plan.overlap else 0
+        self._window = min(self._first, movable[len(movable) // 2]) if movable else 0
+        self._on_demand: list[list[Unit]] = []
+        for unit in units:
+            unit.fetcher = weakref.proxy(self)
+
+    # -- forward -------------------------------------------------------------------------------------------------------------
+    def enter(self, units: Iterable[Unit], *, recompute: bool) -> None:
+        """A module that needs ``units`` is about to run."""
+        if not recompute:
+            if self.depth == 0:
+                self._begin_forward()
+            self.depth += 1
+            self._on_demand.append([])
+        self.need(units)
+        if not recompute:
+            for unit in units:
+                unit.users += 1
+
+    def leave(self, units: Iterable[Unit], *, keep: bool = False) -> None:
+        """That module has run. ``keep``: its backward could not be foreseen, so its units stay until the flush."""
+        for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
+            unit.users -= 1
+            if unit.idle and not keep:
+                self._maybe_release(unit)
+        self.depth -= 1
+        if self.depth == 0 and self.schedule.phase == "eval":
+            self.schedule.end()
+
+    def borrowed(self) -> list[Unit]:
+        """Units the running module has read without owning them; its backward will read them too."""
+        return list(self._on_demand[-1]) if self._on_demand else []
+
+    def _begin_forward(self) -> None:
+        phase = "train" if torch.is_grad_enabled() else "eval"
+        if phase == "eval" or self.schedule.phase is None:
+            self.schedule.begin(phase)
+
+    def _maybe_release(self, unit: Unit) -> None:
+        """Release an idle READY unit unless it is needed again next (or within the distance the user allows)."""
+        if not unit.movable or unit.state is not UnitState.READY or self.in_backward:
+            return
+        distance = self.schedule.reuse_distance(unit.index, self._numels)
+        if distance is not None and distance <= self.plan.reuse_numel and self._live_numel() <= self.plan.live_numel:
+            return
+        unit.release()
+
+    def _live_numel(self) -> int:
+        return sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
+
+    # -- fetch ---------------------------------------------------------------------------------------------------------------
+    def need(self, units: Iterable[Unit]) -> None:
+        """Make ``units`` READY now, and start fetching what the schedule foresees. Collective with the other ranks."""
+        movable = [u for u in units if u.movable]
+        for unit in movable:
+            self.schedule.use(unit.index)
+        for unit in movable:
+            if unit.state is not UnitState.ABSENT and unit.fetched_version != unit.version:
+                self._discard(unit)  # a forecast from before the last step must never serve stale weights (I6)
+            while unit.state is UnitState.ABSENT:
+                self._execute(self.agreement.decide(Request(Kind.GATHER, (unit.index, *self._ahead(unit.index)))), wanted=unit.index)
+        for unit in movable:
+            self._arrive(unit)
+        ahead = self._ahead(None) if movable else []
+        if ahead:
+            self._execute(self.agreement.decide(Request(Kind.GATHER, tuple(ahead))), wanted=ahead[0])
+
+    def _ahead(self, besides: int | None) -> list[int]:
+        if not self._first:
+            return []
+        foreseen = self.schedule.ahead(self._numels, first_numel=self._first, window_numel=self._window)
+        return [i for i in foreseen if i != besides and self.units[i].movable and self.units[i].state is UnitState.ABSENT][:7]
+
+    def _execute(self, decision: Decision, *, wanted: int | None) -> None:
+        """Carry out what all ranks agreed on."""
+        if decision.kind is Kind.GATHER:
+            for position, index in enumerate(decision.units):
+                self._gather(self.units[index], guest=position == 0 and index != wanted)
+        elif decision.kind is Kind.REDUCE:
+            self._reduce(self.units[decision.units[0]])
+        elif decision.kind is Kind.FLUSH:
+            for index in decision.units:
+                self._reduce(self.units[index])
+
+    def _gather(self, unit: Unit, *, guest: bool) -> None:
+        self.counters.gathers += 1
+        self.counters.gathered_numel += unit.layout.numel
+        if unit.state is not UnitState.ABSENT:
+            # Another rank lost this unit earlier than we did: serve it. The bytes that arrive are the ones already here.
+            self._arrive(unit)
+            self.counters.guest_collectives += 1
+            self._start_gather(unit).wait()
+            return
+        unit.allocate()
+        unit.transfer = self._start_gather(unit)
+        if guest:
+            self.counters.guest_collectives += 1
+            self._discard(unit)
+
+    def _start_gather(self, unit: Unit) -> collectives.Transfer:
+        return self.streams.gather(unit.start_gather)  # type: ignore[return-value]
+
+    def _arrive(self, unit: Unit) -> None:
+        if unit.state is UnitState.FETCHING:
+            unit.transfer.wait()
+            unit.transfer = None
+            unit.ready()
+
+    def _discard(self, unit: Unit) -> None:
+        self._arrive(unit)
+        unit.release()
+
+    def may_fetch_on_demand(self, unit: Unit) -> bool:
+        """True while a module of this runtime runs, so that every rank is at the same place in the same code."""
+        return self.depth > 0 or self.in_backward
+
+    def fetch_on_demand(self, unit: Unit) -> bool:
+        """A released parameter is read inside a forward: gather its unit until the running module is done."""
+        if not self.may_fetch_on_demand(unit):
+            return False
+        self.need([unit])
+        if self._on_demand and not self.in_backward:
+            unit.users += 1
+            self._on_demand[-1].append(unit)
+        return True
+
+    def pin(self, unit: Unit) -> None:
+        """Gather ``unit`` and hold it until ``unpin`` (schedules and contexts that keep units across hooks)."""
+        self.need([unit])
+        unit.pins += 1
+
+    def unpin(self, unit: Unit) -> None:
+        unit.pins -= 1
+        if unit.idle and unit.state is UnitState.READY:
+            unit.release()
+
+    # -- backward --------------------------------------------------------------------------------------------------------------
+    def begin_backward(self) -> None:
+        """The first gradient of a backward has reached the model."""
+        if self.in_backward:
+            return
+        self.on_backward()
+        self.in_backward = True
+        self.gradients.final = self.window_ends()
+
+    def gradient_ready(self, unit: Unit, position: int, *, task: int) -> None:
+        """Autograd has finished the gradient of one parameter in graph task ``task``."""
+        self.gradients.pack(unit, position)
+        if self.gradients.complete(unit) and self.gradients.reduces_now(unit):
+            self._request_reduce(unit)
+        if unit.all_done(position, task):
+            self.backward_done(unit)
+
+    def _request_reduce(self, unit: Unit) -> None:
+        while unit.partial is not None:
+            self._execute(self.agreement.decide(Request(Kind.REDUCE, (unit.index,))), wanted=None)
+
+    def _reduce(self, unit: Unit) -> None:
+        self.counters.reductions += 1
+        if not unit.fired:
+            self.counters.guest_collectives += 1
+        self.gradients.reduce(unit)
+
+    def backward_done(self, unit: Unit) -> None:
+        """No further backward of this unit's modules is foreseen: release its parameters."""
+        if unit.movable and unit.idle and unit.state is UnitState.READY:
+            unit.release()
+
+    def flush(self) -> None:
+        """End of a backward (or of a pipeline's): reduce what is left, release everything. Idempotent (I4)."""
+        self.flushes += 1
+        while True:
+            pending = tuple(u.index for u in self.units if u.partial is not None and self.gradients.reduces_now(u))
+            decision = self.agreement.decide(Request(Kind.FLUSH, pending=pending))
+            self._execute(decision, wanted=None)
+            if decision.kind is Kind.FLUSH:
+                break
+        self._settle()
+
+    def _settle(self) -> None:
+        self.in_backward = False
+        self.gradients.scale = 1.0
+        if self.schedule.phase == "train":
+            self.schedule.end()
+        for unit in self.units:
+            unit.backward_inputs = 0
+            unit.done.clear()
+            if unit.movable and unit.users == 0 and unit.pins == 0 and unit.state is not UnitState.ABSENT:
+                self._discard(unit)
+
+    # -- step --------------------------------------------------------------------------------------------------------------------
+    def gather_gradients(self) -> list[Unit]:
+        """Bring every rank to the step; reduce what is still local; return the units with their COLLAPSED gradients."""
+        if self.depth or self.in_backward:
+            raise UsageError("step() was called inside a forward or backward of the model; call it after backward() has returned")
+        self.gradients.final = True
+        self.gradients.hold = False
+        while True:
+            decision = self.agreement.decide(Request(Kind.STEP, pending=self.gradients.pending()))
+            if decision.kind is Kind.STEP:
+                break
+            self._execute(decision, wanted=None)
+        for index in decision.units:
+            self._reduce(self.units[index])
+        return self.gradients.collapse()
+
+    def publish(self, units: list[Unit]) -> None:
+        """After an update: bring PARAM of ``units`` in line with OPTIM, and let no older fetch survive."""
+        started = []
+        for unit in units:
+            unit.version += 1
+            if unit.master is not None:
+                started.append(self._publish_one(unit))
+        for transfer in started:
+            transfer.wait()
+
+    def _publish_one(self, unit: Unit) -> collectives.Transfer:
+        """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
+        assert unit.master is not None and unit.plan.optim is not None
+        start, stop = unit.range_of(StateKind.OPTIM)
+        base, _ = unit.range_of(StateKind.PARAM)
+        resting = unit.shard
+        own = resting[start - base : stop - base]
+        if own.data_ptr() != unit.master.data_ptr():
+            own.copy_(unit.master)
+        transfer = collectives.Transfer([])
+        axes = list(zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True))
+        for p, o, group in reversed(axes):
+            if p is Spread.REPLICATED and o is Spread.SHARDED and group.size > 1:
+                transfer.wait()
+                wide_start = (start - base) // (own.numel() * group.size) * (own.numel() * group.size)
+                whole = resting[wide_start : wide_start + own.numel() * group.size]
+                transfer = collectives.all_gather(whole, own, group)
+                own = whole
+        return transfer
+
+    # -- errors and teardown -------------------------------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """After an error: wait for work in flight, release units, drop gradients (I8). Local: no agreement is needed."""
+        self.depth = 0
+        self._on_demand.clear()
+        self.in_backward = False
+        self.schedule.abandon()
+        self.gradients.clear()
+        for unit in self.units:
+            unit.users = 0
+            unit.backward_inputs = 0
+            for param in unit.params:
+                param.grad = None
+            if unit.state is not UnitState.ABSENT and unit.movable and unit.pins == 0:
+                self._discard(unit)
+
+    def _where(self) -> str:
+        return f"step {self.steps}, {Phase.BACKWARD.value if self.in_backward else Phase.FORWARD.value}"
+
+    @property
+    def busy(self) -> bool:
+        """True when an iteration is under way: something is gathered, local or in flight."""
+        return self.depth > 0 or self.in_backward or any(u.grad_state is GradState.LOCAL for u in self.units)

@@ -1,0 +1,120 @@
+"""The update: norm, overflow, clip, step, publish.
+
+The global norm is the L2 norm over each rank's owned ranges, each weighted by one over its replication on the axes that are
+summed; one all-reduce carries the norm and the overflow flag (DESIGN section 4).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.observe.log import logger
+from deepspeed.zero.layout import Segment
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.plan import Spread, StateKind
+from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """``clip``: maximum global norm, 0 for none. ``need_norm`` False skips the norm (then overflow is not looked for)."""
+
+    clip: float
+    need_norm: bool
+    skip_nonfinite: bool
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """``norm``: unscaled, before clipping, inf on overflow, None when not computed. ``overflow``: the update was skipped."""
+
+    norm: float | None
+    overflow: bool
+
+
+def take_step(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], *, rules: StepRules, loss_scale: float
+) -> StepResult:
+    """One optimizer update over all units. Collective. Gradients are consumed."""
+    units = runtime.gather_gradients()
+    runtime.steps += 1
+    after = runtime.gradients.policy.after / loss_scale
+    norm: float | None = None
+    if rules.need_norm:
+        norm = global_norm(runtime, units) * after
+        if not math.isfinite(norm) and rules.skip_nonfinite:
+            report_nonfinite(runtime, units)
+            runtime.gradients.clear()
+            return StepResult(math.inf, overflow=True)
+    factor = after
+    if rules.clip > 0 and norm is not None:
+        factor /= max(1.0, (norm + 1e-6) / rules.clip)
+    for unit in units:
+        if factor != 1.0 and unit.grad is not None:
+            unit.grad.mul_(factor)
+    for view in views:
+        view.param.grad = view.gradient()
+    optimizer.step()
+    for view in views:
+        view.param.grad = None
+    runtime.publish(units)
+    runtime.gradients.clear()
+    return StepResult(norm, overflow=False)
+
+
+def global_norm(runtime: Runtime, units: list[Unit]) -> float:
+    """L2 norm of the reduced gradients over all ranks, before ``after`` and the loss scale are divided out."""
+    total = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    for unit in units:
+        assert unit.grad is not None
+        square = torch.linalg.vector_norm(unit.grad, dtype=torch.float32).double().square()
+        total += square / _replication(unit)
+    both = torch.stack([total, (~torch.isfinite(total)).double()])
+    collectives.sum_scalars(both, runtime.mesh.world)
+    square_sum, bad = both.tolist()
+    return math.inf if bad else math.sqrt(square_sum)
+
+
+def _replication(unit: Unit) -> int:
+    """How many ranks hold each element of this unit's rest gradient."""
+    assert unit.plan.grad is not None
+    copies = 1
+    for way, axis in zip(unit.plan.grad.spread, unit.mesh.axes, strict=True):
+        if way is Spread.REPLICATED:
+            copies *= axis.size
+    return copies
+
+
+def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
+    """Log the first parameter with a non-finite gradient, the ranks whose own backward produced it, and the step. Collective."""
+    first = len(runtime.units), 0, ""
+    for unit in units:
+        found = _first_bad_segment(unit)
+        if found is not None:
+            first = unit.index, found.offset, found.name
+            break
+    everyone = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.world)
+    (index, _, name) = min(seen for seen, _ in everyone)
+    culprits = [rank for rank, (_, bad) in zip(runtime.mesh.world.ranks, everyone, strict=True) if index in bad]
+    if runtime.mesh.world.index == 0:
+        logger.warning(
+            "step %d skipped: the gradient of %s is not finite; it came from the backward of rank %s",
+            runtime.steps,
+            name or "an unknown parameter",
+            ", ".join(map(str, culprits)) or "none alone (the sum over ranks overflowed)",
+        )
+
+
+def _first_bad_segment(unit: Unit) -> Segment | None:
+    assert unit.grad is not None
+    if torch.isfinite(unit.grad).all().item():
+        return None
+    start, stop = unit.range_of(StateKind.GRAD)
+    for segment in unit.layout.segments:
+        lo, hi = unit.layout.overlap(segment, start, stop)
+        if lo < hi and not torch.isfinite(unit.grad[lo - start : hi - start]).all().item():
+            return segment
+    return None

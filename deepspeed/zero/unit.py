@@ -1,0 +1,295 @@
+"""A unit: the parameters that move together, their plan, and one flat buffer per state."""
+
+import weakref
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deepspeed.comm import collectives
+from deepspeed.errors import InvalidStateError
+from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.zero.layout import FlatLayout, Segment
+from deepspeed.zero.local import expose, hide, unmark_zero_parameter
+from deepspeed.zero.plan import Spread, Spreads, StateKind, UnitPlan
+
+
+class UnitState(Enum):
+    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a full buffer being filled; READY both."""
+
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    READY = "ready"
+
+
+class GradState(Enum):
+    """EMPTY nothing; LOCAL a full-size partial sum of this rank; REDUCED (also) the rest shard; COLLAPSED ready for the step."""
+
+    EMPTY = "empty"
+    LOCAL = "local"
+    REDUCED = "reduced"
+    COLLAPSED = "collapsed"
+
+
+_LEGAL_UNIT = {
+    (UnitState.ABSENT, UnitState.FETCHING),
+    (UnitState.FETCHING, UnitState.READY),
+    (UnitState.READY, UnitState.ABSENT),
+}
+_LEGAL_GRAD = {
+    (GradState.EMPTY, GradState.LOCAL),
+    (GradState.LOCAL, GradState.REDUCED),
+    (GradState.REDUCED, GradState.LOCAL),
+    (GradState.REDUCED, GradState.COLLAPSED),
+    (GradState.EMPTY, GradState.COLLAPSED),
+    (GradState.COLLAPSED, GradState.LOCAL),
+}
+
+
+class Fetcher(Protocol):
+    """What a unit needs from its runtime to serve a read of a released parameter."""
+
+    def may_fetch_on_demand(self, unit: "Unit") -> bool: ...
+
+    def fetch_on_demand(self, unit: "Unit") -> bool: ...
+
+    def pin(self, unit: "Unit") -> None: ...
+
+    def unpin(self, unit: "Unit") -> None: ...
+
+
+def owned_range(numel: int, spread: Spreads, mesh: ZeroMesh) -> tuple[int, int]:
+    """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
+    start = 0
+    for way, axis in zip(spread, mesh.axes, strict=True):
+        if way is Spread.SHARDED:
+            numel //= axis.size
+            start += numel * axis.index
+    return start, start + numel
+
+
+class Unit:
+    """Parameters with one dtype and one plan, in one flat layout.
+
+    ``full`` is the flat compute-dtype buffer every parameter is a view of, for the whole run; under a sharded PARAM its
+    storage is shrunk to nothing while released and the values rest in ``shard``. ``master`` is this rank's range of OPTIM in
+    fp32 (the very same memory as the parameter when dtypes and ranges agree). ``grad`` is the rest gradient in the
+    accumulation dtype, ``partial`` the local sum before reduction.
+    """
+
+    def __init__(self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, mesh: ZeroMesh) -> None:
+        self.index = index
+        self.name = name
+        self.params = params
+        self.layout = layout
+        self.plan = plan
+        self.mesh = mesh
+        self.state = UnitState.READY
+        self.grad_state = GradState.EMPTY
+        self.users = 0
+        self.pins = 0
+        self.version = 0
+        self.fetched_version = 0
+        self.fetcher: Fetcher | None = None
+        self.full = torch.empty(0)
+        self.shard = torch.empty(0)
+        self.master: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
+        self.fired: set[int] = set()
+        self.grad_filled = False
+        self.backward_inputs = 0
+        self.done: set[int] = set()
+        self._done_task = -1
+        self._owner: weakref.ref[Any] | None = None
+        self.transfer: Any = None
+
+    # -- construction ------------------------------------------------------------------------------------------------
+    def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool) -> None:
+        """Take over ``values`` (flat, full, any floating dtype, on the device): build the buffers and re-point the parameters.
+
+        ``keep_master``: an fp32 copy of the owned OPTIM range is made from the unrounded values (aliased if possible).
+        """
+        own = self.range_of(StateKind.PARAM)
+        self.full = values.to(dtype) if values.dtype != dtype else values
+        for p, s in zip(self.params, self.layout.segments, strict=True):
+            with torch.no_grad():
+                expose(p)
+                p.data = self.view(self.full, s)
+        # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
+        self.shard = self.full[own[0] : own[1]]
+        if self.movable:
+            self.shard = self.shard.clone()
+        if keep_master and self.plan.optim is not None:
+            start, stop = self.range_of(StateKind.OPTIM)
+            wide = torch.promote_types(dtype, torch.float32)
+            if dtype == wide:
+                self.master = self.shard[start - own[0] : stop - own[0]]
+            else:
+                self.master = values[start:stop].to(wide, copy=True)
+        if self.movable:
+            self.state = UnitState.READY
+            self.release()
+
+    @property
+    def movable(self) -> bool:
+        """True when PARAM is really spread over several ranks, so that there is something to gather and release."""
+        return any(w is Spread.SHARDED and a.size > 1 for w, a in zip(self.plan.param.spread, self.mesh.axes, strict=True))
+
+    @property
+    def trainable(self) -> bool:
+        return self.plan.grad is not None
+
+    @property
+    def device(self) -> torch.device:
+        return self.full.device
+
+    def range_of(self, kind: StateKind) -> tuple[int, int]:
+        """This rank's flat [start, stop) of a state at rest."""
+        plan = {StateKind.PARAM: self.plan.param, StateKind.GRAD: self.plan.grad, StateKind.OPTIM: self.plan.optim}[kind]
+        assert plan is not None, f"unit {self.name} has no {kind.value}"
+        return owned_range(self.layout.numel, plan.spread, self.mesh)
+
+    @staticmethod
+    def view(flat: torch.Tensor, segment: Segment, *, base: int = 0) -> torch.Tensor:
+        """The segment's place in ``flat`` (which begins at flat index ``base``), in logical shape."""
+        return flat[segment.offset - base : segment.stop - base].view(segment.shape)
+
+    # -- state machines ------------------------------------------------------------------------------------------------
+    def move(self, state: UnitState) -> None:
+        if (self.state, state) not in _LEGAL_UNIT:
+            raise InvalidStateError(f"unit {self.name}: parameters cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def move_grad(self, state: GradState) -> None:
+        if state is self.grad_state:
+            return
+        if (self.grad_state, state) not in _LEGAL_GRAD and state is not GradState.EMPTY:
+            raise InvalidStateError(f"unit {self.name}: gradients cannot go from {self.grad_state.value} to {state.value}")
+        self.grad_state = state
+
+    # -- memory ----------------------------------------------------------------------------------------------------------
+    def allocate(self) -> None:
+        """ABSENT -> FETCHING: give the full buffer its bytes back."""
+        self.move(UnitState.FETCHING)
+        self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+        self.fetched_version = self.version
+
+    def ready(self) -> None:
+        """FETCHING -> READY: the bytes are there; parameters show their own class again."""
+        self.move(UnitState.READY)
+        for p in self.params:
+            expose(p)
+
+    def release(self) -> None:
+        """READY -> ABSENT: free the full buffer; views stay, the storage is resized and never replaced."""
+        if not self.movable:
+            return
+        self.move(UnitState.ABSENT)
+        for p in self.params:
+            hide(p)
+        self.full.untyped_storage().resize_(0)
+
+    def all_done(self, position: int, task: int) -> bool:
+        """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one task.
+
+        Autograd finishes a parameter's gradient after its last use in the task, so then no op still reads the weights. Gradients
+        from another task (a reentrant checkpoint) prove nothing about this one.
+        """
+        if task != self._done_task:
+            self.done.clear()
+            self._done_task = task
+        self.done.add(position)
+        return len(self.done) == len(self.params)
+
+    def start_gather(self) -> collectives.Transfer:
+        """Fill the full buffer from the shards over the axis that PARAM is cut on."""
+        group = next(g for way, g in zip(self.plan.param.spread, self.mesh.groups, strict=True) if way is Spread.SHARDED and g.size > 1)
+        shard = self.shard if self.shard.device == self.full.device else self.shard.to(self.full.device)
+        return collectives.all_gather(self.full, shard, group)
+
+    def fetch_whole(self) -> None:
+        """Gather at once, without schedule or agreement: for construction and teardown, where every rank does the same."""
+        if self.state is UnitState.ABSENT:
+            self.allocate()
+            self.start_gather().wait()
+            self.ready()
+
+    def local_part(self, position: int) -> torch.Tensor:
+        """This rank's resting part of one parameter, flat (possibly empty)."""
+        start, stop = self.range_of(StateKind.PARAM)
+        lo, hi = self.layout.overlap(self.layout.segments[position], start, stop)
+        return self.shard[lo - start : max(lo, hi) - start] if lo < hi else self.shard[:0]
+
+    def absorb(self, position: int) -> None:
+        """Make the resting copies (shard, master) of one parameter follow its full values, which are here."""
+        segment = self.layout.segments[position]
+        values = self.full[segment.offset : segment.stop]
+        base, end = self.range_of(StateKind.PARAM)
+        lo, hi = self.layout.overlap(segment, base, end)
+        if self.movable and lo < hi:
+            self.shard[lo - base : hi - base].copy_(values[lo - segment.offset : hi - segment.offset])
+        if self.master is not None:
+            start, stop = self.range_of(StateKind.OPTIM)
+            lo, hi = self.layout.overlap(segment, start, stop)
+            if lo < hi and self.master.dtype != self.full.dtype:
+                self.master[lo - start : hi - start].copy_(values[lo - segment.offset : hi - segment.offset])
+
+    def forget(self, param: nn.Parameter) -> None:
+        """``param`` no longer belongs to this unit."""
+        if getattr(param, "_ds_unit", None) is self:
+            unmark_zero_parameter(param)
+
+    def drop(self) -> None:
+        """Give every byte back; the unit is dead afterwards."""
+        self.params = []
+        self.full = self.shard = torch.empty(0)
+        self.master = self.grad = self.partial = None
+        self.fetcher = None
+
+    @property
+    def idle(self) -> bool:
+        return self.users == 0 and self.pins == 0
+
+    # -- the engine side (access.py) ------------------------------------------------------------------------------------
+    def set_owner(self, owner: Any) -> None:
+        """``owner`` answers for gradients and optimizer state; held weakly, so a unit never keeps an engine alive."""
+        self._owner = weakref.ref(owner)
+
+    def has_owner(self) -> bool:
+        return self._owner is not None and self._owner() is not None
+
+    def owner(self) -> Any:
+        found = self._owner() if self._owner is not None else None
+        if found is None:
+            raise InvalidStateError(f"unit {self.name} belongs to no living engine")
+        return found
+
+    @property
+    def order(self) -> int:
+        """Position in the one order in which every rank handles several units."""
+        return self.index
+
+    def pin(self) -> None:
+        """Hold the full values until ``unpin``."""
+        if self.fetcher is not None:
+            self.fetcher.pin(self)
+        else:
+            self.fetch_whole()
+            self.pins += 1
+
+    def unpin(self) -> None:
+        if self.fetcher is not None:
+            self.fetcher.unpin(self)
+        else:
+            self.pins -= 1
+            if self.pins == 0 and self.state is UnitState.READY:
+                self.release()
+
+    # -- served to released parameters (local.py) -----------------------------------------------------------------------
+    def may_fetch_on_demand(self) -> bool:
+        return self.fetcher is not None and self.fetcher.may_fetch_on_demand(self)
+
+    def fetch_on_demand(self) -> bool:
+        return self.fetcher is not None and self.fetcher.fetch_on_demand(self)

@@ -1,0 +1,187 @@
+"""Arrows point one way: imports go down the layers, and each outside interface has one home."""
+
+import ast
+
+import pytest
+
+from tests.budget.source import PACKAGE, imports, modules, tree
+
+REEXPORTS = ("deepspeed.runtime", "deepspeed.utils", "deepspeed.ops", "deepspeed.accelerator")
+
+# Longest matching prefix counts. A module imports only from its own layer or below.
+LAYERS = {
+    "deepspeed.errors": 0,
+    "deepspeed.version": 0,
+    "deepspeed.constants": 0,
+    "deepspeed.pending": 0,
+    "deepspeed.attrs": 0,
+    "deepspeed.builders": 0,
+    "deepspeed.git_version_info": 0,
+    "deepspeed.device": 0,
+    "deepspeed.observe": 0,
+    "deepspeed.config": 1,
+    "deepspeed.mesh": 2,
+    "deepspeed.mesh.topology": 2,
+    "deepspeed.zero.plan": 2,
+    "deepspeed.zero.layout": 2,
+    "deepspeed.zero.schedule": 2,
+    "deepspeed.zero.estimate": 2,
+    "deepspeed.zero.leaf": 2,
+    "deepspeed.zero.tiling": 2,
+    "deepspeed.comm": 3,
+    "deepspeed.mesh.groups": 3,
+    "deepspeed.data": 3,
+    "deepspeed.zero.streams": 3,
+    "deepspeed.optim": 4,
+    "deepspeed.precision": 4,
+    "deepspeed.zero.unit": 4,
+    "deepspeed.zero.buffer": 4,
+    "deepspeed.zero.partition": 4,
+    "deepspeed.zero.local": 4,
+    "deepspeed.zero": 5,
+    "deepspeed.activation": 6,
+    "deepspeed.checkpoint": 6,
+    "deepspeed.pipe": 6,
+    "deepspeed.moe": 6,
+    "deepspeed.module_inject": 6,
+    "deepspeed.engine": 7,
+    "deepspeed.engine_info": 7,
+    "deepspeed.engine_pending": 7,
+    "deepspeed.api": 7,
+    **dict.fromkeys(REEXPORTS, 8),
+    "deepspeed.launcher": 9,
+    "deepspeed.verify": 9,
+    "deepspeed": 9,
+}
+
+# (importer, imported): reason
+UPWARD: dict[tuple[str, str], str] = {}
+
+DISTRIBUTED_HOMES = ("deepspeed.comm", "deepspeed.mesh", "deepspeed.launcher", "deepspeed.verify")
+
+# Identifiers with the word that clients call by name.
+STAGE_NAMES = {
+    "zero_optimization_stage",
+    "zero_stage",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "stage3_gather_16bit_weights_on_model_save",
+    "gather_16bit_weights_on_model_save",
+    "num_stages",
+    "estimate_zero_stage",
+}
+
+
+def _inside(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def layer(module: str) -> int:
+    """Layer of ``module`` by its longest prefix; the package itself covers only its own __init__."""
+    prefixes = [p for p in LAYERS if _inside(module, p) and (p != "deepspeed" or module == "deepspeed")]
+    assert prefixes, f"{module} has no layer; add it to the table in {__file__}"
+    return LAYERS[max(prefixes, key=len)]
+
+
+def _ours(module: str) -> set[str]:
+    return {name for name in imports(module) if name in modules()}
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_point_down(module: str) -> None:
+    upward = {name for name in _ours(module) if layer(name) > layer(module) and (module, name) not in UPWARD}
+    assert not upward, f"{module} (layer {layer(module)}) imports from above"
+
+
+def test_no_cycles() -> None:
+    graph = {module: _ours(module) - {module} for module in modules()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"import cycle: {' -> '.join([*path[path.index(module) :], module])}"
+        if module not in done:
+            for name in sorted(graph[module]):
+                # a package that lists its own submodules is not a cycle
+                if not (_inside(module, name) and modules()[name].name == "__init__.py"):
+                    visit(name, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_no_star_imports() -> None:
+    starred = [
+        name
+        for name, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+    ]
+    assert not starred
+
+
+def _dotted(node: ast.AST) -> str:
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def _names(module: str, prefix: str) -> bool:
+    used = {_dotted(node) for node in ast.walk(tree(modules()[module])) if isinstance(node, ast.Attribute)}
+    return any(_inside(name, prefix) for name in used | imports(module))
+
+
+def test_only_the_device_layer_names_an_accelerator() -> None:
+    homes = {module for module in modules() if _names(module, "torch.cuda")}
+    assert homes <= {"deepspeed.device"}
+
+
+def test_torch_distributed_has_its_homes() -> None:
+    users = {module for module in modules() if _names(module, "torch.distributed")}
+    assert not {user for user in users if not any(_inside(user, home) for home in DISTRIBUTED_HOMES)}
+
+
+def _is_reexport(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)] == ["__all__"]
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return is_docstring or isinstance(node, ast.Import | ast.ImportFrom)
+
+
+@pytest.mark.parametrize("module", [name for name in sorted(modules()) if any(_inside(name, root) for root in REEXPORTS)])
+def test_reexport_folders_contain_only_imports(module: str) -> None:
+    assert all(_is_reexport(node) for node in tree(modules()[module]).body)
+
+
+def _identifiers(node: ast.AST) -> set[str]:
+    found = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname")}
+    return {name for name in found if isinstance(name, str)}
+
+
+def test_the_table_is_the_only_reader_of_the_word() -> None:
+    # the verifier names the configurations that it compares, and never branches on one
+    free = ("deepspeed.zero.plan", "deepspeed.config", "deepspeed.verify", *REEXPORTS)
+    found = {
+        f"{module}: {name}"
+        for module, path in modules().items()
+        if not any(_inside(module, home) for home in free)
+        for node in ast.walk(tree(path))
+        for name in _identifiers(node)
+        if "stage" in name.lower() and name not in STAGE_NAMES
+    }
+    assert not found
+
+
+def test_exceptions_are_still_needed_and_reasoned() -> None:
+    assert all(len(reason) > 10 and imported in _ours(importer) for (importer, imported), reason in UPWARD.items())
+
+
+def test_nothing_prints() -> None:
+    printing = [
+        str(path.relative_to(PACKAGE))
+        for path in modules().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not printing

@@ -1,0 +1,40 @@
+"""Fixtures: pools of ranks that live for the whole session (a pool that failed rebuilds itself)."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
+
+from tests.harness.pool import RankPool
+
+
+def _pool(world: int) -> Iterator[RankPool]:
+    with RankPool(world) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool1() -> Iterator[RankPool]:
+    """One rank."""
+    yield from _pool(1)
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[RankPool]:
+    """Two ranks."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def pool3() -> Iterator[RankPool]:
+    """Three ranks: nothing divides evenly."""
+    yield from _pool(3)
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[RankPool]:
+    """Four ranks."""
+    yield from _pool(4)

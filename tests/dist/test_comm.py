@@ -1,0 +1,108 @@
+"""``deepspeed.comm`` over two ranks, with the log off and on, and the group getters."""
+
+import torch
+
+import deepspeed.comm as comm
+from deepspeed.comm import group_getters as groups
+from tests.harness.pool import RankPool
+
+
+def _every_call() -> dict[str, list]:
+    rank = comm.get_rank()
+    own = torch.tensor([rank + 1.0, 10.0 * (rank + 1)])
+    out: dict[str, list] = {}
+
+    def fresh(numel: int) -> torch.Tensor:
+        return torch.zeros(numel)
+
+    tensor = own.clone()
+    comm.all_reduce(tensor)
+    out["all_reduce"] = tensor.tolist()
+    tensor = own.clone()
+    comm.all_reduce(tensor, comm.ReduceOp.MAX, async_op=True).wait()
+    out["max"] = tensor.tolist()
+    tensor = own.clone()
+    comm.broadcast(tensor, 1, prof=True, log_name="mine")
+    out["broadcast"] = tensor.tolist()
+    gathered = fresh(4)
+    comm.all_gather_into_tensor(gathered, own)
+    out["all_gather"] = gathered.tolist()
+    pair = [fresh(2), fresh(2)]
+    comm.all_gather(pair, own)
+    assert torch.equal(torch.cat(pair), gathered)
+    part = fresh(1)
+    comm.reduce_scatter_tensor(part, own)
+    out["reduce_scatter"] = part.tolist()
+    swapped = fresh(2)
+    comm.all_to_all_single(swapped, own)
+    out["all_to_all"] = swapped.tolist()
+    many = [own.clone(), own.clone()]
+    comm.all_reduce_coalesced(many, async_op=True).wait()
+    assert many[0].tolist() == many[1].tolist() == out["all_reduce"]
+    inbox = fresh(2)
+    ops = [comm.P2POp(comm.isend, own, 1 - rank), comm.P2POp(comm.irecv, inbox, 1 - rank)]
+    for work in comm.batch_isend_irecv(ops):
+        work.wait()
+    out["p2p"] = inbox.tolist()
+    objects = [None, None]
+    comm.all_gather_object(objects, {"rank": rank})
+    out["objects"] = objects
+    assert comm.get_all_ranks_from_group() == [0, 1] and comm.get_global_rank(comm.get_world_group(), 1) == 1
+    comm.barrier()
+    return out
+
+
+def _logged() -> tuple[dict, dict | None, list[str]]:
+    comm.configure(enabled=True)
+    try:
+        comm.reset_log()
+        results = _every_call()
+        summary = comm.log_summary(show_straggler=True, return_dict=True)
+        return results, summary, comm.get_logged_comm_ops()
+    finally:
+        comm.configure(enabled=False)
+        comm.reset_log()
+
+
+EXPECTED = {
+    "all_reduce": [[3.0, 30.0]] * 2,
+    "max": [[2.0, 20.0]] * 2,
+    "broadcast": [[2.0, 20.0]] * 2,
+    "all_gather": [[1.0, 10.0, 2.0, 20.0]] * 2,
+    "reduce_scatter": [[3.0], [30.0]],
+    "all_to_all": [[1.0, 2.0], [10.0, 20.0]],
+    "p2p": [[2.0, 20.0], [1.0, 10.0]],
+    "objects": [[{"rank": 0}, {"rank": 1}]] * 2,
+}
+
+
+def test_every_call(pool2: RankPool) -> None:
+    left, right = pool2.run(_every_call)
+    assert {name: [left[name], right[name]] for name in left} == EXPECTED
+
+
+def test_the_log_changes_no_result(pool2: RankPool) -> None:
+    for index, (results, summary, ops) in enumerate(pool2.run(_logged)):
+        assert {name: values[index] for name, values in EXPECTED.items()} == results
+        assert {"all_reduce", "mine", "all_gather_into_tensor", "barrier"} <= set(ops)
+        assert summary["summary"]["all_reduce"][8]["count"] == 2
+        assert summary["straggler_analysis"]["all_reduce"][8]["total_straggler_ms"] >= 0
+        assert summary["metadata"]["world_size"] == 2 and summary["metadata"]["rank"] == index
+
+
+def _getters() -> list:
+    alone = groups.get_sequence_parallel_group()
+    assert alone is groups.get_tensor_model_parallel_group()
+    return [
+        comm.get_world_size(alone),
+        groups.get_sequence_parallel_world_size(),
+        groups.get_data_parallel_world_size(),
+        groups.get_data_parallel_rank(),
+        groups.get_sequence_data_parallel_world_size(),
+        groups.get_broadcast_src_rank(),
+        groups.get_tensor_model_parallel_src_rank(),
+    ]
+
+
+def test_group_getters(pool2: RankPool) -> None:
+    assert pool2.run(_getters) == [[1, 1, 2, 0, 2, 0, 0], [1, 1, 2, 1, 2, 0, 1]]

@@ -1,0 +1,306 @@
+"""Mixed precision: bf16 and fp16 with fp32 masters, loss scales, skipped steps, and the dtype that travels."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
+from deepspeed.verify.models import case_named
+from deepspeed.verify.reference import trainable
+from tests.harness.faults import Faults
+from tests.harness.pool import RankPool
+from tests.harness.reference16 import rounded, train_16bit
+from tests.harness.spy import CollectiveSpy
+from tests.harness.training import STAGES, here, make_config, start
+
+pytestmark = pytest.mark.timeout(120)
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "loss_scale": 128.0}}
+EXACT = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra: dict[str, Any]) -> dict[str, float]:
+    """Train a case in 16 bits with the engine and return the largest errors against :func:`train_16bit`."""
+    case = rounded(case_named(name), dtype)
+    expected = train_16bit(case, world=dist.get_world_size(), dtype=dtype, scale=scale)
+    clip_and_accumulate = {"gradient_clipping": case.clipping, "gradient_accumulation_steps": case.accumulation}
+    engine = start(case.build().train(), make_config(stage, **clip_and_accumulate, **extra))
+    params = trainable(engine.module)
+    assert {p.dtype for p in params.values()} == {dtype}
+    error = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "master": 0.0, "weight": 0.0}
+
+    def add(kind: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
+        error[kind] = max(error[kind], scaled_error(ours, reference))
+
+    for step in range(len(expected.norms)):
+        for micro in range(case.accumulation):
+            (loss,) = case.seeded_loss(engine, here(step, micro))
+            add("loss", loss.detach(), torch.tensor(expected.losses[step][dist.get_rank(), micro]))
+            engine.backward(loss)
+            if micro == case.accumulation - 1:
+                for key, grad in full_gradients(params).items():
+                    add("grad", grad, expected.grads[step][key])
+            engine.step()
+        add("norm", torch.tensor(float(engine.get_global_grad_norm())), torch.tensor(expected.norms[step]))
+    weights = full_parameters(engine.module)
+    for key, param in params.items():
+        master = safe_get_full_fp32_param(param)
+        add("master", master, expected.masters[key])
+        add("weight", weights[key].float(), master.to(dtype).float())
+    engine.destroy()
+    return error
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping", "tied", "unused"])
+def test_bf16_with_exact_reduction_equals_the_reference(pool2: RankPool, name: str, stage: int) -> None:
+    for error in pool2.run(compare_16bit, name, stage, torch.bfloat16, 1.0, {**BF16, **EXACT}):
+        assert max(error.values()) <= 1e-6, error
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_default_reduction_stays_within_bf16_rounding(pool2: RankPool, stage: int) -> None:
+    for error in pool2.run(compare_16bit, "accumulation", stage, torch.bfloat16, 1.0, BF16):
+        assert error["weight"] == 0.0, error
+        assert error["grad"] <= 1e-2 and error["master"] <= 1e-3, error
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping"])
+def test_fp16_static_scale_equals_the_reference(pool2: RankPool, name: str, stage: int) -> None:
+    for error in pool2.run(compare_16bit, name, stage, torch.float16, 128.0, {**FP16, **EXACT}):
+        assert max(error.values()) <= 1e-6, error
+
+
+def _gradient_traffic(stage: int, extra: dict[str, Any]) -> set[torch.dtype]:
+    case = rounded(case_named("plain"), torch.bfloat16)
+    engine = start(case.build(), make_config(stage, **extra))
+    (loss,) = case.seeded_loss(engine, here(0))
+    with CollectiveSpy() as spy:
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return spy.dtypes()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("chosen", "expected"), [(None, torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_gradients_travel_in_the_communication_dtype(pool2: RankPool, stage: int, chosen: str | None, expected: torch.dtype) -> None:
+    for seen in pool2.run(_gradient_traffic, stage, {**BF16, "communication_data_type": chosen}):
+        # Where weights are sharded or updated in shards, they travel too, in their own dtype.
+        assert seen == ({expected} if stage == 0 else {expected, torch.bfloat16})
+
+
+def _accumulated_in(stage: int, accumulate: str) -> bool:
+    """Whether every accumulated gradient is a bf16 number."""
+    case = rounded(case_named("accumulation"), torch.bfloat16)
+    extra = {**BF16, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": accumulate}}
+    engine = start(case.build(), make_config(stage, gradient_accumulation_steps=case.accumulation, **extra))
+    for micro in range(case.accumulation):
+        engine.backward(case.seeded_loss(engine, here(0, micro))[0])
+        if micro < case.accumulation - 1:
+            engine.step()
+    grads = full_gradients(trainable(engine.module))
+    engine.step()
+    engine.destroy()
+    return all(torch.equal(grad, grad.to(torch.bfloat16).to(grad.dtype)) for grad in grads.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_dtype_is_obeyed(pool1: RankPool, stage: int) -> None:
+    """On one rank, where nothing is added but the micro-batches."""
+    assert pool1.run(_accumulated_in, stage, "bf16") == [True]
+    assert pool1.run(_accumulated_in, stage, "fp32") == [False]
+
+
+def expected_scales(
+    overflows: list[bool], *, power: int, window: int, hysteresis: int, consecutive: bool, floor: float = 1.0
+) -> list[float]:
+    """The dynamic loss scale after each step, by the published rule (facts: loss scaling)."""
+    scale, last, left, trace = 2.0**power, -1, hysteresis, []
+    for iteration, overflow in enumerate(overflows):
+        if overflow:
+            if hysteresis == 1 or left == 1:
+                scale = max(scale / 2, 1.0)
+            else:
+                left -= 1
+            last = iteration
+        else:
+            left = hysteresis if consecutive else left
+            stable = iteration - last - 1
+            if stable > 0 and stable % window == 0:
+                left = left if consecutive else hysteresis
+                scale *= 2
+        trace.append(scale)
+    return trace
+
+
+def _dynamic_run(stage: int, overflows: list[bool], fp16: dict[str, Any]) -> list[dict[str, Any]]:
+    """Poison one gradient on rank 1 at the marked steps; what the engine reports after each step."""
+    case = rounded(case_named("plain"), torch.float16)
+    schedule = {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 100, "warmup_type": "linear"},
+    }
+    engine = start(case.build(), make_config(stage, scheduler=schedule, fp16={"enabled": True, **fp16}))
+    report = []
+    with Faults(engine.module, rank=dist.get_rank()) as faults:
+        for step, overflow in enumerate(overflows):
+            if overflow:
+                faults.nan_gradient("layers.1.up.weight", step=step, rank=1, value=float("inf"))
+            faults.step = step
+            before = full_parameters(engine.module)
+            lr = engine.get_lr()[0]
+            engine.backward(case.seeded_loss(engine, here(step))[0])
+            engine.step()
+            after = full_parameters(engine.module)
+            report.append({
+                "scale": engine.loss_scale(),
+                "skipped": engine.skipped_steps,
+                "global": engine.global_steps,
+                "overflow": bool(engine.optimizer.overflow),
+                "applied": engine.was_step_applied(),
+                "norm_finite": bool(torch.tensor(float(engine.get_global_grad_norm())).isfinite()),
+                "lr_moved": engine.get_lr()[0] != lr,
+                "moved": any(not torch.equal(before[name], after[name]) for name in before),
+            })  # fmt: skip
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("hysteresis", "consecutive"), [(1, False), (2, False), (2, True)])
+def test_dynamic_scale_follows_the_rule_and_skips_are_counted(pool2: RankPool, stage: int, hysteresis: int, consecutive: bool) -> None:
+    overflows = [False, True, False, False, False, True, True, False, False, False]
+    fp16 = {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": hysteresis, "consecutive_hysteresis": consecutive}
+    scales = expected_scales(overflows, power=6, window=2, hysteresis=hysteresis, consecutive=consecutive)
+    for report in pool2.run(_dynamic_run, stage, overflows, fp16):
+        assert [entry["scale"] for entry in report] == scales
+        assert [entry["overflow"] for entry in report] == overflows
+        assert [entry["applied"] for entry in report] == [not overflow for overflow in overflows]
+        assert [entry["norm_finite"] for entry in report] == [not overflow for overflow in overflows]
+        assert [entry["skipped"] for entry in report] == [sum(overflows[: i + 1]) for i in range(len(overflows))]
+        assert [entry["global"] for entry in report] == list(range(1, len(overflows) + 1))
+        # The first two updates of a warm-up run at its lowest rate, so movement is asked for from the third on.
+        assert [entry["moved"] for entry in report[3:]] == [not overflow for overflow in overflows[3:]]
+        assert not any(entry["lr_moved"] for entry, overflow in zip(report, overflows, strict=True) if overflow)
+        assert all(entry["lr_moved"] for entry, overflow in zip(report[3:], overflows[3:], strict=True) if not overflow)
+
+
+def _overflow_at_the_floor() -> str:
+    case = rounded(case_named("plain"), torch.float16)
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 1}
+    engine = start(case.build(), make_config(2, fp16=fp16))
+    with Faults(engine.module, rank=dist.get_rank()) as faults:
+        faults.nan_gradient("head.weight", step=0, rank=1)
+        engine.backward(case.seeded_loss(engine, here(0))[0])
+        try:
+            engine.step()
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+def test_overflow_at_the_lowest_scale_is_an_error(pool2: RankPool) -> None:
+    for message in pool2.run(_overflow_at_the_floor):
+        assert "scale" in message
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _culprit_lines(stage: int, extra: dict[str, Any]) -> tuple[list[str], int, bool]:
+    case = rounded(case_named("plain"), torch.bfloat16)
+    engine = start(case.build(), make_config(stage, **extra))
+    listener = _Listener()
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(listener)
+    with Faults(engine.module, rank=dist.get_rank()) as faults:
+        faults.nan_gradient("layers.1.up.weight", step=1, rank=1)
+        for step in range(2):
+            faults.step = step
+            engine.backward(case.seeded_loss(engine, here(step))[0])
+            engine.step()
+    logger.removeHandler(listener)
+    logger.setLevel(level)
+    finite = all(bool(value.isfinite().all()) for value in full_parameters(engine.module).values())
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return listener.lines, skipped, finite
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("extra", [BF16, {"fp16": {"enabled": True, "initial_scale_power": 4}}], ids=["bf16", "fp16"])
+def test_a_nan_gradient_is_skipped_and_its_owner_named(pool2: RankPool, stage: int, extra: dict[str, Any]) -> None:
+    reports = pool2.run(_culprit_lines, stage, extra)
+    assert all(skipped == 1 and finite for _, skipped, finite in reports)
+    lines = [line for said, _, _ in reports for line in said]
+    assert any("layers.1.up.weight" in line and "rank 1" in line for line in lines), lines
+
+
+def _manual_scaled(stage: int) -> tuple[dict[str, float], str]:
+    case = rounded(case_named("plain"), torch.float16)
+    expected = train_16bit(case, world=dist.get_world_size(), dtype=torch.float16, scale=128.0)
+    engine = start(case.build(), make_config(stage, **FP16, **EXACT))
+    for step in range(len(expected.norms)):
+        engine.scale(case.seeded_loss(engine, here(step))[0]).backward()
+        engine.step()
+    errors = {n: scaled_error(safe_get_full_fp32_param(p), expected.masters[n]) for n, p in trainable(engine.module).items()}
+    refused = ""
+    try:
+        case.seeded_loss(engine, here(9))[0].backward()
+    except RuntimeError as error:
+        refused = str(error)
+    return errors, refused
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_manual_loop_scales_or_is_refused(pool2: RankPool, stage: int) -> None:
+    for errors, refused in pool2.run(_manual_scaled, stage):
+        assert max(errors.values()) <= 1e-6, errors
+        assert "scale" in refused
+
+
+def _autocast_run(stage: int) -> tuple[float, set[torch.dtype], set[torch.dtype], float]:
+    case = case_named("plain")
+    model = case.build()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = case.seeded_loss(model, here(0))[0]
+    expected.backward()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    engine = start(case.build(), make_config(stage, torch_autocast={"enabled": True, "dtype": "bfloat16"}))
+    seen: set[torch.dtype] = set()
+    engine.module.layers[0].up.register_forward_hook(lambda _m, _a, output: seen.add(output.dtype))
+    (loss,) = case.seeded_loss(engine, here(0))
+    engine.backward(loss)
+    error = max(scaled_error(grad, grads[name]) for name, grad in full_gradients(trainable(engine.module)).items())
+    loss_error = scaled_error(loss.detach(), expected.detach())
+    engine.step()
+    dtypes = {param.dtype for param in engine.module.parameters()}
+    engine.destroy()
+    return loss_error, seen, dtypes, error
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torch_autocast_computes_low_and_keeps_fp32_weights(pool2: RankPool, stage: int) -> None:
+    for loss_error, seen, dtypes, grad_error in pool2.run(_autocast_run, stage):
+        assert loss_error <= 1e-6
+        assert seen == {torch.bfloat16}
+        assert dtypes == {torch.float32}
+        assert grad_error <= 1e-2

@@ -1,0 +1,261 @@
+"""The launcher: exit statuses, environment, signals, ports, and that nothing is left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deepspeed.launcher import runner
+from deepspeed.launcher.verdict import RankEnd, first_failure
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0  # generous: several interpreters import torch at once on a busy machine
+
+# Plain torch.distributed on purpose: the launcher is proved alone.
+SCRIPT = """
+import json, os, signal, subprocess, sys, time
+import torch, torch.distributed as dist
+
+out, mode = sys.argv[-2:]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == world
+child = subprocess.Popen(["sleep", "300"]).pid if mode in ("hang", "ignore") else 0
+if mode == "ignore":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if mode == "hang" and rank == 0:
+    def stopped(*_):
+        open(os.path.join(out, "graceful"), "w").close()
+        sys.exit(1)
+    signal.signal(signal.SIGINT, stopped)
+with open(os.path.join(out, f"rank{rank}.tmp"), "w") as file:
+    json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "child": child}, file)
+os.rename(file.name, os.path.join(out, f"rank{rank}.json"))
+if mode == "raise" and rank == 1:
+    raise ValueError("the cause")
+if mode == "exit3" and rank == 1:
+    os._exit(3)
+if mode == "segv" and rank == 0:
+    os.kill(os.getpid(), signal.SIGSEGV)
+if mode in ("hang", "ignore"):
+    time.sleep(300)
+dist.all_reduce(total)
+print(f"rank {rank} done", flush=True)
+dist.destroy_process_group()
+"""
+
+
+class Job:
+    """One launcher process and what its ranks wrote."""
+
+    def __init__(self, folder: Path, *flags: str, mode: str = "ok", user_args: tuple[str, ...] = (), target: str | None = None) -> None:
+        self.folder = folder
+        (folder / "out").mkdir(parents=True)
+        (folder / "tmp").mkdir()
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
+        env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), "DS_ACCELERATOR": "cpu"}
+        command = [sys.executable, "-m", "deepspeed.launcher.cli", *flags, target or str(script), *user_args, str(folder / "out"), mode]
+        # A shell may have left SIGINT ignored for background jobs, which the ranks would inherit.
+        reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **reset
+        )
+
+    def rank(self, rank: int) -> dict:
+        """What rank ``rank`` wrote; waits until it has."""
+        file = self.folder / "out" / f"rank{rank}.json"
+        wait_until(file.exists, START_S, f"rank {rank} to start")
+        return json.loads(file.read_text())
+
+    def finish(self, timeout: float = START_S) -> tuple[int, str, str]:
+        """Status, stdout and stderr; the job and its temporary files must be gone."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+        assert list((self.folder / "tmp").iterdir()) == []
+        for file in (self.folder / "out").glob("rank*.json"):
+            report = json.loads(file.read_text())
+            for pid in (report["pid"], report["child"]):
+                assert not is_alive(pid), f"process {pid} of {file.name} is left"
+        return self.process.returncode, out, err
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return pid > 0 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def test_environment_and_arguments_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    user_args = ("--num_gpus", "7", "--", "-q", "$HOME $$ ${local_rank}", "--deepspeed")
+    job = Job(tmp_path / "a", "--num_gpus", "2", user_args=user_args)
+    reports = [job.rank(rank) for rank in range(2)]
+    status, out, err = job.finish()
+    assert status == 0, err
+    assert "rank 0 done" in out and "rank 1 done" in out
+    assert err.count("starting 2 ranks on the CPU") == 1
+    for rank, report in enumerate(reports):
+        env = report["env"]
+        assert report["argv"][: len(user_args) + 1] == [f"--local_rank={rank}", *user_args]
+        wanted = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+        assert {name: int(env[name]) for name in wanted} == wanted
+        assert env["MASTER_ADDR"] == "127.0.0.1" and int(env["MASTER_PORT"]) > 0
+        assert int(env["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+        assert env["PYTHONPATH"] == str(ROOT) and "DS_CRASH_REPORT" not in env
+
+
+def test_module_without_local_rank_and_with_one_log_per_rank(tmp_path: Path) -> None:
+    flags = ("--num_gpus", "2", "--no_local_rank", "--enable_each_rank_log", "logs", "--module")
+    job = Job(tmp_path / "a", *flags, target="script")
+    status, out, err = job.finish()
+    assert status == 0, err
+    assert "done" not in out
+    assert not job.rank(0)["argv"][0].startswith("--local_rank")
+    logs = sorted((tmp_path / "a" / "logs").iterdir())
+    assert [log.name.partition("_")[2] for log in logs] == ["rank0.log", "rank1.log"]
+    assert "rank 1 done" in logs[1].read_text()
+
+
+def test_users_thread_count_and_one_cpu_rank_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    job = Job(tmp_path / "a", "-q")
+    env = job.rank(0)["env"]
+    status, _, err = job.finish()
+    assert (status, err, env["WORLD_SIZE"], env["OMP_NUM_THREADS"]) == (0, "", "1", "3")
+
+
+@pytest.mark.parametrize(("mode", "wanted"), [("exit3", 3), ("raise", 1), ("segv", 128 + signal.SIGSEGV)])
+def test_status_is_that_of_the_rank_that_failed_first(tmp_path: Path, mode: str, wanted: int) -> None:
+    status, _, err = Job(tmp_path / "a", "--num_gpus", "2", mode=mode).finish()
+    assert status == wanted, err
+    verdict = err[err.rindex("deepspeed: rank") :]
+    assert f"rank {0 if mode == 'segv' else 1} " in verdict
+    if mode == "raise":
+        assert verdict.rstrip().endswith("ValueError: the cause")
+
+
+@pytest.mark.parametrize("mode", ["hang", "ignore"])
+def test_kill_minus_nine_of_one_rank_ends_all_within_five_seconds(tmp_path: Path, mode: str) -> None:
+    job = Job(tmp_path / "a", "--num_gpus", "2", mode=mode)
+    victim, _ = job.rank(1), job.rank(0)
+    os.kill(victim["pid"], signal.SIGKILL)
+    start = time.monotonic()
+    status, _, err = job.finish(timeout=20)
+    assert time.monotonic() - start < 5
+    assert status == 128 + signal.SIGKILL, err
+    assert "rank 1 " in err and "SIGKILL" in err
+
+
+def test_interrupt_reaches_the_ranks_once_and_ends_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path / "a", "--num_gpus", "2", mode="hang")
+    job.rank(0), job.rank(1)
+    job.process.send_signal(signal.SIGINT)
+    status, _, err = job.finish(timeout=20)
+    assert status == 128 + signal.SIGINT, err
+    assert (tmp_path / "a" / "out" / "graceful").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux only")
+def test_ranks_do_not_survive_a_killed_launcher(tmp_path: Path) -> None:
+    job = Job(tmp_path / "a", "--num_gpus", "2", mode="hang")
+    reports = [job.rank(0), job.rank(1)]
+    job.process.kill()
+    job.process.wait()
+    wait_until(lambda: not any(is_alive(report["pid"]) for report in reports), 5, "the ranks to end")
+    for report in reports:
+        os.kill(report["child"], signal.SIGKILL)
+    job.process.communicate()
+
+
+def test_jobs_started_together_all_find_a_port(tmp_path: Path) -> None:
+    jobs = [Job(tmp_path / str(index), "-q") for index in range(4)]
+    ports = {job.rank(0)["env"]["MASTER_PORT"] for job in jobs}
+    assert [job.finish()[0] for job in jobs] == [0, 0, 0, 0]
+    assert len(ports) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["missing.py"], "script 'missing.py' does not exist"),
+        (["--module", "no_such_module_here.train"], "was not found"),
+        (["--no_python", "no_such_program"], "does not exist or is not executable"),
+        (["--no_python", "--module", "x"], "exclude each other"),
+        (["--num_nodes", "2", __file__], "--num_nodes is not in this release yet"),
+        (["--include", "host:0", __file__], "--include is not in this release yet"),
+        (["--hostfile", "nowhere", __file__], "not in this release yet"),
+        (["--num_gpus", "0", __file__], "starts no rank"),
+    ],
+)
+def test_refusals_are_sentences_with_status_two(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        runner.main(flags)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("user_args", [["--", "a"], ["--"], ["--", "--", "-q"], ["a", "--"], []])
+def test_double_dashes_belong_to_the_script(user_args: list[str]) -> None:
+    options = runner.parse_args(["--num_gpus", "2", "s.py", *user_args])
+    assert (options.user_script, options.user_args, options.num_gpus) == ("s.py", user_args, 2)
+
+
+def test_taken_port_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        job = Job(tmp_path / "a", "--master_port", str(taken.getsockname()[1]))
+        status, _, err = job.finish()
+    assert status == 2 and "cannot listen on 127.0.0.1" in err
+    assert list((tmp_path / "a" / "out").iterdir()) == []
+
+
+def test_verdict_prefers_the_cause_to_its_consequences() -> None:
+    killed = RankEnd(1, 11, -signal.SIGKILL, 10.0)
+    broken = RankEnd(0, 10, 1, 10.4, raised_at=9.99, traceback="connection closed")
+    stopped = RankEnd(2, 12, -signal.SIGTERM, 9.9)
+    assert first_failure([broken, stopped, killed]) is killed
+    raised = RankEnd(3, 13, 1, 10.5, raised_at=9.7, traceback="the cause")
+    assert first_failure([broken, stopped, killed, raised]) is raised
+
+
+def test_hostfile_and_filters(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# nodes\n\nworker-0 slots=2 extra\nworker-1 slots=4\n")
+    pool = runner.fetch_hostfile(str(hostfile))
+    assert pool == {"worker-0": 2, "worker-1": 4}
+    assert runner.fetch_hostfile(str(tmp_path / "none")) is None
+    assert runner.parse_inclusion_exclusion(pool, "worker-1:3,0@worker-1:1", "") == {"worker-1": [0, 1, 3]}
+    assert runner.parse_inclusion_exclusion(pool, "", "worker-0@worker-1:0") == {"worker-1": [1, 2, 3]}
+    for include, exclude in [("worker-0", "worker-1"), ("elsewhere", ""), ("worker-0:2", ""), ("worker-0:x", "")]:
+        with pytest.raises(ValueError, match="."):
+            runner.parse_inclusion_exclusion(pool, include, exclude)
+    for text in ["worker-0 2\n", "a slots=1\na slots=1\n", "# nothing\n"]:
+        hostfile.write_text(text)
+        with pytest.raises(ValueError, match="hostfile"):
+            runner.fetch_hostfile(str(hostfile))
+    assert runner.encode_world_info({"a": [0]}) == "eyJhIjogWzBdfQ=="

@@ -1,0 +1,95 @@
+"""Stage x model x bucket x overlap: losses, gradients, norms and parameters equal plain one-process AdamW within 1e-6.
+
+Why the optimizer has eps = lr: see [Note: the gate's Adam settings] in deepspeed/verify/reference.py.
+"""
+
+import pytest
+
+from deepspeed.verify.grads import BUCKETS, TOLERANCE, Cell, CellResult, run_cell
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES
+
+MATRIX = (
+    "plain",
+    "accumulation",
+    "clipping",
+    "checkpoint_reentrant",
+    "checkpoint_nonreentrant",
+    "used_twice",
+    "tied",
+    "unused",
+    "frozen",
+    "conditional",
+    "two_losses",
+    "retain_graph",
+    "manual",
+    "manual_accumulation",
+)
+CORNERS = (
+    "functional_tied",
+    "odd_shapes",
+    "mixed_dtype",
+    "shared_module",
+    "containers",
+    "no_grad_first",
+    "frozen_checkpointed",
+    "dropout_checkpointed",
+    "everything",
+)
+
+
+def sweep(
+    case: str, stage: int, *, buckets: tuple[str, ...] = tuple(BUCKETS), overlaps: tuple[bool, ...] = (False, True)
+) -> list[CellResult]:
+    """Run one model at one stage under every bucket and overlap setting on the ranks of this process group."""
+    return [run_cell(Cell(case, stage=stage, bucket=bucket, overlap=overlap)) for bucket in buckets for overlap in overlaps]
+
+
+def check(per_rank: list[list[CellResult]]) -> None:
+    """Every cell on every rank is within the tolerance; the message is the table of those that are not."""
+    bad = [
+        f"rank {rank} {' '.join(r.cell.label())}: loss {r.loss_error:.1e} grad {r.grad_error:.1e} norm {r.norm_error:.1e} "
+        f"param {r.param_error:.1e} worst: {r.worst}"
+        for rank, results in enumerate(per_rank)
+        for r in results
+        if not r.passed(TOLERANCE)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", MATRIX)
+def test_parity(pool2: RankPool, case: str, stage: int) -> None:
+    check(pool2.run(sweep, case, stage))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", CORNERS)
+def test_corner(pool2: RankPool, case: str, stage: int) -> None:
+    check(pool2.run(sweep, case, stage, overlaps=(True,)))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", ["conditional", "unused", "everything", "tied"])
+def test_three_ranks(pool3: RankPool, case: str, stage: int) -> None:
+    """Nothing divides by three: every shard is padded."""
+    check(pool3.run(sweep, case, stage, overlaps=(True,)))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", ["plain", "everything"])
+def test_one_rank(pool1: RankPool, case: str, stage: int) -> None:
+    check(pool1.run(sweep, case, stage, overlaps=(True,)))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["shard_groups", "secondary_shards"])
+@pytest.mark.parametrize("case", ["plain", "accumulation", "conditional"])
+def test_two_level_sharding(pool4: RankPool, case: str, zero: dict[str, int]) -> None:
+    """Parameters sharded within groups of two and replicated (or sharded) across them, on four ranks."""
+    cell = Cell(case, stage=3, bucket="tiny", overlap=True, config={"zero_optimization": zero})
+    check([[result] for result in pool4.run(run_cell, cell)])

@@ -1,0 +1,103 @@
+"""train_batch_size = micro batch x accumulation x ranks: completed where possible, refused where it does not close."""
+
+import pytest
+
+from deepspeed.config import BatchConfigError, DeepSpeedConfigError, load_config
+
+TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def triple(train: object = None, micro: object = None, gas: object = None) -> dict[str, object]:
+    return {key: value for key, value in ((TRAIN, train), (MICRO, micro), (GAS, gas)) if value is not None}
+
+
+def resolved(source: dict[str, object], world: int, *, lenient: bool = False) -> tuple[int, int, int]:
+    cfg = load_config(source, world_size=world, lenient=lenient)
+    values = (cfg.train_batch_size, cfg.train_micro_batch_size_per_gpu, cfg.gradient_accumulation_steps)
+    assert all(type(value) is int for value in values)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "expected"),
+    [
+        (triple(32, 4, 4), 2, (32, 4, 4)),
+        (triple(32, 4), 2, (32, 4, 4)),
+        (triple(32, None, 4), 2, (32, 4, 4)),
+        (triple(None, 4, 4), 2, (32, 4, 4)),
+        (triple(32), 2, (32, 16, 1)),
+        (triple(None, 4), 2, (8, 4, 1)),
+        (triple(8.0, 4.0, 1.0), 2, (8, 4, 1)),
+        (triple("auto", 4, 4), 2, (32, 4, 4)),
+        (triple("auto", 4), 2, (8, 4, 1)),
+        (triple(32, "auto", 4), 2, (32, 4, 4)),
+        (triple(32, "auto"), 2, (32, 16, 1)),
+        (triple(32, 4, "auto"), 2, (32, 4, 4)),
+    ],
+)
+def test_completed(given: dict[str, object], world: int, expected: tuple[int, int, int]) -> None:
+    assert resolved(given, world) == expected
+
+
+def test_mismatch_names_numbers_and_remedy() -> None:
+    with pytest.raises(BatchConfigError) as caught:
+        load_config(triple(16, 3, 2), world_size=2)
+    text = str(caught.value)
+    head = "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size"
+    assert text.startswith(head)
+    assert "16 != 3 * 2 * 2" in text and "Set train_batch_size to 12" in text
+    assert isinstance(caught.value, AssertionError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            triple(7),
+            "train_batch_size 7 does not divide evenly over gradient_accumulation_steps 1 x 2 ranks = 2. Set train_batch_size to 6 or 8",
+        ),
+        (triple(8, 3), "train_micro_batch_size_per_gpu 3 x 2 ranks = 6. Set train_batch_size to 6 or 12"),
+        (triple(8, None, 3), "gradient_accumulation_steps 3 x 2 ranks = 6"),
+        (triple(1), "Set train_batch_size to 2,"),
+    ],
+)
+def test_ranks_must_divide(given: dict[str, object], text: str) -> None:
+    with pytest.raises(BatchConfigError) as caught:
+        load_config(given, world_size=2)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{}, triple(gas=4)])
+def test_nothing_given(given: dict[str, object]) -> None:
+    with pytest.raises(BatchConfigError, match="neither train_batch_size nor train_micro_batch_size_per_gpu"):
+        load_config(given, world_size=1)
+
+
+@pytest.mark.parametrize(
+    "given", [triple("auto"), triple("auto", "auto", 1), triple(None, 4, "auto"), triple(32, "auto", "auto"), triple(gas="auto")]
+)
+def test_auto_is_never_guessed(given: dict[str, object]) -> None:
+    with pytest.raises(DeepSpeedConfigError, match='is still "auto" and cannot be derived'):
+        load_config(given, world_size=2)
+
+
+@pytest.mark.parametrize("bad", ["8", True, 2.5, 0, -4, [8], float("nan"), "many"])
+@pytest.mark.parametrize("key", [TRAIN, MICRO, GAS])
+def test_wrong_values(key: str, bad: object) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=key):
+        load_config({TRAIN: 8, key: bad}, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (2, 1, 1)),
+        (triple("auto", "auto", "auto"), (2, 1, 1)),
+        (triple(None, "auto", 4), (8, 1, 4)),
+        (triple(32, "auto", "auto"), (32, 1, 1)),
+        (triple(7), (7, 1, 1)),
+        (triple(16, 3, 2), (16, 3, 2)),
+    ],
+)
+def test_lenient_fills_with_ones(given: dict[str, object], expected: tuple[int, int, int]) -> None:
+    assert resolved(given, 2, lenient=True) == expected

@@ -1,0 +1,230 @@
+"""The device layer answers on every machine, and asking touches no device."""
+
+import io
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed import builders, device, pipe
+from deepspeed.checkpoint import zero_to_fp32
+from deepspeed.device import Accelerator, NullEvent, NullStream, OnDevice, get_accelerator, set_accelerator, set_random_seed
+from deepspeed.errors import DeepSpeedConfigError, NotYetError
+from deepspeed.module_inject.layers import GatherReplacedLayerParams
+from deepspeed.moe import layer as moe_layer
+from deepspeed.observe import hostmem, log_tools, memory, timers
+from deepspeed.precision import legacy
+from deepspeed.zero import tiling
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return get_accelerator()
+
+
+def test_environment_chooses(cpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu._name == "cpu" and get_accelerator() is cpu
+    monkeypatch.setenv("DS_ACCELERATOR", "warp9")
+    with pytest.raises(DeepSpeedConfigError, match="warp9"):
+        get_accelerator()
+
+
+def test_unusable_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.xpu.is_available():
+        pytest.skip("the device is usable here")
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    with pytest.raises(DeepSpeedConfigError, match="cannot use"):
+        get_accelerator()
+
+
+def test_set_accelerator_wins_and_can_be_undone(cpu: Accelerator) -> None:
+    mine = Accelerator("cpu")
+    set_accelerator(mine)
+    try:
+        assert get_accelerator() is mine
+    finally:
+        set_accelerator(None)
+    assert get_accelerator() is cpu
+
+
+def test_names(cpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (cpu.device_name(), cpu.device_name(3), cpu.current_device_name()) == ("cpu", "cpu", "cpu")
+    assert cpu.communication_backend_name() == "gloo"
+    assert cpu.torch_device() == torch.device("cpu")
+    cuda = Accelerator("cuda")  # asking for names must not start the device
+    assert (cuda.device_name(), cuda.device_name(1)) == ("cuda", "cuda:1")
+    env: dict[str, str] = {}
+    cuda.set_visible_devices_envs(env, [2, 0])
+    assert env == {"CUDA_VISIBLE_DEVICES": "2,0"}
+    monkeypatch.setattr(device.sys, "platform", "win32")
+    assert Accelerator("cuda").communication_backend_name() == "gloo"
+
+
+def test_device_count_follows_the_launcher(cpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cpu.device_count() == 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert cpu.device_count() == 1
+
+
+def test_streams_and_events_are_harmless_on_the_cpu(cpu: Accelerator) -> None:
+    stream, event = cpu.Stream(), cpu.Event(enable_timing=True)
+    assert isinstance(stream, NullStream) and isinstance(event, NullEvent)
+    with cpu.stream(stream), cpu.stream(None):
+        x = torch.ones(2) + 1
+    stream.wait_stream(cpu.current_stream())
+    event.record(stream)
+    time.sleep(0.002)
+    later = stream.record_event()
+    stream.wait_event(later)
+    assert later.query() and event.elapsed_time(later) >= 1.0
+    assert x.tolist() == [2.0, 2.0]
+    cpu.synchronize()
+    cpu.range_push("a")
+    cpu.range_pop()
+
+
+def test_memory_numbers_are_this_process(cpu: Accelerator) -> None:
+    cpu.reset_peak_memory_stats()
+    before = cpu.memory_allocated()
+    block = torch.ones(16 * 2**20)  # 64 MiB
+    assert cpu.memory_allocated() - before > 48 * 2**20
+    assert cpu.max_memory_allocated() >= cpu.memory_allocated() - 2**20
+    assert 0 < cpu.available_memory() <= cpu.total_memory()
+    assert block.sum() > 0
+
+
+def test_peak_can_be_reset(cpu: Accelerator) -> None:
+    block = torch.ones(64 * 2**20)  # 256 MiB
+    high = hostmem.peak_rss_bytes()
+    del block
+    if not hostmem.reset_peak_rss():
+        pytest.skip("this system cannot reset the peak")
+    assert hostmem.peak_rss_bytes() < high - 128 * 2**20
+
+
+def test_random_state_round_trip(cpu: Accelerator) -> None:
+    set_random_seed(7)
+    state = cpu.get_rng_state()
+    first = torch.rand(3)
+    cpu.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+    set_random_seed(7)
+    assert torch.equal(first, torch.rand(3)) and cpu.initial_seed() == 7
+    assert cpu.default_generator(0) is torch.default_generator
+
+
+def test_kernels_are_named_as_missing(cpu: Accelerator) -> None:
+    with pytest.raises(NotYetError, match="FusedAdamBuilder"):
+        cpu.create_op_builder("FusedAdamBuilder")
+
+
+def test_on_device_builds_in_place() -> None:
+    with OnDevice(torch.bfloat16, device="meta"):
+        layer = nn.Linear(4, 4)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(ZeroDivisionError), OnDevice(torch.float16):
+        1 / 0  # noqa: B018
+    assert nn.Linear(2, 2).weight.dtype == torch.float32
+    with OnDevice(torch.float16, enabled=False):
+        assert nn.Linear(2, 2).weight.dtype == torch.float32
+
+
+def test_timers(cpu: Accelerator) -> None:
+    clock = timers.SynchronizedWallClockTimer()
+    with pytest.raises(AssertionError, match="does not run"):
+        clock("forward").stop()
+    for _ in range(2):
+        clock("forward").start()
+        time.sleep(0.005)
+        clock("forward").stop(record=True)
+    assert clock.has_timer("forward") and not clock.has_timer("step")
+    assert 4.0 < clock("forward").mean() < clock("forward").elapsed(reset=False)
+    clock.log(["forward", "step"])
+    assert clock("forward").elapsed() == 0.0
+
+
+def test_throughput_skips_the_warm_up(cpu: Accelerator) -> None:
+    lines: list[str] = []
+    timer = timers.ThroughputTimer(batch_size=8, start_step=1, steps_per_output=2, logging_fn=lines.append)
+    assert timer.avg_samples_per_sec() == float("-inf")
+    for _ in range(4):
+        timer.start()
+        time.sleep(0.002)
+        timer.stop(global_step=True)
+    assert 0 < timer.avg_samples_per_sec() < 8 / 0.002
+    assert len(lines) == 2 and "global_step=2" in lines[0]
+
+
+def test_memory_report_is_quiet_without_force(cpu: Accelerator, caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.StringIO()
+    handler = log_tools.logging.StreamHandler(stream)
+    level = log_tools.logger.level
+    log_tools.logger.addHandler(handler)
+    try:
+        log_tools.set_log_level_from_string("info")
+        memory.see_memory_usage("quiet")
+        memory.see_memory_usage("after the forward", force=True)
+        log_tools.log_dist_once("only once", ranks=[0])
+        log_tools.log_dist_once("only once", ranks=[0])
+    finally:
+        log_tools.logger.removeHandler(handler)
+        log_tools.logger.setLevel(level)
+    text = stream.getvalue()
+    assert "quiet" not in text and "after the forward: " in text and "process RSS" in text
+    assert text.count("only once") == 1
+    with pytest.raises(ValueError, match="loud"):
+        log_tools.set_log_level_from_string("loud")
+
+
+def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+
+    def note(name: str, answer: object = None) -> object:
+        return lambda *args, **kwargs: calls.append((name, *args, *kwargs.items())) or answer
+
+    module = SimpleNamespace(
+        is_available=lambda: True,
+        set_device=note("set_device"),
+        current_device=note("current_device", 2),
+        synchronize=note("synchronize"),
+        memory_allocated=note("memory_allocated", 7),
+        mem_get_info=note("mem_get_info", (5, 9)),
+        get_device_properties=note("get_device_properties", SimpleNamespace(total_memory=9)),
+        Stream=note("Stream", "stream"),
+        manual_seed_all=note("manual_seed_all"),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda name: module)
+    fake = Accelerator("fake")
+    fake.set_device(1)
+    fake.synchronize()
+    fake.manual_seed_all(3)
+    assert fake.current_device_name() == "fake:2" and fake.Stream(priority=-1) == "stream"
+    assert (fake.memory_allocated(), fake.available_memory(1), fake.total_memory()) == (7, 5, 9)
+    assert ("set_device", 1) in calls and ("synchronize",) in calls and ("mem_get_info", 1) in calls
+    assert ("Stream", ("device", None), ("priority", -1)) in calls and ("get_device_properties", 2) in calls
+    # what a backend lacks is replaced, not a crash
+    fake.empty_cache()
+    assert fake.memory_reserved() == 0 and isinstance(fake.Event(), NullEvent) and not fake.is_bf16_supported()
+    with fake.stream(fake.current_stream()):
+        pass
+
+
+def test_missing_parts_say_so() -> None:
+    for make in (pipe.PipelineModule, pipe.LayerSpec, moe_layer.MoE, tiling.TiledLinear, legacy.BF16_Optimizer):
+        assert not isinstance(object(), make)
+        with pytest.raises(NotImplementedError, match=make.__name__):
+            make(1, size=2)
+    with pytest.raises(NotYetError, match="get_fp32_state_dict_from_zero_checkpoint"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint("dir")
+    builder = builders.AsyncIOBuilder()
+    assert not builder.is_compatible() and not builders.compatible_ops[builders.AsyncIOBuilder.NAME]
+    with pytest.raises(NotYetError, match="async_io"):
+        builder.load()
+    with GatherReplacedLayerParams([], nn.Linear(1, 1), enabled=True):
+        pass

@@ -1,0 +1,193 @@
+"""From a name to an optimizer: matching, defaults, refusals with the nearest name, and what sharding may assume."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError, OptimizerConfigError
+from deepspeed.optim.adagrad import Adagrad
+from deepspeed.optim.muon import MuonWithAuxAdam
+from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
+from deepspeed.optim.registry import build_optimizer, granularity, is_tested
+
+
+def param(*shape):
+    return torch.nn.Parameter(torch.ones(shape or (2, 2)))
+
+
+def build(name, cfg=None, parameters=None, **kw):
+    return build_optimizer(name, cfg or {}, parameters=[param()] if parameters is None else parameters, **kw)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "offloaded"),
+    [
+        ("Adam", FusedAdam, DeepSpeedCPUAdam),
+        ("adamW", FusedAdam, DeepSpeedCPUAdam),
+        ("ADAGRAD", Adagrad, DeepSpeedCPUAdagrad),
+        ("Lion", FusedLion, DeepSpeedCPULion),
+        ("lamb", FusedLamb, FusedLamb),
+        ("Muon", MuonWithAuxAdam, MuonWithAuxAdam),
+        ("SGD", torch.optim.SGD, torch.optim.SGD),
+        ("Adafactor", torch.optim.Adafactor, torch.optim.Adafactor),
+    ],
+)
+def test_class_for_each_name(name, plain, offloaded):
+    cfg = {"lr": 0.5}
+    built = build(name, cfg)
+    assert type(built) is plain and built.param_groups[0]["lr"] == 0.5 and cfg == {"lr": 0.5}
+    assert type(build(name, cfg, offload=True)) is offloaded
+
+
+@pytest.mark.parametrize(
+    ("name", "cfg", "decoupled"),
+    [
+        ("Adam", {}, True),
+        ("Adam", {"adam_w_mode": False}, False),
+        ("AdamW", {"adam_w_mode": False}, True),
+        ("adam", {"adam_w_mode": True}, True),
+    ],
+)
+@pytest.mark.parametrize("extra", [{}, {"torch_adam": True}])
+def test_decoupled_decay_rule(name, cfg, decoupled, extra):
+    assert build(name, cfg | extra).param_groups[0]["decoupled_weight_decay"] is decoupled
+    assert build(name, cfg | extra, offload=True).param_groups[0]["decoupled_weight_decay"] is decoupled
+
+
+def test_adam_defaults():
+    group = build("AdamW", {"betas": [0, 0.99]}).param_groups[0]
+    assert group["weight_decay"] == 0.0 and group["lr"] == 1e-3 and group["betas"] == (0.0, 0.99) and group["fused"] is True
+    theirs = build("AdamW", {"torch_adam": True})
+    assert type(theirs) is torch.optim.AdamW and theirs.param_groups[0]["weight_decay"] == 0.01 and theirs.param_groups[0]["fused"] is True
+    amsgrad = build("AdamW", {"amsgrad": True, "bias_correction": True, "set_grad_none": True})
+    assert type(amsgrad) is torch.optim.AdamW and amsgrad.param_groups[0]["weight_decay"] == 0.0 and amsgrad.param_groups[0]["amsgrad"]
+    assert type(build("Adam", {"adam_w_mode": False, "fused": False})) is torch.optim.Adam
+    foreach = build("AdamW", {"torch_adam": True, "foreach": True}).param_groups[0]
+    assert foreach["foreach"] is True and not foreach["fused"]
+    assert build("AdamW", {"torch_adam": True, "foreach": False}).param_groups[0]["fused"] is None
+    assert type(build("AdamW", {"foreach": None, "fp32_optimizer_states": True})) is FusedAdam
+    assert build("Adam", {"bias_correction": False}).param_groups[0]["bias_correction"] is False
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("AdmW", "AdamW"), ("adamax", "Adamax"), ("sgd", "SGD"), ("Lamd", "Lamb"), ("Optimizer", ""), ("lr_scheduler", "")]
+)
+def test_unknown_name(name, near):
+    with pytest.raises(OptimizerConfigError, match=f'"{name}" is unknown') as info:
+        build(name)
+    assert f'did you mean "{near}"' in str(info.value) or not near
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_removed_names(name):
+    with pytest.raises(AssertionError, match="removed"):
+        build(name)
+
+
+def test_unknown_key_names_optimizer_key_and_valid_keys():
+    with pytest.raises(OptimizerConfigError, match="weight_decy") as info:
+        build("AdamW", {"weight_decy": 0.1})
+    assert '"AdamW"' in str(info.value) and 'did you mean "weight_decay"' in str(info.value) and "betas" in str(info.value)
+    with pytest.raises(OptimizerConfigError, match="momentum"):
+        build("SGD", {"momentumm": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ({"lr": "1e-3"}, "without quotes: 0.001"),
+        ({"betas": ["0.9", 0.99]}, "optimizer.params.betas"),
+        ({"lr": "auto"}, "nothing filled it in"),
+        ({"max_grad_norm": 1.0}, "gradient_clipping"),
+        ({"max_grad_norm": 0.0}, "gradient_clipping"),
+        ({"lr": [1]}, "refused"),
+    ],
+)
+def test_bad_values(cfg, words):
+    with pytest.raises(ValueError, match=words) as info:
+        build("AdamW", cfg)
+    assert isinstance(info.value, DeepSpeedConfigError)
+
+
+def test_parameter_forms():
+    first, second = param(), param(3)
+    opt = build("AdamW", {"lr": 0.1}, [{"params": iter([first]), "lr": 0.7}, {"params": []}, {"params": second, "weight_decay": 0.2}])
+    assert [(g["lr"], g["weight_decay"], len(g["params"])) for g in opt.param_groups] == [(0.7, 0.0, 1), (0.1, 0.2, 1)]
+    named = build("AdamW", {}, iter([("a", first), ("b", second)]))
+    assert named.param_groups[0]["params"] == [first, second]
+    for twice in ([first, first], [{"params": [first]}, {"params": [first]}], [("a", first), ("b", first)]):
+        with pytest.raises(OptimizerConfigError, match="listed twice"):
+            build("AdamW", {}, twice)
+    for nothing in ([], [{"params": []}]):
+        with pytest.raises(OptimizerConfigError, match="no parameters"):
+            build("AdamW", {}, nothing)
+
+
+def test_mup_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mup", None)
+    with pytest.raises(ImportError, match="pip install mup"):
+        build("MuAdam")
+    fake = types.ModuleType("mup")
+    fake.MuSGD = torch.optim.SGD
+    monkeypatch.setitem(sys.modules, "mup", fake)
+    assert type(build("musgd", {"lr": 0.3})) is torch.optim.SGD
+
+
+class Inherited(torch.optim.RAdam):
+    pass
+
+
+class OwnStep(torch.optim.Adam):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Declared(OwnStep):
+    elementwise = True
+
+
+ELEMENT = ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+
+
+@pytest.mark.parametrize("name", ELEMENT)
+def test_granularity_of_torch_classes_is_element(name):
+    assert granularity(getattr(torch.optim, name)([param()], lr=0.1)) == "element"
+
+
+def test_granularity():
+    # the subclass first: torch wraps ``step`` of whichever class it meets first
+    assert granularity(Inherited([param()])) == "element"
+    assert granularity(OwnStep([param()])) == "parameter"
+    assert granularity(Declared([param()])) == "element"
+    for cls in (FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad, Adagrad):
+        assert granularity(cls([param()])) == "element"
+    for cls in (FusedLamb, MuonWithAuxAdam, torch.optim.Adafactor, torch.optim.Muon):
+        assert granularity(cls([param()])) == "parameter"
+    for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        with pytest.raises(OptimizerConfigError, match=cls.__name__):
+            granularity(cls([param()]))
+
+
+def test_is_tested():
+    for cls in (FusedAdam, FusedLamb, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor):
+        assert is_tested(cls([param()]))
+    assert not is_tested(torch.optim.NAdam([param()])) and not is_tested(OwnStep([param()]))
+
+
+@pytest.mark.parametrize("cls", [*(getattr(torch.optim, n) for n in ELEMENT), FusedAdam, DeepSpeedCPUAdam, FusedLion, Adagrad])
+def test_element_granularity_means_that_a_cut_changes_nothing(cls):
+    gen = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(12, generator=gen), torch.randn(3, 12, generator=gen)
+    results = []
+    for sizes in ([12], [5, 0, 7]):
+        parts = [torch.nn.Parameter(piece.clone()) for piece in start.split(sizes)]
+        opt = cls(parts, lr=0.1)
+        assert granularity(opt) == "element"
+        for grad in grads:
+            for part, piece in zip(parts, grad.split(sizes), strict=True):
+                part.grad = piece.clone()
+            opt.step()
+        results.append(torch.cat([part.detach() for part in parts]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)

@@ -1,0 +1,362 @@
+"""Update rules: every optimizer of our own equals a reference written from its formula, element by element or in numpy-like torch."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+from deepspeed.errors import NotYetError, OptimizerConfigError, UsageError
+from deepspeed.optim.muon import MuonWithAuxAdam, mark_muon_parameters, orthogonalize
+from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
+
+STEPS = 5
+
+
+def make(shape=(3, 4), dtype=torch.float64, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    start = torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
+    grads = [torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype) for _ in range(STEPS)]
+    return start, grads
+
+
+def run(optimizer, param, grads):
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return param.detach()
+
+
+def reference_adam(start, grads, *, lr, betas, eps, wd, decoupled, bias_correction):
+    """The formula for single numbers."""
+    out = []
+    series = torch.stack(grads).flatten(1).T.tolist()
+    for p, gs in zip(start.flatten().tolist(), series, strict=True):
+        m = v = 0.0
+        for t, g in enumerate(gs, 1):
+            if not decoupled:
+                g = g + wd * p
+            m = betas[0] * m + (1 - betas[0]) * g
+            v = betas[1] * v + (1 - betas[1]) * g * g
+            c1, c2 = (1 - betas[0] ** t, 1 - betas[1] ** t) if bias_correction else (1.0, 1.0)
+            update = (m / c1) / (math.sqrt(v / c2) + eps)
+            if decoupled:
+                update += wd * p
+            p -= lr * update
+        out.append(p)
+    return torch.tensor(out, dtype=torch.float64).view_as(start)
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_follows_the_formula(decoupled, bias_correction):
+    start, grads = make()
+    hyper = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6}
+    expected = reference_adam(start, grads, wd=0.1, decoupled=decoupled, bias_correction=bias_correction, **hyper)
+    for cls, flag in ((FusedAdam, "adam_w_mode"), (DeepSpeedCPUAdam, "adamw_mode")):
+        param = torch.nn.Parameter(start.clone())
+        opt = cls([param], weight_decay=0.1, bias_correction=bias_correction, **hyper, **{flag: decoupled})
+        torch.testing.assert_close(run(opt, param, grads), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_is_torchs_adam_bitwise(decoupled):
+    start, grads = make(dtype=torch.float32)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    reference = torch.optim.Adam([theirs], lr=0.02, weight_decay=0.1, fused=True, decoupled_weight_decay=decoupled)
+    run(reference, theirs, grads)
+    run(FusedAdam([ours], lr=0.02, weight_decay=0.1, adam_w_mode=decoupled), ours, grads)
+    assert torch.equal(ours, theirs)
+
+
+def test_adam_uses_the_fused_kernel_only_where_it_exists():
+    floating = FusedAdam([torch.nn.Parameter(torch.zeros(2))])
+    assert floating.param_groups[0]["fused"] is True
+    complex_param = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    other = FusedAdam([complex_param])
+    assert not other.param_groups[0]["fused"]
+    run(other, complex_param, [torch.ones(2, dtype=torch.complex64)])
+
+
+def test_adam_empty_shard_and_missing_gradient():
+    empty, idle, live = (torch.nn.Parameter(torch.zeros(n)) for n in (0, 3, 3))
+    opt = FusedAdam([empty, idle, live])
+    empty.grad, live.grad = torch.zeros(0), torch.ones(3)
+    opt.step()
+    assert idle not in opt.state and torch.equal(idle.detach(), torch.zeros(3)) and bool((live.detach() < 0).all())
+
+
+def test_cpu_adam_keeps_fp32_moments_of_bf16_parameters():
+    start, grads = make(dtype=torch.bfloat16)
+    param = torch.nn.Parameter(start.clone())
+    opt = DeepSpeedCPUAdam([param], lr=0.1)
+    result = run(opt, param, grads)
+    assert opt.state[param]["exp_avg"].dtype == torch.float32 and result.dtype == torch.bfloat16
+    expected = reference_adam(
+        start.double(), [g.double() for g in grads], lr=0.1, betas=(0.9, 0.999), eps=1e-8, wd=0, decoupled=True, bias_correction=True
+    )
+    torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.02)
+    low = torch.nn.Parameter(start.clone())
+    opt = DeepSpeedCPUAdam([low], lr=0.1, fp32_optimizer_states=False)
+    run(opt, low, grads)
+    assert opt.state[low]["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam, FusedLamb, DeepSpeedCPUAdagrad])
+def test_amsgrad_is_refused(cls):
+    with pytest.raises(RuntimeError, match="amsgrad"):
+        cls([torch.nn.Parameter(torch.zeros(2))], amsgrad=True)
+
+
+def test_amsgrad_in_a_group_is_refused():
+    groups = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], amsgrad=True).param_groups
+    with pytest.raises(RuntimeError, match="group 0"):
+        DeepSpeedCPUAdam(groups)
+
+
+@pytest.mark.parametrize("cls", [DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad])
+def test_host_classes_take_over_groups_and_the_kwargs_clients_send(cls):
+    weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    source = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.5, "lr": 0.3}, {"params": [bias], "weight_decay": 0.0}], lr=0.1)
+    opt = cls(source.param_groups, lr=0.1, weight_decay=0.01, adamw_mode=True)
+    assert [(g["lr"], g["weight_decay"]) for g in opt.param_groups] == [(0.3, 0.5), (0.1, 0.0)]
+    weight.grad, bias.grad = torch.zeros(2), torch.zeros(2)
+    opt.step()
+    assert torch.equal(bias.detach(), torch.ones(2))
+    if cls is not DeepSpeedCPUAdagrad:
+        torch.testing.assert_close(weight.detach(), torch.full((2,), 1 - 0.3 * 0.5))
+
+
+@pytest.mark.parametrize("cls", [DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad])
+def test_host_classes_refuse_device_tensors(cls):
+    param = torch.nn.Parameter(torch.ones(2, device="meta"))
+    opt = cls([param])
+    param.grad = torch.ones(2, device="meta")
+    with pytest.raises(AssertionError, match="host memory"):
+        opt.step()
+
+
+def test_set_grad_none():
+    for cls in (FusedAdam, FusedLion):
+        param = torch.nn.Parameter(torch.ones(2))
+        for flag in (True, False):
+            opt = cls([param], set_grad_none=flag)
+            param.grad = torch.ones(2)
+            opt.zero_grad()
+            assert (param.grad is None) is flag
+
+
+@pytest.mark.parametrize("cls", [FusedLion, DeepSpeedCPULion])
+def test_lion_follows_the_formula(cls):
+    start, grads = make()
+    param = torch.nn.Parameter(start.clone())
+    run(cls([param], lr=0.01, betas=(0.7, 0.9), weight_decay=0.2), param, grads)
+    out = []
+    for p, gs in zip(start.flatten().tolist(), torch.stack(grads).flatten(1).T.tolist(), strict=True):
+        m = 0.0
+        for g in gs:
+            blend = 0.7 * m + 0.3 * g
+            p -= 0.01 * (math.copysign(1.0, blend) + 0.2 * p)
+            m = 0.9 * m + 0.1 * g
+        out.append(p)
+    torch.testing.assert_close(param.detach().flatten(), torch.tensor(out, dtype=torch.float64))
+
+
+def test_lion_moves_nothing_without_a_gradient_signal():
+    param = torch.nn.Parameter(torch.ones(3))
+    run(FusedLion([param], lr=0.1), param, [torch.zeros(3)])
+    assert torch.equal(param.detach(), torch.ones(3))
+
+
+def test_cpu_lion_keeps_fp32_moments_of_bf16_parameters():
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = DeepSpeedCPULion([param], lr=0.5)
+    run(opt, param, [torch.ones(3, dtype=torch.bfloat16)])
+    assert opt.state[param]["exp_avg"].dtype == torch.float32 and torch.equal(param.detach().float(), torch.full((3,), 0.5))
+
+
+def test_adagrad_equals_torch_and_creates_state_late():
+    start, grads = make()
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    opt = DeepSpeedCPUAdagrad([ours], lr=0.1, weight_decay=0.3)
+    assert not opt.state
+    run(opt, ours, grads)
+    run(torch.optim.Adagrad([theirs], lr=0.1, weight_decay=0.3), theirs, grads)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_lamb_follows_the_formula(inside, bias_correction):
+    start, grads = make()
+    lr, (b1, b2), eps, wd, low, high = 0.05, (0.8, 0.9), 1e-3, 0.1, 0.05, 2.0
+    param = torch.nn.Parameter(start.clone())
+    settings = {"betas": (b1, b2), "eps": eps, "eps_inside_sqrt": inside, "weight_decay": wd, "min_coeff": low, "max_coeff": high}
+    opt = FusedLamb([param], lr, bias_correction, **settings)
+    assert opt.get_lamb_coeffs() == []
+    p, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    for t, g in enumerate(grads, 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        c1, c2 = (1 - b1**t, 1 - b2**t) if bias_correction else (1, 1)
+        root = torch.sqrt(v / c2 + eps) if inside else torch.sqrt(v / c2) + eps
+        u = (m / c1) / root + wd * p
+        ratio = min(max((p.norm() / u.norm()).item(), low), high)
+        p = p - lr * ratio * u
+        run(opt, param, [g])
+        assert opt.get_lamb_coeffs() == [pytest.approx(ratio)]
+    torch.testing.assert_close(param.detach(), p)
+
+
+def test_lamb_ratio_is_clamped_and_one_for_zero_norms():
+    zero, large, still = (torch.nn.Parameter(torch.full((4,), value)) for value in (0.0, 1e6, 1.0))
+    opt = FusedLamb([{"params": [zero, large]}, {"params": [still]}])
+    for param in (zero, large):
+        param.grad = torch.ones(4)
+    still.grad = torch.zeros(4)
+    opt.step()
+    assert opt.get_lamb_coeffs() == [1.0, 10.0, 1.0]
+
+
+def test_lamb_refuses_its_own_clipping():
+    with pytest.raises(ValueError, match="gradient_clipping"):
+        FusedLamb([torch.nn.Parameter(torch.zeros(2))], max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (2, 5, 7)])
+def test_newton_schulz_is_the_polynomial_of_the_singular_values(shape, method):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / (torch.linalg.vector_norm(matrix, dim=(-2, -1)).unsqueeze(-1) + 1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(orthogonalize(matrix, method), u @ (s.unsqueeze(-1) * vh), rtol=1e-4, atol=1e-4)
+
+
+def reference_muon(p, grads, *, lr, mu, wd):
+    m = torch.zeros_like(p)
+    for g in grads:
+        m = mu * m + (1 - mu) * g
+        u = (1 - mu) * g + mu * m
+        flat = u.reshape(u.shape[0], -1) if u.ndim == 4 else u
+        tall = flat.shape[0] > flat.shape[1]
+        x = flat.T if tall else flat
+        x = x / (x.norm() + 1e-7)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        x = (x.T if tall else x).reshape(g.shape) * max(1.0, g.shape[-2] / g.shape[-1]) ** 0.5
+        p = p * (1 - lr * wd) - lr * x
+    return p
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (4, 8), (4, 2, 3, 3)])
+def test_muon_follows_the_formula(shape):
+    start, grads = make(shape)
+    param = torch.nn.Parameter(start.clone())
+    opt = MuonWithAuxAdam([param], lr=0.1, momentum=0.9, weight_decay=0.2)
+    torch.testing.assert_close(run(opt, param, grads), reference_muon(start, grads, lr=0.1, mu=0.9, wd=0.2), rtol=1e-4, atol=1e-4)
+
+
+def test_muon_splits_every_group_and_keeps_its_settings():
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(5, 4), "fc": torch.nn.Linear(4, 4), "lm_head": torch.nn.Linear(4, 5, bias=False)}
+    )
+    mark_muon_parameters(model.named_parameters())
+    first = {"params": [model["fc"].weight, model["fc"].bias], "weight_decay": 0.3, "tag": "first"}
+    second = {"params": [model["embed"].weight, model["lm_head"].weight], "lr": 7.0}
+    opt = MuonWithAuxAdam([first, second], muon_lr=0.5, weight_decay=0.1)
+    seen = [(g["use_muon"], g["lr"], g["weight_decay"], g.get("tag"), len(g["params"])) for g in opt.param_groups]
+    assert seen == [(True, 0.5, 0.3, "first", 1), (False, 3e-4, 0.3, "first", 1), (False, 7.0, 0.1, None, 2)]
+    named = MuonWithAuxAdam(list(torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 4)}).named_parameters()))
+    assert [g["use_muon"] for g in named.param_groups] == [False]
+
+
+def test_muon_auxiliary_half_is_adam_with_decoupled_decay():
+    start, grads = make((6,))
+    param = torch.nn.Parameter(start.clone())
+    run(MuonWithAuxAdam([param], adam_lr=0.01, weight_decay=0.1), param, grads)
+    expected = reference_adam(start, grads, lr=0.01, betas=(0.9, 0.95), eps=1e-10, wd=0.1, decoupled=True, bias_correction=True)
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_muon_keeps_its_momentum_on_a_bad_gradient_and_refuses_flat_tensors():
+    param = torch.nn.Parameter(torch.ones(3, 4))
+    opt = MuonWithAuxAdam([param])
+    run(opt, param, [torch.ones(3, 4)])
+    before = opt.state[param]["momentum_buffer"].clone()
+    run(opt, param, [torch.full((3, 4), math.nan)])
+    assert torch.equal(opt.state[param]["momentum_buffer"], before) and bool(param.isnan().any())
+    flat = torch.nn.Parameter(torch.ones(12))
+    opt.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones(12)
+    with pytest.raises(UsageError, match="whole"):
+        opt.step()
+
+
+def test_muon_settings_are_checked():
+    params = [torch.nn.Parameter(torch.ones(3, 4))]
+    with pytest.raises(OptimizerConfigError, match="ns_method"):
+        MuonWithAuxAdam(params, ns_method="cubic")
+    with pytest.raises(NotYetError, match="per_head_muon"):
+        MuonWithAuxAdam(params, per_head_muon=True)
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, FusedLamb, DeepSpeedCPUAdagrad, MuonWithAuxAdam])
+def test_state_dict_and_pickle_continue_exactly(cls):
+    start, grads = make(dtype=torch.float32)
+    straight, resumed = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    run(cls([straight], lr=0.1), straight, grads)
+    first = cls([resumed], lr=0.1)
+    run(first, resumed, grads[:2])
+    second = cls([resumed], lr=0.1)
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    run(second, resumed, grads[2:])
+    assert torch.equal(straight, resumed)
+    assert copy.deepcopy(second).param_groups[0]["lr"] == 0.1
+
+
+def test_adam_loads_what_torchs_adam_saved():
+    param = torch.nn.Parameter(torch.ones(2))
+    theirs = torch.optim.AdamW([param], lr=0.25)
+    run(theirs, param, [torch.ones(2)])
+    ours = FusedAdam([param])
+    ours.load_state_dict(theirs.state_dict())
+    run(ours, param, [torch.ones(2)])
+    assert ours.param_groups[0]["lr"] == 0.25 and float(ours.state[param]["step"]) == 2
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLion, FusedLamb, DeepSpeedCPUAdagrad])
+def test_closure_and_step_hooks_run_once(cls):
+    param = torch.nn.Parameter(torch.ones(2))
+    opt, calls = cls([param]), []
+    opt.register_step_post_hook(lambda *_: calls.append("hook"))
+
+    def closure():
+        param.grad = None
+        loss = param.sum()
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).item() == 2.0 and calls == ["hook"]
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLion, FusedLamb, DeepSpeedCPUAdagrad])
+@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"weight_decay": -1.0}, {"betas": (1.0, 0.9)}])
+def test_settings_out_of_range(cls, bad):
+    if cls is DeepSpeedCPUAdagrad and "betas" in bad:
+        return
+    with pytest.raises(ValueError):
+        cls([torch.nn.Parameter(torch.ones(2))], **bad)
+
+
+def test_sparse_gradients_are_refused():
+    param = torch.nn.Parameter(torch.ones(2, 2))
+    param.grad = torch.ones(2, 2).to_sparse()
+    with pytest.raises(OptimizerConfigError, match="sparse"):
+        FusedLion([param]).step()
