@@ -132,9 +132,7 @@ def _assemble(
     views = build_views(parts.units, len(base.param_groups)) if base is not None else []
     if base is not None:
         attach(base, views)
-    engine = DeepSpeedEngine(
-        model, cfg, mesh=mesh, parts=parts, scaler=build_loss_scaler(cfg), optimizer=base, views=views, device=device
-    )
+    engine = DeepSpeedEngine(model, cfg, mesh=mesh, parts=parts, scaler=build_loss_scaler(cfg), optimizer=base, views=views, device=device)
     engine._local_rank = local_rank
     engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
     if data[0] is not None:

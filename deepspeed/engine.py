@@ -22,7 +22,7 @@ from deepspeed.observe.log import log_dist
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
 from deepspeed.zero.build import ZeroParts, restore_plain
 from deepspeed.zero.optim_view import OptimView
-from deepspeed.zero.optimizer import DeepSpeedOptimizer, DeepSpeedZeRoOffload, wrap_optimizer
+from deepspeed.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.step import StepRules, take_step
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.weights import consolidated_state_dict
@@ -328,9 +328,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
-    def save_16bit_model(
-        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
+    def save_16bit_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
         """Write all weights in the compute dtype to one file by the first rank. Collective.
 
         False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is off.
@@ -366,6 +364,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
             return
         self._destroyed = True
         self._parts.hooks.remove()
+        self._offload.forget()
         self.runtime.reset()
         for view in self._views:
             view.param.grad = None

@@ -69,7 +69,7 @@ class Case:
         return self.loss(model, batch, place)
 
 
-def _freeze(*params: nn.Parameter) -> None:
+def _freeze(*params: Tensor) -> None:
     for param in params:
         param.requires_grad = False
 

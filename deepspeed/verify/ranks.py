@@ -105,6 +105,7 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._log_starts: list[int] = []
 
     def __enter__(self) -> "RankPool":
         return self
@@ -149,6 +150,7 @@ class RankPool:
         Raises :class:`RankFailure` when any rank raises, dies, or needs more than ``time_limit`` seconds.
         """
         self.start()
+        self._log_starts = [self._log(rank).stat().st_size if self._log(rank).exists() else 0 for rank in range(self.world)]
         message = pickle.dumps((function, args, kwargs))
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by _collect, with its log
@@ -197,10 +199,14 @@ class RankPool:
             parts.append(f"--- rank {rank}: {types[rank]}\n{text.rstrip()}\n{self._log_tail(rank)}".rstrip())
         return RankFailure("\n".join(parts), types)
 
-    def _log_tail(self, rank: int) -> str:
+    def _log(self, rank: int) -> Path:
         assert self._folder is not None
-        path = Path(self._folder.name) / f"rank{rank}.log"
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        return Path(self._folder.name) / f"rank{rank}.log"
+
+    def _log_tail(self, rank: int) -> str:
+        """What this rank wrote during the failed call."""
+        written = self._log(rank).read_bytes()[self._log_starts[rank] :] if self._log(rank).exists() else b""
+        lines = written.decode("utf-8", errors="replace").splitlines()
         return "\n".join(["... log of this rank:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
 
     def _kill(self) -> None:

@@ -4,8 +4,8 @@
 host-side control group, and every rank executes what all of them said together. If all say the same, all of it is issued. If
 they differ (an expert or a vision tower that one rank skips), the smallest request is issued by everybody: a rank that did not
 ask is a guest, which gathers and drops the unit, or contributes zeros to the reduction. A rank keeps asking until its own request
-was served, and ranks that have reached the end of backward keep serving until all have, so no rank can wait for a collective
-that another one never issues. (ZeRO invariant I7.)
+was served, and ranks that have reached the end of the model's forward or of backward keep serving until all have, so no rank
+can wait for a collective that another one never issues, nor for one of the user's that comes next. (ZeRO invariant I7.)
 """
 
 from collections.abc import Callable
@@ -21,8 +21,9 @@ class Kind(IntEnum):
 
     REDUCE = 0
     GATHER = 1
-    FLUSH = 2
-    STEP = 3
+    LEAVE = 2
+    FLUSH = 3
+    STEP = 4
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Decision:
     units: tuple[int, ...]
 
 
+_ENDS = {
+    Kind.LEAVE: "has reached the end of the forward",
+    Kind.FLUSH: "has reached the end of the backward",
+    Kind.STEP: "has reached the step",
+}
 _WISHES = 8
 _WORD = 62
 
@@ -73,6 +79,8 @@ class Agreement:
             raise DivergenceError(self._report(requests))
         if kind >= Kind.FLUSH:
             return Decision(kind, tuple(sorted({u for r in requests for u in r.pending})))
+        if kind is Kind.LEAVE:
+            return Decision(kind, ())
         return Decision(kind, (min(r.units[0] for r in requests if r.kind is kind),))
 
     def _encode(self, request: Request) -> list[int]:
@@ -84,9 +92,7 @@ class Agreement:
 
     def _decode(self, row: list[int]) -> Request:
         units = tuple(u for u in row[1 : 1 + _WISHES] if u >= 0)
-        pending = tuple(
-            word * _WORD + bit for word, bits in enumerate(row[1 + _WISHES :]) for bit in range(_WORD) if bits >> bit & 1
-        )
+        pending = tuple(word * _WORD + bit for word, bits in enumerate(row[1 + _WISHES :]) for bit in range(_WORD) if bits >> bit & 1)
         return Request(Kind(row[0]), units, pending)
 
     def _report(self, requests: list[Request]) -> str:
@@ -94,7 +100,7 @@ class Agreement:
         parts = []
         for rank, r in zip(ranks, requests, strict=True):
             what = {Kind.REDUCE: "reduces the gradients of", Kind.GATHER: "needs"}.get(r.kind)
-            place = f"{what} {self._names[r.units[0]]!r}" if what else f"has reached the end of {r.kind.name.lower()}"
+            place = f"{what} {self._names[r.units[0]]!r}" if what else _ENDS[r.kind]
             parts.append(f"rank {rank} {place}")
         return (
             f"the ranks took different paths ({self._where()}): {'; '.join(parts)}. zero_optimization.divergence is 'error'; "

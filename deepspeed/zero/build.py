@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.observe import hostmem
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
@@ -53,13 +54,15 @@ def build(
     optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
     """
     check_same_model(model, mesh)
+    if rules.device.type == "cpu":
+        hostmem.return_large_blocks()
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad] if group_of is not None else []
     parts = partition(model, plan, trainable=trained)
     units = []
     for index, spec in enumerate(parts.units):
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
-        units.append(_build_unit(index, spec, row, mesh, rules=rules, groups=group_of or {}))
+        units.append(_build_unit(index, spec, row, mesh, rules=rules, groups=group_of or {}, sharded=plan.regular.param.sharded))
     _move_buffers(model, mesh, rules)
     runtime = Runtime(units, plan, mesh, policy=policy, device=rules.device)
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
@@ -95,7 +98,9 @@ def _say(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
     return f"{name!r} {shape} {dtype} requires_grad={grad}"
 
 
-def _build_unit(index: int, spec: UnitSpec, row: UnitPlan, mesh: ZeroMesh, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
+def _build_unit(
+    index: int, spec: UnitSpec, row: UnitPlan, mesh: ZeroMesh, *, rules: BuildRules, groups: dict[nn.Parameter, int], sharded: bool
+) -> Unit:
     items = [(n, tuple(p.shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
     cut = [a.size for i, a in enumerate(mesh.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
@@ -107,7 +112,7 @@ def _build_unit(index: int, spec: UnitSpec, row: UnitPlan, mesh: ZeroMesh, *, ru
     values = _values(unit, mesh, rules.device)
     unit.adopt(values, _rest_dtype(spec, rules), keep_master=rules.keep_master)
     for position, segment in enumerate(layout.segments):
-        mark_zero_parameter(params[position], unit, position, name=segment.name)
+        mark_zero_parameter(params[position], unit, position, name=segment.name, plain=not sharded)
     return unit
 
 

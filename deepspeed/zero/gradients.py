@@ -98,7 +98,7 @@ class Gradients:
         if partial.dtype != self._wire_dtype(unit):
             partial = partial.to(self._wire_dtype(unit))
         if self.policy.watch:
-            self._probes.append((unit.index, partial.sum(dtype=torch.float32)))
+            self._probes.append((unit.index, _probe(partial)))
         target, accumulate = self._rest(unit)
         while len(self._flying) >= (_IN_FLIGHT if self.policy.overlap else 1):
             self._land()
@@ -170,6 +170,17 @@ class Gradients:
     def bad_units(self) -> list[int]:
         """Units whose local (not yet reduced) gradients on this rank were not finite in this window."""
         return sorted({index for index, probe in self._probes if not torch.isfinite(probe).item()})
+
+
+def _probe(partial: torch.Tensor) -> torch.Tensor:
+    """A value that is non-finite exactly when an element is: one cheap pass, read only after an overflow.
+
+    A plain sum is cheapest, but fp16 sums overflow on their own; there the extremes tell.
+    """
+    if partial.dtype is torch.float16:
+        low, high = torch.aminmax(partial)
+        return high.float() - low.float()
+    return partial.sum()
 
 
 def reduce_over_axes(unit: Unit, partial: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> collectives.Transfer:

@@ -8,6 +8,7 @@ Private torch names used here: ``torch._C._current_graph_task_id`` (are we insid
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,6 +101,9 @@ class ModuleHooks:
             if keep:
                 self._warn_unseen(module)
             runtime.leave(units, keep=keep)
+            # An exception on its way out must not wait for other ranks.
+            if module is self._model and sys.exc_info()[0] is None:
+                runtime.meet()
 
         self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self.forward_handles.append(module.register_forward_hook(after, always_call=True))

@@ -18,7 +18,8 @@ from deepspeed.comm.init import init_distributed
 from deepspeed.config import load_config
 from deepspeed.device import get_accelerator
 from deepspeed.errors import NotYetError
-from deepspeed.mesh.groups import ZeroMesh, plain_mesh
+from deepspeed.mesh.groups import plain_mesh
+from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.zero.layout import element_layout
 from deepspeed.zero.local import mark_zero_parameter
@@ -103,6 +104,8 @@ class Init:
         self.dtype = dtype
         self.device = torch.device(get_accelerator().current_device_name())
         self._shards_on_host = remote_device == "cpu" and self.device.type != "cpu"
+        if self.device.type == "cpu":
+            hostmem.return_large_blocks()
         self._open: dict[int, nn.Module] = {}
         self._dirty: list[Unit] = []
         self._hooks: list[Any] = []

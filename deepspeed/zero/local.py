@@ -21,19 +21,80 @@ from torch import nn
 
 from deepspeed.errors import ReleasedParameterError
 
-_PROPERTIES = (
-    "shape dtype device layout requires_grad grad ndim is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
-    "is_mkldnn is_xpu is_mps output_nr _version _backward_hooks itemsize nbytes names retains_grad"
-).split()
-_METHODS = (
-    "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_signed requires_grad_ register_hook "
-    "register_post_accumulate_grad_hook storage_offset is_contiguous __len__ get_device __hash__ new_empty new_zeros new_ones "
-    "new_full new_tensor retain_grad is_inference has_names is_pinned is_shared is_same_size"
-).split()
-_FUNCTIONS = (
-    "numel is_floating_point is_complex get_device empty_like zeros_like ones_like full_like rand_like randn_like is_tensor "
-    "is_nonzero_shape is_same_size result_type"
-).split()
+_PROPERTIES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "grad",
+    "ndim",
+    "is_leaf",
+    "grad_fn",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "is_xpu",
+    "is_mps",
+    "output_nr",
+    "_version",
+    "_backward_hooks",
+    "itemsize",
+    "nbytes",
+    "names",
+    "retains_grad",
+]
+_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "storage_offset",
+    "is_contiguous",
+    "__len__",
+    "get_device",
+    "__hash__",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_tensor",
+    "retain_grad",
+    "is_inference",
+    "has_names",
+    "is_pinned",
+    "is_shared",
+    "is_same_size",
+]
+_FUNCTIONS = [
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "is_tensor",
+    "is_nonzero_shape",
+    "is_same_size",
+    "result_type",
+]
 
 
 @functools.cache
@@ -75,12 +136,15 @@ class ZeroParamType(Enum):
 _ids = count()
 
 
-def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, name: str) -> None:
-    """Attach the way back to the unit and, when PARAM is sharded, the ``ds_*`` attributes that clients read."""
+def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, name: str, plain: bool = False) -> None:
+    """Attach the way back to the unit and the ``ds_*`` attributes that clients read on every parameter of a sharded model.
+
+    A persistent parameter has them too, and is always available; ``plain`` leaves them out (nothing of the model is sharded).
+    """
     parameter._ds_unit = unit  # type: ignore[attr-defined]
     parameter._ds_position = position  # type: ignore[attr-defined]
     parameter._ds_name = name  # type: ignore[attr-defined]
-    if not unit.plan.param.sharded:
+    if plain:
         for attribute in _CLIENT_ATTRIBUTES:
             parameter.__dict__.pop(attribute, None)
         return
@@ -98,7 +162,7 @@ def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, na
     parameter.partition_numel = lambda: -(-prod(shape) // shards)  # type: ignore[attr-defined]
 
 
-_CLIENT_ATTRIBUTES = "ds_id ds_shape ds_numel ds_tensor ds_status ds_active_sub_modules ds_persist partition_numel".split()
+_CLIENT_ATTRIBUTES = ["ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_active_sub_modules", "ds_persist", "partition_numel"]
 
 
 def unmark_zero_parameter(parameter: nn.Parameter) -> None:
@@ -113,8 +177,12 @@ def is_released(tensor: torch.Tensor) -> bool:
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
+    """No values here: the storage is gone, or a gather is still filling it."""
+    unit = getattr(tensor, "_ds_unit", None)
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+        if tensor.numel() == 0:
+            return False
+        return tensor.untyped_storage().nbytes() == 0 or (unit is not None and unit.arriving)
 
 
 class ReleasedFace:

@@ -122,6 +122,11 @@ class ParamCoordinator:
         return None
 
 
+def _no_external_parameters() -> tuple[()]:
+    """What ``module.ds_external_parameters()`` answers: uses by other modules are found when they happen, so none is on record."""
+    return ()
+
+
 class DeepSpeedZeRoOffload:
     """The hooks of a sharded model as clients manage them: lists of removable handles and a way to put them back."""
 
@@ -129,6 +134,13 @@ class DeepSpeedZeRoOffload:
         self.module = module
         self._hooks = hooks
         self.param_coordinator = ParamCoordinator()
+        for part in module.modules():
+            part.ds_external_parameters = _no_external_parameters  # type: ignore[assignment]
+
+    def forget(self) -> None:
+        """Take back what was put on the modules."""
+        for part in self.module.modules():
+            part.__dict__.pop("ds_external_parameters", None)
 
     @property
     def forward_hooks(self) -> list[Any]:
@@ -153,7 +165,7 @@ class DeepSpeedZeRoOffload:
         self._hooks.install()
 
 
-class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - the name that clients import
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """Parameters, gradients and optimizer state sharded."""
 
     parameter_offload: DeepSpeedZeRoOffload

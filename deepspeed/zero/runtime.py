@@ -51,7 +51,7 @@ class Runtime:
         self.streams = Streams(device)
         self.schedule = Schedule()
         self.gradients = Gradients(units, self.streams, policy)
-        self.agreement = Agreement(mesh.control, plan.divergence, [u.name for u in units], where=self._where)
+        self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], where=self._where)
         self.counters = Counters()
         self.steps = 0
         self.depth = 0
@@ -78,10 +78,9 @@ class Runtime:
                 self._begin_forward()
             self.depth += 1
             self._on_demand.append([])
-        self.need(units)
-        if not recompute:
-            for unit in units:
+            for unit in units:  # counted first, so that leave() balances also when need() raises
                 unit.users += 1
+        self.need(units)
 
     def leave(self, units: Iterable[Unit], *, keep: bool = False) -> None:
         """That module has run. ``keep``: its backward could not be foreseen, so its units stay until the flush."""
@@ -92,6 +91,13 @@ class Runtime:
         self.depth -= 1
         if self.depth == 0 and self.schedule.phase == "eval":
             self.schedule.end()
+
+    def meet(self) -> None:
+        """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7)."""
+        if self.depth or not any(self._numels):
+            return
+        while (decision := self.agreement.decide(Request(Kind.LEAVE))).kind is not Kind.LEAVE:
+            self._execute(decision, wanted=None)
 
     def borrowed(self) -> list[Unit]:
         """Units the running module has read without owning them; its backward will read them too."""

@@ -138,6 +138,17 @@ class Unit:
         return any(w is Spread.SHARDED and a.size > 1 for w, a in zip(self.plan.param.spread, self.mesh.axes, strict=True))
 
     @property
+    def title(self) -> str:
+        """The name for people: every module with parameters in the unit, when it packs several outside a block."""
+        homes = list(dict.fromkeys(s.name.rpartition(".")[0] or "root" for s in self.layout.segments))
+        return self.name if all(h == self.name or h.startswith(f"{self.name}.") for h in homes) else ", ".join(homes[:8])
+
+    @property
+    def arriving(self) -> bool:
+        """True while a gather fills the full buffer: it has bytes, but not yet the right ones."""
+        return self.state is UnitState.FETCHING
+
+    @property
     def trainable(self) -> bool:
         return self.plan.grad is not None
 

@@ -1,0 +1,233 @@
+"""Transformers models under zero.Init: from_config, from_pretrained, resized embeddings, and training what came out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.compat.common import LR, apart, batches, forget_clients, llama, llama_config, mean_over_ranks, mine, need, plain_run
+from tests.compat.common import sentences, weights_apart, whole, zero_block
+from tests.harness.pool import RankPool
+
+need("accelerate", "transformers")
+pytestmark = pytest.mark.timeout(180)
+STEPS = 3
+
+
+def config(stage: int = 3, **changes: Any) -> dict[str, Any]:
+    adam = {"type": "AdamW", "params": {"lr": LR, "eps": 1e-2, "weight_decay": 0.1}}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero_block(stage),
+        "optimizer": adam,
+        **changes,
+    }
+
+
+def alive(content: dict[str, Any]) -> Any:
+    """Make the configuration known to Transformers; the caller keeps the result, which is held weakly there."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    forget_clients()
+    return HfDeepSpeedConfig(content)
+
+
+def train(model: nn.Module, content: dict[str, Any], data: list[dict[str, Tensor]]) -> tuple[Any, list[float]]:
+    import deepspeed
+
+    engine = deepspeed.initialize(model=model, config=content)[0]
+    losses = []
+    for batch in mine(data):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return engine, mean_over_ranks(losses)
+
+
+def reference(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-2, weight_decay=0.1)
+    return plain_run(model, optimizer, data, per_step=dist.get_world_size()), whole(model)
+
+
+def data_of() -> list[dict[str, Tensor]]:
+    return batches(sentences(2 * STEPS * dist.get_world_size()))
+
+
+def saved_model(folder: str, **changes: Any) -> nn.Module:
+    """A random plain model, written to ``folder`` by the first rank."""
+    forget_clients()
+    model = llama(**changes)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    return model
+
+
+def pretrained(folder: str, tied: bool) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    from deepspeed.zero.local import is_released
+
+    plain = saved_model(folder, tie_word_embeddings=tied)
+    losses, weights = reference(plain, data_of())
+    content = config()
+    keep = alive(content)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    fresh = whole_saved(folder, tied)
+    facts = {
+        "sharded": all(hasattr(p, "ds_id") for p in model.parameters()),
+        "released": dist.get_world_size() == 1 or is_released(model.model.layers[0].mlp.up_proj.weight),
+        "tied": (model.lm_head.weight is model.model.embed_tokens.weight) == tied,
+        "mode": not model.training,
+    }
+    loaded = weights_apart(model, fresh)
+    engine, found = train(model.train(), content, data_of())
+    result = {"facts": facts, "loaded": loaded, "loss": apart(found, losses), "weights": weights_apart(model, weights)}
+    engine.destroy()
+    del keep
+    return result
+
+
+def whole_saved(folder: str, tied: bool) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    weights = load_file(Path(folder) / "model.safetensors")
+    return weights if not tied else {"lm_head.weight": weights["model.embed_tokens.weight"], **weights}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_from_pretrained_is_born_sharded_with_the_saved_values(
+    world: int, tied: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    for found in pool.run(pretrained, str(tmp_path), tied, time_limit=90):
+        assert all(found["facts"].values()), found["facts"]
+        assert found["loaded"] == 0.0
+        assert found["loss"] < 1e-5 and found["weights"] < 1e-5
+
+
+def random_init() -> dict[str, Any]:
+    """Weights initialised by Transformers itself under zero.Init look like its plain ones, and equal on every rank."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    result = {}
+    for name, made in {"llama": llama_config(), "gpt2": GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4)}.items():
+        forget_clients()
+        torch.manual_seed(3)
+        plain = whole(AutoModelForCausalLM.from_config(made))
+        keep = alive(config(bf16={"enabled": True}))
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(made)
+        named = dict(model.named_parameters())
+        result[name] = {
+            "names": set(named) == set(plain),
+            "shapes": all(p.ds_shape == plain[n].shape for n, p in named.items()),
+            "dtype": {str(p.dtype) for p in named.values()},
+            "positions": all(b.dtype is torch.float32 for n, b in model.named_buffers() if n.endswith("inv_freq")),
+        }
+        with deepspeed.zero.GatheredParameters(list(named.values())):
+            values = {n: p.detach().float().clone() for n, p in named.items()}
+        result[name]["spread"] = max(abs(float(v.std() - plain[n].std())) for n, v in values.items() if v.dim() == 2)
+        result[name]["constant"] = all(torch.equal(v, plain[n]) for n, v in values.items() if v.dim() == 1)
+        digest = torch.stack([v.double().sum() for v in values.values()])
+        other = digest.clone()
+        dist.broadcast(other, 0)
+        result[name]["agree"] = bool(torch.equal(digest, other))
+        del keep, model
+    return result
+
+
+def test_from_config_initialises_like_plain_transformers(pool2: RankPool) -> None:
+    for found in pool2.run(random_init, time_limit=90):
+        for name, facts in found.items():
+            assert facts.pop("dtype") == {"torch.bfloat16"}, name
+            assert facts.pop("spread") < 0.01, (name, facts)
+            assert all(facts.values()), (name, facts)
+
+
+def resized(folder: str) -> dict[str, Any]:
+    """More tokens than the saved model has: old rows keep their values, training goes on."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    plain = saved_model(folder)
+    old = whole(plain)
+    keep = alive(config())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(70, mean_resizing=False)
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with deepspeed.zero.GatheredParameters([table, head]):
+        kept = torch.equal(table[:64], old["model.embed_tokens.weight"]) and torch.equal(head[:64], old["lm_head.weight"])
+        start = {n: p.detach().clone() for n, p in (("model.embed_tokens.weight", table), ("lm_head.weight", head))}
+        shapes = (tuple(table.shape), tuple(head.shape))
+    plain.resize_token_embeddings(70, mean_resizing=False)
+    with torch.no_grad():
+        for name, param in plain.named_parameters():
+            if name in start:
+                param.copy_(start[name])
+    losses, weights = reference(plain, data_of())
+    engine, found = train(model.train(), config(), data_of())
+    result = {"kept": kept, "shapes": shapes, "loss": apart(found, losses), "weights": weights_apart(model, weights)}
+    engine.destroy()
+    forget_clients()
+    del keep
+    return result
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resized_embeddings_keep_old_rows_and_train(world: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    for found in pool.run(resized, str(tmp_path), time_limit=90):
+        assert found["kept"] and found["shapes"] == ((70, 32), (70, 32))
+        assert found["loss"] < 1e-5 and found["weights"] < 1e-5
+
+
+def checkpointed(stage: int, reentrant: bool) -> dict[str, float]:
+    """Gradient checkpointing through the engine, which hands the call to the model."""
+    import deepspeed
+
+    forget_clients()
+    losses, weights = reference(llama(), data_of())
+    engine = deepspeed.initialize(model=llama(), config=config(stage))[0]
+    engine.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    engine.train()
+    found = []
+    for batch in mine(data_of()):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(float(loss.detach()))
+    result = {"loss": apart(mean_over_ranks(found), losses), "weights": weights_apart(engine.module, weights)}
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradient_checkpointing_changes_nothing(stage: int, reentrant: bool, pool2: RankPool) -> None:
+    for found in pool2.run(checkpointed, stage, reentrant, time_limit=90):
+        assert max(found.values()) < 1e-5, found
+
+
+def generating() -> bool:
+    """``engine.generate`` under sharded parameters equals the plain model's."""
+    import deepspeed
+
+    forget_clients()
+    prompt = sentences(2)[0]["input_ids"][None, :4]
+    expected = llama().eval().generate(prompt, max_new_tokens=6, do_sample=False)
+    engine = deepspeed.initialize(model=llama().eval(), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_block(3)})[0]
+    found = engine.generate(prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
+    engine.destroy()
+    return bool(torch.equal(expected, found))
+
+
+def test_generation_under_sharded_parameters(pool2: RankPool) -> None:
+    assert all(pool2.run(generating, time_limit=90))

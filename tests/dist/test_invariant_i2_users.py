@@ -1,0 +1,124 @@
+"""I2, users are counted: a unit is freed only when no active module uses it; pins are a second count."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.verify.models import HIDDEN, Block, Case, Place, Stack, case_named, regression_batch, seeded
+from deepspeed.zero.unit import UnitState
+from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep, not_at_rest
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES, here, make_config, start
+
+pytestmark = pytest.mark.timeout(60)
+SHARD_ALL = {"param_persistence_threshold": 0}
+
+
+class Recursive(nn.Module):
+    """A block that calls itself, a shared leaf, and a child's weight through a function, all while its own forward is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        if depth:
+            x = self(x, depth - 1)
+        x = self.inner(x)
+        x = self.mix(x) + F.linear(x, self.mix.weight)
+        return x + self.inner.norm(x)
+
+
+class Nested(Stack):
+    """Users within users: blocks that call themselves, one block twice, and a leaf of a block from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Recursive(), Recursive()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        x = self.layers[1](self.layers[0](x), 1)
+        return self.head(self.layers[0](x, 0) + self.layers[1].mix(x))
+
+
+def _loss_outside(model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
+    """The model's forward, then its submodules called one by one from outside it, in another order."""
+    x, y = batch
+    inner = getattr(model, "module", model)
+    hidden = inner.layers[2](inner.inp(x))
+    aside = inner.layers[0](hidden) + inner.layers[2](hidden)
+    return [F.mse_loss(model(x), y) + F.mse_loss(inner.head(aside), y)]
+
+
+def _case(name: str) -> Case:
+    if name == "nested":
+        return Case(name, seeded(Nested), regression_batch, case_named("plain").loss)
+    if name == "outside":
+        return Case(name, seeded(Stack), regression_batch, _loss_outside)
+    return case_named(name)
+
+
+def run_case(name: str, stage: int) -> tuple[float, str]:
+    return lockstep(_case(name), make_config(stage, zero=SHARD_ALL))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["tied", "functional_tied", "shared_module", "used_twice", "nested", "outside"])
+def test_invariant_i2_every_use_is_counted(pool2: RankPool, name: str, stage: int) -> None:
+    for error, worst in pool2.run(run_case, name, stage):
+        assert error <= TOLERANCE, worst
+
+
+def states_inside_a_forward() -> tuple[list[str], list[str]]:
+    """While an outer module is open its unit stays, even when an inner use of the same unit ends."""
+    engine = start(case_named("tied").build(), make_config(3, zero=SHARD_ALL, optimizer=None))
+    unit = engine.module.embed.weight._ds_unit
+    seen: list[str] = []
+    handle = engine.module.layers[0].register_forward_pre_hook(lambda *_: seen.append(unit.state.value))
+    unit.pin()
+    with torch.no_grad():
+        engine(torch.zeros(2, 3, dtype=torch.long))
+    held = [unit.state.value, str(unit.pins)]
+    unit.unpin()
+    handle.remove()
+    assert unit.state is UnitState.ABSENT
+    with torch.no_grad():
+        engine(torch.zeros(2, 3, dtype=torch.long))
+    rest = not_at_rest(engine)
+    engine.destroy()
+    return seen + held, rest
+
+
+def test_invariant_i2_pins_hold_across_modules(pool2: RankPool) -> None:
+    for states, rest in pool2.run(states_inside_a_forward):
+        assert states == ["ready", "ready", "1"]
+        assert rest == []
+
+
+def gathered_around_a_step() -> tuple[float, str]:
+    """Parameters gathered by the user stay gathered through forward, backward and step, and show the new values."""
+    pair = Lockstep(case_named("plain"), make_config(3, zero=SHARD_ALL))
+    pair.step(0)
+    params = list(pair.engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params[:5]):
+        pair.step(1)
+        expected = dict(pair.plain.named_parameters())
+        for name, param in list(pair.engine.module.named_parameters())[:5]:
+            pair.note(float((param.detach() - expected[name].detach()).abs().max()), f"{name} inside the context after the step")
+        with deepspeed.zero.GatheredParameters(params):
+            pair.engine(pair.case.batch(here(1))[0])
+        pair.engine.runtime.reset()
+        assert all(p._ds_unit.state is UnitState.READY for p in params[:5])
+    pair.step(2)
+    rest = not_at_rest(pair.engine)
+    error, worst = pair.finish()
+    return (error, worst) if not rest else (float("inf"), str(rest))
+
+
+def test_invariant_i2_gathered_parameters_around_a_whole_iteration(pool2: RankPool) -> None:
+    for error, worst in pool2.run(gathered_around_a_step):
+        assert error <= TOLERANCE, worst

@@ -1,0 +1,130 @@
+"""I4: reduction is driven by gradient hooks when they fire and by flush() always; flush is idempotent; missing gradients are zeros."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+from deepspeed.verify.grads import scaled_error
+from deepspeed.verify.models import case_named
+from deepspeed.verify.reference import trainable
+from deepspeed.zero.unit import GradState
+from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES, here, make_config, start
+
+pytestmark = pytest.mark.timeout(60)
+CASES = ["unused", "used_twice", "two_losses", "retain_graph", "checkpoint_reentrant", "odd_shapes"]
+
+
+def run_case(name: str, stage: int) -> tuple[float, str]:
+    case = case_named(name)
+    if case.repeats > 1:  # the lockstep trainer back-propagates each loss once
+        pair = Lockstep(case_named(name, repeats=1), make_config(stage))
+        loss = pair.case.seeded_loss(pair.engine, here(0))[0]
+        for keep in (True, False):
+            pair.engine.backward(loss, retain_graph=keep)
+        pair.plain_backward(0)
+        for param in trainable(pair.plain).values():
+            param.grad = param.grad * 2
+        pair.compare_gradients(0)
+        return pair.finish()
+    return lockstep(case, make_config(stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_invariant_i4_every_contribution_is_reduced_once(pool2: RankPool, name: str, stage: int) -> None:
+    for error, worst in pool2.run(run_case, name, stage):
+        assert error <= TOLERANCE, worst
+
+
+def flushed_many_times(stage: int) -> tuple[float, list[str]]:
+    pair = Lockstep(case_named("unused"), make_config(stage))
+    runtime = pair.engine.runtime
+    runtime.flush()
+    for loss in pair.case.seeded_loss(pair.engine, here(0)):
+        loss.backward()
+    for _ in range(3):
+        runtime.flush()
+    pair.engine.allreduce_gradients()
+    pair.plain_backward(0)
+    pair.compare_gradients(0)
+    states = [u.grad_state.value for u in runtime.units if u.grad_state is GradState.LOCAL]
+    pair.engine.step()
+    pair.optimizer.step()
+    pair.compare_parameters(0)
+    return pair.finish()[0], states
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_invariant_i4_flush_is_idempotent(pool2: RankPool, stage: int) -> None:
+    for error, local in pool2.run(flushed_many_times, stage):
+        assert error <= TOLERANCE
+        assert local == []
+
+
+def partial_backwards(stage: int) -> float:
+    """Gradients through torch.autograd.grad leave no trace; backward over part of the graph, then over the rest, adds up."""
+    case = case_named("two_losses")
+    engine = start(case.build(), make_config(stage))
+    plain = case.build()
+    x, y = case.batch(here(0))
+
+    def losses(model: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        first, second = model(leaf)
+        return leaf, (first - y).square().mean(), second.square().mean()
+
+    grads = []
+    for model, back in ((engine, engine.backward), (plain, Tensor.backward)):
+        leaf, first, second = losses(model)
+        grads.append(torch.autograd.grad(first, leaf, retain_graph=True)[0])
+        back(second, retain_graph=True)
+        back(first)
+    error = scaled_error(grads[0], grads[1])
+    world = torch.distributed.get_world_size()
+    for param in trainable(plain).values():
+        torch.distributed.all_reduce(param.grad)
+        param.grad /= world
+    for (name, param), expected in zip(trainable(engine.module).items(), trainable(plain).values(), strict=True):
+        ours = safe_get_full_grad(param)
+        assert ours is not None, name
+        error = max(error, scaled_error(ours, expected.grad))
+    engine.destroy()
+    return error
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_invariant_i4_input_gradients_and_partial_backwards(pool2: RankPool, stage: int) -> None:
+    assert max(pool2.run(partial_backwards, stage)) <= TOLERANCE
+
+
+def never_backpropagated(stage: int) -> list[float]:
+    """A step after a backward that reached only the head: all other gradients are zeros, not stale values."""
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage))
+    for loss in case.seeded_loss(engine, here(0)):
+        engine.backward(loss)
+    engine.step()
+    head = engine.module.head
+    with deepspeed.zero.GatheredParameters(list(head.parameters())):
+        engine.backward(head(torch.ones(2, head.in_features)).sum())
+    found = {name: safe_get_full_grad(p) for name, p in trainable(engine.module).items()}
+    engine.step()  # what nobody touched must not move by old gradients either
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    return [
+        float(sum(g.abs().sum() for n, g in found.items() if not n.startswith("head") and g is not None)),
+        float((found["head.weight"] - 2.0).abs().max()),
+        abs(norm - float((found["head.weight"].square().sum() + found["head.bias"].square().sum()).sqrt())),
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_invariant_i4_missing_gradients_are_zeros(pool2: RankPool, stage: int) -> None:
+    for others, head, norm in pool2.run(never_backpropagated, stage):
+        assert others == 0.0
+        assert head <= TOLERANCE
+        assert norm <= 1e-4

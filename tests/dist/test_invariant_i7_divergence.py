@@ -1,0 +1,276 @@
+"""I7: ranks that take different branches neither hang nor diverge; with "divergence": "error" all of them raise, quickly."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed.errors import DivergenceError
+from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Block, Case, Place, regression_batch, seeded
+from tests.harness.lockstep import TOLERANCE, Lockstep, not_at_rest
+from tests.harness.pool import RankPool
+from tests.harness.training import here, make_config, start
+
+pytestmark = pytest.mark.timeout(60)
+LIMIT = 40.0
+ZERO = {"param_persistence_threshold": 0}
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which parts of the model one forward pass uses, and in which order."""
+
+    tower: bool = True
+    experts: tuple[int, ...] = (0, 1, 2)
+    layers: tuple[int, ...] = (0, 1)
+    head: bool = True
+    recompute: bool = False
+
+
+class Router(nn.Module):
+    """A vision tower, experts, layers and a head, any of which a forward pass may skip, reorder or use twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(IN_FEATURES, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
+        self.inp = nn.Linear(IN_FEATURES, HIDDEN)
+        self.experts = nn.ModuleList([Block() for _ in range(3)])
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(HIDDEN, OUT_FEATURES)
+
+    def forward(self, x: Tensor, route: Route) -> Tensor:
+        hidden = self.inp(x)
+        if route.tower:
+            hidden = hidden + self.tower(x)
+        for index in route.experts:
+            hidden = hidden + 0.5 * self.experts[index](hidden)
+        for index in route.layers:
+            layer = self.layers[index]
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if route.recompute else layer(hidden)
+        return self.head(hidden) if route.head else hidden[:, :OUT_FEATURES]
+
+
+ALL = Route()
+# scenario -> the routes that rank r takes at step s: table[r % len][s % len]
+SCENARIOS: dict[str, list[list[Route]]] = {
+    "skip_expert": [[ALL], [Route(experts=(0, 2))]],
+    "skip_tower": [[ALL], [Route(tower=False)]],
+    "skip_both_later": [[ALL], [ALL, Route(tower=False, experts=(2,)), ALL]],
+    "only_one_rank_uses_it": [[Route(tower=False, experts=())], [ALL]],
+    "disjoint_experts": [[Route(experts=(0,))], [Route(experts=(1,))], [Route(experts=(2,))]],
+    "other_order": [[Route(experts=(0, 1, 2), layers=(0, 1))], [Route(experts=(2, 0, 1), layers=(1, 0))]],
+    "twice": [[ALL], [Route(experts=(1, 1, 0), layers=(0, 1, 0))]],
+    "skip_last": [[ALL], [Route(head=False)]],
+    "recomputed": [[Route(recompute=True)], [Route(recompute=True, experts=(1,), layers=(1,)), Route(tower=False)]],
+    "nothing_in_common": [[Route(tower=True, experts=(0,), layers=(0,))], [Route(tower=False, experts=(1,), layers=(1,), head=False)]],
+    "swapping": [[Route(experts=(0,)), Route(experts=(1,))], [Route(experts=(1,), head=False), Route(experts=(0,), tower=False)]],
+}
+
+
+def route_of(scenario: str, step: int, rank: int) -> Route:
+    rows = SCENARIOS[scenario]
+    row = rows[rank % len(rows)]
+    return row[step % len(row)]
+
+
+@dataclass(frozen=True)
+class RoutedLoss:
+    """The loss of one scenario: every rank and step takes its own route."""
+
+    scenario: str
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
+        x, y = batch
+        return [(model(x, route_of(self.scenario, place.step, place.rank)) - y).square().mean()]
+
+
+def _case(scenario: str) -> Case:
+    return Case(scenario, seeded(Router), regression_batch, RoutedLoss(scenario))
+
+
+def trained(scenario: str, config: dict[str, Any], *, with_eval: bool) -> tuple[float, str, list[str]]:
+    pair = Lockstep(_case(scenario), config)
+    for step in range(4):
+        if with_eval:
+            x = pair.case.batch(here(step))[0]
+            route = route_of(scenario, step + 1, dist.get_rank())
+            with torch.no_grad():
+                pair.note(float((pair.engine.eval()(x, route) - pair.plain(x, route)).abs().max()), f"evaluation before step {step}")
+            pair.engine.train()
+        pair.step(step)
+    restless = not_at_rest(pair.engine)
+    return *pair.finish(), restless
+
+
+@pytest.mark.parametrize("with_eval", [False, True], ids=["train", "train_and_eval"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_invariant_i7_ranks_may_diverge(pool2: RankPool, scenario: str, with_eval: bool) -> None:
+    for error, worst, restless in pool2.run(trained, scenario, make_config(3, zero=ZERO), with_eval=with_eval, time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+        assert restless == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("scenario", ["skip_tower", "disjoint_experts", "nothing_in_common"])
+def test_invariant_i7_under_other_plans(pool2: RankPool, scenario: str, stage: int) -> None:
+    config = make_config(stage, zero={"reduce_bucket_size": 50})
+    for error, worst, restless in pool2.run(trained, scenario, config, with_eval=True, time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+        assert restless == []
+
+
+@pytest.mark.parametrize("zero", [{}, {"prefetch_bucket_size": 0, "overlap_comm": False}, {"prefetch_bucket_size": 10_000}], ids=str)
+@pytest.mark.parametrize("scenario", ["skip_both_later", "disjoint_experts", "swapping", "twice"])
+def test_invariant_i7_three_ranks(pool3: RankPool, scenario: str, zero: dict[str, Any]) -> None:
+    config = make_config(3, zero={**ZERO, **zero})
+    for error, worst, restless in pool3.run(trained, scenario, config, with_eval=True, time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+        assert restless == []
+
+
+def accumulated(scenario: str, stage: int) -> float:
+    """Four micro-batches per step, each on its own route, through no_sync or the engine's window."""
+    case = _case(scenario)
+    world = dist.get_world_size()
+    plain = case.build()
+    for rank in range(world):
+        for micro in range(4):
+            x, y = case.batch(Place(0, micro, rank, world))
+            ((plain(x, route_of(scenario, micro, rank)) - y).square().mean() / (4 * world)).backward()
+    engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=4))
+    for micro in range(4):
+        x, y = case.batch(here(0, micro))
+        engine.backward((engine(x, route_of(scenario, micro, dist.get_rank())) - y).square().mean())
+        if micro < 3:
+            engine.step()
+    pair = Lockstep.__new__(Lockstep)
+    pair.engine, pair.plain, pair.error, pair.worst = engine, plain, 0.0, ""
+    for param in plain.parameters():
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    pair.compare_gradients(0)
+    engine.step()
+    return pair.finish()[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("scenario", ["skip_expert", "swapping", "recomputed"])
+def test_invariant_i7_with_accumulation(pool2: RankPool, scenario: str, stage: int) -> None:
+    assert max(pool2.run(accumulated, scenario, stage, time_limit=LIMIT)) <= TOLERANCE
+
+
+def collectives_of_the_user(scenario: str) -> list[float]:
+    """The user's own collectives right after a forward must meet, whatever parts a rank skipped (metrics after evaluation)."""
+    case = _case(scenario)
+    engine = start(case.build(), make_config(3, zero=ZERO))
+    seen = []
+    for step in range(2):
+        x, y = case.batch(here(step))
+        with torch.no_grad():
+            value = engine(x, route_of(scenario, step, dist.get_rank())).sum()
+        dist.all_reduce(value)
+        loss = (engine(x, route_of(scenario, step, dist.get_rank())) - y).square().mean()
+        dist.all_reduce(shown := loss.detach().clone())
+        engine.backward(loss)
+        dist.barrier()
+        engine.step()
+        seen += [float(value), float(shown)]
+    # The last thing a job does: some ranks evaluate one part more than others, then all meet.
+    with torch.no_grad():
+        engine(x, route_of(scenario, 0, dist.get_rank()))
+    dist.barrier()
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("scenario", ["skip_expert", "skip_tower", "skip_last", "nothing_in_common", "only_one_rank_uses_it"])
+def test_invariant_i7_collectives_of_the_user_meet(pool2: RankPool, scenario: str) -> None:
+    first, second = pool2.run(collectives_of_the_user, scenario, time_limit=LIMIT)
+    assert first == second
+
+
+def born_sharded(scenario: str) -> tuple[float, str]:
+    """The same for a model that was built under zero.Init, with gathered reads and consolidated weights in between."""
+    case = _case(scenario)
+    with deepspeed.zero.Init():
+        torch.manual_seed(5)
+        model = Router()
+    plain = Router()
+    plain.load_state_dict(full_parameters(model))
+    pair = Lockstep(case, make_config(3, zero=ZERO), model=model, plain=plain)
+    for step in range(3):
+        pair.step(step)
+        pair.engine._zero3_consolidated_16bit_state_dict()
+    return pair.finish()
+
+
+def test_invariant_i7_born_sharded(pool2: RankPool) -> None:
+    for error, worst in pool2.run(born_sharded, "swapping", time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+
+
+def refused(scenario: str, phase: str) -> tuple[str, float, float]:
+    """What an engine in mode "error" says at the diverging step, how long it took, and the error of a clean step afterwards."""
+    case = _case(scenario)
+    pair = Lockstep(_case("twice"), make_config(3, zero={**ZERO, "divergence": "error"}))
+    pair.case = Case("same", case.build, case.batch, _same_route)
+    pair.step(0)
+    x, y = case.batch(here(1))
+    route = route_of(scenario, 0, dist.get_rank())
+    started = time.monotonic()
+    said = ""
+    try:
+        if phase == "eval":
+            with torch.no_grad():
+                pair.engine(x, route)
+        else:
+            pair.engine.backward((pair.engine(x, route) - y).square().mean())
+            pair.engine.step()
+    except DivergenceError as error:
+        said = str(error)
+    took = time.monotonic() - started
+    pair.step(1)
+    return said, took, pair.finish()[0]
+
+
+def _same_route(model: nn.Module, batch: tuple[Tensor, Tensor], _: Place) -> list[Tensor]:
+    x, y = batch
+    return [(model(x, ALL) - y).square().mean()]
+
+
+@pytest.mark.parametrize("phase", ["train", "eval"])
+@pytest.mark.parametrize("scenario", ["skip_expert", "skip_tower", "skip_last", "other_order", "twice", "nothing_in_common"])
+def test_invariant_i7_error_mode_names_rank_module_and_step(pool2: RankPool, scenario: str, phase: str) -> None:
+    for said, took, error in pool2.run(refused, scenario, phase, time_limit=LIMIT):
+        assert "rank 0" in said and "rank 1" in said and "step 1" in said, said
+        assert any(name in said for name in ("expert", "tower", "layers", "head")), said
+        assert took < 5.0
+        assert error <= TOLERANCE, "after the error, training does not go on as before"
+
+
+def test_invariant_i7_error_mode_on_three_ranks(pool3: RankPool) -> None:
+    for said, took, error in pool3.run(refused, "disjoint_experts", "train", time_limit=LIMIT):
+        assert all(f"rank {rank}" in said for rank in range(3)), said
+        assert took < 5.0
+        assert error <= TOLERANCE
+
+
+def assume_none_is_exact_without_divergence() -> tuple[float, int]:
+    pair = Lockstep(_case("twice"), make_config(3, zero={**ZERO, "divergence": "assume_none"}))
+    pair.case = Case("same", pair.case.build, pair.case.batch, _same_route)
+    for step in range(3):
+        pair.step(step)
+    rounds = pair.engine.runtime.agreement.rounds
+    return pair.finish()[0], rounds
+
+
+def test_invariant_i7_assume_none_sends_no_messages(pool2: RankPool) -> None:
+    for error, rounds in pool2.run(assume_none_is_exact_without_divergence):
+        assert error <= TOLERANCE
+        assert rounds == 0
