@@ -21,6 +21,7 @@ from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
 from deepspeed.zero.build import ZeroParts, restore_plain
+from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.step import StepRules, take_step
@@ -80,20 +81,27 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
 
     # -- forward, backward, step -------------------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. After an error inside it, the engine is ready for the next one."""
+        """The module's forward. After an error inside it, the engine is as it was before, gradients of the window included."""
         self._check_alive()
+        self._forget_failed_backward()
         if self._config.fp16.auto_cast and self.fp16_enabled():
             inputs, kwargs = _to_half(inputs), _to_half(kwargs)
         try:
             with self._autocast():
                 return self.module(*inputs, **kwargs)
         except BaseException:
-            self._recover()
+            if not inside_backward():  # a recomputation is left by an exception when it has all it needs
+                self._parts.hooks.disarm()
+                self.runtime.reset(keep_gradients=True)
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns that divided loss."""
+        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns that divided loss.
+
+        After an error inside it the accumulation window starts anew.
+        """
         self._check_alive()
+        self._forget_failed_backward()
         if self.basic_optimizer is None:
             raise UsageError("backward() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -117,6 +125,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; at the accumulation boundary update the parameters and the schedule. Collective there."""
         self._check_alive()
+        self._forget_failed_backward()
         if self._syncing_off:
             raise UsageError("step() was called inside no_sync(); leave the context first")
         if self.basic_optimizer is None:
@@ -136,7 +145,11 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
         assert self.basic_optimizer is not None
         config = self._config
         rules = StepRules(config.gradient_clipping, need_norm=config.zero.compute_grad_norm, skip_nonfinite=self._skips_nonfinite())
-        result = take_step(self.runtime, self.basic_optimizer, self._views, rules=rules, loss_scale=self._scaler.loss_scale)
+        try:
+            result = take_step(self.runtime, self.basic_optimizer, self._views, rules=rules, loss_scale=self._scaler.loss_scale)
+        except BaseException:
+            self._recover()
+            raise
         samples = self._micro * self.mesh.size * (self._gas if self._managed else self._backwards)
         self._backwards = 0
         self._norm = result.norm
@@ -210,6 +223,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the current window."""
+        self._forget_failed_backward()
         self._backwards = 0
         self.runtime.gradients.clear()
 
@@ -346,9 +360,17 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
 
     # -- errors and the end -----------------------------------------------------------------------------------------------------
     def _recover(self) -> None:
+        """What an error in a backward or a step leaves is of no use: drop it, and start the accumulation window anew."""
         self._parts.hooks.disarm()
         self._backwards = 0
+        if self._managed:
+            self.micro_steps -= self.micro_steps % self._gas
         self.runtime.reset()
+
+    def _forget_failed_backward(self) -> None:
+        """Recover from a plain ``loss.backward()`` that raised: nobody else has noticed that it ended."""
+        if self.runtime.in_backward and not inside_backward():
+            self._recover()
 
     def _check_alive(self) -> None:
         if self._destroyed:

@@ -94,6 +94,7 @@ _FUNCTIONS = [
     "is_nonzero_shape",
     "is_same_size",
     "result_type",
+    "_has_compatible_shallow_copy_type",
 ]
 
 
@@ -113,6 +114,7 @@ def _metadata_functions() -> frozenset[Any]:
 
 
 _ALIASES = (torch.Tensor.detach, torch.detach, inspect.getattr_static(torch.Tensor, "data").__get__)
+_SET_DATA = inspect.getattr_static(torch.Tensor, "data").__set__
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
@@ -204,6 +206,8 @@ class ReleasedFace:
                 return _alias(func(*args, **kwargs), hollow[0])
             if func in _MOVES and _is_no_move(func, hollow[0], args, kwargs):
                 return args[0]
+            if func == _SET_DATA and args[0] is args[1]:
+                return None  # the second half of ``module.to(...)`` when the first changed nothing
         for tensor in hollow:
             owner = getattr(tensor, "_ds_unit", None)
             if owner is None or not owner.fetch_on_demand():
@@ -256,7 +260,11 @@ def _alias(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True when ``.to(...)`` and friends ask for the dtype and device the parameter has anyway."""
+    """True when ``.to(...)`` and friends ask for the dtype and device the parameter has anyway.
+
+    Without grad mode a mere change of device counts too: that is ``module.cpu()`` or ``module.to(device)``, by which trainers take
+    a model down. The shards stay where they are, and reading the result goes on being refused.
+    """
     if kwargs.get("copy"):
         return False
     probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -264,7 +272,7 @@ def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any,
         moved = func(probe, *args[1:], **kwargs)
     except (RuntimeError, TypeError, AssertionError):
         return False
-    return bool(moved.dtype == probe.dtype and moved.device == probe.device)
+    return bool(moved.dtype == probe.dtype and (moved.device == probe.device or not torch.is_grad_enabled()))
 
 
 def _describe(tensor: torch.Tensor) -> str:

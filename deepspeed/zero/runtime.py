@@ -307,13 +307,17 @@ class Runtime:
         return transfer
 
     # -- errors and teardown -------------------------------------------------------------------------------------------------------
-    def reset(self) -> None:
-        """After an error: wait for work in flight, release units, drop gradients (I8). Local: no agreement is needed."""
+    def reset(self, *, keep_gradients: bool = False) -> None:
+        """After an error: wait for work in flight, release units, drop gradients (I8). Local: no agreement is needed.
+
+        ``keep_gradients``: the error came in a forward, which adds none; those of earlier micro-batches stay.
+        """
         self.depth = 0
         self._on_demand.clear()
         self.in_backward = False
         self.schedule.abandon()
-        self.gradients.clear()
+        if not keep_gradients:
+            self.gradients.clear()
         for unit in self.units:
             unit.users = 0
             unit.backward_inputs = 0

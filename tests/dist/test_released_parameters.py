@@ -1,0 +1,310 @@
+"""A released parameter keeps its face: metadata works, reading values is one clear error, nothing crashes or writes empty tensors."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.errors import ReleasedParameterError
+from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Block, Case, case_named, regression_batch, seeded
+from tests.harness.lockstep import TOLERANCE, live_bytes, lockstep
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(60)
+ZERO = {"param_persistence_threshold": 0}
+NAME = "layers.1.up.weight"
+SHAPE = (2 * HIDDEN, HIDDEN)
+
+
+def _engine(dtype: torch.dtype = torch.float32) -> Any:
+    config = make_config(3, zero=ZERO, **({"bf16": {"enabled": True}} if dtype is torch.bfloat16 else {}))
+    engine = start(case_named("tied").build(), config)
+    train_step(engine, case_named("tied"), 0)
+    return engine
+
+
+def metadata(dtype: torch.dtype) -> dict[str, Any]:
+    engine = _engine(dtype)
+    model = engine.module
+    p = model.get_parameter(NAME)
+    moved = p.data.stride()
+    found = {
+        "isinstance": isinstance(p, nn.Parameter) and isinstance(p, Tensor) and torch.is_tensor(p),
+        "shape": (tuple(p.shape), tuple(p.size()), p.size(0), p.dim(), p.ndim, len(p)),
+        "numel": (p.numel(), p.nelement(), torch.numel(p)),
+        "dtype": (p.dtype, p.is_floating_point(), torch.is_floating_point(p), p.is_complex(), p.element_size(), p.itemsize),
+        "device": (p.device.type, p.is_cuda, p.is_meta, p.is_cpu),
+        "layout": (p.layout, p.is_sparse, moved, p.is_contiguous()),
+        "grad": (p.requires_grad, p.is_leaf, p.grad_fn, p.grad),
+        "identity": (hash(p) == id(p), p in {p}, p is model.get_parameter(NAME), bool({p: 1}[p])),
+        "like": (tuple(torch.empty_like(p).shape), tuple(torch.zeros_like(p).shape), torch.zeros_like(p).dtype, p.new_zeros(3).dtype),
+        "data": (tuple(p.data.shape), tuple(p.detach().shape), p.data.dtype),
+        "total": sum(each.numel() for each in model.parameters()),
+        "repr": repr(p),
+        "repr of data": repr(p.data),
+        "str": str(p),
+        "format": f"{p}",
+        "repr of model": repr(model),
+        "bytes": live_bytes(model),
+    }
+    p.requires_grad_(False)
+    p.requires_grad = True
+    p.some_attribute = 3
+    found["attribute"] = (p.some_attribute, p.requires_grad)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_metadata_of_a_released_parameter_tells_the_truth(pool2: RankPool, dtype: torch.dtype) -> None:
+    plain = case_named("tied").build()
+    size = dtype.itemsize
+    for found in pool2.run(metadata, dtype):
+        assert found["isinstance"]
+        assert found["shape"] == (SHAPE, SHAPE, SHAPE[0], 2, 2, SHAPE[0])
+        assert set(found["numel"]) == {SHAPE[0] * SHAPE[1]}
+        assert found["dtype"] == (dtype, True, True, False, size, size)
+        assert found["device"] == ("cpu", False, False, True)
+        assert found["layout"] == (torch.strided, False, (HIDDEN, 1), True)
+        assert found["grad"] == (True, True, None, None)
+        assert all(found["identity"])
+        assert found["like"] == (SHAPE, SHAPE, dtype, dtype)
+        assert found["data"] == (SHAPE, SHAPE, dtype)
+        assert found["total"] == sum(p.numel() for p in plain.parameters())
+        for key in ("repr", "repr of data", "str", "format"):
+            assert NAME in found[key] and str(SHAPE) in found[key], found[key]
+        assert found["repr of model"] == repr(plain)
+        assert found["attribute"] == (3, True)
+        assert found["bytes"] == 0
+
+
+def _saved(thing: Any) -> None:
+    torch.save(thing, io.BytesIO())
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "add": lambda p: p + 1,
+    "radd": lambda p: torch.ones(SHAPE) + p,
+    "matmul": lambda p: torch.ones(1, SHAPE[0]) @ p,
+    "linear": lambda p: F.linear(torch.ones(1, HIDDEN), p),
+    "sum": lambda p: p.sum(),
+    "norm": lambda p: torch.linalg.vector_norm(p),
+    "item": lambda p: p[0, 0].item(),
+    "index": lambda p: p[0],
+    "iterate": lambda p: list(p),
+    "float": lambda p: float(p),
+    "bool": lambda p: bool(p.data.all()),
+    "numpy": lambda p: p.detach().numpy(),
+    "array": lambda p: p.__array__(),
+    "tolist": lambda p: p.tolist(),
+    "clone": lambda p: p.clone(),
+    "detach clone": lambda p: p.detach().clone(),
+    "data clone": lambda p: p.data.clone(),
+    "cpu copy": lambda p: p.to("cpu", copy=True),
+    "to float64": lambda p: p.double(),
+    "half": lambda p: p.data.half(),
+    "view": lambda p: p.view(-1).sum(),
+    "data view": lambda p: p.data.view(-1).sum(),
+    "transpose": lambda p: p.t().sum(),
+    "detach transpose": lambda p: p.detach().t() + 1,
+    "equal": lambda p: torch.equal(p, torch.ones(SHAPE)),
+    "eq": lambda p: p == 0,
+    "allclose": lambda p: torch.allclose(p, p),
+    "stack": lambda p: torch.stack([p, p]),
+    "cat": lambda p: torch.cat([p.data, p.data]),
+    "copy_": lambda p: p.data.copy_(torch.ones(SHAPE)),
+    "copy from": lambda p: torch.empty(SHAPE).copy_(p.data),
+    "add_": lambda p: p.data.add_(1),
+    "fill": lambda p: nn.init.zeros_(p),
+    "normal": lambda p: nn.init.normal_(p),
+    "setitem": lambda p: p.data.__setitem__(0, 1.0),
+    "setitem into": lambda p: torch.empty(SHAPE).__setitem__(slice(None), p.data),
+    "out": lambda p: torch.add(torch.ones(SHAPE), 1, out=p.data),
+    "data_ptr": lambda p: p.data_ptr(),
+    "storage": lambda p: p.untyped_storage(),
+    "foreach": lambda p: torch._foreach_add([p.data], 1),
+    "foreach norm": lambda p: nn.utils.get_total_norm([p.data]),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "where": lambda p: torch.where(torch.ones(SHAPE, dtype=torch.bool), p, 0.0),
+    "einsum": lambda p: torch.einsum("ij->j", p),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "deepcopy data": lambda p: copy.deepcopy(p.data),
+    "pickle": lambda p: pickle.dumps(p),
+    "pickle data": lambda p: pickle.dumps(p.data),
+    "save": lambda p: _saved(p),
+    "save data": lambda p: _saved({"w": p.data}),
+    "safetensors": lambda p: safetensors.torch.save({"w": p.data}),
+    "broadcast": lambda p: dist.broadcast(p.data, 0),
+    "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p.data),
+    "from numpy": lambda p: torch.as_tensor(p.data).sum(),
+    "tensor": lambda p: torch.tensor(p.data),
+    "share memory": lambda p: p.data.share_memory_(),
+}
+
+
+def reads() -> dict[str, str]:
+    engine = _engine()
+    p = engine.module.get_parameter(NAME)
+    told = {}
+    for name, read in READS.items():
+        try:
+            result = read(p)
+        except ReleasedParameterError as error:
+            told[name] = str(error)
+        except Exception as error:
+            told[name] = f"WRONG ERROR {type(error).__name__}: {error}"
+        else:
+            told[name] = f"NO ERROR: {type(result).__name__}"
+    engine.destroy()
+    return told
+
+
+def test_every_read_of_a_released_parameter_raises_and_names_it(pool2: RankPool) -> None:
+    for told in pool2.run(reads):
+        wrong = {name: text[:120] for name, text in told.items() if NAME not in text or "GatheredParameters" not in text}
+        assert not wrong, wrong
+
+
+def whole_models(folder: str) -> dict[str, str]:
+    engine = _engine()
+    model = engine.module
+    target = Path(folder) / f"rank{dist.get_rank()}"
+    other = case_named("tied").build()
+    attempts: dict[str, Callable[[], Any]] = {
+        "torch.save state_dict": lambda: torch.save(model.state_dict(), target),
+        "torch.save module": lambda: torch.save(model, target),
+        "safetensors": lambda: safetensors.torch.save_file(dict(model.state_dict()), target),
+        "safetensors model": lambda: safetensors.torch.save_model(model, str(target)),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "pickle": lambda: pickle.dumps(model),
+        "load from": lambda: other.load_state_dict(model.state_dict()),
+        "double": lambda: model.double(),
+        "half": lambda: model.half(),
+        "engine state_dict": lambda: torch.save(engine.module.state_dict(), target),
+    }
+    told = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            told[name] = "NO ERROR"
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        told[name] += f" | file of {target.stat().st_size if target.exists() else 0} bytes"
+        target.unlink(missing_ok=True)
+    train_step(engine, case_named("tied"), 1)
+    engine.destroy()
+    return told
+
+
+def test_no_empty_tensor_can_be_written(pool2: RankPool, tmp_path: Path) -> None:
+    for told in pool2.run(whole_models, str(tmp_path)):
+        for name, text in told.items():
+            assert "sharded over the ranks" in text or "ReleasedParameterError" in text, f"{name}: {text[:300]}"
+
+
+def harmless_calls() -> tuple[bool, bool, bool, bool, bool]:
+    engine = _engine()
+    model = engine.module
+    plain = case_named("tied").build()
+    state, expected = model.state_dict(), plain.state_dict()
+    keys = list(state) == list(expected)
+    shapes = all(state[name].shape == value.shape and state[name].dtype == value.dtype for name, value in expected.items())
+    objects = [id(p) for p in model.parameters()]
+    for call in (lambda: model.to("cpu"), model.cpu, model.float, lambda: model.to(torch.float32), model.train, model.eval, model.train):
+        call()
+    p = model.get_parameter(NAME)
+    moves = p.to("cpu") is p and p.float() is p and p.data.float() is not None and p.to(p.device, p.dtype) is p
+    model.zero_grad()
+    model.zero_grad(set_to_none=False)
+    model.requires_grad_(True)
+    list(model.named_parameters()), list(model.buffers())
+    same = objects == [id(p) for p in model.parameters()]
+    train_step(engine, case_named("tied"), 1)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        inside = {name: value.clone() for name, value in model.state_dict().items()}
+        copied = copy.deepcopy(p).sum() == p.sum() and torch.load(_buffer({"w": p.data}))["w"].equal(p)
+    engine.destroy()
+    values = all(torch.equal(value, inside[name]) for name, value in model.state_dict().items())
+    return keys and shapes, moves, same, bool(copied), values
+
+
+def _buffer(thing: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(thing, stream)
+    stream.seek(0)
+    return stream
+
+
+def test_harmless_calls_work(pool2: RankPool) -> None:
+    for names, moves, same, copied, values in pool2.run(harmless_calls):
+        assert names, "state_dict() lost keys or logical shapes"
+        assert moves, ".to() of what is there already must be a no-op"
+        assert same, "model.to() replaced parameters"
+        assert copied and values
+
+
+class Borrower(nn.Module):
+    """Uses weights that belong to other modules, in several ways, in forward and (through autograd) in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(IN_FEATURES, HIDDEN)
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+        self.recurrent = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+        self.lists = nn.ParameterList([nn.Parameter(torch.full((HIDDEN,), 0.5)), nn.Parameter(torch.full((HIDDEN,), 0.25))])
+        self.head = nn.Linear(HIDDEN, OUT_FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        x = self.layers[0](x)
+        up = self.layers[1].up
+        x = x + F.linear(F.linear(x, up.weight, up.bias), up.weight.t())
+        x = x.unsqueeze(0)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = (x + self.recurrent(x)[0]).squeeze(0)
+        x = x * self.lists[0] + self.lists[1] * torch.stack(list(self.lists)).sum(0)
+        x = self.layers[1](x) + x @ self.inp.weight @ self.inp.weight.T
+        penalty = sum(p.square().sum() for p in self.layers[0].parameters())
+        return F.linear(x, self.head.weight) + self.head.bias + 0.01 * penalty
+
+
+def borrowed(stage: int) -> tuple[float, str]:
+    return lockstep(Case("borrower", seeded(Borrower), regression_batch, case_named("plain").loss), make_config(stage, zero=ZERO))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_used_outside_their_module(pool2: RankPool, stage: int) -> None:
+    for error, worst in pool2.run(borrowed, stage):
+        assert error <= TOLERANCE, worst
+
+
+def guarded_while_arriving() -> str:
+    """Between a forward and its backward parameters may be in flight; a read then is refused, never half-filled."""
+    engine = _engine()
+    unit = engine.module.get_parameter(NAME)._ds_unit
+    engine.runtime._gather(unit, guest=False)
+    try:
+        unit.params[0].sum()
+        said = "NO ERROR"
+    except ReleasedParameterError as error:
+        said = str(error)
+    engine.runtime.flush()
+    engine.destroy()
+    return said
+
+
+def test_a_parameter_in_flight_is_not_readable(pool2: RankPool) -> None:
+    for said in pool2.run(guarded_while_arriving):
+        assert "GatheredParameters" in said
