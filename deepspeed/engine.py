@@ -20,6 +20,7 @@ from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
+from deepspeed.zero.access import GatheredParameters
 from deepspeed.zero.build import ZeroParts, restore_plain
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimView
@@ -341,6 +342,31 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
         return consolidated_state_dict(self.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """``module.state_dict()``; sharded entries show their shape and refuse to be read or saved."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad} if exclude_frozen_parameters else set()
+        return {k: v for k, v in state.items() if k[len(prefix) :] not in frozen} if frozen else state
+
+    def load_module_state_dict(self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+        """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
+        with GatheredParameters(self.module.parameters(), modifier_rank=self.global_first_rank):
+            if custom_load_fn is not None:
+                custom_load_fn(src=checkpoint, dst=self.module)
+            else:
+                self.module.load_state_dict(checkpoint, strict=strict)
+        for unit in self.runtime.units:
+            for position in range(len(unit.params)):
+                if not unit.movable:
+                    unit.absorb(position)
+
+    @property
+    def global_first_rank(self) -> int:
+        """Global rank of the first data-parallel member: the one whose values win and who writes whole weights."""
+        return self.mesh.world.ranks[0]
 
     def save_16bit_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
         """Write all weights in the compute dtype to one file by the first rank. Collective.

@@ -132,6 +132,8 @@ class ModuleHooks:
     def _before_backward(self, units: list[Unit]) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             self._arm()
+            # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights after this backward.
+            self._runtime.second_order = torch.is_grad_enabled()
             if units:
                 self._runtime.need(units)
 

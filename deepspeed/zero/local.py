@@ -199,7 +199,7 @@ class ReleasedFace:
             hollow = [t for t in _released_arguments(args, kwargs) if _is_hollow(t)]
             if not hollow:
                 return func(*args, **kwargs)
-            if func is torch.Tensor.__repr__:
+            if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
                 return _describe(hollow[0])
             unit = getattr(hollow[0], "_ds_unit", None)
             if func in _ALIASES and not (unit is not None and unit.may_fetch_on_demand()):

@@ -5,6 +5,7 @@ its ``param_groups`` list and its group dicts stay the caller's own; only the ``
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,11 +68,38 @@ def _spans(unit: Unit, start: int, stop: int, *, whole: bool) -> list[tuple[str,
 
 
 def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:
-    """Point the optimizer's groups at the views. Raises OptimizerConfigError when it already holds state of its own."""
-    if optimizer.state:
+    """Point the optimizer's groups at the views. Raises OptimizerConfigError when it has already taken steps."""
+    initial = _initial_state(optimizer)
+    optimizer.state.clear()
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"][:] = [v.param for v in views if v.group == index]
+    for view in views:
+        if initial:
+            optimizer.state[view.param] = {key: _like(value, view.param) for key, value in initial[view.group].items()}
+
+
+def _initial_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """One parameter's state per group of an optimizer that fills it at construction (torch's Adagrad); empty for all others."""
+    if not optimizer.state:
+        return {}
+    steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
+    constant = all(
+        not isinstance(v, torch.Tensor) or v.numel() == 0 or bool((v == v.reshape(-1)[0]).all())
+        for state in optimizer.state.values()
+        for v in state.values()
+    )
+    if len(steps) != len(optimizer.state) or any(steps) or not constant:
         raise OptimizerConfigError(
             f"the {type(optimizer).__name__} passed to initialize() has already taken steps (it holds state for "
             f"{len(optimizer.state)} tensors); pass a fresh optimizer, or load its state through the engine"
         )
-    for index, group in enumerate(optimizer.param_groups):
-        group["params"][:] = [v.param for v in views if v.group == index]
+    return {i: optimizer.state[group["params"][0]] for i, group in enumerate(optimizer.param_groups) if group["params"]}
+
+
+def _like(value: Any, param: nn.Parameter) -> Any:
+    """An initial slot for ``param``: scalars are copied, constant tensors are spread over its shape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 0:
+        return value.clone()
+    return torch.full_like(param, value.reshape(-1)[0].item(), requires_grad=False)

@@ -67,6 +67,8 @@ class Runtime:
         self._first = plan.prefetch_numel if plan.overlap else 0
         self._window = min(self._first, movable[len(movable) // 2]) if movable else 0
         self._on_demand: list[list[Unit]] = []
+        # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
+        self.second_order = False
         for unit in units:
             unit.fetcher = weakref.proxy(self)
 
@@ -235,7 +237,7 @@ class Runtime:
 
     def backward_done(self, unit: Unit) -> None:
         """No further backward of this unit's modules is foreseen: release its parameters."""
-        if unit.movable and unit.idle and unit.state is UnitState.READY:
+        if unit.movable and unit.idle and unit.state is UnitState.READY and not self.second_order:
             unit.release()
 
     def flush(self) -> None:
@@ -257,8 +259,9 @@ class Runtime:
         for unit in self.units:
             unit.backward_inputs = 0
             unit.done.clear()
-            if unit.movable and unit.users == 0 and unit.pins == 0 and unit.state is not UnitState.ABSENT:
+            if unit.movable and unit.users == 0 and unit.pins == 0 and unit.state is not UnitState.ABSENT and not self.second_order:
                 self._discard(unit)
+        self.second_order = False
 
     # -- step --------------------------------------------------------------------------------------------------------------------
     def gather_gradients(self) -> list[Unit]:
@@ -281,6 +284,8 @@ class Runtime:
         started = []
         for unit in units:
             unit.version += 1
+            if unit.movable and unit.idle and unit.state is not UnitState.ABSENT:
+                self._discard(unit)
             if unit.master is not None:
                 started.append(self._publish_one(unit))
         for transfer in started:

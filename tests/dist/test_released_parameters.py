@@ -146,9 +146,8 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "save data": lambda p: _saved({"w": p.data}),
     "safetensors": lambda p: safetensors.torch.save({"w": p.data}),
     "broadcast": lambda p: dist.broadcast(p.data, 0),
-    "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p.data),
+    "dlpack": lambda p: p.data.__dlpack__(),
     "from numpy": lambda p: torch.as_tensor(p.data).sum(),
-    "tensor": lambda p: torch.tensor(p.data),
     "share memory": lambda p: p.data.share_memory_(),
 }
 
@@ -200,8 +199,11 @@ def whole_models(folder: str) -> dict[str, str]:
             told[name] = "NO ERROR"
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
-        told[name] += f" | file of {target.stat().st_size if target.exists() else 0} bytes"
-        target.unlink(missing_ok=True)
+        try:
+            torch.load(target, weights_only=False)
+            told[name] += " | A FILE THAT LOADS"
+        except Exception:
+            target.unlink(missing_ok=True)
     train_step(engine, case_named("tied"), 1)
     engine.destroy()
     return told
@@ -210,7 +212,10 @@ def whole_models(folder: str) -> dict[str, str]:
 def test_no_empty_tensor_can_be_written(pool2: RankPool, tmp_path: Path) -> None:
     for told in pool2.run(whole_models, str(tmp_path)):
         for name, text in told.items():
-            assert "sharded over the ranks" in text or "ReleasedParameterError" in text, f"{name}: {text[:300]}"
+            assert "NO ERROR" not in text and "FILE THAT LOADS" not in text, f"{name}: {text[:300]}"
+            # A module with hooks is not picklable at all; everything else names the parameter and the way out.
+            if name not in ("torch.save module", "pickle"):
+                assert "sharded over the ranks" in text, f"{name}: {text[:300]}"
 
 
 def harmless_calls() -> tuple[bool, bool, bool, bool, bool]:

@@ -1,0 +1,387 @@
+"""zero.Init: a model that never exists whole trains exactly like one that was built plainly (with rank 0's values)."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.verify.grads import full_parameters, scaled_error
+from deepspeed.verify.models import HIDDEN, VOCABULARY, Block, Case, case_named, cross_entropy, token_batch
+from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes
+from tests.harness.pool import RankPool
+from tests.harness.training import here, make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(60)
+ZERO = {"param_persistence_threshold": 0}
+
+
+class Base(nn.Module):
+    """Weights made and initialised by the parent's constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.gain = nn.Parameter(torch.full((HIDDEN,), 2.0))
+        nn.init.normal_(self.embed.weight, std=0.3)
+
+
+class Rich(Base):
+    """Everything that constructors do: child weights edited after attachment, apply(init), ties, odd shapes, buffers, arange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        nn.init.xavier_uniform_(self.layers[0].up.weight)
+        with torch.no_grad():
+            self.layers[1].down.bias.fill_(0.125)
+            self.layers[1].up.weight[:2] = 0.5
+        self.layers[2].up.weight.data.normal_(mean=0.0, std=0.02)
+        self.register_buffer("positions", torch.arange(7))
+        self.register_buffer("mask", torch.tril(torch.ones(3, 3)), persistent=False)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, HIDDEN))
+        self.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.apply(self._init)
+        self.head.weight = self.embed.weight
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            module.weight.data.fill_(0.75)
+            nn.init.constant_(module.bias, 0.01)
+        elif isinstance(module, nn.Linear) and module.bias is not None and module.out_features == HIDDEN:
+            module.bias.data.add_(0.0625)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.gain * self.scalar
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) + self.empty.sum()
+
+
+class Whole(Base):
+    """The output projection is functional and the constructor is one long method of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(HIDDEN, HIDDEN)
+        self.b = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)))
+        self.b[1][1].weight = nn.Parameter(torch.eye(HIDDEN))
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.xavier_normal_(p)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.b(self.a(self.embed(tokens) * self.gain)), self.embed.weight)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"rich": Rich, "whole": Whole, "tied": case_named("tied").build}
+
+
+def _seeded(name: str) -> nn.Module:
+    torch.manual_seed(99 + dist.get_rank())  # ranks draw differently: rank 0's values must win
+    return MODELS[name]()
+
+
+def _from_rank_0(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.numel():
+                dist.broadcast(tensor, 0)
+    return model
+
+
+def equals_a_plain_model(name: str, stage: int) -> tuple[list[str], float, str]:
+    """Names, values and training of the model under Init against the same constructor run plainly."""
+    plain = _from_rank_0(_seeded(name))
+    with deepspeed.zero.Init(config_dict_or_path=make_config(stage, zero=ZERO)):
+        model = _seeded(name)
+    wrong = []
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    for key, param in model.named_parameters(remove_duplicate=False):
+        if param.shape != expected[key].shape or param.dtype != expected[key].dtype:
+            wrong.append(f"{key}: {param.shape} {param.dtype}")
+    if list(model.state_dict()) != list(plain.state_dict()):
+        wrong.append("state_dict keys")
+    for key, value in full_parameters(model).items():
+        if not torch.equal(value, expected[key]):
+            wrong.append(f"{key}: values differ by {float((value - expected[key]).abs().max())}")
+    if live_bytes(model):
+        wrong.append(f"{live_bytes(model)} bytes of parameters are whole after construction")
+    wrong += [f"buffer {key}" for key, value in model.named_buffers() if not torch.equal(value, plain.get_buffer(key))]
+    case = Case(name, lambda: model, token_batch, cross_entropy)
+    pair = Lockstep(case, make_config(stage, zero=ZERO), model=model, plain=plain)
+    for step in range(2):
+        pair.step(step)
+    return wrong, *pair.finish()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_built_sharded_equals_one_built_plainly(pool2: RankPool, name: str, stage: int) -> None:
+    for wrong, error, worst in pool2.run(equals_a_plain_model, name, stage):
+        assert wrong == []
+        assert error <= TOLERANCE, worst
+
+
+def test_on_three_ranks(pool3: RankPool) -> None:
+    for wrong, error, worst in pool3.run(equals_a_plain_model, "rich", 3):
+        assert wrong == []
+        assert error <= TOLERANCE, worst
+
+
+def sixteen_bits(block: str, explicit: bool) -> list[str]:
+    config = make_config(3, zero=ZERO, **{block: {"enabled": True}})
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[block]
+    plain = _from_rank_0(_seeded("rich"))
+    with deepspeed.zero.Init(dtype=dtype) if explicit else deepspeed.zero.Init(config_dict_or_path=config):
+        inside = (torch.zeros(1).dtype, torch.arange(3).dtype, torch.arange(3.0).dtype, torch.ones(2, dtype=torch.float64).dtype)
+        model = _seeded("rich")
+    wrong = [] if inside == (dtype, torch.int64, torch.float32, torch.float64) else [f"constructors inside: {inside}"]
+    wrong += [f"{key}: {p.dtype}" for key, p in model.named_parameters() if p.dtype is not dtype and key != "counts"]
+    wrong += [] if model.counts.dtype is torch.int64 and model.positions.dtype is torch.int64 else ["integers lost their dtype"]
+    expected = dict(plain.named_parameters())
+    deterministic = ("gain", "scalar", "layers.0.norm.weight", "layers.1.norm.bias", "counts")
+    found = full_parameters(model)
+    wrong += [key for key in deterministic if not torch.equal(found[key], expected[key].to(found[key].dtype))]
+    engine = start(model, config)
+    train_step(engine, case_named("tied"), 0)
+    wrong += [key for key, value in full_parameters(model).items() if not bool(value.isfinite().all())]
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["from_config", "dtype"])
+@pytest.mark.parametrize("block", ["bf16", "fp16"])
+def test_sixteen_bit_construction(pool2: RankPool, block: str, explicit: bool) -> None:
+    assert pool2.run(sixteen_bits, block, explicit) == [[], []]
+
+
+class Wide(nn.Module):
+    """Twelve equal layers, each a twelfth of the model."""
+
+    WIDTH, DEPTH = 64, 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH), nn.ReLU()) for _ in range(self.DEPTH)])
+        self.apply(self._init)
+        self.head = nn.Linear(self.WIDTH, 1)
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+@contextlib.contextmanager
+def peak_of_live_parameters(peak: list[int]) -> Iterator[None]:
+    """Record the largest number of storage bytes alive at any module's attachment or weight initialisation."""
+    normal, add = nn.init.normal_, nn.Module.register_module
+    gc.collect()
+    base = _storage_bytes()
+
+    def look(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            peak.append(_storage_bytes() - base)
+            return result
+
+        return wrapper
+
+    nn.init.normal_, nn.Module.add_module = look(normal), look(nn.Module.add_module)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.init.normal_, nn.Module.add_module = normal, add  # type: ignore[method-assign]
+
+
+def _storage_bytes() -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and not t.is_meta]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def memory_of_construction(meta: bool) -> tuple[int, int, int, int]:
+    """(peak while constructing, bytes at rest, this rank's share, the whole) in bytes."""
+    peak: list[int] = []
+    with peak_of_live_parameters(peak), deepspeed.zero.Init(), torch.device("meta") if meta else contextlib.nullcontext():
+        model = Wide()
+    gc.collect()
+    shards = sum(p._ds_unit.shard.untyped_storage().nbytes() for p in model.parameters())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return max(peak), live_bytes(model), shards, whole
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["device", "meta"])
+def test_the_model_is_never_whole(pool2: RankPool, meta: bool) -> None:
+    for peak, rest, shards, whole in pool2.run(memory_of_construction, meta):
+        assert rest == 0
+        assert shards <= 0.52 * whole + 128 * 2 * Wide.DEPTH
+        assert peak <= 0.75 * whole, f"peak {peak} of {whole} bytes"
+
+
+def built_on_meta() -> tuple[bool, list[str], float]:
+    """Meta modules get memory and their own reset_parameters(), and weights loaded into them train."""
+    plain = _from_rank_0(case_named("plain").build())
+    with deepspeed.zero.Init(), torch.device("meta"):
+        model = case_named("plain").build()
+    meta = [name for name, p in model.named_parameters() if p.is_meta or p.device.type != "cpu"]
+    sane = all(bool(v.isfinite().all()) for v in full_parameters(model).values())
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            model.load_state_dict(plain.state_dict())
+    pair = Lockstep(case_named("plain"), make_config(3, zero=ZERO), model=model, plain=plain)
+    pair.step(0)
+    return sane, meta, pair.finish()[0]
+
+
+def test_meta_device_construction(pool2: RankPool) -> None:
+    for sane, meta, error in pool2.run(built_on_meta):
+        assert sane and meta == []
+        assert error <= TOLERANCE
+
+
+def _constructors() -> list[object]:
+    return [getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "arange", "eye", "tensor", "rand", "randn")]
+
+
+def odd_uses() -> dict[str, bool]:
+    before = _constructors()
+    found: dict[str, bool] = {}
+
+    def sharded(module: nn.Module) -> list[bool]:
+        return [hasattr(p, "ds_id") for p in module.parameters()]
+
+    with deepspeed.zero.Init(enabled=False, config_dict_or_path={"no": "such key"}):
+        plain = nn.Linear(4, 4)
+        found["disabled does nothing"] = not any(sharded(plain)) and _constructors() == before
+    with deepspeed.zero.Init():
+        with deepspeed.zero.Init(dtype=torch.bfloat16):
+            inner = nn.Sequential(nn.Linear(4, 4))
+        outer = nn.Sequential(nn.Linear(4, 4))
+    found["nested keeps the outer"] = all(sharded(inner) + sharded(outer)) and inner[0].weight.dtype is torch.float32
+    found["nested restores"] = _constructors() == before
+    after = nn.Sequential(nn.Linear(4, 4))
+    found["outside is plain"] = not any(sharded(after))
+    try:
+        with deepspeed.zero.Init(dtype=torch.bfloat16):
+            nn.Linear(4, 4)
+            raise KeyError("in a constructor")
+    except KeyError:
+        found["error restores"] = _constructors() == before and not any(sharded(nn.Sequential(nn.Linear(2, 2))))
+    with deepspeed.zero.Init():
+        found["usable after an error"] = all(sharded(nn.Sequential(nn.Linear(4, 4))))
+    deepspeed.zero.Init(module=after)
+    found["module="] = all(sharded(after)) and live_bytes(after) == 0
+    with deepspeed.zero.Init(remote_device="cpu", pin_memory=True):
+        remote = nn.Sequential(nn.Linear(4, 4))
+    found["remote"] = all(sharded(remote)) and remote[0].weight._ds_unit.shard.device.type == "cpu"
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}):
+        auto = nn.Sequential(nn.Linear(4, 4))
+    found["auto in the config"] = auto[0].weight.dtype is torch.float32
+    with deepspeed.zero.Init():
+        lone = nn.Linear(4, 4)
+    found["a lone module is cut at exit"] = all(sharded(lone))
+    found["ds attributes"] = tuple(lone.weight.ds_shape) == (4, 4) and lone.weight.ds_numel == 16 and lone.weight.partition_numel() == 8
+    return found
+
+
+def test_odd_uses_of_the_context(pool2: RankPool) -> None:
+    for found in pool2.run(odd_uses):
+        assert all(found.values()), [name for name, good in found.items() if not good]
+
+
+def edited(when: str) -> tuple[float, bool]:
+    """GatheredParameters edits before and after initialize: the modifier's values win everywhere, others' edits are lost."""
+    plain = _from_rank_0(_seeded("tied"))
+    with deepspeed.zero.Init():
+        model = _seeded("tied")
+    engine = start(model, make_config(3, zero=ZERO)) if when == "after" else None
+    target = model.layers[0].up.weight
+    with deepspeed.zero.GatheredParameters([target, model.embed.weight], modifier_rank=1), torch.no_grad():
+        target.fill_(dist.get_rank() + 0.5)
+        if dist.get_rank() == 1:
+            nn.init.constant_(model.embed.weight, 0.25)
+    with torch.no_grad():
+        plain.layers[0].up.weight.fill_(1.5)
+        plain.embed.weight.fill_(0.25)
+    with deepspeed.zero.GatheredParameters(model.layers[1].up.weight), torch.no_grad():
+        model.layers[1].up.weight.fill_(77.0)  # without a modifier an edit is lost
+    before = max(scaled_error(v, dict(plain.named_parameters())[k].detach()) for k, v in full_parameters(model).items())
+    engine = engine or start(model, make_config(3, zero=ZERO))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+    del optimizer
+    losses = [case_named("tied").seeded_loss(m, here(0))[0].detach() for m in (engine, plain)]
+    engine.destroy()
+    return before, scaled_error(losses[0], losses[1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_edits_through_gathered_parameters(pool2: RankPool, when: str) -> None:
+    for error, same_loss in pool2.run(edited, when):
+        assert error == 0.0
+        assert same_loss
+
+
+def resized(under_init: bool) -> tuple[list[int], float]:
+    """Replace the embedding by a larger one before initialize, as vocabulary resizing does."""
+    plain = _from_rank_0(_seeded("tied"))
+    with deepspeed.zero.Init():
+        model = _seeded("tied")
+    extra = 3
+    with deepspeed.zero.Init() if under_init else contextlib.nullcontext():
+        bigger = nn.Embedding(VOCABULARY + extra, HIDDEN)
+    old = model.embed
+    with deepspeed.zero.GatheredParameters([old.weight, bigger.weight], modifier_rank=0), torch.no_grad():
+        bigger.weight.zero_()
+        bigger.weight[:VOCABULARY] = old.weight
+    old.weight = bigger.weight
+    old.num_embeddings = VOCABULARY + extra
+    model.head.weight = old.weight
+    with torch.no_grad():
+        wide = torch.cat([plain.embed.weight, torch.zeros(extra, HIDDEN)])
+    plain.embed.weight = nn.Parameter(wide)
+    plain.head.weight = plain.embed.weight
+    pair = Lockstep(case_named("tied"), make_config(3, zero=ZERO), model=model, plain=plain)
+    pair.step(0)
+    shape = list(model.head.weight.shape)
+    return shape, pair.finish()[0]
+
+
+@pytest.mark.parametrize("under_init", [True, False])
+def test_resizing_an_embedding_before_initialize(pool2: RankPool, under_init: bool) -> None:
+    for shape, error in pool2.run(resized, under_init):
+        assert shape == [VOCABULARY + 3, HIDDEN]
+        assert error <= TOLERANCE
+
+
+def born_twice() -> bool:
+    """destroy() on a model that was born sharded, then a second engine on it goes on from where the first stopped."""
+    with deepspeed.zero.Init():
+        model = _seeded("tied")
+    reference = None
+    for stage in (3, 2):
+        engine = start(model, make_config(stage, zero=ZERO))
+        train_step(engine, case_named("tied"), 0)
+        now = full_parameters(model)
+        engine.destroy()
+        again = full_parameters(model)
+        if not equal(now, again):
+            return False
+        reference = again
+    return reference is not None
+
+
+def test_a_born_sharded_model_survives_its_engine(pool2: RankPool) -> None:
+    assert pool2.run(born_twice) == [True, True]
