@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from deepspeed.comm.collectives import AxisGroup, exchange_ints
+from deepspeed.comm.collectives import AxisGroup, exchange_ints, gather_objects
 from deepspeed.errors import DivergenceError
 
 
@@ -28,19 +28,33 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """``units[0]`` is needed; further ones (gathers only) are wished for. ``pending`` lists units with local gradients (FLUSH, STEP)."""
+    """``units[0]`` is needed; further ones (gathers only) are wished for. ``pending`` lists units with local gradients (FLUSH, STEP).
+
+    ``reduces`` are reductions that travel with another request, to save a message; they come before it. ``path`` lists the units
+    used since the last meeting point; only its digest travels, and only where divergence is an error.
+    """
 
     kind: Kind
     units: tuple[int, ...] = ()
     pending: tuple[int, ...] = ()
+    reduces: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
+
+    @property
+    def head(self) -> tuple[Kind, int]:
+        """What this rank asks for first; the smallest head of all ranks is served when they differ."""
+        if self.reduces:
+            return Kind.REDUCE, self.reduces[0]
+        return self.kind, self.units[0] if self.units else -1
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What every rank does now. For FLUSH and STEP ``units`` is the union of all ranks' pending units."""
+    """What every rank does now: first ``reduces``, then ``kind``. For FLUSH and STEP ``units`` is the union of all pending units."""
 
     kind: Kind
     units: tuple[int, ...]
+    reduces: tuple[int, ...] = ()
 
 
 _ENDS = {
@@ -49,6 +63,7 @@ _ENDS = {
     Kind.STEP: "has reached the step",
 }
 _WISHES = 8
+_REDUCES = 4
 _WORD = 62
 
 
@@ -65,7 +80,7 @@ class Agreement:
 
     def decide(self, request: Request) -> Decision:
         """Exchange requests and return the common decision. Collective. Raises DivergenceError in mode "error"."""
-        own = Decision(request.kind, request.pending if request.kind >= Kind.FLUSH else request.units)
+        own = Decision(request.kind, request.pending if request.kind >= Kind.FLUSH else request.units, request.reduces)
         if self._group is None:
             return own
         self.rounds += 1
@@ -73,36 +88,49 @@ class Agreement:
         if all(row == said[0] for row in said):
             return own
         requests = [self._decode(row) for row in said]
-        kind = min(r.kind for r in requests)
-        heads = {(r.kind, r.units[:1]) for r in requests}
-        if len(heads) > 1 and self._mode == "error":
-            raise DivergenceError(self._report(requests))
+        heads = {r.head for r in requests}
+        if self._mode == "error":
+            self._refuse(requests, heads, request.path)
+        kind, unit = min(heads)
         if kind >= Kind.FLUSH:
             return Decision(kind, tuple(sorted({u for r in requests for u in r.pending})))
-        if kind is Kind.LEAVE:
-            return Decision(kind, ())
-        return Decision(kind, (min(r.units[0] for r in requests if r.kind is kind),))
+        return Decision(kind, () if kind is Kind.LEAVE else (unit,))
 
     def _encode(self, request: Request) -> list[int]:
         wishes = [*request.units[:_WISHES], *([-1] * (_WISHES - len(request.units)))]
         words = [0] * self._words
         for unit in request.pending:
             words[unit // _WORD] |= 1 << (unit % _WORD)
-        return [int(request.kind), *wishes, *words]
+        reduces = [*request.reduces[:_REDUCES], *([-1] * (_REDUCES - len(request.reduces)))]
+        return [int(request.kind), *wishes, *reduces, *words, hash(request.path) >> 1]
 
     def _decode(self, row: list[int]) -> Request:
-        units = tuple(u for u in row[1 : 1 + _WISHES] if u >= 0)
-        pending = tuple(word * _WORD + bit for word, bits in enumerate(row[1 + _WISHES :]) for bit in range(_WORD) if bits >> bit & 1)
-        return Request(Kind(row[0]), units, pending)
+        wishes, reduces, words = row[1 : 1 + _WISHES], row[1 + _WISHES : 1 + _WISHES + _REDUCES], row[1 + _WISHES + _REDUCES : -1]
+        pending = tuple(word * _WORD + bit for word, bits in enumerate(words) for bit in range(_WORD) if bits >> bit & 1)
+        return Request(Kind(row[0]), tuple(u for u in wishes if u >= 0), pending, tuple(u for u in reduces if u >= 0))
 
-    def _report(self, requests: list[Request]) -> str:
-        ranks = self._group.ranks if self._group is not None else (0,)
-        parts = []
-        for rank, r in zip(ranks, requests, strict=True):
-            what = {Kind.REDUCE: "reduces the gradients of", Kind.GATHER: "needs"}.get(r.kind)
-            place = f"{what} {self._names[r.units[0]]!r}" if what else _ENDS[r.kind]
-            parts.append(f"rank {rank} {place}")
-        return (
-            f"the ranks took different paths ({self._where()}): {'; '.join(parts)}. zero_optimization.divergence is 'error'; "
+    @property
+    def strict(self) -> bool:
+        """True when ranks must take the same path."""
+        return self._mode == "error"
+
+    def _refuse(self, requests: list[Request], heads: set[tuple[Kind, int]], path: tuple[int, ...]) -> None:
+        """Raise when the ranks ask for different things, or met having used different modules."""
+        assert self._group is not None
+        if len(heads) > 1:
+            asked = [self._asks(*r.head) for r in requests]
+        else:
+            paths = gather_objects(path, self._group)
+            if all(p == paths[0] for p in paths):
+                return
+            first = next(i for i in range(max(map(len, paths))) if len({p[i : i + 1] for p in paths}) > 1)
+            asked = [f"used {self._names[p[first]]!r}" if first < len(p) else "used nothing more" for p in paths]
+        said = "; ".join(f"rank {rank} {what}" for rank, what in zip(self._group.ranks, asked, strict=True))
+        raise DivergenceError(
+            f"the ranks took different paths ({self._where()}): {said}. zero_optimization.divergence is 'error'; "
             "set it to 'tolerate' to let ranks skip modules"
         )
+
+    def _asks(self, kind: Kind, unit: int) -> str:
+        what = {Kind.REDUCE: "reduces the gradients of", Kind.GATHER: "needs"}.get(kind)
+        return f"{what} {self._names[unit]!r}" if what else _ENDS[kind]

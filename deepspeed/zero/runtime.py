@@ -22,6 +22,9 @@ from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import GradState, Unit, UnitState
 
 
+_TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
+
+
 class Phase(Enum):
     """What the model is doing; recomputation inside backward counts as BACKWARD (invariant I5)."""
 
@@ -63,10 +66,13 @@ class Runtime:
         self.on_backward: Callable[[], None] = lambda: None
         self._numels = [u.layout.numel if u.movable else 0 for u in units]
         movable = sorted(n for n in self._numels if n)
-        # One typical unit ahead hides a gather; more would only hold memory. A single large unit may always come early.
+        # Two typical units ahead hide a gather and halve the messages; more would only hold memory. One large unit may come alone.
         self._first = plan.prefetch_numel if plan.overlap else 0
-        self._window = min(self._first, movable[len(movable) // 2]) if movable else 0
+        self._window = min(self._first, 2 * movable[len(movable) // 2]) if movable else 0
         self._on_demand: list[list[Unit]] = []
+        # Units whose gradients are complete and wait to be reduced with the next message.
+        self._complete: list[int] = []
+        self._path: list[int] = []
         # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
         self.second_order = False
         for unit in units:
@@ -98,8 +104,8 @@ class Runtime:
         """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7)."""
         if self.depth or not any(self._numels):
             return
-        while (decision := self.agreement.decide(Request(Kind.LEAVE))).kind is not Kind.LEAVE:
-            self._execute(decision, wanted=None)
+        while self._ask(Kind.LEAVE).kind is not Kind.LEAVE:
+            pass
 
     def borrowed(self) -> list[Unit]:
         """Units the running module has read without owning them; its backward will read them too."""
@@ -128,33 +134,50 @@ class Runtime:
         movable = [u for u in units if u.movable]
         for unit in movable:
             self.schedule.use(unit.index)
+            if self.agreement.strict:
+                self._path.append(unit.index)
         for unit in movable:
             if unit.state is not UnitState.ABSENT and unit.fetched_version != unit.version:
                 self._discard(unit)  # a forecast from before the last step must never serve stale weights (I6)
             while unit.state is UnitState.ABSENT:
-                self._execute(self.agreement.decide(Request(Kind.GATHER, (unit.index, *self._ahead(unit.index)))), wanted=unit.index)
+                self._ask(Kind.GATHER, (unit.index, *self._ahead(unit.index)))
         for unit in movable:
             self._arrive(unit)
         ahead = self._ahead(None) if movable else []
         if ahead:
-            self._execute(self.agreement.decide(Request(Kind.GATHER, tuple(ahead))), wanted=ahead[0])
+            self._ask(Kind.GATHER, tuple(ahead))
 
     def _ahead(self, besides: int | None) -> list[int]:
+        """Units to fetch early; none while the next one is here or on its way, so that several share one message."""
         if not self._first:
             return []
         foreseen = self.schedule.ahead(self._numels, first_numel=self._first, window_numel=self._window)
-        return [i for i in foreseen if i != besides and self.units[i].movable and self.units[i].state is UnitState.ABSENT][:7]
+        others = [i for i in foreseen if i != besides]
+        if others and self.units[others[0]].state is not UnitState.ABSENT:
+            return []
+        return [i for i in others if self.units[i].movable and self.units[i].state is UnitState.ABSENT][:7]
+
+    def _ask(self, kind: Kind, units: tuple[int, ...] = (), *, pending: tuple[int, ...] = ()) -> Decision:
+        """Agree with the other ranks on the next collectives and carry them out; complete gradients go along."""
+        reduces = () if kind >= Kind.LEAVE else tuple(self._complete)
+        path = tuple(self._path) if kind >= Kind.LEAVE else ()
+        decision = self.agreement.decide(Request(kind, units, pending, reduces, path))
+        if decision.kind >= Kind.LEAVE:
+            self._path.clear()
+        self._execute(decision, wanted=units[0] if units else None)
+        self._complete = [i for i in self._complete if self.units[i].partial is not None]
+        return decision
 
     def _execute(self, decision: Decision, *, wanted: int | None) -> None:
-        """Carry out what all ranks agreed on."""
+        for index in decision.reduces:
+            self._reduce(self.units[index])
         if decision.kind is Kind.GATHER:
             for position, index in enumerate(decision.units):
                 self._gather(self.units[index], guest=position == 0 and index != wanted)
-        elif decision.kind is Kind.REDUCE:
-            self._reduce(self.units[decision.units[0]])
-        elif decision.kind is Kind.FLUSH:
+        elif decision.kind is not Kind.LEAVE:
             for index in decision.units:
-                self._reduce(self.units[index])
+                if index not in decision.reduces:
+                    self._reduce(self.units[index])
 
     def _gather(self, unit: Unit, *, guest: bool) -> None:
         self.counters.gathers += 1
@@ -221,13 +244,16 @@ class Runtime:
         """Autograd has finished the gradient of one parameter in graph task ``task``."""
         self.gradients.pack(unit, position)
         if self.gradients.complete(unit) and self.gradients.reduces_now(unit):
-            self._request_reduce(unit)
+            if unit.index not in self._complete:
+                self._complete.append(unit.index)
+            if not unit.movable or not self.plan.overlap or len(self._complete) >= _TRAVEL_TOGETHER:
+                self._reduce_complete()
         if unit.all_done(position, task):
             self.backward_done(unit)
 
-    def _request_reduce(self, unit: Unit) -> None:
-        while unit.partial is not None:
-            self._execute(self.agreement.decide(Request(Kind.REDUCE, (unit.index,))), wanted=None)
+    def _reduce_complete(self) -> None:
+        while self._complete:
+            self._ask(Kind.REDUCE, (self._complete[0],))
 
     def _reduce(self, unit: Unit) -> None:
         self.counters.reductions += 1
@@ -245,9 +271,7 @@ class Runtime:
         self.flushes += 1
         while True:
             pending = tuple(u.index for u in self.units if u.partial is not None and self.gradients.reduces_now(u))
-            decision = self.agreement.decide(Request(Kind.FLUSH, pending=pending))
-            self._execute(decision, wanted=None)
-            if decision.kind is Kind.FLUSH:
+            if self._ask(Kind.FLUSH, pending=pending).kind is Kind.FLUSH:
                 break
         self._settle()
 
@@ -270,13 +294,8 @@ class Runtime:
             raise UsageError("step() was called inside a forward or backward of the model; call it after backward() has returned")
         self.gradients.final = True
         self.gradients.hold = False
-        while True:
-            decision = self.agreement.decide(Request(Kind.STEP, pending=self.gradients.pending()))
-            if decision.kind is Kind.STEP:
-                break
-            self._execute(decision, wanted=None)
-        for index in decision.units:
-            self._reduce(self.units[index])
+        while self._ask(Kind.STEP, pending=self.gradients.pending()).kind is not Kind.STEP:
+            pass
         return self.gradients.collapse()
 
     def publish(self, units: list[Unit]) -> None:
@@ -319,6 +338,8 @@ class Runtime:
         """
         self.depth = 0
         self._on_demand.clear()
+        self._complete.clear()
+        self._path.clear()
         self.in_backward = False
         self.schedule.abandon()
         if not keep_gradients:

@@ -51,8 +51,9 @@ def run(acc: Any, model: Any, optimizer: Any, data: Any) -> tuple[list[float], l
 
 def with_torch_adamw(stage: int, zero3_init: bool) -> dict[str, Any]:
     """AdamW and a torch LambdaLR of the client's own, against plain torch on the same data."""
-    import deepspeed
     from accelerate.utils import DistributedType
+
+    import deepspeed
 
     world = dist.get_world_size()
     rows = sentences(2 * world * ACCUMULATE * STEPS)

@@ -8,8 +8,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.compat.common import LR, apart, batches, forget_clients, llama, llama_config, mean_over_ranks, mine, need, plain_run
-from tests.compat.common import sentences, weights_apart, whole, zero_block
+from tests.compat.common import (
+    LR,
+    apart,
+    batches,
+    forget_clients,
+    llama,
+    llama_config,
+    mean_over_ranks,
+    mine,
+    need,
+    plain_run,
+    sentences,
+    weights_apart,
+    whole,
+    zero_block,
+)
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers")
@@ -114,8 +128,9 @@ def test_from_pretrained_is_born_sharded_with_the_saved_values(
 
 def random_init() -> dict[str, Any]:
     """Weights initialised by Transformers itself under zero.Init look like its plain ones, and equal on every rank."""
-    import deepspeed
     from transformers import AutoModelForCausalLM, GPT2Config
+
+    import deepspeed
 
     result = {}
     for name, made in {"llama": llama_config(), "gpt2": GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4)}.items():
@@ -154,8 +169,9 @@ def test_from_config_initialises_like_plain_transformers(pool2: RankPool) -> Non
 
 def resized(folder: str) -> dict[str, Any]:
     """More tokens than the saved model has: old rows keep their values, training goes on."""
-    import deepspeed
     from transformers import AutoModelForCausalLM
+
+    import deepspeed
 
     plain = saved_model(folder)
     old = whole(plain)
@@ -231,3 +247,71 @@ def generating() -> bool:
 
 def test_generation_under_sharded_parameters(pool2: RankPool) -> None:
     assert all(pool2.run(generating, time_limit=90))
+
+
+def family(kind: str) -> tuple[type[nn.Module], Any, Any]:
+    """(model class, its tiny configuration, what one row of ``sentences`` becomes for it)."""
+    import transformers as t
+
+    if kind == "mixtral":
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+        plain = llama_config().to_dict()
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        return t.MixtralForCausalLM, t.MixtralConfig(**{n: plain[n] for n in names}, **sizes), lambda batch: batch
+    if kind == "t5":
+        made = t.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0)
+        return t.T5ForConditionalGeneration, made, lambda batch: batch
+    made = t.Wav2Vec2Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        conv_dim=(16, 16),
+        conv_stride=(4, 2),
+        conv_kernel=(8, 4),
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        feat_proj_dropout=0.0,
+        layerdrop=0.0,
+        mask_time_prob=0.0,
+        ctc_loss_reduction="mean",
+    )
+
+    def sound(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        waves = torch.stack([torch.sin(torch.arange(400) * (0.01 + 0.001 * float(row[0]))) for row in batch["input_ids"]])
+        return {"input_values": waves, "labels": batch["labels"][:, :4]}
+
+    return t.Wav2Vec2ForCTC, made, sound
+
+
+def family_trained(kind: str, folder: str) -> dict[str, Any]:
+    """A pretrained folder of that family loaded under zero.Init and trained at stage 3."""
+    cls, made, adapt = family(kind)
+    forget_clients()
+    torch.manual_seed(12)
+    plain = cls(made).train()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    data = [adapt(batch) for batch in data_of()]
+    start = whole(plain)
+    losses, weights = reference(plain, data)
+    keep = alive(config())
+    model = cls.from_pretrained(folder)
+    loaded = weights_apart(model, start)
+    engine, found = train(model.train(), config(), data)
+    result = {"loaded": loaded, "loss": apart(found, losses), "weights": weights_apart(model, weights)}
+    engine.destroy()
+    forget_clients()
+    del keep
+    return result
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "t5", "wav2vec2"])
+def test_other_families_load_and_train(kind: str, tmp_path: Path, pool2: RankPool) -> None:
+    for found in pool2.run(family_trained, kind, str(tmp_path), time_limit=90):
+        assert found["loaded"] < 1e-6 and found["loss"] < 1e-5 and found["weights"] < 2e-5, found

@@ -78,9 +78,10 @@ def history(made: Any, key: str) -> list[float]:
 
 def model_for(args: Any) -> Any:
     """The random model of ``llama()``; under a living stage-3 configuration it is born sharded."""
-    import deepspeed
     from transformers import LlamaForCausalLM
     from transformers.integrations import is_deepspeed_zero3_enabled
+
+    import deepspeed
 
     if not is_deepspeed_zero3_enabled():
         return llama()

@@ -27,7 +27,7 @@ def started_by(launcher: str) -> list[str]:
             *("--main_process_port", port, "--zero_stage", "3", "--mixed_precision", "no", "--gradient_accumulation_steps", "1"),
             *("--num_machines", "1", "--dynamo_backend", "no", "--zero3_init_flag", "false", "-m"),
         ],
-        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "--module"],
+        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.cli", "--num_gpus", "2", "--master_port", port, "--module"],
     }[launcher]
 
 

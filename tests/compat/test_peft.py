@@ -8,8 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.compat.common import LR, apart, batches, forget_clients, llama, mean_over_ranks, mine, need, plain_run, sentences
-from tests.compat.common import weights_apart, whole, zero_block
+from tests.compat.common import (
+    LR,
+    apart,
+    batches,
+    forget_clients,
+    llama,
+    mean_over_ranks,
+    mine,
+    need,
+    plain_run,
+    sentences,
+    weights_apart,
+    whole,
+    zero_block,
+)
 from tests.harness.pool import RankPool
 
 need("accelerate", "peft", "transformers")

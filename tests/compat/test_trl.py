@@ -7,8 +7,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compat.common import LR, VOCABULARY, apart, batches, forget_clients, llama, mean_over_ranks, mine, need, plain_run
-from tests.compat.common import sentences, weights_apart, whole, zero_block
+from tests.compat.common import (
+    LR,
+    VOCABULARY,
+    apart,
+    batches,
+    forget_clients,
+    llama,
+    mean_over_ranks,
+    mine,
+    need,
+    plain_run,
+    sentences,
+    weights_apart,
+    whole,
+    zero_block,
+)
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers", "trl")
@@ -100,7 +114,8 @@ def reference_model(stage: int) -> dict[str, Any]:
             second = 0.0
         third = float((engine(**batch).logits - expected).abs().max())
     kind = type(engine.optimizer).__name__
-    found = {"error": max(first, second, third), "stage": engine.zero_optimization_stage(), "kind": kind, "eval": not engine.module.training}
+    found = {"error": max(first, second, third), "stage": engine.zero_optimization_stage()}
+    found.update(kind=kind, eval=not engine.module.training)
     engine.destroy()
     return found
 
