@@ -2,7 +2,7 @@
 
 import sys
 
-from deepspeed import accelerator, checkpoint, comm, git_version_info, moe, module_inject, ops, pipe, runtime, utils, zero
+from deepspeed import accelerator, checkpoint, comm, git_version_info, module_inject, moe, ops, pipe, runtime, utils, zero
 from deepspeed.accelerator import get_accelerator
 from deepspeed.activation import checkpointing
 from deepspeed.api import add_config_arguments, initialize

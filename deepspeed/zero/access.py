@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import nn
@@ -44,8 +45,8 @@ class GatheredParameters:
         if isinstance(params, nn.Module):
             params = params.parameters()
         elif isinstance(params, torch.Tensor):
-            params = [params]
-        found = list(dict.fromkeys(p for p in params if isinstance(p, torch.Tensor))) if enabled else []
+            params = [cast(nn.Parameter, params)]
+        found = list(dict.fromkeys(p for p in params if isinstance(p, nn.Parameter))) if enabled else []
         self._params = [p for p in found if getattr(p, "_ds_unit", None) is not None and hasattr(p, "ds_id")]
         self._modifier = modifier_rank
         self._units: list[Unit] = []

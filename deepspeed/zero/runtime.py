@@ -21,7 +21,6 @@ from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import GradState, Unit, UnitState
 
-
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
 
 

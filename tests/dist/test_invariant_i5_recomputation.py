@@ -105,7 +105,9 @@ def train(name: str, stage: int, early_stop: bool, zero: dict[str, int]) -> tupl
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("name", ["checkpoint_reentrant", "checkpoint_nonreentrant", "dropout_checkpointed", "frozen_checkpointed", *MODELS])
+@pytest.mark.parametrize(
+    "name", ["checkpoint_reentrant", "checkpoint_nonreentrant", "dropout_checkpointed", "frozen_checkpointed", *MODELS]
+)
 def test_invariant_i5_recomputation_never_releases(pool2: RankPool, name: str, early_stop: bool) -> None:
     for error, worst, released, restless in pool2.run(train, name, 3, early_stop, {}):
         assert error <= TOLERANCE, worst

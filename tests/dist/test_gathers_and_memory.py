@@ -1,0 +1,190 @@
+"""Under a sharded PARAM every unit is gathered exactly twice a step, in place, with nothing copied in or out.
+
+Also: alternating train and eval passes keep their forecasts, log nothing, and the bytes on the wire are the predicted ones.
+"""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.observe.log import logger
+from deepspeed.zero.unit import Unit, UnitState
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start
+
+pytestmark = pytest.mark.timeout(60)
+WIDTH, BLOCKS, VOCAB = 24, 5, 40
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    """Embedding, blocks, head: seven units that are all needed in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Recorder(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _engine(**changes: object) -> object:
+    zero = {"param_persistence_threshold": 0, "reduce_bucket_size": 200, **changes.pop("zero", {})}  # type: ignore[dict-item]
+    return start(Language(), make_config(3, zero=zero, **changes))
+
+
+def _train(engine: object, seed: int) -> None:
+    torch.manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (3, 6))
+    loss = nn.functional.cross_entropy(engine(ids).flatten(0, 1).float(), ids.flatten())  # type: ignore[operator]
+    engine.backward(loss)  # type: ignore[attr-defined]
+    engine.step()  # type: ignore[attr-defined]
+
+
+def _evaluate(engine: object) -> None:
+    with torch.no_grad():
+        engine(torch.zeros(2, 4, dtype=torch.long))  # type: ignore[operator]
+
+
+def count_gathers() -> dict[str, object]:
+    engine = _engine()
+    runtime = engine.runtime
+    names = [u.name for u in runtime.units if u.movable]
+    counts = {"train": [], "eval": []}
+    for step in range(4):
+        before = runtime.counters.gathers
+        _train(engine, step)
+        counts["train"].append(runtime.counters.gathers - before)
+        before = runtime.counters.gathers
+        _evaluate(engine)
+        counts["eval"].append(runtime.counters.gathers - before)
+    return {"names": names, **counts, "guests": runtime.counters.guest_collectives}
+
+
+def test_each_unit_is_gathered_twice_a_step_and_once_where_it_stays(pool2: RankPool) -> None:
+    for seen in pool2.run(count_gathers):
+        units = len(seen["names"])
+        assert units == BLOCKS + 2
+        # The head is the last of the forward and the first of the backward: from the second step on it stays in between.
+        assert seen["train"] == [2 * units] + [2 * units - 1] * 3
+        assert seen["eval"] == [units] * 4
+        assert seen["guests"] == 0
+
+
+def watch_addresses() -> list[str]:
+    engine = _engine(bf16={"enabled": True})
+    runtime = engine.runtime
+    faults: list[str] = []
+    original = Unit.start_gather
+
+    def spied(unit: Unit) -> object:
+        moved: list[tuple[int, torch.dtype]] = []
+        group = unit.mesh.world
+        group.ledger.append(lambda op, numel, dtype, size: moved.append((numel, dtype)))
+        transfer = original(unit)
+        group.ledger.clear()
+        if moved != [(unit.layout.numel, torch.bfloat16)]:
+            faults.append(f"{unit.name} moved {moved}")
+        return transfer
+
+    def check(module: nn.Module, *_: object) -> None:
+        for param in module.parameters():
+            unit = param._ds_unit
+            inside = unit.full.data_ptr() <= param.data_ptr() < unit.full.data_ptr() + unit.full.numel() * 2
+            if unit.state is not UnitState.READY or not inside:
+                faults.append(f"{param._ds_name} is not a view of its unit's gather buffer")
+
+    Unit.start_gather = spied  # type: ignore[method-assign]
+    try:
+        for block in engine.module.blocks:
+            block.register_forward_pre_hook(check)
+        for step in range(2):
+            _train(engine, step)
+    finally:
+        Unit.start_gather = original  # type: ignore[method-assign]
+    if not runtime.counters.gathers:
+        faults.append("nothing was gathered")
+    return faults
+
+
+def test_parameters_are_views_of_the_gather_buffer(pool2: RankPool) -> None:
+    assert pool2.run(watch_addresses) == [[], []]
+
+
+def alternate() -> tuple[float, list[str]]:
+    engine = _engine()
+    schedule = engine.runtime.schedule
+    for step in range(2):
+        _train(engine, step)
+        _evaluate(engine)
+    schedule.hits = schedule.uses = 0
+    recorder = Recorder()
+    logger.addHandler(recorder)
+    try:
+        for step in range(10):
+            _train(engine, step)
+            _evaluate(engine)
+            _evaluate(engine)
+    finally:
+        logger.removeHandler(recorder)
+    return schedule.hits / schedule.uses, recorder.lines
+
+
+def test_alternating_train_and_eval_keeps_the_forecast_and_logs_nothing(pool2: RankPool) -> None:
+    for hit_rate, lines in pool2.run(alternate):
+        assert hit_rate == 1.0
+        assert lines == []
+
+
+def live_bytes() -> dict[str, int]:
+    engine = _engine(bf16={"enabled": True})
+    units = engine.runtime.units
+    seen = {"forward": 0}
+
+    def measure(*_: object) -> None:
+        held = sum(u.full.untyped_storage().nbytes() for u in units if u.movable)
+        seen["forward"] = max(seen["forward"], held)
+
+    for module in engine.module.modules():
+        module.register_forward_hook(measure)
+    for step in range(3):
+        _train(engine, step)
+    block = max(u.layout.numel for u in units)
+    resting = sum(u.shard.numel() * 2 + u.master.numel() * 4 + u.grad.numel() * 4 for u in units)
+    numel = sum(u.layout.numel for u in units)
+    return {**seen, "block": block * 2, "resting": resting, "numel": numel, "after": sum(u.full.untyped_storage().nbytes() for u in units)}
+
+
+def test_live_parameter_bytes_are_a_few_units_and_nothing_stays(pool2: RankPool) -> None:
+    for seen in pool2.run(live_bytes):
+        assert seen["after"] == 0
+        # The running unit, the one whose leave is still pending, and at most two fetched early.
+        assert 0 < seen["forward"] <= 4 * seen["block"]
+        assert seen["resting"] == seen["numel"] * (2 + 4 + 4) // 2
