@@ -153,13 +153,21 @@ def _refuse_missing(cfg: DeepSpeedConfig) -> None:
 def _check_model(model: nn.Module) -> None:
     if next(model.parameters(), None) is None:
         raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to train or to shard")
+    own = set(model.parameters())
     for name, param in model.named_parameters():
         unit = getattr(param, "_ds_unit", None)
-        if unit is not None and unit.has_owner():
-            raise UsageError(
-                f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, or give this engine "
-                "its own copy of the module"
-            )
+        if unit is None or not unit.has_owner():
+            continue
+        previous = unit.owner()
+        # Clients evaluate with one engine and then train the same module with another, without destroying the first.
+        if previous.basic_optimizer is None and own.issuperset(previous.module.parameters()):
+            log_dist(f"the inference engine of {type(previous.module).__name__} gives its module to this one and is destroyed")
+            previous.destroy()
+            continue
+        raise UsageError(
+            f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, or give this engine "
+            "its own copy of the module"
+        )
 
 
 def _choose_optimizer(

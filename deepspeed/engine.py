@@ -21,7 +21,7 @@ from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
 from deepspeed.zero.access import GatheredParameters
-from deepspeed.zero.build import ZeroParts, restore_plain
+from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
@@ -417,7 +417,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
         for view in self._views:
             view.param.grad = None
         self._views.clear()
-        restore_plain(self._parts)
+        dismantle(self._parts)
         if self.basic_optimizer is not None:
             self.basic_optimizer.state.clear()
             for group in self.basic_optimizer.param_groups:

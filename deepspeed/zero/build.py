@@ -128,12 +128,12 @@ def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
     """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed on the way."""
     dtype = unit.params[0].dtype
     values = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
-    gathered = False
+    sources: dict[int, Unit] = {}
     for param, segment in zip(unit.params, unit.layout.segments, strict=True):
         source = getattr(param, "_ds_unit", None)
         if source is not None:
             source.fetch_whole()
-            gathered = True
+            sources[id(source)] = source
         if param.is_meta:
             raise UsageError(
                 f"parameter {segment.name!r} is on the meta device and has no values; build the model under deepspeed.zero.Init, or "
@@ -146,7 +146,10 @@ def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
         expose(param)
         param.data = torch.empty(0, dtype=dtype, device=device)
         param.grad = None
-    if not gathered:
+    for source in sources.values():
+        if all(getattr(p, "_ds_unit", None) is not source for p in source.params):
+            source.drop()
+    if not sources:
         collectives.broadcast(values, mesh.world)
     return values
 
@@ -168,11 +171,17 @@ def _move_buffers(model: nn.Module, mesh: ZeroMesh, rules: BuildRules) -> None:
                     moved.copy_(whole)
 
 
-def restore_plain(parts: ZeroParts) -> None:
-    """Give every parameter plain whole storage of its own again and forget the units. Collective when sharded."""
+def dismantle(parts: ZeroParts) -> None:
+    """End of an engine: give the parameters back and every buffer but their values. Collective when sharded.
+
+    A model that was whole becomes whole again; one born sharded may not fit whole, so its units stay behind as bare shards, which
+    ``GatheredParameters`` and another ``build`` understand.
+    """
     for unit in parts.units:
-        if unit.state is UnitState.ABSENT:
-            unit.fetch_whole()
+        if parts.born_sharded and unit.movable:
+            unit.strip()
+            continue
+        unit.fetch_whole()
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
             expose(param)
             param.data = Unit.view(unit.full, segment).clone()

@@ -252,6 +252,17 @@ class Unit:
         if getattr(param, "_ds_unit", None) is self:
             unmark_zero_parameter(param)
 
+    def strip(self) -> None:
+        """Keep the resting parameters only; the unit belongs to nobody and can still be gathered."""
+        self.plan = self.plan.frozen()
+        self.master = self.grad = self.partial = None
+        self.grad_filled = False
+        self.grad_state = GradState.EMPTY
+        self.fetcher = self._owner = None
+        self.users = self.pins = 0
+        if self.state is UnitState.READY:
+            self.release()
+
     def drop(self) -> None:
         """Give every byte back; the unit is dead afterwards."""
         self.params = []

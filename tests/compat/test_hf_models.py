@@ -276,6 +276,7 @@ def family(kind: str) -> tuple[type[nn.Module], Any, Any]:
         attention_dropout=0.0,
         activation_dropout=0.0,
         feat_proj_dropout=0.0,
+        final_dropout=0.0,
         layerdrop=0.0,
         mask_time_prob=0.0,
         ctc_loss_reduction="mean",
