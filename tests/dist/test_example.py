@@ -1,0 +1,45 @@
+"""The main job runs from its command line, and every ZeRO level gives the same curve; launcher and plain python agree."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+pytestmark = pytest.mark.timeout(180)
+
+
+def _run(command: list[str], level: int, out: Path) -> list[float]:
+    job = [
+        *command,
+        "examples/train_gpt.py",
+        "--deepspeed",
+        "--deepspeed_config",
+        f"examples/configs/zero{level}.json",
+        "--steps",
+        str(STEPS),
+        "--sample-bytes",
+        "8",
+        "--out",
+        str(out),
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(job, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (out / f"loss_zero{level}.png").stat().st_size > 1000
+    record = json.loads((out / f"loss_zero{level}.json").read_text())
+    return [float(v) for v in record["train"]]
+
+
+def test_every_level_gives_the_same_curve_and_two_ranks_equal_one(tmp_path: Path) -> None:
+    launcher = [sys.executable, "bin/deepspeed", "--num_gpus", "2"]
+    curves = {level: _run(launcher, level, tmp_path / str(level)) for level in (0, 2, 3)}
+    curves[-1] = _run([sys.executable], 3, tmp_path / "alone")
+    assert all(len(curve) == STEPS for curve in curves.values())
+    assert 5.0 < curves[0][0] < 6.5
+    for curve in curves.values():
+        assert max(abs(a - b) for a, b in zip(curve, curves[0], strict=True)) < 5e-6

@@ -1,0 +1,78 @@
+"""A non-finite gradient skips the step on every rank and the log names the parameter, the rank and the step."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from deepspeed.observe.log import logger
+from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.models import case_named
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES, make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
+    case = case_named("plain")
+    extra = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    engine = start(case.build(), make_config(stage, gradient_clipping=1.0, **extra))
+    name = "layers.1.0.weight" if "layers.1.0.weight" in dict(engine.module.named_parameters()) else None
+    name = name or [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
+    target = dict(engine.module.named_parameters())[name]
+    rank = torch.distributed.get_rank()
+    armed = {"now": False}
+
+    def poison(grad: torch.Tensor) -> torch.Tensor:
+        if armed["now"] and rank == 1:
+            grad = grad.clone()
+            grad.view(-1)[0] = value
+        return grad
+
+    target.register_hook(poison)
+    recorder = _Lines()
+    logger.addHandler(recorder)
+    try:
+        train_step(engine, case, 0)
+        before = full_parameters(engine.module)
+        armed["now"] = True
+        train_step(engine, case, 1)
+        armed["now"] = False
+        after = full_parameters(engine.module)
+        state = (
+            engine.get_global_grad_norm(),
+            engine.skipped_steps,
+            engine.global_steps,
+            engine.optimizer.overflow,
+            engine.was_step_applied(),
+        )
+        train_step(engine, case, 2)
+    finally:
+        logger.removeHandler(recorder)
+    unchanged = all(torch.equal(before[k], after[k]) for k in before)
+    return {"name": name, "lines": recorder.lines, "state": state, "unchanged": unchanged, "norm": engine.get_global_grad_norm()}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_log_names_parameter_rank_and_step(pool2: RankPool, stage: int, dtype: str, value: float) -> None:
+    first, second = pool2.run(poisoned, stage, dtype, value)
+    for seen in (first, second):
+        assert seen["unchanged"]
+        assert seen["state"] == (math.inf, 1, 2, True, False)
+        assert math.isfinite(seen["norm"])
+    said = [line for line in first["lines"] if "not finite" in line]
+    assert len(said) == 1
+    assert first["name"] in said[0] and "rank 1" in said[0] and "step 2" in said[0], said[0]
