@@ -1,5 +1,7 @@
 """Starting the process group: from a launcher's variables, from MPI or Slurm, or for one process alone."""
 
+import atexit
+import gc
 import math
 import os
 import re
@@ -165,6 +167,17 @@ def _start(backend: str, timeout: timedelta, found: Rendezvous, init_method: str
         dist.init_process_group(backend, init_method="env://", timeout=timeout, rank=found.rank, world_size=found.world_size)
 
 
+def _leave_group() -> None:
+    """Let gloo's worker threads end before the interpreter does.
+
+    A worker that drops the last reference to a tensor needs the interpreter; one that asks for it during finalization ends the
+    process with SIGABRT after a successful run.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
@@ -208,3 +221,5 @@ def init_distributed(
         where = "alone" if found.port is None else f"meeting at {found.address}:{os.environ['MASTER_PORT']}"
         log_dist(f"starting torch.distributed with {backend}: rank {found.rank} of {found.world_size}, {where}")
     _start(backend, _timeout(timeout), found, init_method)
+    if backend == "gloo":
+        atexit.register(_leave_group)

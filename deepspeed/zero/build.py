@@ -20,7 +20,7 @@ from deepspeed.zero.local import expose, mark_zero_parameter
 from deepspeed.zero.partition import UnitSpec, partition
 from deepspeed.zero.plan import Spread, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.unit import Unit, UnitState
+from deepspeed.zero.unit import Unit
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ class Runtime:
         return list(self._on_demand[-1]) if self._on_demand else []
 
     def _begin_forward(self) -> None:
+        for unit in self.units:
+            unit.check_views()
         phase = "train" if torch.is_grad_enabled() else "eval"
         if phase == "eval" or self.schedule.phase is None:
             self.schedule.begin(phase)

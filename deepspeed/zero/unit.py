@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm import collectives
-from deepspeed.errors import InvalidStateError
+from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.mesh.groups import ZeroMesh
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.local import expose, hide, unmark_zero_parameter
@@ -166,6 +166,17 @@ class Unit:
     def view(flat: torch.Tensor, segment: Segment, *, base: int = 0) -> torch.Tensor:
         """The segment's place in ``flat`` (which begins at flat index ``base``), in logical shape."""
         return flat[segment.offset - base : segment.stop - base].view(segment.shape)
+
+    def check_views(self) -> None:
+        """Refuse to run on parameters that something has moved away from the flat buffer (``module.half()``, ``.to(device)``)."""
+        if self.state is not UnitState.READY or not self.params:
+            return
+        segment, param = self.layout.segments[0], self.params[0]
+        if segment.numel and param.data_ptr() != self.full.data_ptr() + segment.offset * self.full.element_size():
+            raise UsageError(
+                f"parameter {segment.name!r} was moved or cast after deepspeed.initialize (now {param.dtype} on {param.device}); the "
+                "engine's optimizer would no longer update it. Choose dtype and device before, or through the configuration"
+            )
 
     # -- state machines ------------------------------------------------------------------------------------------------
     def move(self, state: UnitState) -> None:
