@@ -16,6 +16,7 @@ from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator
 from deepspeed.engine_info import DTYPES, EngineInfo
 from deepspeed.engine_pending import EnginePending
+from deepspeed.engine_timing import EngineTiming
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
 from deepspeed.observe.log import log_dist
@@ -30,7 +31,7 @@ from deepspeed.zero.unit import Unit
 from deepspeed.zero.weights import consolidated_state_dict
 
 
-class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
+class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
     """Wraps ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
 
     def __init__(
@@ -67,6 +68,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = self._destroyed = False
         self._backwards = 0
         self._norm: float | None = None
+        self._start_timing(config)
         self._tie_to_runtime()
 
     def _wrap(self, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -87,8 +89,10 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
         self._forget_failed_backward()
         if self._config.fp16.auto_cast and self.fp16_enabled():
             inputs, kwargs = _to_half(inputs), _to_half(kwargs)
+        if self.module.training:
+            self.tput_timer.start()
         try:
-            with self._autocast():
+            with self._autocast(), self._clock("forward"):
                 return self.module(*inputs, **kwargs)
         except BaseException:
             if not inside_backward():  # a recomputation is left by an exception when it has all it needs
@@ -112,10 +116,11 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
         flushes = self.runtime.flushes
         self._in_engine_backward = True
         try:
-            (divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided).backward(retain_graph=retain_graph)
-            if self.runtime.flushes == flushes or self.runtime.in_backward:
-                self._backwards += self.runtime.flushes == flushes
-                self.runtime.flush()
+            with self._clock("backward"):
+                (divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided).backward(retain_graph=retain_graph)
+                if self.runtime.flushes == flushes or self.runtime.in_backward:
+                    self._backwards += self.runtime.flushes == flushes
+                    self.runtime.flush()
         except BaseException:
             self._recover()
             raise
@@ -132,11 +137,14 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
         if self.basic_optimizer is None:
             raise UsageError("step() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config")
         self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
-            self.update()
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            with self._clock("step"):
+                self.update()
             if self._step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self._report_progress()
+        self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
 
     def update(self) -> None:
@@ -429,6 +437,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, nn.Module):
     def _report_progress(self) -> None:
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
+            self._report_times()
             log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
 
     def _autocast(self) -> Any:

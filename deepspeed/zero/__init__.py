@@ -7,13 +7,18 @@ from deepspeed.zero.access import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from deepspeed.zero.generation import unwrap_model_for_generation
 from deepspeed.zero.init import Init
+from deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "GatheredParameters",
     "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroParamStatus",
     "ZeroParamType",
     "register_external_parameter",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]

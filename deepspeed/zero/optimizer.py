@@ -158,6 +158,14 @@ class DeepSpeedZeRoOffload:
     def backward_hooks(self, handles: list[Any]) -> None:
         self._hooks.backward_handles = handles
 
+    def suspend(self) -> None:
+        """Take every hook off."""
+        self._hooks.remove()
+
+    def resume(self) -> None:
+        """Put every hook back."""
+        self._hooks.install()
+
     def get_param_coordinator(self) -> ParamCoordinator:
         return self.param_coordinator
 

@@ -47,6 +47,7 @@ LAYERS = {
     "deepspeed.engine": 7,
     "deepspeed.engine_info": 7,
     "deepspeed.engine_pending": 7,
+    "deepspeed.engine_timing": 7,
     "deepspeed.api": 7,
     **dict.fromkeys(REEXPORTS, 8),
     "deepspeed.launcher": 9,

@@ -1,0 +1,93 @@
+"""Engine surface that has no guarantee file of its own: generation context, timers, missing parts."""
+
+import logging
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.errors import NotYetError, UsageError
+from deepspeed.observe.log import logger
+from deepspeed.verify.models import case_named
+from deepspeed.zero.local import is_released
+from tests.harness.pool import RankPool
+from tests.harness.training import here, make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def generate_unevenly(stage: int) -> list[str]:
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage))
+    faults = []
+    inputs = case.batch(here(0))[0]
+    train_step(engine, case, 0)
+    with torch.no_grad():
+        expected = engine(inputs)
+        with deepspeed.zero.unwrap_model_for_generation(engine) as whole:
+            for _ in range(1 + 2 * torch.distributed.get_rank()):  # no collective inside, so counts may differ
+                if not torch.equal(whole(inputs), expected):
+                    faults.append("the unwrapped module computes something else")
+    if stage == 3 and not any(is_released(p) for p in engine.module.parameters()):
+        faults.append("nothing was released afterwards")
+    train_step(engine, case, 1)
+    return faults
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_may_generate_different_lengths_inside_unwrap(pool2: RankPool, stage: int) -> None:
+    assert pool2.run(generate_unevenly, stage) == [[], []]
+
+
+def breakdown() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        case = case_named("plain")
+        engine = start(case.build(), make_config(2, wall_clock_breakdown=True, steps_per_print=1))
+        train_step(engine, case, 0)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return lines
+
+
+def test_wall_clock_breakdown_logs_every_phase(pool1: RankPool) -> None:
+    (lines,) = pool1.run(breakdown)
+    (said,) = [line for line in lines if "time (ms)" in line]
+    assert all(phase in said for phase in ("forward", "backward", "step"))
+
+
+def moved() -> str:
+    case = case_named("plain")
+    engine = start(case.build(), make_config(2))
+    engine.module.double()
+    try:
+        engine(case.batch(here(0))[0].double())
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_module_cast_after_initialize_is_refused(pool1: RankPool) -> None:
+    (said,) = pool1.run(moved)
+    assert "cast after deepspeed.initialize" in said
+
+
+def missing(name: str) -> str:
+    engine = start(case_named("plain").build(), make_config(0))
+    try:
+        getattr(engine, name)("somewhere")
+    except NotYetError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["save_checkpoint", "load_checkpoint", "offload_states", "train_batch"])
+def test_parts_that_come_later_say_so_by_name(pool1: RankPool, name: str) -> None:
+    (said,) = pool1.run(missing, name)
+    assert name in said
