@@ -225,6 +225,7 @@ def _build_rules(cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optim
         keep_fp32=tuple(keep),
         granularity=Granularity.PARAMETER if whole else Granularity.ELEMENT,
         keep_master=base is not None,
+        buffer_dtype=DTYPES[cfg.data_types.buffer_dtype] if cfg.data_types.buffer_dtype else None,
     )
 
 

@@ -382,6 +382,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is off.
         """
         if self.runtime.plan.regular.param.sharded and not self.zero_gather_16bit_weights_on_model_save():
+            log_dist("save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
             return False
         keep = self.mesh.world.index == 0
         weights = consolidated_state_dict(self.module, keep=keep, exclude_frozen=exclude_frozen_parameters)

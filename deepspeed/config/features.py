@@ -65,4 +65,12 @@ def inert_features(cfg: DeepSpeedConfig) -> list[str]:
     """One sentence per requested report that this release does not write; the training itself is unaffected."""
     names = [name for name in _OBSERVERS if _block(cfg, name).get("enabled") is True]
     names += ["comms_logger"] if "comms_logger" in cfg.other else []
+    asked = [
+        ("dump_state", cfg.dump_state),
+        ("memory_breakdown", cfg.memory_breakdown),
+        ("disable_python_gc", cfg.disable_python_gc),
+        ("bf16.immediate_grad_update", cfg.bf16.immediate_grad_update),
+        ("torch_autocast.lower_precision_safe_modules", cfg.torch_autocast.lower_precision_safe_modules is not None),
+    ]
+    names += [name for name, on in asked if on]
     return [f"{name} has no effect in this release yet; training goes on without it." for name in names]

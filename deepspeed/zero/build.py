@@ -33,6 +33,7 @@ class BuildRules:
     keep_fp32: tuple[str, ...]
     granularity: Granularity
     keep_master: bool
+    buffer_dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -155,13 +156,13 @@ def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
 
 
 def _move_buffers(model: nn.Module, mesh: ZeroMesh, rules: BuildRules) -> None:
-    """Buffers go to the device; floating ones to the compute dtype; values from the first rank."""
+    """Buffers go to the device; floating ones to ``buffer_dtype``, else the compute dtype; values from the first rank."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is None or buffer.is_meta:
                 continue
-            floating = buffer.is_floating_point() and rules.compute_dtype is not None
-            moved = buffer.to(device=rules.device, dtype=rules.compute_dtype if floating else buffer.dtype)
+            wanted = rules.buffer_dtype or rules.compute_dtype
+            moved = buffer.to(device=rules.device, dtype=wanted if wanted and buffer.is_floating_point() else buffer.dtype)
             if moved is not buffer:
                 module._buffers[name] = moved
             if moved.numel() and moved.layout is torch.strided:

@@ -77,7 +77,6 @@ class ZeroPlan:
     regular: UnitPlan
     persistent: UnitPlan
     inner_size: int | None
-    split_numel: int | None
     pack_numel: int
     persistence_numel: int
     model_persistence_numel: int
@@ -118,7 +117,6 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
         regular=regular,
         persistent=persistent,
         inner_size=inner,
-        split_numel=None if stage == 3 else int(zero.reduce_bucket_size),
         pack_numel=int(zero.reduce_bucket_size),
         persistence_numel=int(zero.param_persistence_threshold) if stage == 3 else 0,
         model_persistence_numel=int(zero.model_persistence_threshold),

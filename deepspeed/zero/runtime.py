@@ -7,7 +7,6 @@ which order, is agreed between the ranks (agreement.py); what to fetch early com
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
@@ -22,14 +21,6 @@ from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import GradState, Unit, UnitState
 
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
-
-
-class Phase(Enum):
-    """What the model is doing; recomputation inside backward counts as BACKWARD (invariant I5)."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 @dataclass
@@ -354,7 +345,7 @@ class Runtime:
                 self._discard(unit)
 
     def _where(self) -> str:
-        return f"step {self.steps}, {Phase.BACKWARD.value if self.in_backward else Phase.FORWARD.value}"
+        return f"step {self.steps}, {'backward' if self.in_backward else 'forward'}"
 
     @property
     def busy(self) -> bool:

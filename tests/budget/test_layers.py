@@ -35,7 +35,6 @@ LAYERS = {
     "deepspeed.optim": 4,
     "deepspeed.precision": 4,
     "deepspeed.zero.unit": 4,
-    "deepspeed.zero.buffer": 4,
     "deepspeed.zero.partition": 4,
     "deepspeed.zero.local": 4,
     "deepspeed.zero": 5,
