@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.observe import hostmem
+
 # torch 2.13 renamed the tensor collectives; older releases in our range have only the first names.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -32,6 +34,14 @@ class AxisGroup:
     def note(self, op: str, tensor: torch.Tensor) -> None:
         for listener in self.ledger:
             listener(op, tensor.numel(), tensor.dtype, self.size)
+
+
+def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised flat buffer; on the host it is backed by huge pages where the system offers them."""
+    buffer = torch.empty(numel, dtype=dtype, device=device)
+    if device.type == "cpu":
+        hostmem.prefer_huge_pages(buffer.data_ptr(), buffer.nbytes)
+    return buffer
 
 
 class Transfer:
@@ -90,7 +100,7 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
     group.note("reduce_scatter", full)
     own = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
-        inbox = {r: torch.empty_like(own) for r in range(group.size) if r != group.index}
+        inbox = {r: fresh(piece, full.dtype, full.device) for r in range(group.size) if r != group.index}
         works = _exchange(lambda r: full[r * piece : (r + 1) * piece], lambda r: inbox[r], group) if inbox else []
 
         def finish() -> None:

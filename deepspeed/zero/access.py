@@ -272,10 +272,13 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's flat part of one optimizer slot. No collective."""
+    """This rank's flat part of one optimizer slot (possibly empty), or None when there is none yet. No collective."""
     place = _place(param)
     if place is None or place[0].master is None:
         return None
+    part = _local(param, place[0].master, StateKind.OPTIM)
+    if part is not None and part.numel() == 0:
+        return part.detach()
     return _local(param, _slot_range(place[0], place[2], optim_state_key), StateKind.OPTIM)
 
 

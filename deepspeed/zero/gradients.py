@@ -71,7 +71,7 @@ class Gradients:
     def _partial(self, unit: Unit) -> torch.Tensor:
         if unit.partial is None:
             dtype = self._wire_dtype(unit) if self.reduces_now(unit) else self.policy.accum
-            unit.partial = torch.empty(unit.layout.numel, dtype=dtype, device=unit.device)
+            unit.partial = collectives.fresh(unit.layout.numel, dtype, unit.device)
             for start, stop in unit.layout.gaps:
                 unit.partial[start:stop].zero_()
             unit.fired.clear()
@@ -119,7 +119,7 @@ class Gradients:
         """The rest gradient and whether it already holds something to add to."""
         start, stop = unit.range_of(StateKind.GRAD)
         if unit.grad is None:
-            unit.grad = torch.empty(stop - start, dtype=self.policy.accum, device=unit.device)
+            unit.grad = collectives.fresh(stop - start, self.policy.accum, unit.device)
             unit.grad_filled = False
         accumulate = unit.grad_filled
         unit.grad_filled = True

@@ -66,6 +66,9 @@ class Init:
     Collective: every rank constructs the same model.
     """
 
+    # How much of what constructors touched again may stay gathered: this many parameters, and more up to this many elements.
+    kept_units = 4
+    kept_numel = 1 << 24
     # The context in force. Construction hooks are global by nature, so there can be one only.
     _active: "Init | None" = None
 
@@ -225,16 +228,23 @@ class Init:
             return False
         unit.fetch_whole()
         self._dirty.append(unit)
+        # One walk over the whole tree, as apply(init_weights) is, must not leave the whole model behind it. The latest few stay:
+        # code may hold views of several parameters at once.
+        while len(self._dirty) > self.kept_units and sum(u.layout.numel for u in self._dirty) > self.kept_numel:
+            self._cut_again(self._dirty.pop(0))
         return True
 
     def _cut_dirty(self) -> None:
         dirty, self._dirty = self._dirty, []
         for unit in dirty:
-            if unit.params and unit.pins == 0 and unit.state is UnitState.READY:
-                with torch.no_grad():
-                    collectives.broadcast(unit.full, self._mesh.world)
-                    unit.absorb(0)
-                unit.release()
+            self._cut_again(unit)
+
+    def _cut_again(self, unit: Unit) -> None:
+        if unit.params and unit.pins == 0 and unit.state is UnitState.READY:
+            with torch.no_grad():
+                collectives.broadcast(unit.full, self._mesh.world)
+                unit.absorb(0)
+            unit.release()
 
     def pin(self, unit: Unit) -> None:
         unit.fetch_whole()
@@ -242,7 +252,7 @@ class Init:
 
     def unpin(self, unit: Unit) -> None:
         unit.pins -= 1
-        if unit.pins == 0 and unit.state is UnitState.READY:
+        if unit.pins == 0 and unit.state is UnitState.READY and unit not in self._dirty:
             unit.release()
 
 

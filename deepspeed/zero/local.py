@@ -212,6 +212,9 @@ class ReleasedFace:
             owner = getattr(tensor, "_ds_unit", None)
             if owner is None or not owner.fetch_on_demand():
                 raise _refusal(func, tensor)
+        for tensor in hollow:
+            if _is_hollow(tensor):  # fetching the later ones has cost the earlier ones their place
+                raise _refusal(func, tensor)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

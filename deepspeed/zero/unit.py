@@ -10,6 +10,7 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.observe import hostmem
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.local import expose, hide, unmark_zero_parameter
 from deepspeed.zero.plan import Spread, Spreads, StateKind, UnitPlan
@@ -195,7 +196,10 @@ class Unit:
     def allocate(self) -> None:
         """ABSENT -> FETCHING: give the full buffer its bytes back."""
         self.move(UnitState.FETCHING)
-        self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+        storage = self.full.untyped_storage()
+        storage.resize_(self.layout.numel * self.full.element_size())
+        if self.full.device.type == "cpu":
+            hostmem.prefer_huge_pages(storage.data_ptr(), storage.nbytes())
         self.fetched_version = self.version
 
     def ready(self) -> None:

@@ -186,7 +186,7 @@ class Wide(nn.Module):
 @contextlib.contextmanager
 def peak_of_live_parameters(peak: list[int]) -> Iterator[None]:
     """Record the largest number of storage bytes alive at any module's attachment or weight initialisation."""
-    normal, add = nn.init.normal_, nn.Module.register_module
+    normal, add = nn.init.normal_, nn.Module.add_module
     gc.collect()
     base = _storage_bytes()
 
@@ -215,12 +215,18 @@ def _storage_bytes() -> int:
 def memory_of_construction(meta: bool) -> tuple[int, int, int, int]:
     """(peak while constructing, bytes at rest, this rank's share, the whole) in bytes."""
     peak: list[int] = []
-    with peak_of_live_parameters(peak), deepspeed.zero.Init(), torch.device("meta") if meta else contextlib.nullcontext():
-        model = Wide()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed.zero.Init, "kept_numel", 0)
+        model = _wide(peak, meta)
     gc.collect()
     shards = sum(p._ds_unit.shard.untyped_storage().nbytes() for p in model.parameters())
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     return max(peak), live_bytes(model), shards, whole
+
+
+def _wide(peak: list[int], meta: bool) -> Wide:
+    with peak_of_live_parameters(peak), deepspeed.zero.Init(), torch.device("meta") if meta else contextlib.nullcontext():
+        return Wide()
 
 
 @pytest.mark.parametrize("meta", [False, True], ids=["device", "meta"])
@@ -228,7 +234,8 @@ def test_the_model_is_never_whole(pool2: RankPool, meta: bool) -> None:
     for peak, rest, shards, whole in pool2.run(memory_of_construction, meta):
         assert rest == 0
         assert shards <= 0.52 * whole + 128 * 2 * Wide.DEPTH
-        assert peak <= 0.75 * whole, f"peak {peak} of {whole} bytes"
+        one = 4 * Wide.WIDTH * (Wide.WIDTH + 1)
+        assert peak <= shards + 5 * one, f"peak {peak} of {whole} bytes, where the shards are {shards} and one layer is {one}"
 
 
 def built_on_meta() -> tuple[bool, list[str], float]:

@@ -1,0 +1,325 @@
+"""Full and local access to masters, gradients and optimizer state; GatheredParameters; whole 16-bit weights."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.errors import UsageError
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
+from deepspeed.verify.grads import full_parameters, scaled_error
+from deepspeed.verify.models import Case, Place, case_named
+from deepspeed.verify.reference import clip_factor, gate_optimizer, trainable
+from tests.harness.lockstep import TOLERANCE, live_bytes, not_at_rest
+from tests.harness.pool import RankPool
+from tests.harness.reference16 import rounded, train_16bit
+from tests.harness.training import STAGES, here, make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(60)
+ZERO = {"param_persistence_threshold": 20}
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+def _plain_run(case: Case, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
+    """A plain run over all ranks' data; the model, its optimizer, and the gradients of the last step before it was taken."""
+    world = dist.get_world_size()
+    model = case.build()
+    optimizer = gate_optimizer(model)
+    grads: dict[str, Tensor] = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world):
+            for micro in range(case.accumulation):
+                (case.seeded_loss(model, Place(step, micro, rank, world))[0] / (world * case.accumulation)).backward()
+        grads = {name: p.grad.clone() for name, p in trainable(model).items() if p.grad is not None}
+        optimizer.step()
+    return model, optimizer, grads
+
+
+def read_everything(stage: int, accumulation: int) -> dict[str, float]:
+    case = case_named("tied", accumulation=accumulation)
+    model, optimizer, grads = _plain_run(case, 2)
+    engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=accumulation))
+    train_step(engine, case, 0)
+    errors = {"grad": 0.0, "master": 0.0, **dict.fromkeys(SLOTS, 0.0), "none": 0.0}
+    mine = trainable(engine.module)
+    errors["none"] += sum(safe_get_full_grad(p) is not None for p in mine.values())
+    errors["none"] += sum(safe_get_full_optimizer_state(p, "no_such_slot") is not None for p in mine.values())
+    for micro in range(accumulation):
+        engine.backward(case.seeded_loss(engine, here(1, micro))[0])
+        if micro < accumulation - 1:
+            engine.step()
+    for name, p in mine.items():
+        full = safe_get_full_grad(p)
+        assert full is not None and full.dtype is torch.float32
+        errors["grad"] = max(errors["grad"], scaled_error(full, grads[name]))
+        errors["grad"] = max(errors["grad"], _local_error(p, safe_get_local_grad(p), full))
+    engine.step()
+    for name, p in trainable(model).items():
+        ours = mine[name]
+        full = safe_get_full_fp32_param(ours)
+        assert full is not None and full.dtype is torch.float32
+        errors["master"] = max(errors["master"], scaled_error(full, p.detach()), _local_error(ours, safe_get_local_fp32_param(ours), full))
+        for slot in SLOTS:
+            value = safe_get_full_optimizer_state(ours, slot)
+            assert value is not None
+            local = safe_get_local_optimizer_state(ours, slot)
+            errors[slot] = max(errors[slot], scaled_error(value, optimizer.state[p][slot]), _local_error(ours, local, value))
+    errors["none"] += len(not_at_rest(engine))
+    engine.destroy()
+    return errors
+
+
+def _local_error(param: nn.Parameter, local: Tensor | None, full: Tensor) -> float:
+    """The local parts of all ranks, put together, are the full tensor (or each is all of it)."""
+    assert local is not None and local.dim() == 1
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, local.detach().clone())
+    if all(part.numel() == full.numel() for part in parts):
+        return max(scaled_error(part.view(full.shape), full) for part in parts)
+    whole = torch.cat(parts)
+    return scaled_error(whole.view(full.shape), full) if whole.numel() == full.numel() else float("inf")
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_and_local_reads_equal_the_plain_run(pool2: RankPool, stage: int, accumulation: int) -> None:
+    for errors in pool2.run(read_everything, stage, accumulation):
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+def read_in_bf16(stage: int) -> dict[str, float]:
+    case = rounded(case_named("plain"), torch.bfloat16)
+    expected = train_16bit(case, world=dist.get_world_size(), dtype=torch.bfloat16, steps=1)
+    config = make_config(stage, bf16={"enabled": True}, communication_data_type="fp32", data_types={"grad_accum_dtype": "fp32"})
+    engine = start(case.build(), config)
+    params = trainable(engine.module)
+    engine.backward(case.seeded_loss(engine, here(0))[0])
+    errors = {"grad": max(scaled_error(safe_get_full_grad(p), expected.grads[name]) for name, p in params.items())}
+    engine.step()
+    masters = {name: safe_get_full_fp32_param(p) for name, p in params.items()}
+    errors["master"] = max(scaled_error(masters[name], expected.masters[name]) for name in params)
+    weights = full_parameters(engine.module)
+    errors["rounding"] = max(scaled_error(weights[name].float(), masters[name].bfloat16().float()) for name in params)
+    errors["dtype"] = float(sum(m.dtype is not torch.float32 for m in masters.values()) + sum(w.dtype is not torch.bfloat16 for w in weights.values()))
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_and_gradients_of_bf16_training_are_fp32(pool2: RankPool, stage: int) -> None:
+    for errors in pool2.run(read_in_bf16, stage):
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+def written(stage: int, dtype: str, local: bool) -> list[str]:
+    """Write master, gradient and slots of one parameter; read them back; the step uses them; nothing else has changed."""
+    case = case_named("plain")
+    extra = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    engine = start(case.build(), make_config(stage, zero=ZERO, **extra))
+    train_step(engine, case, 0)
+    p, neighbour = engine.module.layers[1].up.weight, engine.module.layers[1].down.weight
+    kept = {slot: safe_get_full_optimizer_state(neighbour, slot) for slot in SLOTS}
+    before = safe_get_full_fp32_param(neighbour)
+    wrong = []
+    value = torch.linspace(-1, 1, p.numel()).view(p.shape)
+    if local:
+        _write_local(safe_get_local_fp32_param, safe_set_local_fp32_param, p, value)
+    else:
+        safe_set_full_fp32_param(p, value)
+        seen = full_parameters(engine.module)["layers.1.up.weight"]
+        wrong += [] if torch.equal(seen, value.to(seen.dtype)) else ["the model does not see a written master"]
+    wrong += [] if torch.equal(safe_get_full_fp32_param(p), value) else ["master"]
+    for slot in SLOTS:
+        if local:
+            _write_local(
+                lambda q, slot=slot: safe_get_local_optimizer_state(q, slot),
+                lambda q, v, slot=slot: safe_set_local_optimizer_state(q, v, slot),
+                p,
+                value.square(),
+            )
+        else:
+            safe_set_full_optimizer_state(p, value.square(), slot)
+        wrong += [] if torch.equal(safe_get_full_optimizer_state(p, slot), value.square()) else [slot]
+        wrong += [] if torch.equal(safe_get_full_optimizer_state(neighbour, slot), kept[slot]) else [f"neighbour's {slot}"]
+    wrong += [] if torch.equal(safe_get_full_fp32_param(neighbour), before) else ["neighbour's master"]
+    engine.backward(case.seeded_loss(engine, here(1))[0])
+    if local:
+        _write_local(safe_get_local_grad, safe_set_local_grad, p, value)
+    else:
+        safe_set_full_grad(p, value)
+    wrong += [] if scaled_error(safe_get_full_grad(p), value) <= TOLERANCE else ["gradient"]
+    expected = nn.Parameter(value.clone())
+    reference = torch.optim.AdamW([expected], **{k: v for k, v in gate_optimizer(nn.Linear(1, 1)).defaults.items() if k in _ADAM})
+    expected.grad = torch.zeros_like(value)
+    reference.step()
+    reference.state[expected].update(exp_avg=value.square(), exp_avg_sq=value.square(), step=torch.tensor(1.0))
+    with torch.no_grad():
+        expected.copy_(value)
+    expected.grad = value.clone()
+    reference.step()
+    engine.step()
+    error = scaled_error(safe_get_full_fp32_param(p), expected.detach())
+    wrong += [] if error <= TOLERANCE else [f"the step did not use what was written: {error}"]
+    engine.destroy()
+    return wrong
+
+
+_ADAM = ("lr", "betas", "eps", "weight_decay")
+
+
+def _write_local(get: Any, put: Any, param: nn.Parameter, value: Tensor) -> None:
+    """Each rank writes its own part of ``value``, found by the sizes of the parts before it."""
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, get(param).numel())
+    first = 0 if sizes[0] == value.numel() else sum(sizes[: dist.get_rank()])
+    put(param, value.reshape(-1)[first : first + sizes[dist.get_rank()]])
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["full", "local"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_writes_are_read_back_and_used(pool2: RankPool, stage: int, dtype: str, local: bool) -> None:
+    assert pool2.run(written, stage, dtype, local) == [[], []]
+
+
+def gathered_semantics() -> dict[str, bool]:
+    """The list of what callers rely on."""
+    engine = start(case_named("tied").build(), make_config(3, zero={"param_persistence_threshold": 0}))
+    model = engine.module
+    everything = list(model.parameters())
+    ordinary = nn.Parameter(torch.ones(3))
+    gathered = deepspeed.zero.GatheredParameters
+    released = lambda: live_bytes(model) == 0  # noqa: E731
+    found: dict[str, bool] = {}
+    for name, what in {
+        "empty list": [],
+        "ordinary only": [ordinary],
+        "None": [None],
+        "buffers": [torch.ones(2)],
+    }.items():
+        with gathered(what, modifier_rank=0):
+            found[name] = released()
+    with gathered(p for p in everything if p.dim() > 1):
+        found["generator"] = bool(model.embed.weight.isfinite().all())
+    with gathered(model.parameters(), modifier_rank=None):
+        found["parameters()"] = all(bool(p.isfinite().all()) for p in everything)
+    with gathered(model.embed.weight):
+        found["one parameter"] = model.embed.weight.sum().item() == model.embed.weight.sum().item()
+    with gathered([model.embed.weight, ordinary, model.head.weight, model.embed.weight, *everything], modifier_rank=0):
+        found["mixed, tied and duplicated"] = model.head.weight is model.embed.weight and ordinary.sum().item() == 3
+    with gathered(everything, enabled=False):
+        found["enabled=False"] = released()
+    with gathered(everything, fwd_module=model):
+        found["fwd_module"] = not released()
+    with gathered(everything):
+        with gathered(everything[:2], modifier_rank=1):
+            pass
+        found["nested stays"] = all(bool(p.isfinite().all()) for p in everything)
+        found["status"] = model.embed.weight.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE
+        found["class"] = type(model.embed.weight) is nn.Parameter
+    found["status after"] = model.embed.weight.ds_status is deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
+    found["released after"] = released()
+    with contextlib.suppress(KeyError), gathered(everything, modifier_rank=0):
+        with torch.no_grad():
+            model.embed.weight.fill_(9.0)
+        raise KeyError
+    found["released after an error"] = released() and float(full_parameters(model)["embed.weight"].max()) < 9.0
+    once = gathered(everything)
+    for _ in range(2):
+        with once:
+            found["the same object again"] = not released()
+    with torch.no_grad(), gathered(everything):
+        model.embed.weight.add_(0)
+    for rank in range(2):
+        with gathered(model.layers[0].norm.weight, modifier_rank=rank), torch.no_grad():
+            model.layers[0].norm.weight.fill_(10.0 + dist.get_rank())
+        found[f"modifier {rank} wins"] = bool((full_parameters(model)["layers.0.norm.weight"] == 10.0 + rank).all())
+        found[f"modifier {rank} reaches the master"] = bool((safe_get_full_fp32_param(model.layers[0].norm.weight) == 10.0 + rank).all())
+    with gathered(model.layers[0].up.bias, modifier_rank=0):
+        model.layers[0].up.bias.data = torch.full((model.layers[0].up.bias.numel(),), 3.0)
+    found["data assigned inside"] = bool((full_parameters(model)["layers.0.up.bias"] == 3.0).all())
+    train_step(engine, case_named("tied"), 0)
+    found["training goes on"] = not_at_rest(engine) == []
+    try:
+        with gathered(everything, modifier_rank=5):
+            pass
+        found["unknown modifier"] = False
+    except UsageError as error:
+        found["unknown modifier"] = "modifier_rank 5" in str(error)
+    found["released after a bad modifier"] = released()
+    engine.destroy()
+    with gathered(everything, modifier_rank=0):
+        found["plain again"] = all(bool(p.isfinite().all()) for p in everything)
+    return found
+
+
+def test_gathered_parameters_keeps_what_callers_rely_on(pool2: RankPool) -> None:
+    for found in pool2.run(gathered_semantics):
+        assert all(found.values()), [name for name, good in found.items() if not good]
+
+
+def consolidated(stage: int, folder: str, save: bool) -> dict[str, Any]:
+    case = rounded(case_named("tied"), torch.bfloat16)
+    zero = {**ZERO, "gather_16bit_weights_on_model_save": save}
+    model = case.build()
+    model.register_buffer("positions", torch.arange(3))
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    model.layers[0].norm.weight.requires_grad_(False)
+    keys = list(model.state_dict())
+    engine = start(model, make_config(stage, zero=zero, bf16={"enabled": True}))
+    train_step(engine, case, 0)
+    expected = full_parameters(model)
+    report: dict[str, Any] = {"refused": False, "wrong": []}
+    target = Path(folder)
+    report["written"] = engine.save_16bit_model(folder, "weights.bin")
+    dist.barrier()
+    states = []
+    if report["written"]:
+        states.append(torch.load(target / "weights.bin"))
+    elif (target / "weights.bin").exists():
+        report["wrong"].append("a file although nothing was to be written")
+    try:
+        state = engine._zero3_consolidated_16bit_state_dict()
+        trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        if (state is None) != (dist.get_rank() != 0):
+            report["wrong"].append("only the first rank gets the weights")
+        if state is not None:
+            states.append(state)
+            if set(state) - set(trained) != {"layers.0.norm.weight"}:
+                report["wrong"].append("exclude_frozen_parameters")
+    except ValueError:
+        report["refused"] = True
+    for state in states:
+        report["wrong"] += [] if sorted(state) == sorted(keys) else [f"keys {list(state)}"]
+        report["wrong"] += [n for n, v in expected.items() if not torch.equal(state[n], v) or v.dtype is not torch.bfloat16]
+        report["wrong"] += [] if state["head.weight"].data_ptr() == state["embed.weight"].data_ptr() else ["tied names do not share"]
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize("save", [True, False], ids=["gather_on_save", "no_gather"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_weights(pool2: RankPool, tmp_path: Path, stage: int, save: bool) -> None:
+    for report in pool2.run(consolidated, stage, str(tmp_path), save):
+        assert report["wrong"] == []
+        assert report["refused"] == (stage < 3), "ValueError where parameters are not sharded, and only there"
+        assert report["written"] == (stage < 3 or save)
