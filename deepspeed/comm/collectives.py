@@ -106,10 +106,7 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
         def finish() -> None:
             for position in range(group.size):
                 source = own if position == group.index else inbox[position]
-                if position == 0 and not accumulate:
-                    out.copy_(source)
-                else:
-                    out.add_(source)
+                _store(out, source, accumulate or position > 0)
 
         return Transfer(works, keep=full, finish=finish)
     if out.dtype == full.dtype and not accumulate:
@@ -119,11 +116,17 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
     return Transfer([work], keep=(full, result), finish=lambda: _store(out, result, accumulate))
 
 
+_ADD_NUMEL = 1 << 18  # the fp32 copy that a mixed-dtype addition makes stays in the cache
+
+
 def _store(out: torch.Tensor, value: torch.Tensor, accumulate: bool) -> None:  # noqa: FBT001 - private
-    if accumulate:
+    if not accumulate:
+        out.copy_(value)
+    elif out.dtype == value.dtype or out.device.type != "cpu":
         out.add_(value)
     else:
-        out.copy_(value)
+        for part, addend in zip(out.split(_ADD_NUMEL), value.split(_ADD_NUMEL), strict=True):
+            part.add_(addend)
 
 
 def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Transfer:

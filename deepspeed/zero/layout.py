@@ -101,11 +101,11 @@ def parameter_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int)
         fill[shard] += _round_up(prod(items[i][1]), ALIGNMENT_NUMEL)
     size = max(_round_up(max(fill), ALIGNMENT_NUMEL), ALIGNMENT_NUMEL)
     segments, fill = [], [0] * shards
-    for i in sorted(owner, key=lambda i: (owner[i], items[i][2], i)):
+    # Empty tensors come first in their shard: behind a full one they would start in the next shard.
+    for i in sorted(owner, key=lambda i: (owner[i], prod(items[i][1]) > 0, items[i][2], i)):
         name, shape, group = items[i]
         shard = owner[i]
-        # An empty tensor at the very end of a full shard would otherwise start in the next one.
-        segments.append(Segment(name, shape, shard * size + min(fill[shard], size - 1 if prod(shape) == 0 else fill[shard]), group))
+        segments.append(Segment(name, shape, shard * size + fill[shard], group))
         fill[shard] += _round_up(prod(shape), ALIGNMENT_NUMEL)
     return FlatLayout(tuple(sorted(segments, key=lambda s: (s.offset, s.numel))), size * shards, shards, Granularity.PARAMETER)
 

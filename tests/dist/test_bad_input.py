@@ -1,0 +1,266 @@
+"""Bad input: each mistake is one sentence that says what and where, of a type that client code catches; nothing hangs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.errors import DeepSpeedError
+from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.models import case_named
+from tests.harness.lockstep import equal
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(deepspeed.__file__).parents[1]
+LIMIT = 30.0
+
+
+class Empty(nn.Module):
+    """No parameters at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _model() -> nn.Module:
+    return case_named("plain").build()
+
+
+def _foreign() -> Any:
+    model, other = _model(), nn.Linear(3, 3)
+    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1), config=_bare(3))
+
+
+def _bare(stage: int, **more: Any) -> dict[str, Any]:
+    return make_config(stage, optimizer=None, **more)
+
+
+def _twice() -> Any:
+    model = _model()
+    engine = start(model, make_config(3))
+    try:
+        return start(model, make_config(2))
+    finally:
+        engine.destroy()
+
+
+def _with_engine(act: Callable[[Any], Any], stage: int = 3) -> Any:
+    engine = start(_model(), make_config(stage))
+    try:
+        return act(engine)
+    finally:
+        engine.destroy()
+
+
+def _stepped_optimizer() -> Any:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=_bare(2))
+
+
+def _meta() -> Any:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    return start(model, make_config(3))
+
+
+def _odd_model() -> Any:
+    width = 4 + (dist.get_rank() == 1)
+    return start(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)), make_config(3))
+
+
+def _one_more() -> Any:
+    return start(nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 + dist.get_rank())]), make_config(1))
+
+
+def _frozen_on_one_rank() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.requires_grad_(dist.get_rank() == 0)
+    return start(model, make_config(2))
+
+
+def _read_released(engine: Any) -> Any:
+    return engine.module.layers[1].up.weight.sum()
+
+
+def _backward_twice(engine: Any) -> Any:
+    loss = engine(torch.ones(1, 6)).sum()
+    engine.backward(loss)
+    engine.backward(loss)
+
+
+def _inner(engine: Any) -> Any:
+    with engine.no_sync():
+        engine.step()
+
+
+# name -> (what the user does, parts of the sentence, a builtin type that catches it)
+MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = {
+    "batch not divisible": (
+        lambda: start(_model(), make_config(3, train_batch_size=7, train_micro_batch_size_per_gpu=None)),
+        ["train_batch_size", "7", "divide"],
+        ValueError,
+    ),
+    "triangle": (
+        lambda: start(_model(), make_config(3, train_batch_size=24, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=5)),
+        ["24", "4", "5"],
+        AssertionError,
+    ),
+    "no parameters": (lambda: start(Empty(), make_config(3)), ["Empty", "no parameters"], RuntimeError),
+    "no model": (lambda: deepspeed.initialize(config=make_config(3)), ["model"], AssertionError),
+    "no config": (lambda: deepspeed.initialize(model=_model()), ["configuration", "config"], RuntimeError),
+    "missing file": (lambda: deepspeed.initialize(model=_model(), config="/no/such/file.json"), ["/no/such/file.json"], Exception),
+    "unknown key": (lambda: start(_model(), make_config(3, gradient_cliping=1.0)), ["gradient_cliping", "gradient_clipping"], ValueError),
+    "unknown optimizer": (
+        lambda: start(_model(), make_config(3, optimizer={"type": "Adamm", "params": {}})),
+        ["Adamm"],
+        ValueError,
+    ),
+    "foreign parameters": (_foreign, ["group 0", "(3, 3)", "no parameter of the model", "Stack"], ValueError),
+    "no optimizer at stage 1": (lambda: start(_model(), _bare(1)), ["stage 1", "optimizer"], ValueError),
+    "used optimizer": (_stepped_optimizer, ["AdamW", "already taken steps"], ValueError),
+    "different shapes": (_odd_model, ["ranks hold different models", "rank 1", "0.weight", "(5, 4)"], RuntimeError),
+    "different counts": (_one_more, ["ranks hold different models", "rank 0 has 4", "rank 1 has 6"], RuntimeError),
+    "different requires_grad": (_frozen_on_one_rank, ["rank 1", "1.weight", "requires_grad=False"], RuntimeError),
+    "meta model": (_meta, ["0.weight", "meta device", "zero.Init"], RuntimeError),
+    "initialize twice": (_twice, ["inp.weight", "destroy"], RuntimeError),
+    "offload optimizer": (
+        lambda: start(_model(), make_config(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}})),
+        ["offload_optimizer", "nvme", "not"],
+        ValueError,
+    ),
+    "offload param": (
+        lambda: start(_model(), make_config(3, zero={"offload_param": {"device": "cpu"}})),
+        ["offload_param", "cpu", "not"],
+        ValueError,
+    ),
+    "init on nvme": (lambda: deepspeed.zero.Init(remote_device="nvme"), ["nvme", "cpu"], NotImplementedError),
+    "shard group": (lambda: start(_model(), make_config(3, zero={"mics_shard_size": 3})), ["mics_shard_size"], ValueError),
+    "step before backward": (lambda: _with_engine(lambda e: e.step()), ["step()", "backward"], RuntimeError),
+    "step inside no_sync": (lambda: _with_engine(_inner), ["no_sync"], AssertionError),
+    "released parameter": (lambda: _with_engine(_read_released), ["layers.1.up.weight", "GatheredParameters"], RuntimeError),
+    "non-scalar loss": (lambda: _with_engine(lambda e: e.backward(e(torch.ones(2, 6)))), ["scalar", "(2, 5)"], RuntimeError),
+    "loss without graph": (lambda: _with_engine(lambda e: e.backward(torch.ones(()))), ["requires grad"], AssertionError),
+    "not a loss": (lambda: _with_engine(lambda e: e.backward(3.0)), ["float"], RuntimeError),
+    "backward twice": (lambda: _with_engine(_backward_twice), ["second time"], RuntimeError),
+    "inference engine": (lambda: start(_model(), _bare(3)).backward(torch.ones(())), ["optimizer"], RuntimeError),
+}
+
+
+def committed(name: str) -> tuple[str, list[str], bool, float]:
+    """(text, class names of the error, is it one of ours, seconds) of one mistake on every rank."""
+    started = time.monotonic()
+    try:
+        MISTAKES[name][0]()
+    except Exception as error:
+        return str(error), [c.__name__ for c in type(error).__mro__], isinstance(error, DeepSpeedError), time.monotonic() - started
+    return "NO ERROR", [], False, time.monotonic() - started
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence_on_every_rank(pool2: RankPool, name: str) -> None:
+    _, parts, kind = MISTAKES[name]
+    for text, classes, ours, took in pool2.run(committed, name, time_limit=LIMIT):
+        missing = [part for part in parts if part not in text]
+        assert not missing, f"{missing} not in: {text}"
+        assert kind.__name__ in classes, classes
+        assert ours or name in ("missing file", "backward twice"), classes
+        assert took < 10.0
+
+
+def after_mistakes(stage: int) -> bool:
+    """An engine that met every mistake on the way trains exactly like one that met none."""
+    case = case_named("plain")
+    weights = []
+    for bad in (False, True):
+        engine = start(case.build(), make_config(stage))
+        for step in range(3):
+            if bad:
+                for act in (
+                    lambda e: e.step(),
+                    lambda e: e.backward(e(torch.ones(2, 6))),
+                    lambda e: e(torch.ones(1, 1)),
+                    _inner,
+                    lambda e: start(e.module, make_config(stage)),
+                    lambda e: e.module.layers[1].up.weight.data.add_(1) if stage == 3 else e.step(),
+                ):
+                    with pytest.raises((DeepSpeedError, RuntimeError)):
+                        act(engine)
+            train_step(engine, case, step)
+        weights.append(full_parameters(engine.module))
+        engine.destroy()
+    return equal(*weights)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_training_goes_on_after_mistakes(pool2: RankPool, stage: int) -> None:
+    assert pool2.run(after_mistakes, stage) == [True, True]
+
+
+def _command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "deepspeed.launcher.cli", "--num_gpus", "2", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=50, check=False)
+
+
+SCRIPT = """
+import argparse, torch, deepspeed
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=-1)
+args = parser.parse_args()
+deepspeed.initialize(args=args, model=torch.nn.Linear(2, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.py"], "nowhere.py"),
+        (["train.py", "--deepspeed", "--deepspeed_config", "nowhere.json"], "nowhere.json"),
+        (["train.py", "--deepspeed", "--deepspeed_config", "odd.json"], "train_batch_size"),
+        (["train.py", "--deepspeed", "--deepspeed_config", "broken.json"], "broken.json"),
+    ],
+    ids=["missing script", "missing config", "odd batch", "broken json"],
+)
+def test_the_command_names_what_is_missing_and_fails(tmp_path: Path, arguments: list[str], said: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "odd.json").write_text(json.dumps({"train_batch_size": 7, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}))
+    (tmp_path / "broken.json").write_text('{"train_batch_size": 8,, }')
+    done = _command(*arguments, cwd=tmp_path)
+    assert done.returncode != 0
+    assert said in done.stderr + done.stdout
+
+
+def one_rank_retries(stage: int) -> bool:
+    """One rank meets a bad sample, and tries again with the right one while the others are in the middle of that batch."""
+    case = case_named("plain")
+    weights = []
+    for bad in (False, True):
+        engine = start(case.build(), make_config(stage))
+        for step in range(3):
+            if bad and dist.get_rank() == 1:
+                with pytest.raises(RuntimeError):
+                    engine(torch.ones(1, 1))
+            train_step(engine, case, step)
+        weights.append(full_parameters(engine.module))
+        engine.destroy()
+    return equal(*weights)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_error_on_one_rank_surfaces_there_at_once(pool2: RankPool, stage: int) -> None:
+    assert pool2.run(one_rank_retries, stage, time_limit=LIMIT) == [True, True]
