@@ -149,6 +149,9 @@ class Init:
         # Clients patch the wrapper on this module (and only there) before entering, so it is looked up there, now.
         public = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
         wrapper = getattr(public, "zero_wrapper_for_fp_tensor_constructor", zero_wrapper_for_fp_tensor_constructor)
+        # torch.device contexts list torch's constructors once, at their first use; that must not be a list of our wrappers.
+        with torch.device("cpu"):
+            torch.empty(0)
         for name in _CONSTRUCTORS:
             original = getattr(torch, name)
             self._saved[name] = original

@@ -263,6 +263,20 @@ def _constructors() -> list[object]:
     return [getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "arange", "eye", "tensor", "rand", "randn")]
 
 
+def devices_after_init() -> tuple[bool, bool]:
+    """Nothing has used a torch.device context before (a fresh process): zero.Init must not spoil them for later."""
+    with deepspeed.zero.Init(), torch.device("meta"):
+        nn.Sequential(nn.Linear(2, 2))
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    return model.weight.is_meta, torch.empty(1).is_meta
+
+
+def test_device_contexts_work_after_the_first_init() -> None:
+    with RankPool(1) as fresh:
+        assert fresh.run(devices_after_init) == [(True, False)]
+
+
 def odd_uses() -> dict[str, bool]:
     before = _constructors()
     found: dict[str, bool] = {}
