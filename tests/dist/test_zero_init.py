@@ -341,8 +341,6 @@ def edited(when: str) -> tuple[float, bool]:
         model.layers[1].up.weight.fill_(77.0)  # without a modifier an edit is lost
     before = max(scaled_error(v, dict(plain.named_parameters())[k].detach()) for k, v in full_parameters(model).items())
     engine = engine or start(model, make_config(3, zero=ZERO))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
-    del optimizer
     losses = [case_named("tied").seeded_loss(m, here(0))[0].detach() for m in (engine, plain)]
     engine.destroy()
     return before, scaled_error(losses[0], losses[1]) <= TOLERANCE
