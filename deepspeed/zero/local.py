@@ -2,7 +2,9 @@
 
 [Note: released face] A released parameter's storage is shrunk to zero bytes while every view of it (autograd's saved
 ``weight.t()`` too) stays alive, so refilling the storage makes all of them valid again. Reading such a view on the CPU
-would crash the process, so the user-visible object gets a guard: its ``__class__`` is swapped to a subclass whose
+would crash the process, so the user-visible object leaves that storage for a NaN scalar spread over its logical shape (code that
+passes every guard, such as ``torch.tensor(p)`` or a C++ extension, then sees NaN and never freed memory), and its ``__class__`` is
+swapped to a subclass whose
 ``__torch_function__`` answers metadata, refuses values, and, while a module of the same runtime runs its forward, fetches the
 unit on demand instead (a parameter used outside the module that owns it). torch's UninitializedParameter is the precedent.
 Private torch names used here: ``torch._C.DisableTorchFunctionSubclass``.
@@ -54,7 +56,6 @@ _METHODS = [
     "ndimension",
     "numel",
     "nelement",
-    "stride",
     "element_size",
     "is_floating_point",
     "is_complex",
@@ -62,8 +63,6 @@ _METHODS = [
     "requires_grad_",
     "register_hook",
     "register_post_accumulate_grad_hook",
-    "storage_offset",
-    "is_contiguous",
     "__len__",
     "get_device",
     "__hash__",
@@ -115,6 +114,7 @@ def _metadata_functions() -> frozenset[Any]:
 
 _ALIASES = (torch.Tensor.detach, torch.detach, inspect.getattr_static(torch.Tensor, "data").__get__)
 _SET_DATA = inspect.getattr_static(torch.Tensor, "data").__set__
+_STRIDES = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 
 
@@ -174,17 +174,17 @@ def unmark_zero_parameter(parameter: nn.Parameter) -> None:
 
 
 def is_released(tensor: torch.Tensor) -> bool:
-    """True when ``tensor`` wears the released face and its values are not here."""
-    return isinstance(tensor, ReleasedFace) and _is_hollow(tensor)
+    """True when ``tensor`` wears the released face (an empty parameter too, which has no values to miss)."""
+    return isinstance(tensor, ReleasedFace)
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """No values here: the storage is gone, or a gather is still filling it."""
-    unit = getattr(tensor, "_ds_unit", None)
+    """No values here: the unit is released, or a gather is still filling it. An alias never gets values of its own again."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() == 0:
             return False
-        return tensor.untyped_storage().nbytes() == 0 or (unit is not None and unit.arriving)
+    unit = getattr(tensor, "_ds_unit", None)
+    return isinstance(tensor, ReleasedTensor) or unit is None or not unit.whole
 
 
 class ReleasedFace:
@@ -196,6 +196,8 @@ class ReleasedFace:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _metadata_functions():
                 return func(*args, **kwargs)
+            if func in _STRIDES and isinstance(args[0], ReleasedFace):
+                return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
             hollow = [t for t in _released_arguments(args, kwargs) if _is_hollow(t)]
             if not hollow:
                 return func(*args, **kwargs)
@@ -210,7 +212,7 @@ class ReleasedFace:
                 return None  # the second half of ``module.to(...)`` when the first changed nothing
         for tensor in hollow:
             owner = getattr(tensor, "_ds_unit", None)
-            if owner is None or not owner.fetch_on_demand():
+            if owner is None or isinstance(tensor, ReleasedTensor) or not owner.fetch_on_demand():
                 raise _refusal(func, tensor)
         for tensor in hollow:
             if _is_hollow(tensor):  # fetching the later ones has cost the earlier ones their place
@@ -229,9 +231,10 @@ def released_class(base: type) -> type:
     return type(f"Released{base.__name__}", (ReleasedFace, base), {"_ds_visible_class": base})
 
 
-def hide(parameter: nn.Parameter) -> None:
-    """Give ``parameter`` the released face."""
+def hide(parameter: nn.Parameter, void: torch.Tensor) -> None:
+    """Give ``parameter`` the released face over the scalar ``void``, spread over the logical shape."""
     if not isinstance(parameter, ReleasedFace):
+        parameter.data = void.expand(parameter.shape)
         parameter.__class__ = released_class(type(parameter))
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 

@@ -1,5 +1,6 @@
 """A unit: the parameters that move together, their plan, and one flat buffer per state."""
 
+import math
 import weakref
 from enum import Enum
 from typing import Any, Protocol
@@ -98,6 +99,8 @@ class Unit:
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._void: torch.Tensor | None = None
         self.fired: set[int] = set()
         self.grad_filled = False
         self.backward_inputs = 0
@@ -114,10 +117,10 @@ class Unit:
         """
         own = self.range_of(StateKind.PARAM)
         self.full = values.to(dtype) if values.dtype != dtype else values
-        for p, s in zip(self.params, self.layout.segments, strict=True):
-            with torch.no_grad():
-                expose(p)
-                p.data = self.view(self.full, s)
+        self._views = [self.view(self.full, s) for s in self.layout.segments]
+        for p, view in zip(self.params, self._views, strict=True):
+            expose(p)
+            p.data = view
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
         self.shard = self.full[own[0] : own[1]]
         if self.movable:
@@ -145,9 +148,9 @@ class Unit:
         return self.name if all(h == self.name or h.startswith(f"{self.name}.") for h in homes) else ", ".join(homes[:8])
 
     @property
-    def arriving(self) -> bool:
-        """True while a gather fills the full buffer: it has bytes, but not yet the right ones."""
-        return self.state is UnitState.FETCHING
+    def whole(self) -> bool:
+        """True when every parameter's values are here: not released, and not still arriving."""
+        return self.state is UnitState.READY
 
     @property
     def trainable(self) -> bool:
@@ -205,16 +208,20 @@ class Unit:
     def ready(self) -> None:
         """FETCHING -> READY: the bytes are there; parameters show their own class again."""
         self.move(UnitState.READY)
-        for p in self.params:
+        for p, view in zip(self.params, self._views, strict=True):
             expose(p)
+            p.data = view
 
     def release(self) -> None:
         """READY -> ABSENT: free the full buffer; views stay, the storage is resized and never replaced."""
         if not self.movable:
             return
         self.move(UnitState.ABSENT)
+        if self._void is None:
+            known = self.full.is_floating_point() or self.full.is_complex()
+            self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
         for p in self.params:
-            hide(p)
+            hide(p, self._void)
         self.full.untyped_storage().resize_(0)
 
     def all_done(self, position: int, task: int) -> bool:
@@ -281,6 +288,7 @@ class Unit:
     def drop(self) -> None:
         """Give every byte back; the unit is dead afterwards."""
         self.params = []
+        self._views = []
         self.full = self.shard = torch.empty(0)
         self.master = self.grad = self.partial = None
         self.fetcher = None

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -313,3 +314,22 @@ def guarded_while_arriving() -> str:
 def test_a_parameter_in_flight_is_not_readable(pool2: RankPool) -> None:
     for said in pool2.run(guarded_while_arriving):
         assert "GatheredParameters" in said
+
+
+def read_past_every_guard(dtype: torch.dtype) -> list[bool]:
+    engine = start(case_named("plain").build(), make_config(3, zero={"param_persistence_threshold": 0}, **_precision(dtype)))
+    if dtype is torch.float32:
+        train_step(engine, case_named("plain"), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [bool(torch.tensor(p).isnan().all()) for p in engine.module.parameters()]
+
+
+def _precision(dtype: torch.dtype) -> dict[str, object]:
+    return {} if dtype is torch.float32 else {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_read_that_passes_the_guard_gives_nan_and_never_freed_memory(pool2: RankPool, dtype: torch.dtype) -> None:
+    for answers in pool2.run(read_past_every_guard, dtype):
+        assert answers and all(answers)
