@@ -196,8 +196,8 @@ class ReleasedFace:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _metadata_functions():
                 return func(*args, **kwargs)
-            if func in _STRIDES and isinstance(args[0], ReleasedFace):
-                return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
+            if func in _STRIDES:
+                return func(torch.empty_like(args[0], device="meta", memory_format=torch.contiguous_format), *args[1:], **kwargs)
             hollow = [t for t in _released_arguments(args, kwargs) if _is_hollow(t)]
             if not hollow:
                 return func(*args, **kwargs)
