@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config, unsupported_features
@@ -27,7 +28,7 @@ from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
-from deepspeed.zero.optim_view import attach, build_views
+from deepspeed.zero.optim_view import attach, build_views, check_fresh
 from deepspeed.zero.plan import make_plan
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -128,15 +129,21 @@ def _assemble(
     rules = _build_rules(cfg, model, base, device)
     _mark_leaves(cfg, model)
     groups = group_index(base.param_groups) if base is not None else None
+    if base is not None:
+        check_fresh(base)
     parts = build(model, plan, mesh, rules=rules, policy=_policy(cfg, mesh), group_of=groups)
     views = build_views(parts.units, len(base.param_groups)) if base is not None else []
     if base is not None:
         attach(base, views)
     engine = DeepSpeedEngine(model, cfg, mesh=mesh, parts=parts, scaler=build_loss_scaler(cfg), optimizer=base, views=views, device=device)
     engine._local_rank = local_rank
-    engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
-    if data[0] is not None:
-        engine.training_dataloader = engine.deepspeed_io(data[0], collate_fn=data[1])
+    try:
+        engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
+        if data[0] is not None:
+            engine.training_dataloader = engine.deepspeed_io(data[0], collate_fn=data[1])
+    except BaseException:
+        engine.destroy()
+        raise
     log_dist(_summary(engine))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -155,6 +162,15 @@ def _check_model(model: nn.Module) -> None:
         raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to train or to shard")
     own = set(model.parameters())
     for name, param in model.named_parameters():
+        if isinstance(param, UninitializedParameter):
+            raise UsageError(
+                f"parameter {name!r} of a lazy module has no shape yet; run one forward of the model before deepspeed.initialize"
+            )
+        if param.is_complex() and param.requires_grad:
+            raise UsageError(
+                f"parameter {name!r} is complex ({param.dtype}), which the sharded optimizer cannot hold; keep it as a real tensor with a "
+                "last dimension of 2 and use torch.view_as_complex(param) in forward"
+            )
         unit = getattr(param, "_ds_unit", None)
         if unit is None or not unit.has_owner():
             continue

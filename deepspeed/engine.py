@@ -269,12 +269,12 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         self._micro = micro_batch_size
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
+        self.training = mode
         self.module.train(mode)
         return self
 
     def eval(self) -> "DeepSpeedEngine":
-        self.module.eval()
-        return self
+        return self.train(mode=False)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
@@ -26,6 +28,23 @@ def _place(param: torch.Tensor) -> tuple[Unit, int, Segment] | None:
         return None
     position = param._ds_position  # type: ignore[attr-defined]
     return unit, position, unit.layout.segments[position]
+
+
+@dataclass(frozen=True)
+class _SavedPlace:
+    """A view of a unit's full buffer that autograd has saved."""
+
+    unit: Unit
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+def _unpack(saved: torch.Tensor | _SavedPlace) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    saved.unit.hold_for_backward()
+    return saved.unit.full.as_strided(saved.shape, saved.stride, saved.offset)
 
 
 class GatheredParameters:
@@ -50,14 +69,29 @@ class GatheredParameters:
         self._params = [p for p in found if getattr(p, "_ds_unit", None) is not None and hasattr(p, "ds_id")]
         self._modifier = modifier_rank
         self._units: list[Unit] = []
+        self._saving: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
         units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
         self._units = sorted(units.values(), key=lambda u: u.order)
         for unit in self._units:
             unit.pin()
+        if torch.is_grad_enabled() and any(unit.movable and unit.has_owner() for unit in self._units):
+            self._saving = saved_tensors_hooks(self._pack, _unpack)
+            self._saving.__enter__()
+
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _SavedPlace":
+        """What autograd saves here of a parameter (a regulariser over the weights) is read after the context has released it."""
+        storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+        for unit in self._units if storage else ():
+            if unit.movable and storage == unit.full.data_ptr():
+                return _SavedPlace(unit, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return tensor
 
     def __exit__(self, *exc: object) -> None:
+        if self._saving is not None:
+            self._saving.__exit__(*exc)
+            self._saving = None
         try:
             if self._modifier is not None and exc[0] is None:
                 for param in self._params:

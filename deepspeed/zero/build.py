@@ -166,8 +166,9 @@ def _move_buffers(model: nn.Module, mesh: ZeroMesh, rules: BuildRules) -> None:
             if moved is not buffer:
                 module._buffers[name] = moved
             if moved.numel() and moved.layout is torch.strided:
+                # As bytes: not every backend knows every dtype (complex, bool, int16).
                 whole = moved.contiguous()
-                collectives.broadcast(whole.view(torch.uint8) if moved.dtype is torch.bool and moved.dim() else whole, mesh.world)
+                collectives.broadcast(whole.reshape(-1).view(torch.uint8), mesh.world)
                 if whole is not moved:
                     moved.copy_(whole)
 

@@ -67,10 +67,11 @@ class Gradients:
             if factor != 1.0:
                 target.mul_(factor)
         unit.fired.add(position)
+        unit.arrived.add(position)
 
     def _partial(self, unit: Unit) -> torch.Tensor:
         if unit.partial is None:
-            dtype = self._wire_dtype(unit) if self.reduces_now(unit) else self.policy.accum
+            dtype = self._wire_dtype(unit) if self.reduces_now(unit) else self._accum_dtype(unit)
             unit.partial = collectives.fresh(unit.layout.numel, dtype, unit.device)
             for start, stop in unit.layout.gaps:
                 unit.partial[start:stop].zero_()
@@ -85,9 +86,17 @@ class Gradients:
     def _wire_dtype(self, unit: Unit) -> torch.dtype:
         return self.policy.comm or unit.full.dtype
 
+    def _accum_dtype(self, unit: Unit) -> torch.dtype:
+        """The policy's, but float64 parameters keep their precision."""
+        return torch.float64 if unit.full.dtype is torch.float64 else self.policy.accum
+
     def complete(self, unit: Unit) -> bool:
-        """Every parameter of the unit has contributed to the current partial sum."""
-        return len(unit.fired) == len(unit.params)
+        """Every parameter of the unit has contributed in the running backward.
+
+        What earlier backwards left in the partial sum does not count: with it, the first gradient of the window's last backward
+        would send the unit off, and the others would need a second reduction.
+        """
+        return len(unit.arrived) == len(unit.params)
 
     # -- reduction -----------------------------------------------------------------------------------------------------------
     def reduce(self, unit: Unit) -> None:
@@ -95,6 +104,7 @@ class Gradients:
         partial = self._finish_partial(unit)
         unit.partial = None
         unit.fired.clear()
+        unit.arrived.clear()
         if partial.dtype != self._wire_dtype(unit):
             partial = partial.to(self._wire_dtype(unit))
         if self.policy.watch:
@@ -119,7 +129,7 @@ class Gradients:
         """The rest gradient and whether it already holds something to add to."""
         start, stop = unit.range_of(StateKind.GRAD)
         if unit.grad is None:
-            unit.grad = collectives.fresh(stop - start, self.policy.accum, unit.device)
+            unit.grad = collectives.fresh(stop - start, self._accum_dtype(unit), unit.device)
             unit.grad_filled = False
         accumulate = unit.grad_filled
         unit.grad_filled = True
@@ -160,6 +170,7 @@ class Gradients:
         for unit in self._units:
             unit.partial = None
             unit.fired.clear()
+            unit.arrived.clear()
             unit.grad_filled = False
             unit.move_grad(GradState.EMPTY)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -40,8 +41,24 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for f in dataclasses.fields(value):
             yield from tensors_in(getattr(value, f.name, None), depth - 1)
-    elif hasattr(value, "__dict__"):
-        yield from tensors_in(vars(value), depth - 1)
+    else:
+        if hasattr(value, "__dict__"):
+            yield from tensors_in(vars(value), depth - 1)
+        for cls in type(value).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                yield from tensors_in(getattr(value, name, None), depth - 1)
+
+
+def stashed_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a forward has left on the module itself (an auxiliary loss), which reach a backward without being returned."""
+    for name, value in vars(module).items():
+        if isinstance(value, (torch.Tensor, list, tuple, dict)) and name not in _OWN_ATTRIBUTES:
+            yield from tensors_in(value, 2)
+
+
+# What nn.Module itself keeps on every module.
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class ModuleHooks:
@@ -88,6 +105,8 @@ class ModuleHooks:
             recompute = inside_backward()
             if recompute:
                 self._arm()
+            elif module is self._model:
+                self._check_parameters()
             runtime.enter(units, recompute=recompute)
             if is_root and torch.is_grad_enabled():
                 self._watch_inputs(units, (args, kwargs))
@@ -96,7 +115,9 @@ class ModuleHooks:
             if inside_backward():
                 self._watch_outputs(units, output)
                 return
-            seen = self._watch_outputs([*units, *runtime.borrowed()], output)
+            needed = [*units, *runtime.borrowed()]
+            seen = self._watch_outputs(needed, output)
+            self._watch_stash(needed, module)
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
             if keep:
                 self._warn_unseen(module)
@@ -107,6 +128,28 @@ class ModuleHooks:
 
         self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self.forward_handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that replaced ours after ``initialize``; say once which ones are trained in vain."""
+        if not any(unit.trainable for unit in self._runtime.units):
+            return
+        for module in self._touches:
+            for name, param in module._parameters.items():
+                if param is None or not param.requires_grad:
+                    continue
+                unit = getattr(param, "_ds_unit", None)
+                if unit is None:
+                    raise UsageError(
+                        f"parameter {name!r} of a {type(module).__name__} was replaced by another object after deepspeed.initialize "
+                        "(load_state_dict(assign=True)?); the engine's optimizer would never update it. Copy the values in place instead"
+                    )
+                if not unit.trainable and module not in self._warned:
+                    self._warned.add(module)
+                    logger.warning(
+                        "parameter %s was unfrozen after deepspeed.initialize and is not trained; let it require a gradient before, and "
+                        "put it into the optimizer",
+                        param._ds_name,  # type: ignore[attr-defined]
+                    )
 
     def _warn_unseen(self, module: nn.Module) -> None:
         if module not in self._warned:
@@ -128,6 +171,14 @@ class ModuleHooks:
                 tensor.register_hook(self._before_backward(units))
                 seen = True
         return seen
+
+    def _watch_stash(self, units: list[Unit], module: nn.Module) -> None:
+        if not units or not torch.is_grad_enabled():
+            return
+        for tensor in stashed_tensors(module):
+            if tensor.requires_grad and not tensor.is_leaf and not hasattr(tensor, "_ds_watched"):
+                tensor._ds_watched = True  # type: ignore[attr-defined]
+                tensor.register_hook(self._before_backward(units))
 
     def _before_backward(self, units: list[Unit]) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ passes every guard, such as ``torch.tensor(p)`` or a C++ extension, then sees Na
 swapped to a subclass whose
 ``__torch_function__`` answers metadata, refuses values, and, while a module of the same runtime runs its forward, fetches the
 unit on demand instead (a parameter used outside the module that owns it). torch's UninitializedParameter is the precedent.
-Private torch names used here: ``torch._C.DisableTorchFunctionSubclass``.
+Private torch names used here: ``torch._C.DisableTorchFunctionSubclass`` and ``torch._C._storage_Use_Count`` (does anything still
+hold views of a unit's storage?).
 """
 
 import functools
@@ -108,6 +109,8 @@ def _metadata_functions() -> frozenset[Any]:
             found.add(getattr(attribute, "__delete__", None))
     found.update(getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name))
     found.update(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name))
+    # Differentiating with respect to a released parameter is no read of it: the backward gathers what it needs.
+    found.update((torch.autograd.grad, torch.autograd.backward))
     found.discard(None)
     return frozenset(found)
 
@@ -229,6 +232,11 @@ class ReleasedTensor(ReleasedFace, torch.Tensor):
 def released_class(base: type) -> type:
     """The released twin of a parameter class; instances swap to it and back."""
     return type(f"Released{base.__name__}", (ReleasedFace, base), {"_ds_visible_class": base})
+
+
+def storage_uses(flat: torch.Tensor) -> int:
+    """How many tensors, those saved by autograd among them, share the storage of ``flat``."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 def hide(parameter: nn.Parameter, void: torch.Tensor) -> None:

@@ -27,12 +27,17 @@ class OptimView:
     param: nn.Parameter
     name: str
 
-    def gradient(self) -> torch.Tensor:
-        """The matching part of the unit's rest gradient, in the view's shape and dtype."""
+    def gradient(self, factor: float) -> torch.Tensor:
+        """The matching part of the unit's rest gradient times ``factor``, in the view's shape and dtype.
+
+        A gradient in another dtype is converted first: fp16 could not hold it without the loss scale. In the same dtype the rest
+        gradient itself is multiplied.
+        """
         assert self.unit.grad is not None
         base, _ = self.unit.range_of(StateKind.GRAD)
         piece = self.unit.grad[self.start - base : self.stop - base].view(self.param.shape)
-        return piece if piece.dtype == self.param.dtype else piece.to(self.param.dtype)
+        piece = piece if piece.dtype == self.param.dtype else piece.to(self.param.dtype)
+        return piece if factor == 1.0 else piece.mul_(factor)
 
 
 def build_views(units: list[Unit], group_count: int) -> list[OptimView]:
@@ -76,6 +81,11 @@ def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:
     for view in views:
         if initial:
             optimizer.state[view.param] = {key: _like(value, view.param) for key, value in initial[view.group].items()}
+
+
+def check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Raise OptimizerConfigError when ``optimizer`` has already taken steps."""
+    _initial_state(optimizer)
 
 
 def _initial_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:

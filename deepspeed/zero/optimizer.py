@@ -1,11 +1,12 @@
 """The optimizer object that ``initialize`` returns: the client's optimizer inside, the engine's update behind ``step``."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
+from deepspeed.errors import UsageError
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.runtime import Runtime
@@ -65,6 +66,13 @@ class DeepSpeedOptimizer:
         loss = closure() if closure is not None else None
         self._driver.update()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Raise: where each parameter's state lives is settled by ``initialize``."""
+        raise UsageError(
+            "add_param_group() after deepspeed.initialize is not possible: sharded state cannot grow. Put all parameters into it "
+            "before (lr 0 keeps a group still), or destroy the engine and initialize again"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of the current accumulation window."""

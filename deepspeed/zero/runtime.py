@@ -84,7 +84,8 @@ class Runtime:
         """That module has run. ``keep``: its backward could not be foreseen, so its units stay until the flush."""
         for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
             unit.users -= 1
-            if unit.idle and not keep:
+            unit.kept = unit.kept or keep
+            if unit.idle:
                 self._maybe_release(unit)
         self.depth -= 1
         if self.depth == 0 and self.schedule.phase == "eval":
@@ -110,7 +111,7 @@ class Runtime:
 
     def _maybe_release(self, unit: Unit) -> None:
         """Release an idle READY unit unless it is needed again next (or within the distance the user allows)."""
-        if not unit.movable or unit.state is not UnitState.READY or self.in_backward:
+        if not unit.movable or unit.state is not UnitState.READY or self.in_backward or unit.kept:
             return
         distance = self.schedule.reuse_distance(unit.index, self._numels)
         if distance is not None and distance <= self.plan.reuse_numel and self._live_numel() <= self.plan.live_numel:
@@ -255,7 +256,9 @@ class Runtime:
 
     def backward_done(self, unit: Unit) -> None:
         """No further backward of this unit's modules is foreseen: release its parameters."""
-        if unit.movable and unit.idle and unit.state is UnitState.READY and not self.second_order:
+        free = unit.movable and unit.idle and not unit.kept and unit.state is UnitState.READY and not self.second_order
+        # Ops that do not differentiate the weights (``weight.detach()``) may still have to read them: then the flush releases.
+        if free and not unit.read_by_others():
             unit.release()
 
     def flush(self) -> None:
@@ -275,6 +278,8 @@ class Runtime:
         for unit in self.units:
             unit.backward_inputs = 0
             unit.done.clear()
+            unit.arrived.clear()
+            unit.kept = unit.kept and self.second_order
             if unit.movable and unit.users == 0 and unit.pins == 0 and unit.state is not UnitState.ABSENT and not self.second_order:
                 self._discard(unit)
         self.second_order = False
@@ -338,6 +343,7 @@ class Runtime:
             self.gradients.clear()
         for unit in self.units:
             unit.users = 0
+            unit.kept = False
             unit.backward_inputs = 0
             for param in unit.params:
                 param.grad = None

@@ -52,11 +52,8 @@ def take_step(
     factor = after
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
-    for unit in units:
-        if factor != 1.0 and unit.grad is not None:
-            unit.grad.mul_(factor)
     for view in views:
-        view.param.grad = view.gradient()
+        view.param.grad = view.gradient(factor)
     optimizer.step()
     for view in views:
         view.param.grad = None
@@ -70,7 +67,8 @@ def global_norm(runtime: Runtime, units: list[Unit]) -> float:
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     for unit in units:
         assert unit.grad is not None
-        square = torch.linalg.vector_norm(unit.grad, dtype=torch.float32).double().square()
+        wide = torch.promote_types(unit.grad.dtype, torch.float32)
+        square = torch.linalg.vector_norm(unit.grad, dtype=wide).double().square()
         total += square / _replication(unit)
     both = torch.stack([total, (~torch.isfinite(total)).double()])
     collectives.sum_scalars(both, runtime.mesh.world)

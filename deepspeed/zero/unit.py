@@ -13,7 +13,7 @@ from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.mesh.groups import ZeroMesh
 from deepspeed.observe import hostmem
 from deepspeed.zero.layout import FlatLayout, Segment
-from deepspeed.zero.local import expose, hide, unmark_zero_parameter
+from deepspeed.zero.local import expose, hide, storage_uses, unmark_zero_parameter
 from deepspeed.zero.plan import Spread, Spreads, StateKind, UnitPlan
 
 
@@ -101,7 +101,11 @@ class Unit:
         self.partial: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._void: torch.Tensor | None = None
+        self._own_uses = 0
         self.fired: set[int] = set()
+        self.arrived: set[int] = set()
+        # Something that autograd cannot announce will read the parameters in backward: they stay until the flush.
+        self.kept = False
         self.grad_filled = False
         self.backward_inputs = 0
         self.done: set[int] = set()
@@ -134,6 +138,8 @@ class Unit:
                 self.master = values[start:stop].to(wide, copy=True)
         if self.movable:
             self.state = UnitState.READY
+            # One each for ``full``, its views and the parameters over it, and one for the question itself.
+            self._own_uses = 2 + len(self._views) + len(self.params)
             self.release()
 
     @property
@@ -175,12 +181,14 @@ class Unit:
         """Refuse to run on parameters that something has moved away from the flat buffer (``module.half()``, ``.to(device)``)."""
         if self.state is not UnitState.READY or not self.params:
             return
-        segment, param = self.layout.segments[0], self.params[0]
-        if segment.numel and param.data_ptr() != self.full.data_ptr() + segment.offset * self.full.element_size():
-            raise UsageError(
-                f"parameter {segment.name!r} was moved or cast after deepspeed.initialize (now {param.dtype} on {param.device}); the "
-                "engine's optimizer would no longer update it. Choose dtype and device before, or through the configuration"
-            )
+        base, width = self.full.data_ptr(), self.full.element_size()
+        for segment, param in zip(self.layout.segments, self.params, strict=True):
+            if segment.numel and param.data_ptr() != base + segment.offset * width:
+                raise UsageError(
+                    f"parameter {segment.name!r} was given other data, moved or cast after deepspeed.initialize (now {param.dtype} on "
+                    f"{param.device}); the engine's optimizer would no longer update it. Choose dtype and device before, or through the "
+                    "configuration, and write values in place (param.data.copy_(...))"
+                )
 
     # -- state machines ------------------------------------------------------------------------------------------------
     def move(self, state: UnitState) -> None:
@@ -223,6 +231,10 @@ class Unit:
         for p in self.params:
             hide(p, self._void)
         self.full.untyped_storage().resize_(0)
+
+    def read_by_others(self) -> bool:
+        """True while views of the full buffer other than the unit's own are alive (while READY): in a backward, ops that will read."""
+        return storage_uses(self.full) > self._own_uses
 
     def all_done(self, position: int, task: int) -> bool:
         """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one task.
@@ -282,6 +294,7 @@ class Unit:
         self.grad_state = GradState.EMPTY
         self.fetcher = self._owner = None
         self.users = self.pins = 0
+        self.kept = False
         if self.state is UnitState.READY:
             self.release()
 
@@ -323,6 +336,17 @@ class Unit:
         else:
             self.fetch_whole()
             self.pins += 1
+
+    def hold_for_backward(self) -> None:
+        """Have the full values here until the running backward is over. Collective where they are not."""
+        if not self.whole:
+            self.pin()
+            self.unpin_later()
+
+    def unpin_later(self) -> None:
+        """Give a pin back without releasing: the end of the backward does that."""
+        self.pins -= 1
+        self.kept = True
 
     def unpin(self) -> None:
         if self.fetcher is not None:
