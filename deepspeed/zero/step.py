@@ -54,12 +54,30 @@ def take_step(
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
     for view in views:
         view.param.grad = view.gradient(factor)
+    still = _frozen_since(units)
     optimizer.step()
+    for master, values in still:
+        master.copy_(values)
     for view in views:
         view.param.grad = None
     runtime.publish(units)
     runtime.gradients.clear()
     return StepResult(norm, overflow=False)
+
+
+def _frozen_since(units: list[Unit]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(master range, copy of it) of every parameter that was frozen after ``initialize``: momentum and decay must not move it."""
+    found = []
+    for unit in units:
+        if unit.master is None or all(p.requires_grad for p in unit.params):
+            continue
+        start, stop = unit.range_of(StateKind.OPTIM)
+        for param, segment in zip(unit.params, unit.layout.segments, strict=True):
+            lo, hi = unit.layout.overlap(segment, start, stop)
+            if lo < hi and not param.requires_grad:
+                part = unit.master[lo - start : hi - start]
+                found.append((part, part.clone()))
+    return found
 
 
 def global_norm(runtime: Runtime, units: list[Unit]) -> float:
