@@ -76,7 +76,9 @@ class GatheredParameters:
         self._units = sorted(units.values(), key=lambda u: u.order)
         for unit in self._units:
             unit.pin()
-        if torch.is_grad_enabled() and any(unit.movable and unit.has_owner() for unit in self._units):
+        # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a forward the
+        # module's own hooks gather for the backward, so they are not needed there.
+        if torch.is_grad_enabled() and any(u.movable and u.has_owner() and not u.may_fetch_on_demand() for u in self._units):
             self._saving = saved_tensors_hooks(self._pack, _unpack)
             self._saving.__enter__()
 
