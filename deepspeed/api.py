@@ -1,8 +1,11 @@
 """The composition root: ``initialize`` puts config, mesh, optimizer, ZeRO and engine together."""
 
 import argparse
+import contextlib
+import logging
 import os
 from collections.abc import Callable
+from pydoc import ErrorDuringImport, locate
 from typing import Any
 
 import torch
@@ -10,19 +13,22 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm.init import init_distributed
-from deepspeed.config import DeepSpeedConfig, load_config, unsupported_features
-from deepspeed.config.features import inert_features
+from deepspeed.config import DeepSpeedConfig, load_config
+from deepspeed.config.dtypes import dtype_policy
+from deepspeed.config.features import inert_notes
 from deepspeed.device import get_accelerator
 from deepspeed.engine import DeepSpeedEngine, device_for
 from deepspeed.engine_info import DTYPES
+from deepspeed.engine_reports import follow_collectives, report_start
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import ZeroMesh, build_zero_mesh, plain_mesh
 from deepspeed.observe.log import log_dist
+from deepspeed.observe.monitor import MonitorMaster
+from deepspeed.observe.process_settings import hold_settings
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
 from deepspeed.precision.loss_scale import build_loss_scaler
-from deepspeed.version import __version__
 from deepspeed.zero.build import BuildRules, build, group_index
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.init import restore_init_context, shutdown_init_context
@@ -100,7 +106,7 @@ def _start_distributed(args: Any, port: int, required: bool | None) -> int:
     chosen = getattr(args, "device_rank", None)
     index = local_rank if chosen is None else int(chosen)
     if get_accelerator().device_name() != "cpu":
-        get_accelerator().set_device(index)
+        get_accelerator().set_device(device_for(index).index)
     return index
 
 
@@ -118,43 +124,53 @@ def _assemble(
     backend = get_accelerator().communication_backend_name()
     probe = plain_mesh(backend, group=group)
     cfg = load_config(source, world_size=probe.size)
-    _refuse_missing(cfg)
-    _check_model(model)
-    base = _choose_optimizer(cfg, model, optimizer, model_parameters)
-    if lr_scheduler is not None and base is None:
-        lr_scheduler = None
-    plan = make_plan(cfg, probe.size)
-    mesh = build_zero_mesh(backend, inner_size=plan.inner_size, group=group)
-    device = device_for(local_rank)
-    rules = _build_rules(cfg, model, base, device)
-    _mark_leaves(cfg, model)
-    groups = group_index(base.param_groups) if base is not None else None
-    if base is not None:
-        check_fresh(base)
-    parts = build(model, plan, mesh, rules=rules, policy=_policy(cfg, mesh), group_of=groups)
-    views = build_views(parts.units, len(base.param_groups)) if base is not None else []
-    if base is not None:
-        attach(base, views)
-    engine = DeepSpeedEngine(model, cfg, mesh=mesh, parts=parts, scaler=build_loss_scaler(cfg), optimizer=base, views=views, device=device)
-    engine._local_rank = local_rank
-    try:
-        engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
-        if data[0] is not None:
-            engine.training_dataloader = engine.deepspeed_io(data[0], collate_fn=data[1])
-    except BaseException:
-        engine.destroy()
-        raise
-    log_dist(_summary(engine))
+    with contextlib.ExitStack() as undo:
+        hold_settings(undo, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
+        monitor = MonitorMaster(cfg)
+        undo.callback(monitor.close)
+        _mention(cfg)
+        _check_model(model)
+        base = _choose_optimizer(cfg, model, optimizer, model_parameters)
+        if lr_scheduler is not None and base is None:
+            lr_scheduler = None
+        plan = make_plan(cfg, probe.size)
+        mesh = build_zero_mesh(backend, inner_size=plan.inner_size, group=group)
+        follow_collectives(cfg, mesh)
+        device = device_for(local_rank)
+        rules = _build_rules(cfg, model, base, device)
+        _mark_leaves(cfg, model)
+        groups = group_index(base.param_groups) if base is not None else None
+        if base is not None:
+            check_fresh(base)
+        parts = build(model, plan, mesh, rules=rules, policy=_policy(cfg, mesh), group_of=groups)
+        views = build_views(parts.units, len(base.param_groups)) if base is not None else []
+        if base is not None:
+            attach(base, views)
+        scaler = build_loss_scaler(cfg)
+        engine = DeepSpeedEngine(model, cfg, mesh=mesh, parts=parts, scaler=scaler, optimizer=base, views=views, device=device)
+        engine._local_rank, engine.monitor = local_rank, monitor
+        try:
+            engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
+            if data[0] is not None:
+                engine.training_dataloader = engine.deepspeed_io(data[0], collate_fn=data[1])
+        except BaseException:
+            engine.destroy()
+            raise
+        engine._held = undo.pop_all()
+    report_start(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _refuse_missing(cfg: DeepSpeedConfig) -> None:
-    missing = unsupported_features(cfg)
-    if missing:
-        raise DeepSpeedConfigError("not in this release: " + "; ".join(missing))
-    inert = inert_features(cfg)
-    if inert:
-        log_dist("accepted, without effect in this release: " + "; ".join(inert))
+def _mention(cfg: DeepSpeedConfig) -> None:
+    notes = inert_notes(cfg)
+    if notes:
+        log_dist("configuration keys without effect here: " + "; ".join(notes))
+    if cfg.vocabulary_size is not None and cfg.vocabulary_size % 8:
+        padded = -(-cfg.vocabulary_size // 8) * 8
+        log_dist(
+            f"vocabulary_size {cfg.vocabulary_size} is no multiple of 8; matrix units are faster with {padded} (pad the embedding)",
+            level=logging.WARNING,
+        )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -227,7 +243,7 @@ def _check_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _build_rules(cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optimizer | None, device: torch.device) -> BuildRules:
-    compute = None if cfg.compute_dtype == "fp32" else DTYPES[cfg.compute_dtype]
+    dtypes = dtype_policy(cfg)
     keep = cfg.data_types.keep_in_fp32_modules
     if keep == "auto":
         names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
@@ -237,12 +253,31 @@ def _build_rules(cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optim
     whole = base is not None and granularity(base) == "parameter"
     return BuildRules(
         device=device,
-        compute_dtype=compute,
+        compute_dtype=DTYPES[dtypes.compute] if dtypes.compute else None,
         keep_fp32=tuple(keep),
         granularity=Granularity.PARAMETER if whole else Granularity.ELEMENT,
         keep_master=base is not None,
-        buffer_dtype=DTYPES[cfg.data_types.buffer_dtype] if cfg.data_types.buffer_dtype else None,
+        buffer_dtype=DTYPES[dtypes.buffers] if dtypes.buffers else None,
+        low=_low_precision(cfg, model),
+        low_dtype=DTYPES[dtypes.low],
     )
+
+
+def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Parameter]:
+    """Parameters that modules of the classes in ``lower_precision_safe_modules`` own: autocast reads them in its dtype anyway."""
+    names = cfg.torch_autocast.lower_precision_safe_modules if cfg.torch_autocast.enabled else None
+    classes = tuple(_class_at(name) for name in names or ())
+    return frozenset(p for m in model.modules() if isinstance(m, classes) for p in m.parameters(recurse=False))
+
+
+def _class_at(path: str) -> type:
+    try:
+        found = locate(path)
+    except ErrorDuringImport as error:
+        raise DeepSpeedConfigError(f"torch_autocast.lower_precision_safe_modules: importing {path!r} failed: {error}") from error
+    if not isinstance(found, type):
+        raise DeepSpeedConfigError(f"torch_autocast.lower_precision_safe_modules: {path!r} is no class; write it like torch.nn.Linear")
+    return found
 
 
 def _policy(cfg: DeepSpeedConfig, mesh: ZeroMesh) -> GradientPolicy:
@@ -252,9 +287,10 @@ def _policy(cfg: DeepSpeedConfig, mesh: ZeroMesh) -> GradientPolicy:
     early = total
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
+    dtypes = dtype_policy(cfg)
     return GradientPolicy(
-        accum=DTYPES[cfg.grad_accum_dtype or "fp32"],
-        comm=DTYPES[cfg.communication_data_type] if cfg.communication_data_type else None,
+        accum=DTYPES[dtypes.accumulation],
+        comm=DTYPES[dtypes.reduction] if dtypes.reduction else None,
         before=1.0 / early,
         after=early / total,
         overlap=cfg.zero.overlap_comm is not False,
@@ -282,17 +318,6 @@ def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, 
     if cfg.scheduler is not None:
         return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, base)
     return None
-
-
-def _summary(engine: DeepSpeedEngine) -> str:
-    units = engine.runtime.units
-    moved = sum(u.movable for u in units)
-    numel = sum(s.numel for u in units for s in u.layout.segments)
-    return (
-        f"DeepSpeed info: version={__version__}, {numel:,} parameters in {len(units)} units ({moved} sharded), {engine.mesh.size} ranks, "
-        f"{engine._config.compute_dtype}, batch {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} x "
-        f"{engine.gradient_accumulation_steps()} x {engine.mesh.size}; the engine alone divides by accumulation steps and ranks"
-    )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

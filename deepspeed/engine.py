@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -68,6 +69,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = self._destroyed = False
         self._backwards = 0
         self._norm: float | None = None
+        self._held = contextlib.ExitStack()  # what lasts as long as this engine: process settings, metric files
         self._start_timing(config)
         self._tie_to_runtime()
 
@@ -113,6 +115,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"backward() takes a scalar loss that requires grad; got {what}. Reduce it, e.g. loss.mean()")
         divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
+        self._note_loss(loss)
         flushes = self.runtime.flushes
         self._in_engine_backward = True
         try:
@@ -144,6 +147,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
             if self._step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self._report_progress()
+            self._write_metrics(self.global_samples, lr=self.get_lr(), loss_scale=self.loss_scale() if self.fp16_enabled() else None)
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
 
@@ -411,6 +415,10 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         if self._destroyed:
             raise UsageError("this engine was destroyed; call deepspeed.initialize again")
 
+    def collect_python_gc(self) -> int:
+        """One cyclic garbage collection now, for loops under ``disable_python_gc``; the number of objects found."""
+        return gc.collect()
+
     def destroy(self) -> None:
         """Remove every hook and give every buffer back. Collective.
 
@@ -420,6 +428,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        self._held.close()
         self._parts.hooks.remove()
         self._offload.forget()
         self.runtime.reset()
@@ -479,4 +488,5 @@ def device_for(local_rank: int) -> torch.device:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return torch.device("cpu")
-    return torch.device(accelerator.device_name(local_rank))
+    # Schedulers that give every task one device show each of them only its own, as number 0.
+    return torch.device(accelerator.device_name(local_rank if accelerator.device_count() > 1 else 0))

@@ -94,6 +94,9 @@ class EngineInfo:
     def wall_clock_breakdown(self) -> bool:
         return self._config.wall_clock_breakdown
 
+    def memory_breakdown(self) -> bool:
+        return self._config.memory_breakdown
+
     def dump_state(self) -> bool:
         return self._config.dump_state
 

@@ -10,7 +10,9 @@ class DeepSpeedError(Exception):
 
 
 class DeepSpeedConfigError(DeepSpeedError, ValueError):
-    """The configuration is wrong: unknown key, wrong type, contradiction."""
+    """The configuration is wrong: unknown key, wrong type, contradiction. ``faults`` holds the sentences one by one."""
+
+    faults: tuple[str, ...] = ()
 
 
 class BatchConfigError(DeepSpeedConfigError, AssertionError):

@@ -1,7 +1,7 @@
 """The ``torch.distributed`` calls of ``deepspeed.comm``: checked for a process group and timed when the log is on.
 
 Every call takes three more keywords than torch's: ``prof`` (time this call whatever the settings say), ``log_name`` (name
-in the log) and ``debug`` (name of the caller, accepted and appended to the name when the log's ``debug`` is set).
+in the log) and ``debug`` (name of the caller, appended to the name when the log's ``debug`` is set; found when not given).
 """
 
 import functools
@@ -45,8 +45,7 @@ def _call(op: str, size: int, run: Callable[[], Any], log: dict[str, Any]) -> An
     name = log.get("log_name") or op
     if not LOG.wants(name, bool(log.get("prof"))):
         return run()
-    if LOG.debug and log.get("debug"):
-        name = f"{name} | [Caller Func: {log['debug']}]"
+    name = LOG.named(name, log.get("debug"))
     get_accelerator().synchronize()
     start = time.perf_counter()
     result = run()

@@ -28,12 +28,14 @@ class AxisGroup:
     index: int
     ranks: tuple[int, ...]
     backend: str
-    # Called as ledger(op, numel, dtype, group size) for every collective: tests and traces listen here.
-    ledger: list[Callable[[str, int, torch.dtype, int], None]] = field(default_factory=list, compare=False)
+    # Called as listener(op, numel, dtype, group size) for every collective: tests and traces listen here.
+    # A listener may return a function, which is called when the collective has ended.
+    ledger: list[Callable[[str, int, torch.dtype, int], Callable[[], None] | None]] = field(default_factory=list, compare=False)
 
-    def note(self, op: str, tensor: torch.Tensor) -> None:
-        for listener in self.ledger:
-            listener(op, tensor.numel(), tensor.dtype, self.size)
+    def note(self, op: str, tensor: torch.Tensor) -> list[Callable[[], None]]:
+        """Tell the listeners; what is to be called at the end."""
+        answers = [listener(op, tensor.numel(), tensor.dtype, self.size) for listener in self.ledger]
+        return [end for end in answers if end is not None]
 
 
 def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -47,10 +49,13 @@ def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class Transfer:
     """Work in flight. ``wait`` may be called any number of times; the buffers are kept alive until then."""
 
-    __slots__ = ("_finish", "_works", "_keep")
+    __slots__ = ("_ends", "_finish", "_works", "_keep")
 
-    def __init__(self, works: list[Any], *, keep: Any = None, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: list[Any], *, keep: Any = None, finish: Callable[[], None] | None = None, ends: list[Callable[[], None]] | None = None
+    ) -> None:
         self._works = works
+        self._ends = ends
         self._keep = keep
         self._finish = finish
 
@@ -58,6 +63,9 @@ class Transfer:
         works, self._works = self._works, []
         for work in works:
             work.wait()
+        ends, self._ends = self._ends, None
+        for end in ends or ():
+            end()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -81,13 +89,13 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Tra
     """
     piece = shard.numel()
     own = full[group.index * piece : (group.index + 1) * piece]
-    group.note("all_gather", full)
+    ends = group.note("all_gather", full)
     if group.size == 1 or group.backend == "gloo":
         works = [] if group.size == 1 else _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return Transfer(works, keep=(full, shard))
-    return Transfer([_all_gather_flat(full, shard, group=group.pg, async_op=True)], keep=(full, shard))
+        return Transfer(works, keep=(full, shard), ends=ends)
+    return Transfer([_all_gather_flat(full, shard, group=group.pg, async_op=True)], keep=(full, shard), ends=ends)
 
 
 def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Transfer:
@@ -97,7 +105,7 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
     member order, in the dtype of ``out``. ``full`` must stay untouched until ``wait``.
     """
     piece = full.numel() // group.size
-    group.note("reduce_scatter", full)
+    ends = group.note("reduce_scatter", full)
     own = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
         inbox = {r: fresh(piece, full.dtype, full.device) for r in range(group.size) if r != group.index}
@@ -108,12 +116,12 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
                 source = own if position == group.index else inbox[position]
                 _store(out, source, accumulate or position > 0)
 
-        return Transfer(works, keep=full, finish=finish)
+        return Transfer(works, keep=full, finish=finish, ends=ends)
     if out.dtype == full.dtype and not accumulate:
-        return Transfer([_reduce_scatter_flat(out, full, group=group.pg, async_op=True)], keep=(full, out))
+        return Transfer([_reduce_scatter_flat(out, full, group=group.pg, async_op=True)], keep=(full, out), ends=ends)
     result = torch.empty_like(own)
     work = _reduce_scatter_flat(result, full, group=group.pg, async_op=True)
-    return Transfer([work], keep=(full, result), finish=lambda: _store(out, result, accumulate))
+    return Transfer([work], keep=(full, result), finish=lambda: _store(out, result, accumulate), ends=ends)
 
 
 _ADD_NUMEL = 1 << 18  # the fp32 copy that a mixed-dtype addition makes stays in the cache
@@ -131,26 +139,30 @@ def _store(out: torch.Tensor, value: torch.Tensor, accumulate: bool) -> None:  #
 
 def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Transfer:
     """Sum ``full`` over the members into (or onto) ``out`` of the same numel; ``full`` is overwritten."""
-    group.note("all_reduce", full)
+    ends = group.note("all_reduce", full)
     if group.size == 1:
-        return Transfer([], keep=full, finish=lambda: _store(out, full, accumulate))
+        return Transfer([], keep=full, finish=lambda: _store(out, full, accumulate), ends=ends)
     work = dist.all_reduce(full, group=group.pg, async_op=True)
-    return Transfer([work], keep=full, finish=lambda: _store(out, full, accumulate))
+    return Transfer([work], keep=full, finish=lambda: _store(out, full, accumulate), ends=ends)
 
 
 def sum_scalars(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """All-reduce a few scalars (in place) and return them; used for norms and flags."""
     if group.size > 1:
-        group.note("all_reduce", values)
+        ends = group.note("all_reduce", values)
         dist.all_reduce(values, group=group.pg)
+        for end in ends:
+            end()
     return values
 
 
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:
-        group.note("broadcast", tensor)
+        ends = group.note("broadcast", tensor)
         dist.broadcast(tensor, group_src=source, group=group.pg)
+        for end in ends:
+            end()
 
 
 def exchange_ints(values: list[int], group: AxisGroup) -> list[list[int]]:

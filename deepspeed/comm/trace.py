@@ -4,10 +4,11 @@ Bandwidths follow the convention of nccl-tests: algorithm bandwidth is message b
 larger of a call's two sides; bus bandwidth multiplies by the share of it that crosses links.
 """
 
+import inspect
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ class CommsLog:
     def wants(self, op: str, prof: bool) -> bool:
         """True when a call of ``op`` is to be timed."""
         return self.enabled and (prof or self.prof_all or op in self.prof_ops)
+
+    def named(self, op: str, caller: str | None) -> str:
+        """The name under which a call of ``op`` is entered: with ``debug``, each caller (stated, or found) has its own."""
+        return f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
 
     def record(self, op: str, nbytes: int, latency_ms: float) -> None:
         """Add one call."""
@@ -122,9 +127,34 @@ class CommsLog:
         return table
 
 
+def _caller() -> str:
+    """Name of the innermost function outside ``deepspeed.comm`` that is running."""
+    frame = inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("deepspeed.comm"):
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None else "unknown"
+
+
 # ``deepspeed.comm.configure`` and ``log_summary`` are functions of the module, without a handle, so the one log they
-# share has to live here. Engines do not read it.
+# share has to live here. Engines write to it when their configuration has a ``comms_logger`` block.
 LOG = CommsLog()
+
+
+def begin(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Callable[[], None] | None:
+    """An engine issues a collective over ``numel`` elements: what to call when it has ended, None when the log does not want it.
+
+    The latency of an asynchronous collective ends where it is waited for.
+    """
+    if world_size == 1 or not LOG.wants(op, prof=False):
+        return None
+    name = LOG.named(op, None)
+    start = time.perf_counter()
+
+    def end() -> None:
+        get_accelerator().synchronize()
+        LOG.record(name, numel * dtype.itemsize, (time.perf_counter() - start) * 1e3)
+
+    return end
 
 
 class TimedWork:

@@ -1,6 +1,5 @@
 """Configuration: one frozen object from a dict, a relaxed-JSON file or base64 text. Imports no torch."""
 
-from deepspeed.config.features import inert_features, unsupported_features
 from deepspeed.config.parse import read_config_source
 from deepspeed.config.root import DeepSpeedConfig, load_config
 from deepspeed.config.training import (
@@ -43,8 +42,6 @@ __all__ = [
     "TorchAutocastConfig",
     "ZenFlowConfig",
     "ZeroConfig",
-    "inert_features",
     "load_config",
     "read_config_source",
-    "unsupported_features",
 ]

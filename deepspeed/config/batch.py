@@ -34,14 +34,18 @@ def _read(source: ConfigSource, key: str) -> int | None:
     return int(count)
 
 
-def _split(train: int, parts: int, what: str) -> int:
+def _does_not_close(source: ConfigSource, sentence: str) -> BatchConfigError:
+    """Programs look for the beginning of the sentence; people are told the file."""
+    return BatchConfigError(("" if source.from_program else f"{source.name}: ") + at_line(source, TRAIN, sentence))
+
+
+def _split(source: ConfigSource, train: int, parts: int, what: str) -> int:
     """``train / parts``, exact."""
     if train % parts:
         below, above = train // parts * parts, (train // parts + 1) * parts
         remedy = f"{below} or {above}" if below else str(above)
-        raise BatchConfigError(
-            f"{TRAIN} {train} does not divide evenly over {what} = {parts}. Set {TRAIN} to {remedy}, or change the number of ranks."
-        )
+        sentence = f"{TRAIN} {train} does not divide evenly over {what} = {parts}. Set {TRAIN} to {remedy}, or change the number of ranks."
+        raise _does_not_close(source, sentence)
     return train // parts
 
 
@@ -77,14 +81,16 @@ def resolve_batch(source: ConfigSource, *, world_size: int, lenient: bool) -> Ba
         return Batch(micro * accumulation * world_size, micro, accumulation)
     if micro is None:
         assert accumulation is not None
-        return Batch(train, _split(train, accumulation * world_size, f"{ACCUMULATION} {accumulation} x {world_size} ranks"), accumulation)
+        parts = f"{ACCUMULATION} {accumulation} x {world_size} ranks"
+        return Batch(train, _split(source, train, accumulation * world_size, parts), accumulation)
     if accumulation is None:
-        return Batch(train, micro, _split(train, micro * world_size, f"{MICRO} {micro} x {world_size} ranks"))
+        return Batch(train, micro, _split(source, train, micro * world_size, f"{MICRO} {micro} x {world_size} ranks"))
     product = micro * accumulation * world_size
     if train != product:
-        raise BatchConfigError(
+        sentence = (
             f"Check batch related parameters. {TRAIN} is not equal to micro_batch_per_gpu * gradient_acc_step * world_size "
             f"{train} != {micro} * {accumulation} * {world_size} (= {product}). "
             f"Set {TRAIN} to {product}, or delete {ACCUMULATION} and let it be derived."
         )
+        raise _does_not_close(source, sentence)
     return Batch(train, micro, accumulation)

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -37,10 +37,12 @@ def at_line(source: ConfigSource, path: str, sentence: str) -> str:
 
 def fail(source: ConfigSource, problems: list[str]) -> None:
     """Raise DeepSpeedConfigError with all ``problems``; do nothing when there are none."""
-    if len(problems) == 1:
-        raise DeepSpeedConfigError(f"{source.name}: {problems[0]}")
-    if problems:
-        raise DeepSpeedConfigError(f"{source.name} has {len(problems)} problems:" + "".join(f"\n  - {item}" for item in problems))
+    if not problems:
+        return
+    listed = f" has {len(problems)} problems:" + "".join(f"\n  - {item}" for item in problems)
+    error = DeepSpeedConfigError(source.name + (listed if len(problems) > 1 else f": {problems[0]}"))
+    error.faults = tuple(problems)
+    raise error
 
 
 def written_path(path: str, renames: Mapping[str, str]) -> str:
@@ -53,19 +55,28 @@ def written_path(path: str, renames: Mapping[str, str]) -> str:
     return path
 
 
+def _block_inside(annotation: Any) -> tuple[type[BaseModel] | None, int]:
+    """The block that a field holds, and how many list positions or free keys stand before it."""
+    if isinstance(annotation, type) and not get_args(annotation):
+        return (annotation, 0) if issubclass(annotation, BaseModel) else (None, 0)
+    deeper = get_origin(annotation) in (tuple, list, dict, Mapping)
+    for item in get_args(annotation):
+        block, depth = _block_inside(item)
+        if block is not None:
+            return block, depth + deeper
+    return None, 0
+
+
 def block_model(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
     """The model class that describes the block at ``loc`` below ``root``, or None when there is none."""
-    model = root
-    for name in loc:
-        info = model.model_fields.get(str(name))
-        if info is None:
+    model, at = root, 0
+    while at < len(loc):
+        info = model.model_fields.get(str(loc[at]))
+        block, depth = (None, 0) if info is None else _block_inside(info.annotation)
+        if block is None:
             return None
-        candidates = [info.annotation, *get_args(info.annotation)]
-        inner = [item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel)]
-        if not inner:
-            return None
-        model = inner[0]
-    return model
+        model, at = block, at + 1 + depth
+    return model if at == len(loc) else None
 
 
 def _wrong_value(kind: str, message: str, value: Any) -> str:
@@ -77,6 +88,12 @@ def _wrong_value(kind: str, message: str, value: Any) -> str:
         return f"must be true or false, not {value!r}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"must be a block {{...}}, not {value!r}"
+    if kind == "invalid_key":
+        return f"has the key {value!r}, which is not a text"
+    if kind in ("tuple_type", "list_type"):
+        return f"must be a list [...], not {value!r}"
+    if kind == "string_type":
+        return f"must be a text, not {value!r}"
     if kind == "missing":
         return "is required in this block"
     shown = message.removeprefix("Input should be ").rstrip(".")
@@ -92,16 +109,18 @@ def explain_validation(
     """
     sentences: dict[str, str] = {}
     for fault in error.errors(include_url=False):
-        loc = tuple(fault["loc"])
+        loc, kind = tuple(fault["loc"]), fault["type"]
+        if "[key]" in loc or kind == "invalid_key":
+            loc, kind = loc[: -1 if kind == "invalid_key" else -2], "invalid_key"
         # The members of a union each report their own fault below a made-up path segment.
-        while len(loc) > 1 and (block := block_model(root, loc[:-1])) is None and fault["type"] != "extra_forbidden":
+        while len(loc) > 1 and (block := block_model(root, loc[:-1])) is None and kind != "extra_forbidden":
             loc = loc[:-1]
         path = written_path(".".join(map(str, loc)), renames)
-        if fault["type"] == "extra_forbidden":
+        if kind == "extra_forbidden":
             block = block_model(root, loc[:-1])
             names = [*(block.model_fields if block else ()), *aliases.get(".".join(map(str, loc[:-1])), ())]
             sentence = unknown_key(path, names)
         else:
-            sentence = f"{path} {_wrong_value(fault['type'], fault['msg'], fault['input'])}."
+            sentence = f"{path} {_wrong_value(kind, fault['msg'], fault['input'])}."
         sentences.setdefault(path, at_line(source, path, sentence))
     return list(sentences.values())

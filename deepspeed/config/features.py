@@ -1,76 +1,69 @@
-"""What a valid configuration asks for and this release does not contain yet."""
+"""What a configuration asks for that this release does not do, judged by the one table in ``keys.py``."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from deepspeed.config.root import DeepSpeedConfig
+from deepspeed.config.explain import at_line
+from deepspeed.config.keys import KEYS
+from deepspeed.config.parse import ConfigSource
+from deepspeed.config.settings import Setting, settings
+from deepspeed.config.support import Key, Support
 
-_ENABLED_BLOCKS = (
-    "compression_training",
-    "autotuning",
-    "hybrid_engine",
-    "expert_parallel",
-    "data_efficiency",
-    "elasticity",
-    "weight_quantization",
-)
-_OBSERVERS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
+if TYPE_CHECKING:
+    from deepspeed.config.root import DeepSpeedConfig
 
 
-def _block(cfg: DeepSpeedConfig, name: str) -> Mapping[str, Any]:
-    value = cfg.other.get(name)
-    return value if isinstance(value, Mapping) else {}
+def plain(value: Any) -> Any:
+    """``value`` as a file would write it: the value of an enum."""
+    return getattr(value, "value", value)
 
 
-def _size(block: Mapping[str, Any], key: str) -> int:
-    value = block.get(key, 0)
-    return int(value) if isinstance(value, int | float) else 0
+def _differs(setting: Setting, key: Key) -> bool:
+    value = plain(setting.value)
+    return value != plain(setting.default) and not any(value == item and type(value) is type(item) for item in key.off)
 
 
-def _anything_enabled(block: Mapping[str, Any]) -> bool:
-    """Whether the block, or a block at any depth inside it, is switched on."""
-    return block.get("enabled") is True or any(_anything_enabled(item) for item in block.values() if isinstance(item, Mapping))
+def asks(setting: Setting, values: Mapping[str, Setting]) -> bool:
+    """Whether ``setting`` was written and wants something: another value than the default, behind a switch that is on.
+
+    ``values`` are the settings of the same configuration by path.
+    """
+    key = KEYS[setting.pattern]
+    if setting.origin != "file" or not _differs(setting, key):
+        return False
+    return gate_open(key, values)
 
 
-def _wanted(cfg: DeepSpeedConfig) -> list[tuple[str, bool]]:
-    """(key, is it requested) for everything this release lacks; a later release shortens this list."""
-    zero, tensor = cfg.zero, _block(cfg, "tensor_parallel")
-    nested_tp = tensor.get("tp") if isinstance(tensor.get("tp"), Mapping) else {}
-    offloads = [(f"zero_optimization.{name}", getattr(zero, name)) for name in ("offload_optimizer", "offload_param")]
-    return [
-        *((f'{path}.device "{block.device.value}"', True) for path, block in offloads if block is not None),
-        ("zero_optimization.zenflow", zero.zenflow is not None),
-        ("zero_optimization.zero_quantized_weights", zero.zero_quantized_weights),
-        ("zero_optimization.zero_quantized_nontrainable_weights", zero.zero_quantized_nontrainable_weights),
-        ("zero_optimization.zero_quantized_gradients", zero.zero_quantized_gradients),
-        ("fp16.fp16_master_weights_and_grads", cfg.fp16.fp16_master_weights_and_grads),
-        ("bf16.bf16_master_weights_and_grads", cfg.bf16.bf16_master_weights_and_grads),
-        ("bf16.bf16_optimizer_states", cfg.bf16.bf16_optimizer_states),
-        ("tensor_parallel.autotp_size", _size(tensor, "autotp_size") > 1),
-        ("tensor_parallel.tp.tp_size", _size(nested_tp or {}, "tp_size") > 1),
-        ("sequence_parallel_size", (cfg.sequence_parallel_size or 1) > 1),
-        ("pipeline.stages", _size(_block(cfg, "pipeline"), "stages") > 1),
-        ("compile.deepcompile", _block(cfg, "compile").get("deepcompile") is True),
-        ("datastates_ckpt", cfg.other.get("datastates_ckpt", False) is not False),
-        *((name, _anything_enabled(_block(cfg, name))) for name in _ENABLED_BLOCKS),
-    ]
+def gate_open(key: Key, values: Mapping[str, Setting]) -> bool:
+    """Whether the switch that ``key`` hangs on is on; true for a key without one."""
+    if not key.gate:
+        return True
+    switch = values.get(key.gate)
+    return switch is not None and _differs(switch, KEYS[switch.pattern]) and gate_open(KEYS[switch.pattern], values)
 
 
-def unsupported_features(cfg: DeepSpeedConfig) -> list[str]:
-    """One sentence per requested feature that would change the training and is not in this release."""
-    return [f"{name} is not supported by this release yet. Remove it from the configuration." for name, asked in _wanted(cfg) if asked]
+def _said_by_its_gate(key: Key) -> bool:
+    return bool(key.gate) and KEYS[key.gate].support is Support.NOT_YET
 
 
-def inert_features(cfg: DeepSpeedConfig) -> list[str]:
-    """One sentence per requested report that this release does not write; the training itself is unaffected."""
-    names = [name for name in _OBSERVERS if _block(cfg, name).get("enabled") is True]
-    names += ["comms_logger"] if "comms_logger" in cfg.other else []
-    asked = [
-        ("dump_state", cfg.dump_state),
-        ("memory_breakdown", cfg.memory_breakdown),
-        ("disable_python_gc", cfg.disable_python_gc),
-        ("bf16.immediate_grad_update", cfg.bf16.immediate_grad_update),
-        ("torch_autocast.lower_precision_safe_modules", cfg.torch_autocast.lower_precision_safe_modules is not None),
-    ]
-    names += [name for name, on in asked if on]
-    return [f"{name} has no effect in this release yet; training goes on without it." for name in names]
+def support_faults(config: "DeepSpeedConfig", source: ConfigSource) -> list[str]:
+    """One sentence, with its line, per requested feature that is not in this release."""
+    values = {item.path: item for item in settings(config)}
+    out = []
+    for item in values.values():
+        key = KEYS.get(item.pattern)
+        if key is not None and key.support is Support.NOT_YET and not _said_by_its_gate(key) and asks(item, values):
+            reason = f": {key.note}" if key.note else ""
+            sentence = f"{item.path} {plain(item.value)!r} is not in this release yet{reason}. Remove it from the configuration."
+            out.append(at_line(source, item.path, sentence))
+    return out
+
+
+def inert_keys(items: Iterable[Setting]) -> list[Setting]:
+    """The written keys that are accepted without effect."""
+    return [item for item in items if item.origin == "file" and item.pattern in KEYS and KEYS[item.pattern].support is Support.INERT]
+
+
+def inert_notes(config: "DeepSpeedConfig") -> list[str]:
+    """One clause per written key that is accepted without effect, for the log."""
+    return [f"{item.path} ({KEYS[item.pattern].note})" for item in inert_keys(settings(config))]

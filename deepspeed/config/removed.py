@@ -2,6 +2,11 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
+
+_QUANTIZE = "Quantize with the torchao library (torchao.quantization.quantize_, or its QAT quantizers) and train the result"
+_PRUNE = "Prune the model with torch.nn.utils.prune, or use the sparsity tools of the torchao library, and train the result"
+_COMPRESSED = "Delete the key: compressed-communication optimizers no longer exist"
 
 REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -10,19 +15,62 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
         "graph_harvesting": "Delete the key and use the compile block",
         "progressive_layer_drop": "Drop layers in the model's own forward",
         "eigenvalue": "Delete the block: the quantization schedule that used it no longer exists",
-        "quantize_training": "Use the compression_training block",
+        "quantize_training": _QUANTIZE,
         "sparse_attention": "Use torch.nn.attention.flex_attention or the model's own attention",
-        "curriculum_learning": "Use data_efficiency.data_sampling.curriculum_learning",
-        "nebula": "Use the checkpoint.writer block",
+        "curriculum_learning": "Use data_efficiency.data_sampling.curriculum_learning, with the same keys under curriculum_metrics.<name>",
+        "nebula": "Use the checkpoint block (checkpoint.writer for how files are written) and an ordinary folder",
+        "elasticity": "Delete the block and write the batch sizes; what starts the job restarts it (torchrun --max-restarts)",
+        "compression_training": _QUANTIZE,
+        "compression_training.layer_reduction": "Build the smaller model yourself and copy the layers to keep into it",
+        "compression_training.weight_quantization": _QUANTIZE,
+        "compression_training.activation_quantization": _QUANTIZE,
+        "compression_training.sparse_pruning": _PRUNE,
+        "compression_training.row_pruning": _PRUNE,
+        "compression_training.head_pruning": _PRUNE,
+        "compression_training.channel_pruning": _PRUNE,
         "zero_optimization.zeropp_loco_param": "Delete the block: error-feedback quantization no longer exists",
         "zero_optimization.legacy_stage1": "Delete the key: there is one implementation of stage 1",
+        "optimizer.params.freeze_step": _COMPRESSED,
+        "optimizer.params.cuda_aware": _COMPRESSED,
+        "optimizer.params.comm_backend_name": _COMPRESSED,
+        "optimizer.params.var_freeze_step": _COMPRESSED,
+        "optimizer.params.var_update_scaler": _COMPRESSED,
+        "optimizer.params.local_step_scaler": _COMPRESSED,
+        "optimizer.params.local_step_clipper": _COMPRESSED,
+        "optimizer.params.coeff_beta": _COMPRESSED,
+        "optimizer.params.factor_max": _COMPRESSED,
+        "optimizer.params.factor_min": _COMPRESSED,
+        "optimizer.params.factor_threshold": _COMPRESSED,
     }
 )
+"""Path of a key, or of a whole block, -> what to do instead."""
 
 REMOVED_OPTIMIZERS: Mapping[str, str] = MappingProxyType({"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"})
 
 
 def removed_key(path: str) -> str | None:
-    """One sentence about a removed key, or None when ``path`` is not one."""
-    advice = REMOVED_KEYS.get(path)
-    return None if advice is None else f"{path} was removed. {advice}."
+    """One sentence about a removed key, with the advice of the innermost block that has one; None when ``path`` is not removed."""
+    block = path
+    while block and block not in REMOVED_KEYS:
+        block = block.rpartition(".")[0]
+    return f"{path} was removed. {REMOVED_KEYS[block]}." if block else None
+
+
+def says_off(value: Any) -> bool:
+    """Whether the value of a removed key only says that the feature is not wanted, which needs no replacement."""
+    if not isinstance(value, Mapping):
+        return value is None or value is False
+    if "enabled" in value:
+        return value["enabled"] in (None, False)
+    if "shared_parameters" in value:
+        return says_off(value["shared_parameters"])
+    return all(map(says_off, value.values()))
+
+
+def removed_parts(path: str, value: Any) -> list[str]:
+    """The removed keys that ``path: value`` asks for, as precisely as there is advice for them; empty when it says "off"."""
+    if says_off(value):
+        return []
+    inner = [f"{path}.{key}" for key in value] if isinstance(value, Mapping) else []
+    known = [part for part in inner if part in REMOVED_KEYS]
+    return [part for part in known if not says_off(value[part.rpartition(".")[2]])] or [path]

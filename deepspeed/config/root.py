@@ -1,18 +1,51 @@
 """The whole configuration as one immutable object, and the function that makes it."""
 
-import copy
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SkipValidation, ValidationError, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SkipValidation,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 from deepspeed.config.batch import BATCH_KEYS, resolve_batch
-from deepspeed.config.explain import at_line, explain_validation, fail, nearest, unknown_key
+from deepspeed.config.data_efficiency import DataEfficiencyConfig
+from deepspeed.config.explain import at_line, explain_validation, fail, nearest, unknown_key, written_path
+from deepspeed.config.features import support_faults
+from deepspeed.config.optim_params import Part, param_violations
+from deepspeed.config.parallel import (
+    TENSOR_PARALLEL_ALIASES,
+    ExpertParallelConfig,
+    PipelineConfig,
+    TensorParallelConfig,
+    canonical_tensor_parallel,
+)
 from deepspeed.config.parse import ConfigSource, read_source
-from deepspeed.config.removed import removed_key
+from deepspeed.config.removed import removed_key, removed_parts
 from deepspeed.config.rules import rule_violations
+from deepspeed.config.services import (
+    AioConfig,
+    AutotuningConfig,
+    CheckpointConfig,
+    CometConfig,
+    CommsLoggerConfig,
+    CompileConfig,
+    CsvMonitorConfig,
+    DataStatesConfig,
+    FlopsProfilerConfig,
+    HybridEngineConfig,
+    TensorBoardConfig,
+    TimersConfig,
+    WandbConfig,
+    WeightQuantizationConfig,
+)
 from deepspeed.config.training import (
     ActivationCheckpointingConfig,
     Bf16Config,
@@ -22,49 +55,54 @@ from deepspeed.config.training import (
     SchedulerConfig,
     TorchAutocastConfig,
 )
-from deepspeed.config.values import AUTO, Block, DtypeName, Flag, Int, Num, OptionalDtype, Period
+from deepspeed.config.values import AUTO, Block, Count, DtypeName, Flag, Int, LogLevel, Num, OptionalDtype, Period, Positive, Violation
 from deepspeed.config.zero import LEGACY_KEYS, ZERO_ALIASES, ZeroConfig, canonical_zero, drop_auto
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import logger
 
-OTHER_BLOCKS = (
-    "aio",
-    "autotuning",
-    "checkpoint",
-    "comet",
-    "comms_logger",
-    "compile",
-    "compression_training",
-    "csv_monitor",
-    "data_efficiency",
-    "elasticity",
-    "expert_parallel",
-    "flops_profiler",
-    "hybrid_engine",
-    "inference",
-    "moe",
-    "pipeline",
-    "tensor_parallel",
-    "tensorboard",
-    "timers",
-    "wandb",
-    "weight_quantization",
-)
-OTHER_SCALARS = ("datastates_ckpt", "use_data_before_expert_parallelism")
 _STRICT_BLOCKS = ("fp16", "bf16")  # blocks where "auto" means: as if absent
-_NAMED_BLOCKS = ("optimizer", "scheduler")
+_NAMED_BLOCKS: tuple[Part, ...] = ("optimizer", "scheduler")
 _RESEMBLES = 0.8
+_DEEPEST = 64  # levels; a dict that contains itself has no end
+_SCHEMA = "$schema"  # for editors: names the file that describes this format
 
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-class DeepSpeedConfig(Block):
+def _block_or_false(value: Any, _union: ValidatorFunctionWrapHandler) -> Any:
+    """A block, or false as a value of its own; a union would report every fault once per member."""
+    return value if value is False else DataStatesConfig.model_validate(value)
+
+
+_ModelMeta: Any = type(Block)
+
+
+class _LoadsWhenCalled(_ModelMeta):
+    """Gives the model the constructor that clients know; pydantic itself never calls the class."""
+
+    def __call__(cls, config: Any, mpu: Any = None, mesh_device: Any = None) -> "DeepSpeedConfig":
+        """``load_config`` for the ranks of ``mpu`` or of ``mesh_device``'s "data_parallel" axis, else WORLD_SIZE or 1."""
+        return load_config(config, world_size=_world_size(mpu, mesh_device))
+
+
+def _world_size(mpu: Any, mesh_device: Any) -> int:
+    if mpu is not None:
+        return int(mpu.get_data_parallel_world_size())
+    if mesh_device is not None:
+        return int(mesh_device["data_parallel"].size())
+    written = os.environ.get("WORLD_SIZE", "1")
+    if not written.isdecimal():
+        raise DeepSpeedConfigError(f"The environment variable WORLD_SIZE must be the number of ranks, not {written!r}.")
+    return int(written)
+
+
+class DeepSpeedConfig(Block, metaclass=_LoadsWhenCalled):
     """Everything a training run is told, resolved and checked.
 
-    Made by ``load_config``. ``source`` is the very dict the caller gave (or the parsed file); ``other`` holds the raw
-    blocks that no part of this package has typed yet. Batch sizes count samples; ``world_size`` counts data-parallel ranks.
+    Made by ``load_config``, or by ``DeepSpeedConfig(source)`` for as many ranks as WORLD_SIZE says. ``source`` is the very
+    dict the caller gave (or the parsed file). Batch sizes count samples; ``world_size`` counts data-parallel ranks.
     """
 
     source: SkipValidation[dict[str, Any]] = Field(repr=False, exclude=True)
@@ -78,10 +116,10 @@ class DeepSpeedConfig(Block):
     wall_clock_breakdown: Flag = False
     memory_breakdown: Flag = False
     dump_state: Flag = False
-    log_level: str | None = None
+    log_level: LogLevel | None = None
     disable_python_gc: Flag = False
-    vocabulary_size: Int | None = None
-    seed: Int | None = None
+    vocabulary_size: Positive | None = None
+    seed: Count | None = None
     gradient_clipping: Num = Field(default=1.0, ge=0)
     prescale_gradients: Flag = False
     gradient_predivide_factor: Num = Field(default=1.0, gt=0)
@@ -101,7 +139,25 @@ class DeepSpeedConfig(Block):
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     zero: ZeroConfig = Field(default_factory=ZeroConfig)
-    other: dict[str, Any] = Field(default_factory=dict)
+    use_data_before_expert_parallelism: Flag = False
+    datastates_ckpt: Annotated[DataStatesConfig | Literal[False] | None, WrapValidator(_block_or_false)] = False
+    aio: AioConfig = Field(default_factory=AioConfig)
+    autotuning: AutotuningConfig = Field(default_factory=AutotuningConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    comet: CometConfig = Field(default_factory=CometConfig)
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig)
+    data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig)
+    expert_parallel: ExpertParallelConfig = Field(default_factory=ExpertParallelConfig)
+    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
+    hybrid_engine: HybridEngineConfig = Field(default_factory=HybridEngineConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    timers: TimersConfig = Field(default_factory=TimersConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    weight_quantization: WeightQuantizationConfig = Field(default_factory=WeightQuantizationConfig)
 
     @field_validator("steps_per_print", mode="before")
     @classmethod
@@ -127,22 +183,27 @@ class DeepSpeedConfig(Block):
         return self.zero.stage
 
 
-_OWN_FIELDS = frozenset({"source", "world_size", "zero", "other"})
+_OWN_FIELDS = frozenset({"source", "world_size", "zero"})
 _TYPED_KEYS = frozenset(DeepSpeedConfig.model_fields) - _OWN_FIELDS
-TOP_LEVEL_KEYS = frozenset({*_TYPED_KEYS, *OTHER_BLOCKS, *OTHER_SCALARS, "zero_optimization", "bfloat16", "allgather_size"})
-_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType({"zero": (*ZERO_ALIASES, *LEGACY_KEYS)})
+TOP_LEVEL_KEYS = frozenset({*_TYPED_KEYS, "zero_optimization", "bfloat16", "allgather_size"})
+_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"zero": (*ZERO_ALIASES, *LEGACY_KEYS), "tensor_parallel": tuple(TENSOR_PARALLEL_ALIASES)}
+)
 
 
 def _unknown_top_level(source: ConfigSource, *, lenient: bool) -> list[str]:
     """Problems with top-level names; programs may add keys of their own, which are only mentioned."""
     problems, foreign = [], []
     for key in source.data:
-        if key in TOP_LEVEL_KEYS:
+        if key in TOP_LEVEL_KEYS or key == _SCHEMA:
             continue
         removed = removed_key(key) if isinstance(key, str) else None
         path = str(key)
         if removed is not None:
-            problems.append(at_line(source, path, removed))
+            asked = removed_parts(path, source.data[key])
+            problems += [at_line(source, part, str(removed_key(part))) for part in asked]
+            if not asked and source.data[key] is not None and not lenient:
+                logger.warning("%s It only says that the feature is off here.", at_line(source, path, removed))
         elif source.from_program and ("." in path or nearest(path, TOP_LEVEL_KEYS, _RESEMBLES) is None):
             foreign.append(path)
         else:
@@ -152,8 +213,9 @@ def _unknown_top_level(source: ConfigSource, *, lenient: bool) -> list[str]:
     return problems
 
 
-def _zero_tree(data: dict[str, Any], renames: dict[str, str], problems: list[str]) -> Any:
+def _zero_tree(source: ConfigSource, renames: dict[str, str], problems: list[str]) -> Any:
     """The ``zero_optimization`` block in canonical form."""
+    data = source.data
     block = data.get("zero_optimization")
     legacy_size = data.get("allgather_size")
     renames["zero"] = "zero_optimization"
@@ -164,7 +226,9 @@ def _zero_tree(data: dict[str, Any], renames: dict[str, str], problems: list[str
         block = {}
     if not isinstance(block, dict):
         return block
-    out = canonical_zero(block, renames, problems)
+    found: list[Violation] = []
+    out = canonical_zero(block, renames, found)
+    problems += [at_line(source, path, sentence) for path, sentence in found]
     if legacy_size is not None:
         logger.warning("allgather_size is deprecated. Write zero_optimization.allgather_bucket_size.")
         if "allgather_bucket_size" not in out:
@@ -183,16 +247,13 @@ def _named_block(block: Any) -> Any:
     return kept
 
 
-def _other_tree(source: ConfigSource, problems: list[str]) -> dict[str, Any]:
-    out = {}
-    for key in (*OTHER_BLOCKS, *OTHER_SCALARS):
-        value = source.data.get(key)
-        if value is None:
-            continue
-        if key in OTHER_BLOCKS and not isinstance(value, dict):
-            problems.append(at_line(source, key, f"{key} must be a block {{...}}, not {value!r}."))
-        out[key] = copy.deepcopy(value)
-    return out
+def _private(value: Any, source: ConfigSource, depth: int = 0) -> Any:
+    """A copy of the containers in ``value``; what is neither dict, list nor tuple (a process group) stays what it is."""
+    if depth > _DEEPEST:
+        raise DeepSpeedConfigError(f"{source.name} is nested too deeply to be a configuration.")
+    if isinstance(value, dict):
+        return {key: _private(item, source, depth + 1) for key, item in value.items()}
+    return type(value)([_private(item, source, depth + 1) for item in value]) if type(value) in (list, tuple) else value
 
 
 def _typed_tree(source: ConfigSource, renames: dict[str, str], *, lenient: bool) -> dict[str, Any]:
@@ -231,28 +292,35 @@ def _validated(tree: dict[str, Any], source: ConfigSource, renames: dict[str, st
     return config
 
 
-def load_config(source: dict[str, Any] | str | os.PathLike[str], *, world_size: int, lenient: bool = False) -> DeepSpeedConfig:
+def load_config(
+    source: dict[str, Any] | str | os.PathLike[str] | ConfigSource, *, world_size: int, lenient: bool = False, check_support: bool = True
+) -> DeepSpeedConfig:
     """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
 
     ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, or URL-safe base64 of
     JSON. ``lenient`` is for ``zero.Init``, which runs before an integration has filled in "auto" and the batch sizes.
+    ``check_support`` false accepts features that this release does not have; only tools that describe a file want that.
 
     Raises DeepSpeedConfigError (a ValueError) that lists every fault as a sentence with the key, the nearest valid name
     and, for files, the line; BatchConfigError when the batch sizes do not fit together.
     """
     if world_size < 1:
         raise DeepSpeedConfigError(f"The data-parallel world size must be at least 1, not {world_size}.")
-    read = read_source(source)
+    read = source if isinstance(source, ConfigSource) else read_source(source)
     problems = _unknown_top_level(read, lenient=lenient)
     renames: dict[str, str] = {}
     tree = _typed_tree(read, renames, lenient=lenient)
-    tree["zero"] = _zero_tree(read.data, renames, problems)
-    tree["other"] = _other_tree(read, problems)
+    tree["zero"] = _zero_tree(read, renames, problems)
+    if isinstance(tree.get("tensor_parallel"), dict):
+        tree["tensor_parallel"] = canonical_tensor_parallel(tree["tensor_parallel"], renames, problems)
+    for part in _NAMED_BLOCKS:
+        problems += [at_line(read, path, sentence) for path, sentence in param_violations(part, tree.get(part), lenient=lenient)]
     # A private copy: nothing in the result may share a list or dict with the caller's object, except ``source`` itself.
-    tree = copy.deepcopy(tree) | {"source": read.data, "world_size": world_size}
+    tree = _private(tree, read) | {"source": read.data, "world_size": world_size}
     # Types and names first: a misspelt batch key must not be reported as a triangle that does not close.
     unsized = _validated(tree | dict.fromkeys(BATCH_KEYS, 1), read, renames, problems)
     batch = resolve_batch(read, world_size=world_size, lenient=lenient)
     config = unsized.model_copy(update=dict(zip(BATCH_KEYS, batch, strict=True)))
-    fail(read, rule_violations(config, lenient=lenient))
+    broken = [at_line(read, written_path(path, renames), sentence) for path, sentence in rule_violations(config, lenient=lenient)]
+    fail(read, broken + (support_faults(config, read) if check_support else []))
     return config

@@ -2,16 +2,33 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, StrictStr, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, field_validator
 
-from deepspeed.config.values import Block, DtypeName, Flag, Int, Names, Num, OptionalDtype, dtype_name, name_list
+from deepspeed.config.values import (
+    Block,
+    Count,
+    DtypeName,
+    Flag,
+    FrozenDict,
+    Int,
+    Names,
+    Num,
+    OptionalDtype,
+    Positive,
+    dtype_name,
+    freeze,
+    name_list,
+)
+
+# Read like a dict and unpacked with **; what each setting may be is told by ``optim_params``.
+Params = Annotated[dict[str, Any], AfterValidator(freeze)]
 
 
 class OptimizerConfig(Block):
     """``optimizer``: the name (known names in any case, else a torch.optim class) and its keyword arguments."""
 
     type: StrictStr
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: Params = Field(default_factory=FrozenDict)
     legacy_fusion: Flag = False
 
 
@@ -19,7 +36,7 @@ class SchedulerConfig(Block):
     """``scheduler``: the name of a learning-rate schedule and its keyword arguments."""
 
     type: StrictStr
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: Params = Field(default_factory=FrozenDict)
 
 
 class Fp16Config(Block):
@@ -28,11 +45,12 @@ class Fp16Config(Block):
     enabled: Flag = False
     auto_cast: Flag = False
     loss_scale: Num = Field(default=0.0, ge=0)
-    initial_scale_power: Int = 16
-    loss_scale_window: Int = 1000
-    hysteresis: Int = 2
+    # No scale above the largest fp32 number can be multiplied with a loss.
+    initial_scale_power: Int = Field(default=16, ge=0, le=127)
+    loss_scale_window: Count = 1000
+    hysteresis: Count = 2
     consecutive_hysteresis: Flag = False
-    min_loss_scale: Int = 1
+    min_loss_scale: Count = 1
     fp16_master_weights_and_grads: Flag = False
 
     @property
@@ -52,7 +70,7 @@ class Bf16Config(Block):
 
 
 class TorchAutocastConfig(Block):
-    """``torch_autocast``: torch.autocast around the forward. ``lower_precision_safe_modules`` None means Linear and ConvNd."""
+    """``torch_autocast``: torch.autocast around the forward. ``lower_precision_safe_modules`` None: no module."""
 
     enabled: Flag = False
     dtype: DtypeName = "bf16"
@@ -88,6 +106,6 @@ class ActivationCheckpointingConfig(Block):
     partition_activations: Flag = False
     cpu_checkpointing: Flag = False
     contiguous_memory_optimization: Flag = False
-    number_checkpoints: Int | None = None
+    number_checkpoints: Positive | None = None
     synchronize_checkpoint_boundary: Flag = False
     profile: Flag = False

@@ -1,10 +1,12 @@
 """Scalar types and the base model shared by every configuration block."""
 
 import math
+import os
+import re
 from numbers import Real
-from typing import Annotated, Any, Literal, SupportsFloat, TypeGuard
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, SupportsFloat, TypeGuard
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr, model_validator
 
 AUTO = "auto"
 DTYPE_NAMES = {
@@ -14,6 +16,13 @@ DTYPE_NAMES = {
 }
 
 
+class Violation(NamedTuple):
+    """One thing that is wrong: the dotted path of the key it is about, and the sentence."""
+
+    path: str
+    sentence: str
+
+
 class Block(BaseModel):
     """A strict, immutable block of the configuration."""
 
@@ -21,16 +30,22 @@ class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=True)
 
 
-def _quoted_hint(value: Any) -> str:
-    try:
-        float(value)
-    except (TypeError, ValueError):
+def quoted_hint(value: Any) -> str:
+    """Advice for a number that was written as text; empty for everything else."""
+    if not isinstance(value, str):
         return ""
-    return "; write it without quotes"
+    try:
+        readable = math.isfinite(float(value))
+    except ValueError:
+        return ""
+    return "; write it without quotes" if readable else ""
 
 
 def _is_number(value: object) -> TypeGuard[SupportsFloat]:
-    return isinstance(value, Real) and type(value).__name__ not in ("bool", "bool_") and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and type(value).__name__ not in ("bool", "bool_") and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def whole_number(value: Any) -> Any:
@@ -39,14 +54,14 @@ def whole_number(value: Any) -> Any:
         return value
     if _is_number(value) and float(value).is_integer():
         return int(float(value))
-    raise ValueError(f"must be a whole number, not {value!r}{_quoted_hint(value) if isinstance(value, str) else ''}")
+    raise ValueError(f"must be a whole number, not {value!r}{quoted_hint(value)}")
 
 
-def _number(value: Any) -> Any:
+def finite_number(value: Any) -> Any:
     """Accept finite numbers; refuse booleans and text."""
     if _is_number(value):
         return float(value)
-    raise ValueError(f"must be a finite number, not {value!r}{_quoted_hint(value) if isinstance(value, str) else ''}")
+    raise ValueError(f"must be a finite number, not {value!r}{quoted_hint(value)}")
 
 
 def _period(value: Any) -> Any:
@@ -79,9 +94,103 @@ def name_list(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(whole_number)]
-Num = Annotated[float, BeforeValidator(_number)]
+Num = Annotated[float, BeforeValidator(finite_number)]
 Flag = StrictBool
 Period = Annotated[int | float, BeforeValidator(_period)]
 DtypeName = Literal["fp32", "fp16", "bf16"]
 OptionalDtype = Annotated[DtypeName | None, BeforeValidator(dtype_name)]
 Names = Annotated[tuple[str, ...], BeforeValidator(name_list)]
+
+
+class FrozenDict(dict[Any, Any]):
+    """A dict that can be read, copied, pickled and written as JSON, and not changed."""
+
+    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise TypeError("The configuration cannot be changed after it has been read.")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> tuple[type["FrozenDict"], tuple[dict[Any, Any]]]:
+        return FrozenDict, (dict(self),)
+
+
+def freeze(value: Any) -> Any:
+    """``value`` with every list as a tuple and every dict as a FrozenDict, all the way down."""
+    if isinstance(value, dict):
+        return FrozenDict({key: freeze(item) for key, item in value.items()})
+    return tuple(freeze(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _spoken(value: str) -> str:
+    if value == AUTO:
+        raise ValueError(f"must be a text of your own, not {value!r}")
+    return value
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"must be a regular expression, not {value!r}: {error}") from None
+    return value
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"must be a list [...], not {value!r}")
+    return value
+
+
+def _attribute(value: str) -> str:
+    if not value or "." in value:
+        raise ValueError(f"must be the name of a direct attribute, without dots, not {value!r}")
+    return value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
+Count = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Int, Field(ge=1)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_listed)]
+Text = Annotated[StrictStr, AfterValidator(_spoken)]
+PathText = Annotated[Text, BeforeValidator(_path_text)]
+Pattern = Annotated[Text, AfterValidator(_pattern)]
+AttributeName = Annotated[Text, AfterValidator(_attribute)]
+
+
+def _is_block(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+class NestingBlock(Block):
+    """A block in which null for an inner block means: absent.
+
+    ``auto_is_absent``: so does "auto" for any key. ``required_if_enabled`` lists the keys that ``enabled`` true needs.
+    """
+
+    model_config = ConfigDict(protected_namespaces=())
+    auto_is_absent: ClassVar[bool] = False
+    required_if_enabled: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_absent(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        blocks = {name for name, info in cls.model_fields.items() if _is_block(info.annotation)}
+        autos = {key for key, item in value.items() if cls.auto_is_absent and isinstance(item, str) and item == AUTO}
+        return {key: item for key, item in value.items() if key not in autos and not (item is None and key in blocks)}
+
+    @model_validator(mode="after")
+    def _complete(self) -> Any:
+        missing = [key for key in self.required_if_enabled if key not in self.model_fields_set]
+        if missing and getattr(self, "enabled", False):
+            raise ValueError(f"has enabled true and needs {', '.join(missing)}")
+        return self

@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from deepspeed.config.removed import REMOVED_KEYS, removed_key
-from deepspeed.config.values import AUTO, Block, Flag, Int, Names, Num, whole_number
+from deepspeed.config.removed import REMOVED_KEYS, removed_key, says_off
+from deepspeed.config.values import AUTO, Block, Count, Flag, Int, Names, Num, PathText, Positive, Violation, whole_number
+from deepspeed.observe.log import logger
 
 _LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -22,6 +23,13 @@ def _auto_or_whole(value: Any) -> Any:
     count = whole_number(value)
     if count < 1:
         raise ValueError(f'must be "auto" or at least 1, not {count}')
+    return count
+
+
+def _shard_group(value: Any) -> Any:
+    count = whole_number(value)
+    if count == 0 or count < -1:
+        raise ValueError(f"must be -1 (off) or the ranks of one shard group, not {count}")
     return count
 
 
@@ -50,19 +58,14 @@ class OffloadConfig(Block):
     """What both offload blocks have in common."""
 
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
-    nvme_path: str | None = None
-    buffer_count: Int = Field(default=4, ge=0)
+    nvme_path: PathText | None = None
+    buffer_count: Count = 4
     pin_memory: Flag = True
 
     @field_validator("device", mode="before")
     @classmethod
     def _null_is_none(cls, value: Any) -> Any:
         return OffloadDeviceEnum.none if value is None else value
-
-    @field_validator("nvme_path", mode="before")
-    @classmethod
-    def _path_to_text(cls, value: Any) -> Any:
-        return value if value is None else str(value)
 
 
 class OffloadOptimizerConfig(OffloadConfig):
@@ -79,9 +82,9 @@ class OffloadOptimizerConfig(OffloadConfig):
 class OffloadParamConfig(OffloadConfig):
     """``zero_optimization.offload_param``; sizes count elements."""
 
-    buffer_count: Int = Field(default=5, ge=0)
-    buffer_size: Int = Field(default=100_000_000, ge=0)
-    max_in_cpu: Int = Field(default=1_000_000_000, ge=0)
+    buffer_count: Count = 5
+    buffer_size: Count = 100_000_000
+    max_in_cpu: Count = 1_000_000_000
 
 
 class ZenFlowConfig(Block):
@@ -94,9 +97,9 @@ class ZenFlowConfig(Block):
     overlap_step: Flag = False
     offload: Flag = False
     auto_ratio: Num = Field(default=0.99, ge=0, le=1)
-    full_warm_up_rounds: Int = Field(default=0, ge=0)
+    full_warm_up_rounds: Count = 0
     pt_reserved_cores_perc: Num = Field(default=0.5, ge=0, le=1)
-    steps_per_epoch: Int | None = None
+    steps_per_epoch: Positive | None = None
 
 
 class LeafModuleConfig(Block):
@@ -117,29 +120,29 @@ class ZeroConfig(Block):
     stage: Int = Field(default=0, ge=0, le=3)
     contiguous_gradients: Flag = True
     reduce_scatter: Flag = True
-    reduce_bucket_size: Int = Field(default=500_000_000, gt=0)
+    reduce_bucket_size: Positive = 500_000_000
     use_multi_rank_bucket_allreduce: Flag = True
     allgather_partitions: Flag = True
-    allgather_bucket_size: Int = Field(default=500_000_000, ge=0)
+    allgather_bucket_size: Count = 500_000_000
     overlap_comm: Flag | None = None
     compute_grad_norm: Flag = True
     load_from_fp32_weights: Flag = True
     elastic_checkpoint: Flag = False
-    sub_group_size: Int = Field(default=1_000_000_000, ge=0)
+    sub_group_size: Count = 1_000_000_000
     ignore_unused_parameters: Flag = True
     round_robin_gradients: Flag = False
     parameter_alignment: Flag = False
-    zero_hpz_partition_size: Int = Field(default=1, ge=0)
+    zero_hpz_partition_size: Count = 1
     zero_quantized_weights: Flag = False
     zero_quantized_nontrainable_weights: Flag = False
     zero_quantized_gradients: Flag = False
-    prefetch_bucket_size: Int = Field(default=50_000_000, ge=0)
-    param_persistence_threshold: Int = Field(default=100_000, ge=0)
-    model_persistence_threshold: Int = Field(default=_MAX_INT64, ge=0)
-    max_live_parameters: Int = Field(default=1_000_000_000, ge=0)
-    max_reuse_distance: Int = Field(default=1_000_000_000, ge=0)
+    prefetch_bucket_size: Count = 50_000_000
+    param_persistence_threshold: Count = 100_000
+    model_persistence_threshold: Count = _MAX_INT64
+    max_live_parameters: Count = 1_000_000_000
+    max_reuse_distance: Count = 1_000_000_000
     gather_16bit_weights_on_model_save: Flag = False
-    module_granularity_threshold: Int = 0
+    module_granularity_threshold: Count = 0
     use_all_reduce_for_fetch_params: Flag = False
     allgather_sequential: Flag = False
     memory_efficient_linear: Flag = True
@@ -152,7 +155,7 @@ class ZeroConfig(Block):
     offload_param: OffloadParamConfig | None = None
     offload_optimizer: OffloadOptimizerConfig | None = None
     zenflow: ZenFlowConfig | None = None
-    mics_shard_size: Int = -1
+    mics_shard_size: Annotated[int, BeforeValidator(_shard_group)] = -1
     mics_hierarchical_params_gather: Flag = False
     divergence: Literal["tolerate", "error", "assume_none"] = "tolerate"
 
@@ -193,38 +196,41 @@ def drop_auto(block: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in block.items() if not (isinstance(value, str) and value == AUTO)}
 
 
-def _rename(block: dict[str, Any], renames: dict[str, str], problems: list[str]) -> dict[str, Any]:
+def _rename(block: dict[str, Any], renames: dict[str, str], problems: list[Violation]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in block.items():
         name = ZERO_ALIASES.get(key, key)
         if name in out and out[name] != value:
             other = renames.get(f"zero.{name}", f"zero_optimization.{name}")
-            problems.append(f"zero_optimization.{key} and {other} are two spellings of one setting with different values. Keep one.")
+            sentence = f"zero_optimization.{key} and {other} are two spellings of one setting with different values. Keep one."
+            problems.append(Violation(f"zero_optimization.{key}", sentence))
         if name != key:
             renames[f"zero.{name}"] = f"zero_optimization.{key}"
         out[name] = value
     return out
 
 
-def _legacy_offload(block: dict[str, Any], problems: list[str]) -> None:
+def _legacy_offload(block: dict[str, Any], problems: list[Violation]) -> None:
     """Replace the old flags ``cpu_offload*`` by the blocks they stand for."""
-    pin = block.pop("cpu_offload_use_pin_memory", None)
-    for old, new in LEGACY_OFFLOAD.items():
-        wanted = block.pop(old, None)
-        if wanted not in (None, True, False):
-            problems.append(f"zero_optimization.{old} must be true or false, not {wanted!r}. It is deprecated: use {new}.")
-        elif wanted and block.get(new) not in (None, False):
-            problems.append(f"zero_optimization.{old} is the deprecated spelling of {new}; both are given. Keep {new}.")
-        elif wanted:
+    given = {key: block.pop(key, None) for key in LEGACY_KEYS}
+    for old, wanted in given.items():
+        path, new = f"zero_optimization.{old}", LEGACY_OFFLOAD.get(old, "pin_memory in the offload blocks")
+        if wanted is not None and not isinstance(wanted, bool):
+            problems.append(Violation(path, f"{path} must be true or false, not {wanted!r}. It is deprecated: use {new}."))
+        elif old in LEGACY_OFFLOAD and wanted and block.get(new) not in (None, False):
+            problems.append(Violation(path, f"{path} is the deprecated spelling of {new}; both are given. Keep {new}."))
+        elif old in LEGACY_OFFLOAD and wanted:
             block[new] = {"device": "cpu"}
+    pin = given["cpu_offload_use_pin_memory"]
+    for new in LEGACY_OFFLOAD.values():
         if pin is not None and isinstance(block.get(new), dict):
             block[new] = {"pin_memory": pin, **block[new]}
 
 
-def canonical_zero(block: dict[str, Any], renames: dict[str, str], problems: list[str]) -> dict[str, Any]:
+def canonical_zero(block: dict[str, Any], renames: dict[str, str], problems: list[Violation]) -> dict[str, Any]:
     """One spelling per setting: aliases resolved, "auto" dropped, absent offload as None.
 
-    ``renames`` receives {canonical path: path as the user wrote it}; ``problems`` receives sentences.
+    ``renames`` receives {canonical path: path as the user wrote it}; ``problems`` receives what is wrong.
     """
     out = _rename(drop_auto(block), renames, problems)
     _legacy_offload(out, problems)
@@ -235,9 +241,14 @@ def canonical_zero(block: dict[str, Any], renames: dict[str, str], problems: lis
         elif isinstance(value, dict) and name != "zenflow":  # "auto" is a value of its own inside zenflow
             out[name] = drop_auto(value)
     for key in [key for key in out if f"zero_optimization.{key}" in REMOVED_KEYS]:
-        value = out.pop(key)
-        if key != "legacy_stage1" or value:  # false only says what is true anyway
-            problems.append(str(removed_key(f"zero_optimization.{key}")))
+        if not says_off(out.pop(key)):
+            problems.append(Violation(f"zero_optimization.{key}", str(removed_key(f"zero_optimization.{key}"))))
+    if isinstance(out.get("grad_hooks"), bool):
+        logger.warning("zero_optimization.grad_hooks is described in published documentation and read by no release. Delete it.")
+        del out["grad_hooks"]
     if out.get("allgather_sequential") is True:
-        out["prefetch_bucket_size"] = 1
+        path = renames.get("zero.allgather_sequential", "zero_optimization.allgather_sequential")
+        if out.setdefault("prefetch_bucket_size", 1) != 1:
+            other = renames.get("zero.prefetch_bucket_size", "zero_optimization.prefetch_bucket_size")
+            problems.append(Violation(path, f"{path} means a {other} of 1. Delete one of them."))
     return out

@@ -27,9 +27,14 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
     log_dist(message, ranks=ranks)
 
 
+def level_number(name: str) -> int:
+    """The number of a level's name: debug, info, warning, error or critical; ValueError otherwise."""
+    level = logging.getLevelName(name.upper())
+    if not isinstance(level, int):
+        raise ValueError(f"{name!r} is no log level; use debug, info, warning, error or critical.")
+    return level
+
+
 def set_log_level_from_string(log_level_str: str) -> None:
     """Set the logger's level from ``"debug"``, ``"info"``, ``"warning"``, ``"error"`` or ``"critical"``; ValueError otherwise."""
-    level = logging.getLevelName(log_level_str.upper())
-    if not isinstance(level, int):
-        raise ValueError(f"{log_level_str!r} is no log level; use debug, info, warning, error or critical.")
-    logger.setLevel(level)
+    logger.setLevel(level_number(log_level_str))

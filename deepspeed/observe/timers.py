@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import log_dist, logger
+from deepspeed.observe.log import log_dist
 from deepspeed.observe.memory import memory_report
 
 P = ParamSpec("P")
@@ -165,7 +165,8 @@ class NoopTimer:
 class ThroughputTimer:
     """Samples per second over updates of ``batch_size`` samples, without the first ``start_step`` (warm-up) updates.
 
-    ``steps_per_output`` None never logs. ``config`` may hold ``enabled``; a disabled timer does nothing.
+    ``steps_per_output`` None never logs. ``config`` may hold ``enabled`` (a disabled timer does nothing) and ``synchronized``
+    (wait for the device around each measurement; otherwise only the host's time counts).
     """
 
     def __init__(
@@ -178,11 +179,12 @@ class ThroughputTimer:
         logging_fn: Callable[[str], None] | None = None,
     ) -> None:
         self.enabled = bool(getattr(config, "enabled", True))
+        self.synchronized = bool(getattr(config, "synchronized", True))
         self.batch_size = max(1, batch_size)
         self.start_step = start_step
         self.steps_per_output = steps_per_output or None
         self.monitor_memory = monitor_memory
-        self.logging = logging_fn or logger.info
+        self.logging = logging_fn or log_dist
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.step_elapsed_time = self.total_elapsed_time = 0.0
         self._start: float | None = None
@@ -196,7 +198,7 @@ class ThroughputTimer:
         """A micro-batch begins. A second start without a stop between counts from the second."""
         if not self.enabled:
             return
-        if self.global_step_count >= self.start_step:
+        if self.synchronized and self.global_step_count >= self.start_step:
             get_accelerator().synchronize()
         self._start = time.perf_counter()
 
@@ -206,7 +208,8 @@ class ThroughputTimer:
             return
         counted = self.global_step_count >= self.start_step
         if counted:
-            get_accelerator().synchronize()
+            if self.synchronized:
+                get_accelerator().synchronize()
             self.step_elapsed_time += time.perf_counter() - self._start
         self._start = None
         self.micro_step_count += 1

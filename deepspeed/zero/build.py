@@ -25,8 +25,8 @@ from deepspeed.zero.unit import Unit
 
 @dataclass(frozen=True)
 class BuildRules:
-    """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype;
-    names containing one of ``keep_fp32`` stay fp32."""
+    """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype; parameters and buffers
+    with one of ``keep_fp32`` among the parts of their name stay fp32. Parameters in ``low`` rest (and travel) in ``low_dtype``."""
 
     device: torch.device
     compute_dtype: torch.dtype | None
@@ -34,6 +34,22 @@ class BuildRules:
     granularity: Granularity
     keep_master: bool
     buffer_dtype: torch.dtype | None = None
+    low: frozenset[nn.Parameter] = frozenset()
+    low_dtype: torch.dtype = torch.bfloat16
+
+    def kept(self, name: str) -> bool:
+        """Whether the parameter or buffer of that name stays fp32 in a 16-bit run."""
+        return any(part in name.split(".") for part in self.keep_fp32)
+
+    def rest_dtype(self, name: str, param: nn.Parameter) -> torch.dtype:
+        """What PARAM of that parameter is stored in."""
+        if not param.dtype.is_floating_point:
+            return param.dtype
+        if self.compute_dtype is not None and self.kept(name):
+            return torch.float32
+        if param in self.low:
+            return self.low_dtype
+        return self.compute_dtype or param.dtype
 
 
 @dataclass
@@ -59,7 +75,7 @@ def build(
         hostmem.return_large_blocks()
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad] if group_of is not None else []
-    parts = partition(model, plan, trainable=trained)
+    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype)
     units = []
     for index, spec in enumerate(parts.units):
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
@@ -111,18 +127,10 @@ def _build_unit(
     params = [by_name[s.name] for s in layout.segments]
     unit = Unit(index, spec.name, params, layout=layout, plan=row, mesh=mesh)
     values = _values(unit, mesh, rules.device)
-    unit.adopt(values, _rest_dtype(spec, rules), keep_master=rules.keep_master)
+    unit.adopt(values, spec.rest, keep_master=rules.keep_master)
     for position, segment in enumerate(layout.segments):
         mark_zero_parameter(params[position], unit, position, name=segment.name, plain=not sharded)
     return unit
-
-
-def _rest_dtype(spec: UnitSpec, rules: BuildRules) -> torch.dtype:
-    if rules.compute_dtype is None or not spec.dtype.is_floating_point:
-        return spec.dtype
-    if any(part in name.split(".") for name in spec.names for part in rules.keep_fp32):
-        return torch.float32
-    return rules.compute_dtype
 
 
 def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
@@ -157,11 +165,11 @@ def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
 
 def _move_buffers(model: nn.Module, mesh: ZeroMesh, rules: BuildRules) -> None:
     """Buffers go to the device; floating ones to ``buffer_dtype``, else the compute dtype; values from the first rank."""
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is None or buffer.is_meta:
                 continue
-            wanted = rules.buffer_dtype or rules.compute_dtype
+            wanted = None if rules.kept(f"{path}.{name}") else rules.buffer_dtype or rules.compute_dtype
             moved = buffer.to(device=rules.device, dtype=wanted if wanted and buffer.is_floating_point() else buffer.dtype)
             if moved is not buffer:
                 module._buffers[name] = moved

@@ -4,7 +4,7 @@ The unit of a sharded PARAM is the block the model itself repeats (one gather pe
 is packed module by module. A replicated PARAM needs no gathers, so its units are plain buckets for the reduction.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,12 +16,13 @@ from deepspeed.zero.plan import ZeroPlan
 
 @dataclass
 class UnitSpec:
-    """A unit before it has memory: ``roots`` are the modules whose forward needs the whole unit."""
+    """A unit before it has memory: parameters of one ``dtype`` that will rest in one dtype, ``rest``."""
 
     name: str
     trainable: bool
     persistent: bool
     dtype: torch.dtype
+    rest: torch.dtype
     params: list[nn.Parameter] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     numel: int = 0
@@ -71,11 +72,17 @@ def _numel(param: nn.Parameter) -> int:
     return prod(param.shape)
 
 
-def partition(model: nn.Module, plan: ZeroPlan, *, trainable: Iterable[nn.Parameter]) -> Partition:
+def partition(
+    model: nn.Module,
+    plan: ZeroPlan,
+    *,
+    trainable: Iterable[nn.Parameter],
+    rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
+) -> Partition:
     """Divide all parameters of ``model`` into units according to ``plan``.
 
-    ``trainable``: the parameters that get gradients and optimizer state. Tied parameters are owned by the first module that
-    holds them; every module that touches a unit directly is listed for it.
+    ``trainable``: the parameters that get gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored
+    in. Tied parameters are owned by the first module that holds them; every module that touches a unit directly is listed for it.
     """
     names = {p: n for n, p in model.named_parameters()}
     wanted = set(trainable)
@@ -83,7 +90,8 @@ def partition(model: nn.Module, plan: ZeroPlan, *, trainable: Iterable[nn.Parame
     homes, order, roots = _homes(model, names)
     builder = _Builder(plan, names)
     for param in order:
-        builder.place(param, home=homes[param], trainable=param in wanted, persistent=param in small)
+        rest = rest_dtype(names[param], param)
+        builder.place(param, home=homes[param], trainable=param in wanted, persistent=param in small, rest=rest)
     return Partition(builder.specs, _touches(model, builder.index_of, homes, roots), set(roots.values()))
 
 
@@ -124,18 +132,18 @@ class _Builder:
         self.index_of: dict[nn.Parameter, int] = {}
         self._open: dict[tuple[object, ...], int] = {}
 
-    def place(self, param: nn.Parameter, *, home: tuple[str, bool], trainable: bool, persistent: bool) -> None:
+    def place(self, param: nn.Parameter, *, home: tuple[str, bool], trainable: bool, persistent: bool, rest: torch.dtype) -> None:
         path, is_block = home
         replicated = persistent or not self.plan.regular.param.sharded
         scope: object = "bucket" if replicated else (path if is_block else "rest")
-        key = (scope, trainable, persistent, param.dtype)
+        key = (scope, trainable, persistent, param.dtype, rest)
         limit = self.plan.pack_numel if replicated else (None if is_block else min(self.plan.pack_numel, _PACK_NUMEL))
         index = self._open.get(key)
         if index is None or (limit is not None and self.specs[index].numel + _numel(param) > limit and not self._same_module(index, param)):
             index = len(self.specs)
             label = {"bucket": "bucket", "rest": path}.get(str(scope), path) or "root"
             kind = "small" if persistent else label
-            self.specs.append(UnitSpec(f"{kind}#{index}" if replicated else label, trainable, persistent, param.dtype))
+            self.specs.append(UnitSpec(f"{kind}#{index}" if replicated else label, trainable, persistent, param.dtype, rest))
             self._open[key] = index
         self.specs[index].add(self.names[param], param)
         self.index_of[param] = index

@@ -6,7 +6,7 @@ import pytest
 
 from tests.budget.source import PACKAGE, imports, modules, tree
 
-REEXPORTS = ("deepspeed.runtime", "deepspeed.utils", "deepspeed.ops", "deepspeed.accelerator")
+REEXPORTS = ("deepspeed.runtime", "deepspeed.utils", "deepspeed.ops", "deepspeed.accelerator", "deepspeed.monitor")
 
 # Longest matching prefix counts. A module imports only from its own layer or below.
 LAYERS = {
@@ -29,6 +29,7 @@ LAYERS = {
     "deepspeed.zero.leaf": 2,
     "deepspeed.zero.tiling": 2,
     "deepspeed.comm": 3,
+    "deepspeed.dist": 3,
     "deepspeed.mesh.groups": 3,
     "deepspeed.data": 3,
     "deepspeed.zero.streams": 3,
@@ -46,11 +47,13 @@ LAYERS = {
     "deepspeed.engine": 7,
     "deepspeed.engine_info": 7,
     "deepspeed.engine_pending": 7,
+    "deepspeed.engine_reports": 7,
     "deepspeed.engine_timing": 7,
     "deepspeed.api": 7,
     **dict.fromkeys(REEXPORTS, 8),
     "deepspeed.launcher": 9,
     "deepspeed.verify": 9,
+    "deepspeed.report": 9,
     "deepspeed": 9,
 }
 

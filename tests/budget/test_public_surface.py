@@ -20,7 +20,7 @@ def _words(text: str) -> list[str]:
 TOP_LEVEL = _words("""
 initialize init_distributed add_config_arguments DeepSpeedEngine DeepSpeedConfig DeepSpeedConfigError DeepSpeedOptimizer
 DeepSpeedDataLoader OnDevice log_dist logger get_accelerator dist zero checkpointing pipe moe ops utils comm runtime
-accelerator module_inject checkpoint init_inference tp_model_init PipelineModule __version__ __version_major__
+accelerator module_inject checkpoint init_inference tp_model_init load_ds_config PipelineModule __version__ __version_major__
 __version_minor__ __version_patch__ __git_hash__ __git_branch__ version git_version_info
 """)
 
@@ -45,6 +45,7 @@ deepspeed.git_version_info: accelerator_name installed_ops torch_info
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE EXPORT_ENVS fetch_hostfile main parse_inclusion_exclusion
 deepspeed.module_inject.layers: GatherReplacedLayerParams
 deepspeed.moe.layer: MoE
+deepspeed.monitor.monitor: MonitorMaster
 deepspeed.moe.utils: split_params_into_different_moe_groups_for_optimizer
 deepspeed.ops: __compatible_ops__
 deepspeed.ops.adagrad: DeepSpeedCPUAdagrad
@@ -103,6 +104,8 @@ watched = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.sy
 sys.addaudithook(lambda event, args: events.append(event) if event in watched else None)
 before = set(sys.modules)
 import deepspeed
+for name in deepspeed.__all__:
+    getattr(deepspeed, name)
 new = sorted(set(sys.modules) - before)
 started = [name for name in ("cuda", "xpu") if getattr(torch, name).is_initialized()]
 group = torch.distributed.is_initialized()
@@ -181,6 +184,13 @@ def import_effects(tmp_path_factory: pytest.TempPathFactory) -> dict:
     done = subprocess.run([sys.executable, "-c", IMPORT_PROBE, str(report)], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     return {**json.loads(report.read_text()), "stdout": done.stdout, "stderr": done.stderr}
+
+
+def test_bare_import_loads_no_torch_and_is_quick() -> None:
+    probe = "import sys, time; start = time.perf_counter(); import deepspeed; print(time.perf_counter() - start, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=90)
+    seconds, torch_loaded = done.stdout.split()
+    assert torch_loaded == "False" and float(seconds) < 0.3
 
 
 def test_import_is_light(import_effects: dict) -> None:

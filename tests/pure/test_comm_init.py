@@ -10,7 +10,7 @@ import pytest
 
 import deepspeed.comm as ds_comm
 from deepspeed.comm import init, trace
-from deepspeed.comm.init import Rendezvous, discover
+from deepspeed.comm.rendezvous import Rendezvous, discover, first_host, job_port, local_rank_of
 from deepspeed.errors import DeepSpeedConfigError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "77"}
@@ -21,56 +21,175 @@ def test_alone_without_any_variable() -> None:
 
 
 def test_launcher_variables_come_first() -> None:
-    assert discover({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "10"}) == Rendezvous(3, 4, 1, "n0", 77)
+    assert discover({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "10"}) == Rendezvous(3, 4, 1, "n0", 77, 2)
 
 
 def test_missing_local_rank_and_port_are_filled() -> None:
     env = {name: value for name, value in TORCHRUN.items() if name not in ("LOCAL_RANK", "MASTER_PORT")}
-    assert discover(env, 123) == Rendezvous(3, 4, 1, "n0", 123)
+    assert discover(env, 123) == Rendezvous(3, 4, 1, "n0", 123, 2)
+
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+OMPI_TWO_NODES = {**OMPI, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node[1-2,5],x[01-03]",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+}
 
 
 @pytest.mark.parametrize(
     ("env", "named"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "RANK"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK='zero' must be a whole number from 0"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be a whole number from 1"),
+        ({**TORCHRUN, "LOCAL_RANK": "two"}, "LOCAL_RANK='two'"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 does not fit 2 ranks on this machine"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "8 ranks on this machine .* more than WORLD_SIZE=4"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT='0'"),
+        ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "Open MPI"),
+        (OMPI_TWO_NODES, "Open MPI started 4 ranks, but nothing says which machine holds rank 0: MASTER_ADDR"),
+        ({**OMPI, "WORLD_SIZE": "8"}, "WORLD_SIZE=8, but Open MPI started 2 ranks"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
+        ({"PMIX_RANK": "0"}, "PMIx started this process, but WORLD_SIZE is not set"),
+        ({**HYDRA, "PMI_SIZE": "x"}, "PMI_SIZE='x'"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ","}, "names no machine"),
     ],
 )
-def test_incomplete_environment_is_named(env: dict[str, str], named: str) -> None:
+def test_contradictions_are_sentences(env: dict[str, str], named: str) -> None:
     with pytest.raises(DeepSpeedConfigError, match=named):
         discover(env)
 
 
-def test_open_mpi_on_one_machine() -> None:
-    env = {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }
-    assert discover(env, 123) == Rendezvous(1, 2, 1, "127.0.0.1", 123)
-    assert discover(env, auto_mpi_discovery=False) == Rendezvous(0, 1, 0, "127.0.0.1", None)
+def test_open_mpi() -> None:
+    assert discover(OMPI, 123) == Rendezvous(1, 2, 1, "127.0.0.1", 123, 2)
+    assert discover(OMPI, auto_mpi_discovery=False) == Rendezvous(0, 1, 0, "127.0.0.1", None)
+    assert discover({**OMPI_TWO_NODES, "MASTER_ADDR": "n0"}) == Rendezvous(3, 4, 1, "n0", 29500, 2)
 
 
-def test_mpich_with_the_address_from_the_launcher() -> None:
-    env = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "9", "WORLD_SIZE": "8"}
-    assert discover(env) == Rendezvous(5, 8, 1, "n0", 9)
+def test_mpi_inside_a_slurm_job_trusts_only_the_jobs_node_list() -> None:
+    # what mpirun's helper on the second node inherited from srun: the step leaves the first node out and counts the helpers
+    helper = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "node2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    found = discover({**helper, **OMPI_TWO_NODES, "PMIX_NAMESPACE": "prterun-node1-77@1"})
+    assert found == Rendezvous(3, 4, 1, "node1", job_port("1.77.1"), 2)
+    assert discover({**helper, **HYDRA}) == Rendezvous(3, 4, 1, "node1", 29500, 2)
+
+
+@pytest.mark.parametrize(
+    ("env", "local_rank", "local_size"),
+    [
+        (HYDRA, 1, 2),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "2"}, 2, None),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1"}, 0, 1),
+        ({"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "2"}, 2, None),
+        ({"PMIX_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 1, 2),
+        ({"PMIX_RANK": "3", "WORLD_SIZE": "4"}, 0, None),
+        # srun --mpi=pmi2: PMI's numbers, Slurm's local one
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}, 1, None),
+        # ranks counted by hand, the rest from the scheduler
+        ({"RANK": "3", "WORLD_SIZE": "4", **HYDRA}, 1, 2),
+        # the user's word on the local rank, as with one visible device per task
+        ({**HYDRA, "LOCAL_RANK": "0"}, 0, 2),
+    ],
+)
+def test_local_rank(env: dict[str, str], local_rank: int, local_size: int | None) -> None:
+    assert discover({**env, "MASTER_ADDR": "n0", "MASTER_PORT": "9"}) == Rendezvous(3, 4, local_rank, "n0", 9, local_size)
+
+
+def test_devices_are_counted_only_when_nothing_states_the_local_rank() -> None:
+    unstated = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n0"}
+    assert discover(unstated, devices=lambda: 2).local_rank == 1
+    assert discover(unstated, devices=lambda: 0).local_rank == 0
+    assert discover({**unstated, "LOCAL_RANK": "2"}, devices=pytest.fail).local_rank == 2
+    assert local_rank_of({"RANK": "0"}, 5, 8, devices=lambda: 4) == 1
+
+
+def test_slurm_several_tasks_on_several_nodes() -> None:
+    assert discover(SLURM) == Rendezvous(5, 8, 1, "node1", 20000 + 12340 % 9973)
+    assert discover({**SLURM, "MASTER_PORT": "77"}).port == 77
+    assert discover(SLURM, 123).port == 123
+    by_hand = {**SLURM, "RANK": "5", "WORLD_SIZE": "8"}
+    assert discover(by_hand) == discover(SLURM)
+
+
+def test_slurm_on_one_node_needs_no_host_name() -> None:
+    assert discover({**SLURM, "SLURM_STEP_NUM_NODES": "1"}) == Rendezvous(5, 8, 1, "127.0.0.1", 22367, 8)
+
+
+def test_slurm_variables_of_the_starter_are_not_the_ranks() -> None:
+    # torchrun under srun, one task per node
+    env = {**TORCHRUN, **SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "0"}
+    del env["LOCAL_RANK"]
+    assert discover(env) == Rendezvous(3, 4, 1, "n0", 77, 2)
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("gpu[03-05,9],login1", "gpu03"), ("n1,n2", "n1"), ("solo", "solo"), ("r[1-2]n", "r1n"), ("a-b[7]", "a-b7")],
+    [
+        ("node[1-2,5],x[01-03]", "node1"),
+        ("gpu[03-05,9],login1", "gpu03"),
+        ("n1,n2", "n1"),
+        ("solo", "solo"),
+        ("r[1-2]n", "r1n"),
+        ("rack[2-3]n[04-06],x1", "rack2n04"),
+        ("a-b[7]", "a-b7"),
+        ("n1.cluster,n2.cluster", "n1.cluster"),
+    ],
 )
 def test_slurm_first_host(nodes: str, first: str) -> None:
-    env = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": nodes}
-    assert discover(env) == Rendezvous(2, 4, 0, first, 29500)
+    assert first_host(nodes) == first
 
 
 def test_slurm_batch_script_without_srun_is_alone() -> None:
     assert discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"}).world_size == 1
+
+
+def test_neighbouring_jobs_and_steps_have_ports_of_their_own() -> None:
+    ports = [job_port(f"{job}.{step}") for job in range(70000, 70100) for step in range(8)]
+    assert len(set(ports)) == len(ports) and min(p or 0 for p in ports) >= 20000 and max(p or 0 for p in ports) < 29973
+    assert job_port(".") is None
+
+
+def test_azure() -> None:
+    azure = {"AZUREML_EXPERIMENT_ID": "e", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000", "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}
+    assert discover({**azure, **OMPI_TWO_NODES}) == Rendezvous(3, 4, 1, "10.0.0.4", 6105, 2)
+    assert discover({**azure, **OMPI_TWO_NODES, "MASTER_PORT": "7"}).port == 7
+    assert discover({**azure, **OMPI}) == Rendezvous(1, 2, 1, "10.0.0.5", 54965, 2)
+    assert discover({**azure, **OMPI, "DLTS_JOB_ID": "1"}).address == "127.0.0.1"
+
+
+def test_sagemaker() -> None:
+    sagemaker = {"SM_TRAINING_ENV": "{}", "SM_HOSTS": '["algo-1","algo-2"]'}
+    assert discover({**sagemaker, **OMPI_TWO_NODES}) == Rendezvous(3, 4, 1, "algo-1", 29500, 2)
+    assert discover({**sagemaker, **OMPI_TWO_NODES, "MASTER_ADDR": "n0"}).address == "n0"
+    with pytest.raises(DeepSpeedConfigError, match="MASTER_ADDR"):
+        discover({**sagemaker, **OMPI_TWO_NODES, "SM_HOSTS": "broken"})
+
+
+def test_what_was_found_is_published_where_nothing_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"LOCAL_RANK": "", "MASTER_ADDR": "kept", "AZUREML_EXPERIMENT_ID": "e"}
+    monkeypatch.setattr(os, "environ", env)
+    init._publish(Rendezvous(3, 4, 1, "n0", 77, 2))
+    assert env == {
+        **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "kept", "MASTER_PORT": "77"},
+        **{"AZUREML_EXPERIMENT_ID": "e", "NCCL_SOCKET_IFNAME": "^docker0,lo"},
+    }
 
 
 def test_signature_is_the_documented_one() -> None:
@@ -125,7 +244,7 @@ comm.destroy_process_group()
 
 
 def _run_alone(script: str) -> subprocess.CompletedProcess[str]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.run([sys.executable, "-W", "error", "-c", script], env=env, capture_output=True, text=True, timeout=90)
 

@@ -1,14 +1,17 @@
-"""Rules between keys are sentences; what this release lacks is named, not ignored."""
+"""Rules between keys are sentences; what merely has no effect beside the others is named by ``inert_under``."""
+
+from pathlib import Path
 
 import pytest
 
-from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, inert_features, load_config, unsupported_features
+from deepspeed.config import BatchConfigError, DeepSpeedConfig, DeepSpeedConfigError, load_config
+from deepspeed.config.rules import inert_under
 
 CPU = {"device": "cpu"}
 
 
 def load(world_size: int = 4, *, lenient: bool = False, **keys: object) -> DeepSpeedConfig:
-    return load_config({"train_batch_size": world_size, **keys}, world_size=world_size, lenient=lenient)
+    return load_config({"train_batch_size": world_size, **keys}, world_size=world_size, lenient=lenient, check_support=False)
 
 
 def z(**keys: object) -> dict[str, object]:
@@ -19,6 +22,10 @@ BROKEN = [
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window must be at least 1"),
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale must be at least 1"),
+    ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis must be at least 1"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.min_loss_scale 8 is above the first loss scale"),
+    ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.dtype is bf16, but fp16.enabled is true"),
+    ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype is fp16, but bf16.enabled"),
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads needs zero_optimization.stage"),
     ({"fp16": {"fp16_master_weights_and_grads": True}, **z(stage=2)}, 'needs zero_optimization.offload_optimizer.device "cpu"'),
     ({"bf16": {"bf16_optimizer_states": True}, **z(stage=2)}, "bf16_optimizer_states needs bf16.bf16_master_weights_and_grads"),
@@ -44,6 +51,14 @@ BROKEN = [
     (z(stage=2, pipeline_loading_checkpoint=True), "pipeline_loading_checkpoint needs stage 3"),
     (z(stage=2, zenflow={}), 'zenflow needs offload_optimizer.device "cpu"'),
     (z(stage=2, zenflow={"offload": True}, offload_optimizer=CPU), "zenflow.offload needs overlap_comm true"),
+    (z(stage=0, offload_optimizer=CPU), "offload_optimizer needs stage 1, 2 or 3; the stage is 0"),
+    (z(stage=2, zenflow={"select_interval": 3}, offload_optimizer=CPU), 'must be "auto" with select_strategy "auto", not 3'),
+    (z(stage=2, zenflow={"select_strategy": "epoch"}, offload_optimizer=CPU), 'must be a number with select_strategy "epoch"'),
+    (
+        z(stage=2, zenflow={"select_strategy": "step", "select_interval": 3, "update_interval": 4}, offload_optimizer=CPU),
+        "select_interval 3 must be at least update_interval, which is 4",
+    ),
+    (z(stage=3, mics_shard_size=4, zero_hpz_partition_size=2), "both choose the shard group. Keep one"),
     (z(stage=3, mics_shard_size=3), "mics_shard_size 3 does not divide the 4 data-parallel ranks"),
     (z(stage=3, mics_shard_size=0), "mics_shard_size must be -1 (off)"),
     (z(stage=3, zero_hpz_partition_size=8), "zero_hpz_partition_size 8 does not divide the 4"),
@@ -87,49 +102,58 @@ def test_all_contradictions_are_listed() -> None:
         load(fp16={"enabled": True}, bf16={"enabled": True}, **z(stage=1, offload_param=CPU))
 
 
+def test_a_rule_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    text = '{"train_batch_size": 1,\n"bfloat16": {\n"bf16_optimizer_states": true},\n"zero_optimization": {"stage": 1,\n'
+    path.write_text(text + '"offload_param": {\n"device": "nvme"}}}')
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        load_config(path, world_size=1, check_support=False)
+    assert [fault.rpartition(" (")[2] for fault in caught.value.faults] == ["line 3)", "line 6)", "line 5)"]
+
+
+def test_zero_spellings_and_removed_keys_name_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    block = '"legacy_stage1": true,\n"max_live_parameters": 1,\n"stage3_max_live_parameters": 2'
+    path.write_text(f'{{"train_batch_size": 1,\n"zero_optimization": {{\n{block}}}}}')
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        load_config(path, world_size=1)
+    assert sorted(fault.rpartition(" (")[2] for fault in caught.value.faults) == ["line 3)", "line 5)"]
+
+
+def test_a_batch_that_does_not_close_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    for keys in ('"train_micro_batch_size_per_gpu": 3', '"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 3'):
+        path.write_text(f'{{{keys},\n"train_batch_size": 10}}')
+        with pytest.raises(BatchConfigError) as caught:
+            load_config(path, world_size=1)
+        assert str(caught.value).endswith("(line 2)") and "ds.json" in str(caught.value)
+
+
+# --- without effect beside the others ---
+
+STAGE = "does not shard parameters"
+
+
 @pytest.mark.parametrize(
-    ("keys", "name"),
+    ("keys", "expected"),
     [
-        (z(stage=2, offload_optimizer=CPU), 'zero_optimization.offload_optimizer.device "cpu"'),
-        (z(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"}), 'zero_optimization.offload_param.device "nvme"'),
-        (z(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
-        (z(stage=3, zero_quantized_gradients=True), "zero_optimization.zero_quantized_gradients"),
-        (z(stage=3, zero_quantized_nontrainable_weights=True), "zero_optimization.zero_quantized_nontrainable_weights"),
-        (z(stage=2, zenflow={}, offload_optimizer=CPU), "zero_optimization.zenflow"),
-        ({"fp16": {"fp16_master_weights_and_grads": True}, **z(stage=2, offload_optimizer=CPU)}, "fp16.fp16_master_weights_and_grads"),
-        ({"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, **z(stage=2)}, "bf16.bf16_optimizer_states"),
-        ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compression_training"),
-        ({"autotuning": {"enabled": True}}, "autotuning"),
-        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
-        ({"elasticity": {"enabled": True}}, "elasticity"),
-        ({"expert_parallel": {"enabled": True}}, "expert_parallel"),
-        ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
-        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
-        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
-        ({"datastates_ckpt": {"host_cache_size": 1}}, "datastates_ckpt"),
+        ({}, []),
+        (z(stage=2), []),
+        (z(stage=3, stage3_max_live_parameters=5), []),
+        (z(stage=2, stage3_max_live_parameters=5), [("zero_optimization.max_live_parameters", STAGE)]),
+        (z(stage=1, leaf_module={"names": ["a"]}), [("zero_optimization.leaf_module.names", STAGE)]),
+        (z(stage=2, max_live_parameters="auto"), []),
+        ({"fp16": {"enabled": False, "loss_scale": 0}}, [("fp16.loss_scale", "fp16.enabled is false")]),
+        ({"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 2}}, [("fp16.hysteresis", "fixed number")]),
+        ({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}}, []),
+        ({"bfloat16": {"check_grad_overflow": False}}, [("bf16.check_grad_overflow", "bf16.enabled is false")]),
+        ({"torch_autocast": {"dtype": "fp16"}}, [("torch_autocast.dtype", "torch_autocast.enabled is false")]),
+        ({"data_types": {"keep_in_fp32_modules": []}}, [("data_types.keep_in_fp32_modules", "nothing is cast")]),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, [("gradient_predivide_factor", "prescale_gradients divides")]),
+        ({"gradient_predivide_factor": 2.0, "gradient_allreduce_op": "sum"}, [("gradient_predivide_factor", '"sum"')]),
     ],
 )
-def test_unsupported_features_are_named(keys: dict[str, object], name: str) -> None:
-    assert any(item.startswith(f"{name} is not supported") for item in unsupported_features(load(**keys)))
-
-
-def test_a_plain_configuration_is_supported() -> None:
-    off = {"enabled": False}
-    names = ("compression_training", "autotuning", "hybrid_engine", "elasticity", "expert_parallel", "data_efficiency")
-    cfg = load(
-        **z(stage=3, mics_shard_size=2, offload_param={"device": "none"}),
-        **dict.fromkeys(names, off),
-        tensor_parallel={"autotp_size": 1},
-        pipeline={"stages": "auto"},
-        datastates_ckpt=False,
-        sequence_parallel_size=1,
-    )
-    assert unsupported_features(cfg) == [] and inert_features(cfg) == []
-
-
-def test_reports_without_effect_are_named() -> None:
-    cfg = load(tensorboard={"enabled": True}, wandb={"enabled": False}, comms_logger={})
-    assert [item.split()[0] for item in inert_features(cfg)] == ["tensorboard", "comms_logger"]
+def test_keys_without_effect_beside_the_others(keys: dict[str, object], expected: list[tuple[str, str]]) -> None:
+    found = inert_under(load(**keys))
+    assert [path for path, _ in found] == [path for path, _ in expected]
+    assert all(said in why for (_, why), (_, said) in zip(found, expected, strict=True))

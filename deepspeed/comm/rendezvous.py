@@ -1,0 +1,293 @@
+"""Who this process is and where the ranks meet, read from the variables of whatever started it. Pure.
+
+RANK and WORLD_SIZE (torchrun, the deepspeed launcher, by hand) come first; what they leave open is taken from MPI's or
+Slurm's variables, which also serve alone; without any of them the process is alone.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.errors import DeepSpeedConfigError
+
+LOOPBACK = "127.0.0.1"
+# Below the range from which Linux hands out ports for outgoing connections. A prime number of ports: see job_port.
+JOB_PORT_FIRST, JOB_PORT_COUNT = 20000, 9973
+AZURE_PORT, AZURE_ONE_NODE_PORT = 6105, 54965
+
+
+class Rendezvous(NamedTuple):
+    """Who this process is and where the ranks meet.
+
+    ``port`` None: the process is alone and needs no meeting point. ``local_size``, ranks on this machine, is None where unknown.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int | None
+    local_size: int | None = None
+
+
+class _Scheduler(NamedTuple):
+    """Variables in which a scheduler states what it started; of several the first that is set counts.
+
+    ``nodes`` list the machines, rank 0's first; ``machines`` counts them. The digits of ``job`` tell jobs apart and are the
+    same on all ranks.
+    """
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    nodes: tuple[str, ...]
+    job: tuple[str, ...]
+    machines: str = ""
+
+
+# Slurm comes behind MPI because mpirun starts its helpers through srun, whose variables the ranks then inherit: they count the
+# helpers, differ between the first node and the others, and so lend MPI only the node list of the whole job.
+# The Slurm row asks for a STEP variable, which exists only under srun: a batch script run once has SLURM_PROCID=0 and the job's
+# SLURM_NTASKS, and would wait for ranks that never come. PMIx states no size; WORLD_SIZE must.
+_SCHEDULERS = (
+    _Scheduler(
+        name="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        nodes=("SLURM_JOB_NODELIST",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    _Scheduler(
+        name="MVAPICH",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size="MV2_COMM_WORLD_SIZE",
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        nodes=("SLURM_JOB_NODELIST",),
+        job=(),
+    ),
+    _Scheduler(
+        name="MPI (PMI)",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+        nodes=("SLURM_JOB_NODELIST",),
+        job=("PMI_JOBID", "PALS_APID"),
+    ),
+    _Scheduler(
+        name="Slurm",
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank=("SLURM_LOCALID",),
+        local_size=(),
+        nodes=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        machines="SLURM_STEP_NUM_NODES",
+    ),
+    _Scheduler(
+        name="PMIx",
+        rank="PMIX_RANK",
+        world_size="WORLD_SIZE",
+        local_rank=(),
+        local_size=(),
+        nodes=("SLURM_JOB_NODELIST",),
+        job=("PMIX_NAMESPACE",),
+    ),
+)
+# A rank without a size, where it is no sign of a batch script.
+_NEVER_ALONE = tuple(scheduler for scheduler in _SCHEDULERS if scheduler.name != "Slurm")
+
+
+def _first(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if env.get(name)), None)
+
+
+def _integer(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
+    try:
+        value = int(env[name])
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise DeepSpeedConfigError(
+            f"the environment variable {name}={env[name]!r} must be a whole number from {least} on; correct it, or unset it"
+        )
+    return value
+
+
+def _optional(env: Mapping[str, str], names: tuple[str, ...], *, least: int = 0) -> int | None:
+    name = _first(env, names)
+    return None if name is None else _integer(env, name, least=least)
+
+
+def first_host(nodelist: str) -> str:
+    """First machine of a Slurm node list: ``gpu[03-05,9],login1`` -> ``gpu03``."""
+    match = re.match(r"(?:[^,\[\]\s]|\[\d[^\]]*\])+", nodelist.strip())
+    if match is None:
+        raise DeepSpeedConfigError(f"the node list {nodelist!r} names no machine; set MASTER_ADDR to the machine of rank 0")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match.group())
+
+
+def job_port(identity: str) -> int | None:
+    """Port that follows from a job's identity, for example ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``; None when it has no digit.
+
+    It is 20000 + (the identity's digits read as one number) mod 9973. All ranks compute the same port without talking, and
+    two jobs on one machine differ: 9973 is prime, so neighbouring job or step numbers never meet.
+    """
+    digits = re.sub(r"\D", "", identity)
+    return JOB_PORT_FIRST + int(digits) % JOB_PORT_COUNT if digits else None
+
+
+def _started_by(env: Mapping[str, str]) -> _Scheduler | None:
+    return next((row for row in _SCHEDULERS if env.get(row.rank) and env.get(row.world_size)), None)
+
+
+def _speaking(env: Mapping[str, str], rank: int, world_size: int) -> list[_Scheduler]:
+    """Schedulers whose variables are about this very process, not about one that started it."""
+    return [row for row in _SCHEDULERS if env.get(row.rank) == str(rank) and env.get(row.world_size) == str(world_size)]
+
+
+def is_azure(env: Mapping[str, str]) -> bool:
+    """Whether this is an Azure ML job, whose machines are named by the batch service."""
+    return bool(env.get("AZUREML_EXPERIMENT_ID")) and not env.get("DLTS_JOB_ID")
+
+
+def _sagemaker_host(env: Mapping[str, str]) -> str | None:
+    if not env.get("SM_TRAINING_ENV"):
+        return None
+    try:
+        return str(json.loads(env.get("SM_HOSTS") or "[]")[0])
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _address(env: Mapping[str, str], scheduler: _Scheduler | None, *, one_machine: bool) -> str | None:
+    """Where rank 0 is; None when nothing says so."""
+    if env.get("MASTER_ADDR"):
+        return env["MASTER_ADDR"]
+    if one_machine:
+        return (env.get("AZ_BATCHAI_MPI_MASTER_NODE") if is_azure(env) else None) or LOOPBACK
+    if scheduler is not None and (nodes := _first(env, scheduler.nodes)):
+        return first_host(env[nodes])
+    if is_azure(env) and env.get("AZ_BATCH_MASTER_NODE"):
+        return env["AZ_BATCH_MASTER_NODE"].partition(":")[0]
+    return _sagemaker_host(env)
+
+
+def _port(env: Mapping[str, str], scheduler: _Scheduler | None, port: int, *, one_machine: bool) -> int:
+    """MASTER_PORT, else a ``port`` that the program chose, else one that follows from the job, else the usual one."""
+    if env.get("MASTER_PORT"):
+        stated = _integer(env, "MASTER_PORT", least=1)
+        if stated > 65535:
+            raise DeepSpeedConfigError(f"MASTER_PORT={stated} is no port number; ports go from 1 to 65535")
+        return stated
+    if port != TORCH_DISTRIBUTED_DEFAULT_PORT:
+        return port
+    if is_azure(env):
+        return AZURE_ONE_NODE_PORT if one_machine else AZURE_PORT
+    identity = ".".join(env.get(name, "") for name in scheduler.job) if scheduler is not None else ""
+    return job_port(identity) or port
+
+
+def _local_size(env: Mapping[str, str], speaking: list[_Scheduler], world_size: int) -> int | None:
+    if any(env.get(row.machines) == "1" for row in speaking):
+        return world_size
+    names = [name for row in speaking for name in row.local_size]
+    return _optional(env, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *names), least=1)
+
+
+def _one_device() -> int:
+    return 1
+
+
+def local_rank_of(env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device) -> int:
+    """Local rank of global rank ``rank``: LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks or devices here."""
+    speaking = _speaking(env, rank, world_size)
+    stated = _optional(env, ("LOCAL_RANK", *(name for row in speaking for name in row.local_rank)))
+    if stated is not None:
+        return stated
+    return rank % (_local_size(env, speaking, world_size) or max(1, devices()))
+
+
+def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, devices: Callable[[], int]) -> Rendezvous:
+    """Everything else about rank ``rank`` of ``world_size``."""
+    if rank >= world_size:
+        raise DeepSpeedConfigError(f"RANK={rank} does not fit WORLD_SIZE={world_size}; ranks go from 0 to WORLD_SIZE - 1")
+    speaking = _speaking(env, rank, world_size)
+    local_size = _local_size(env, speaking, world_size)
+    local_rank = local_rank_of(env, rank, world_size, devices=devices)
+    if local_size is not None and local_rank >= local_size:
+        raise DeepSpeedConfigError(
+            f"local rank {local_rank} does not fit {local_size} ranks on this machine (LOCAL_RANK and LOCAL_WORLD_SIZE, or what MPI "
+            "or Slurm states); local ranks go from 0 to LOCAL_WORLD_SIZE - 1"
+        )
+    if local_size is not None and local_size > world_size:
+        raise DeepSpeedConfigError(f"{local_size} ranks on this machine (LOCAL_WORLD_SIZE) are more than WORLD_SIZE={world_size} in all")
+    if world_size == 1:
+        return Rendezvous(rank, 1, local_rank, env.get("MASTER_ADDR") or LOOPBACK, None, local_size)
+    scheduler = speaking[0] if speaking else None
+    one_machine = local_size == world_size
+    address = _address(env, scheduler, one_machine=one_machine)
+    if address is None:
+        who = f"{scheduler.name} started {world_size} ranks" if scheduler else f"WORLD_SIZE={world_size}"
+        raise DeepSpeedConfigError(
+            f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set; set it to that machine's name on every rank "
+            "(for example mpirun -x MASTER_ADDR=host0 ...)"
+        )
+    return Rendezvous(rank, world_size, local_rank, address, _port(env, scheduler, port, one_machine=one_machine), local_size)
+
+
+def from_scheduler(
+    env: Mapping[str, str], port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, *, devices: Callable[[], int] = _one_device
+) -> Rendezvous | None:
+    """What MPI's or Slurm's variables in ``env`` say; None when there are none.
+
+    Raises DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE.
+    """
+    scheduler = _started_by(env)
+    if scheduler is None:
+        stray = next((row for row in _NEVER_ALONE if env.get(row.rank)), None)
+        if stray is None:
+            return None
+        raise DeepSpeedConfigError(
+            f"{stray.rank}={env[stray.rank]} says that {stray.name} started this process, but {stray.world_size} is not set, so the "
+            f"number of ranks is unknown; set {stray.world_size} on every rank, or unset {stray.rank} to run alone"
+        )
+    rank, world_size = _integer(env, scheduler.rank), _integer(env, scheduler.world_size, least=1)
+    if env.get("WORLD_SIZE") and _integer(env, "WORLD_SIZE", least=1) != world_size:
+        raise DeepSpeedConfigError(
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {scheduler.name} started {world_size} ranks ({scheduler.world_size}); unset WORLD_SIZE, "
+            "or set RANK too when the ranks are counted in another way"
+        )
+    return _complete(env, port, rank, world_size, devices)
+
+
+def discover(
+    env: Mapping[str, str],
+    port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    *,
+    auto_mpi_discovery: bool = True,
+    devices: Callable[[], int] = _one_device,
+) -> Rendezvous:
+    """Identity of this process from ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
+
+    ``port`` is used when nothing names another; ``devices`` counts this machine's devices and is asked only when nothing
+    states the local rank. Raises DeepSpeedConfigError, which names the variable, when variables are missing or contradict.
+    """
+    if not env.get("RANK"):
+        # some MPI launchers export WORLD_SIZE to all ranks and leave the rank to MPI's own variables
+        if auto_mpi_discovery and (found := from_scheduler(env, port, devices=devices)) is not None:
+            return found
+        if not env.get("WORLD_SIZE"):
+            return Rendezvous(0, 1, _optional(env, ("LOCAL_RANK",)) or 0, env.get("MASTER_ADDR") or LOOPBACK, None)
+    missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
+    if missing:
+        raise DeepSpeedConfigError(f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set; set both or neither")
+    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1)
+    return _complete(env, port, rank, world_size, devices)

@@ -1,0 +1,1 @@
+"""Import paths of the metric writers; nothing is defined here."""

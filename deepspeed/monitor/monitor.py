@@ -1,0 +1,5 @@
+"""Import path of the metric writers."""
+
+from deepspeed.observe.monitor import MonitorMaster
+
+__all__ = ["MonitorMaster"]

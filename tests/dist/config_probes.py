@@ -1,0 +1,286 @@
+"""The probes of test_config_keys_matter.py: for each key a configuration, a changed value and the run that shows the change."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from tests.harness.fingerprint import WORKDIR
+
+
+@dataclass(frozen=True)
+class Probe:
+    """``config`` against the same with ``value`` at the key (at ``path`` when the file writes it there), in ``scenario``."""
+
+    config: dict[str, Any]
+    value: Any
+    scenario: str = "train"
+    world: int = 2
+    path: str = ""
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
+
+
+def base(stage: int = 1, *, zero: dict[str, Any] | None = None, drop: tuple[str, ...] = (), **blocks: Any) -> dict[str, Any]:
+    """A small configuration; ``blocks`` replace or add top-level keys."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": ADAMW,
+        "zero_optimization": {"stage": stage, "param_persistence_threshold": 20, "reduce_bucket_size": 200, **(zero or {})},
+        **blocks,
+    }
+    return {key: value for key, value in config.items() if key not in drop}
+
+
+def optimizer(name: str, **params: Any) -> dict[str, Any]:
+    """A configuration with that optimizer."""
+    return base(optimizer={"type": name, "params": {"lr": 0.01, **params}})
+
+
+def schedule(name: str, **params: Any) -> dict[str, Any]:
+    """A configuration with that schedule."""
+    return base(scheduler={"type": name, "params": params})
+
+
+FP16 = {"enabled": True, "initial_scale_power": 4}
+CYCLE = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 2}
+ENDED = {**CYCLE, "cycle_first_step_size": 1, "decay_step_size": 1}  # the cycle is over after two of the four steps
+RANGE = {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2}
+WARMUP = {"warmup_max_lr": 0.01, "warmup_num_steps": 3}
+
+
+def _optimizer_probes() -> dict[str, Probe]:
+    lamb = {"min_coeff": 0.3, "max_coeff": 0.4, "weight_decay": 0.1}
+    return {
+        "type": Probe(base(), "Lion"),
+        "params": Probe(base(), {"lr": 0.02}),
+        "params.lr": Probe(base(), 0.02),
+        "params.betas": Probe(base(), [0.5, 0.9]),
+        "params.eps": Probe(base(), 0.1),
+        "params.weight_decay": Probe(base(), 0.3),
+        "params.torch_adam": Probe(base(), value=True),
+        "params.foreach": Probe(optimizer("AdamW", torch_adam=True), value=False),
+        "params.adam_w_mode": Probe(optimizer("Adam", weight_decay=0.3), value=False),
+        "params.bias_correction": Probe(base(), value=False),
+        "params.amsgrad": Probe(base(), value=True),
+        "params.momentum": Probe(optimizer("SGD"), 0.9),
+        "params.muon_lr": Probe(optimizer("Muon"), 0.05),
+        "params.adam_lr": Probe(optimizer("Muon"), 0.05),
+        "params.ns_method": Probe(optimizer("Muon", ns_method="gram"), "standard"),
+        "params.max_coeff": Probe(optimizer("Lamb", **lamb), 0.35),
+        "params.min_coeff": Probe(optimizer("Lamb", **{**lamb, "min_coeff": 20.0, "max_coeff": 40.0}), 30.0),
+        "params.eps_inside_sqrt": Probe(optimizer("Lamb", eps=0.01, **lamb), value=True),
+        "params.max_grad_norm": Probe(base(), 1.0),
+    }
+
+
+def _schedule_probes() -> dict[str, Probe]:
+    cycle, ended = schedule("OneCycle", **CYCLE), schedule("OneCycle", **ENDED)
+    warm, cosine = schedule("WarmupLR", **WARMUP), schedule("WarmupCosineLR", total_num_steps=8, warmup_num_steps=3)
+    return {
+        "type": Probe(schedule("ConstantLR", total_iters=2), "LinearLR"),
+        "params": Probe(warm, {**WARMUP, "warmup_num_steps": 2}),
+        "params.lr_range_test_min_lr": Probe(schedule("LRRangeTest", **RANGE), 0.002),
+        "params.lr_range_test_step_size": Probe(schedule("LRRangeTest", **RANGE), 3),
+        "params.lr_range_test_step_rate": Probe(schedule("LRRangeTest", **RANGE), 2.0),
+        "params.lr_range_test_staircase": Probe(schedule("LRRangeTest", **RANGE), value=True),
+        "params.cycle_min_lr": Probe(cycle, 0.002),
+        "params.cycle_max_lr": Probe(cycle, 0.02),
+        "params.decay_lr_rate": Probe(ended, 0.5),
+        "params.cycle_first_step_size": Probe(cycle, 3),
+        "params.cycle_second_step_size": Probe(cycle, 5),
+        "params.cycle_first_stair_count": Probe(cycle, 1),
+        "params.cycle_second_stair_count": Probe(schedule("OneCycle", **CYCLE, cycle_first_stair_count=2), 1),
+        "params.decay_step_size": Probe(schedule("OneCycle", **ENDED, decay_lr_rate=0.5), 3),
+        "params.cycle_momentum": Probe(cycle, value=False),
+        "params.cycle_min_mom": Probe(cycle, 0.7),
+        "params.cycle_max_mom": Probe(cycle, 0.95),
+        "params.decay_mom_rate": Probe(ended, 0.01),
+        "params.warmup_min_lr": Probe(warm, 0.001),
+        "params.warmup_max_lr": Probe(warm, 0.02),
+        "params.warmup_num_steps": Probe(warm, 2),
+        "params.warmup_type": Probe(warm, "linear"),
+        "params.total_num_steps": Probe(cosine, 5),
+        "params.warmup_min_ratio": Probe(cosine, 0.3),
+        "params.cos_min_ratio": Probe(schedule("WarmupCosineLR", total_num_steps=4, warmup_num_steps=2), 0.5),
+        "params.last_batch_iteration": Probe(warm, 1),
+    }
+
+
+def _precision_probes() -> dict[str, Probe]:
+    autocast = base(torch_autocast={"enabled": True})
+    overflow = base(fp16=FP16)
+    return {
+        "fp16.enabled": Probe(base(), value=True),
+        "fp16.auto_cast": Probe(base(fp16={**FP16, "auto_cast": True}), value=False, scenario="uncast"),
+        "fp16.loss_scale": Probe(base(fp16=FP16), 8.0),
+        "fp16.initial_scale_power": Probe(base(fp16=FP16), 6),
+        "fp16.loss_scale_window": Probe(base(fp16=FP16), 1),
+        "fp16.hysteresis": Probe(overflow, 1, scenario="overflow"),
+        "fp16.consecutive_hysteresis": Probe(overflow, value=True, scenario="apart"),
+        "fp16.min_loss_scale": Probe(base(fp16={**FP16, "hysteresis": 1}), 8, scenario="overflow"),
+        "bf16.enabled": Probe(base(), value=True),
+        "bf16.check_grad_overflow": Probe(base(bf16={"enabled": True}), value=False, scenario="overflow"),
+        "torch_autocast.enabled": Probe(base(), value=True),
+        "torch_autocast.dtype": Probe(autocast, "fp16"),
+        "torch_autocast.lower_precision_safe_modules": Probe(autocast, ["torch.nn.Linear"]),
+        "data_types.grad_accum_dtype": Probe(base(2, bf16={"enabled": True}), "bf16"),
+        "data_types.param_dtype": Probe(base(), "bf16"),
+        "data_types.buffer_dtype": Probe(base(), "bf16"),
+        "data_types.keep_in_fp32_modules": Probe(base(bf16={"enabled": True}), ["head"]),
+    }
+
+
+def _reduction_probes() -> dict[str, Probe]:
+    return {
+        "communication_data_type": Probe(base(), "bf16"),
+        "prescale_gradients": Probe(base(gradient_predivide_factor=3.0), value=True),
+        "gradient_predivide_factor": Probe(base(), 3.0),
+        "gradient_allreduce_op": Probe(base(), "sum"),
+        "gradient_clipping": Probe(base(), 0.01),
+    }
+
+
+def _zero_probes() -> dict[str, Probe]:
+    three = base(3)
+    leaf = {"classes": [], "names": [], "name_suffixes": []}
+    return {
+        "stage": Probe(base(1), 3),
+        "reduce_bucket_size": Probe(base(2), 2000),
+        "overlap_comm": Probe(three, value=False),
+        "compute_grad_norm": Probe(base(2), value=False),
+        "prefetch_bucket_size": Probe(three, 0),
+        "allgather_sequential": Probe(three, value=True),
+        "param_persistence_threshold": Probe(three, 0),
+        "model_persistence_threshold": Probe(three, 40),
+        "max_live_parameters": Probe(base(3, zero={"max_reuse_distance": 10_000}), 100),
+        "max_reuse_distance": Probe(three, 10_000),
+        "gather_16bit_weights_on_model_save": Probe(three, value=True, scenario="save"),
+        "stage3_gather_fp16_weights_on_model_save": Probe(three, value=True, scenario="save"),
+        "legacy_stage1": Probe(base(), value=True),
+        "leaf_module.classes": Probe(base(3, zero={"leaf_module": leaf}), ["ProbeModel"]),
+        "leaf_module.names": Probe(base(3, zero={"leaf_module": leaf}), ["head"]),
+        "leaf_module.name_suffixes": Probe(base(3, zero={"leaf_module": leaf}), ["side"]),
+        "zero_hpz_partition_size": Probe(three, 2, world=4),
+        "mics_shard_size": Probe(three, 1),
+        "divergence": Probe(three, "error", scenario="diverge"),
+    }
+
+
+def _report_probes() -> dict[str, Probe]:
+    reported = base(steps_per_print=1)
+    return {
+        "steps_per_print": Probe(base(), 2),
+        "wall_clock_breakdown": Probe(reported, value=True),
+        "memory_breakdown": Probe(base(), value=True),
+        "dump_state": Probe(base(), value=True),
+        "log_level": Probe(base(), "error"),
+        "disable_python_gc": Probe(base(), value=True),
+        "vocabulary_size": Probe(base(), 50257),
+        "timers.throughput.enabled": Probe(reported, value=False),
+        "timers.throughput.synchronized": Probe(reported, value=False),
+        "comms_logger.enabled": Probe(base(comms_logger={"enabled": False}), value=True),
+        "comms_logger.prof_all": Probe(base(comms_logger={"enabled": True}), value=False),
+        "comms_logger.prof_ops": Probe(base(comms_logger={"enabled": True, "prof_all": False}), ["all_gather"]),
+        "comms_logger.verbose": Probe(base(comms_logger={"enabled": True}), value=True),
+        "comms_logger.debug": Probe(base(comms_logger={"enabled": True}), value=True),
+    }
+
+
+def _monitor_probes(block: str) -> dict[str, Probe]:
+    on = base(**{block: {"enabled": True, "output_path": WORKDIR, "job_name": "a"}})
+    return {
+        f"{block}.enabled": Probe(base(**{block: {"enabled": False, "output_path": WORKDIR}}), value=True),
+        f"{block}.output_path": Probe(on, f"{WORKDIR}/elsewhere"),
+        f"{block}.job_name": Probe(on, "b"),
+    }
+
+
+def _service_probes() -> dict[str, Probe]:
+    wandb, comet = base(wandb={"enabled": True}), base(comet={"enabled": True})
+    changed = {"wandb": {"group": "g", "team": "t", "project": "p"}, "comet": {"samples_log_interval": 4, "project": "p", "workspace": "w"}}
+    changed["comet"] |= {"api_key": "k", "experiment_name": "n", "experiment_key": "e", "online": False, "mode": "create"}
+    return {
+        "wandb.enabled": Probe(base(wandb={"enabled": False}), value=True),
+        "comet.enabled": Probe(base(comet={"enabled": False}), value=True),
+        **{f"wandb.{name}": Probe(wandb, value) for name, value in changed["wandb"].items()},
+        **{f"comet.{name}": Probe(comet, value) for name, value in changed["comet"].items()},
+    }
+
+
+def _activation_probes() -> dict[str, Probe]:
+    return {
+        "cpu_checkpointing": Probe(base(), value=True, scenario="recompute"),
+        "synchronize_checkpoint_boundary": Probe(base(), value=True, scenario="recompute"),
+        "profile": Probe(base(), value=True, scenario="recompute"),
+    }
+
+
+def _under(prefix: str, probes: dict[str, Probe]) -> dict[str, Probe]:
+    return {f"{prefix}.{name}": probe for name, probe in probes.items()}
+
+
+PROBES: dict[str, Probe] = {
+    "train_batch_size": Probe(base(), 8),
+    "train_micro_batch_size_per_gpu": Probe(base(), 3),
+    "gradient_accumulation_steps": Probe(base(), 2),
+    "managed_gradient_accumulation": Probe(base(gradient_accumulation_steps=2), value=False),
+    "dataloader_drop_last": Probe(base(), value=True),
+    **_under("optimizer", _optimizer_probes()),
+    **_under("scheduler", _schedule_probes()),
+    **_precision_probes(),
+    **_reduction_probes(),
+    "zero_optimization": Probe(base(drop=("zero_optimization",)), value=True),
+    **_under("zero_optimization", _zero_probes()),
+    **_under("activation_checkpointing", _activation_probes()),
+    **_report_probes(),
+    **_monitor_probes("csv_monitor"),
+    **_monitor_probes("tensorboard"),
+    **_service_probes(),
+}
+
+# Inert keys whose changed value cannot be made up from their type alone.
+INERT_PROBES: dict[str, Probe] = {
+    "allgather_size": Probe(base(zero_optimization=True), 1000),
+    "optimizer.params.set_grad_none": Probe(base(3), value=False),
+    "optimizer.params.fp32_optimizer_states": Probe(base(3), value=False),
+    "activation_checkpointing.number_checkpoints": Probe(base(), 3, scenario="recompute"),
+    "activation_checkpointing.contiguous_memory_optimization": Probe(
+        base(activation_checkpointing={"partition_activations": True, "number_checkpoints": 3}), value=True, scenario="recompute"
+    ),
+    "activation_checkpointing.partition_activations": Probe(base(), value=True, scenario="recompute"),
+    "zero_optimization.grad_hooks": Probe(base(3), value=True),
+    "pipeline.<any>": Probe(base(3), 3, path="pipeline.of_my_own"),
+    "checkpoint.writer": Probe(base(3), {"type": "PYTHON"}),
+}
+
+
+def _other_value(info: FieldInfo) -> Any:
+    """A value that ``info`` accepts and that is not its default: the first such of a few candidates of every type."""
+    model = create_model("Other", value=(info.annotation, info))
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    options = [option for part in _parts(info.annotation) if get_origin(part) is Literal for option in get_args(part)]
+    numbers = [default * 2, default // 2, default + 1] if isinstance(default, int | float) and not isinstance(default, bool) else []
+    flags = [not default] if isinstance(default, bool) else [True]
+    for value in (*flags, *numbers, 3, 0.5, *options, f"{WORKDIR}/probe", "torch.bfloat16", "bf16", ["probe"], {"probe": 1}, {}):
+        try:
+            if getattr(model(value=value), "value") != default:  # noqa: B009
+                return value
+        except ValidationError:
+            continue
+    raise LookupError(f"no other value is known for {info}: add a probe to INERT_PROBES")
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """``annotation`` and everything inside it."""
+    return [annotation, *(part for argument in get_args(annotation) if get_origin(annotation) is not Literal for part in _parts(argument))]
+
+
+def changed_by_type(path: str, info: FieldInfo | None) -> Probe:
+    """A probe for ``path`` with another value of the type of its field, in a run that shards everything."""
+    if info is None:
+        raise LookupError(f"{path} is no declared field: add a probe to INERT_PROBES")
+    return Probe(base(3, steps_per_print=2), _other_value(info))

@@ -1,0 +1,118 @@
+"""Every key that the table calls honoured changes something a user can see (or is refused); every inert one changes nothing.
+
+Each key has a probe: a configuration, a changed value for that key, and the kind of run that shows the difference. All
+runs of all probes are made once, in one call of the rank pool, and the tests compare their fingerprints.
+"""
+
+import copy
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from deepspeed.config.keys import KEYS
+from deepspeed.config.root import DeepSpeedConfig
+from deepspeed.config.settings import declared_fields
+from deepspeed.config.support import Support
+from tests.dist.config_probes import INERT_PROBES, PROBES, Probe, changed_by_type
+from tests.harness.fingerprint import Fingerprint, run_all
+from tests.harness.pool import RankPool
+
+pytestmark = pytest.mark.timeout(300)
+HONOURED = sorted(path for path, key in KEYS.items() if key.support is Support.HONOURED)
+INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INERT)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, as text so that equal ones are made once."""
+
+    config: str
+    scenario: str
+    world: int
+
+
+def _set(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of ``config`` with ``value`` at the dotted ``path``."""
+    out = copy.deepcopy(config)
+    *blocks, name = path.split(".")
+    block = out
+    for part in blocks:
+        block = block.setdefault(part, {})
+    block[name] = value
+    return out
+
+
+def _pair(path: str, probe: Probe) -> tuple[Run, Run]:
+    key = probe.path or path
+    runs = [Run(json.dumps(c, sort_keys=True), probe.scenario, probe.world) for c in (probe.config, _set(probe.config, key, probe.value))]
+    return runs[0], runs[1]
+
+
+def _inert_probe(path: str) -> Probe:
+    if path in INERT_PROBES:
+        return INERT_PROBES[path]
+    fields = {field.path: field.info for field in declared_fields(DeepSpeedConfig)}
+    return changed_by_type(path, fields.get(path))
+
+
+def _wanted() -> dict[str, tuple[Run, Run]]:
+    pairs = {path: _pair(path, PROBES[path]) for path in HONOURED if path in PROBES}
+    return pairs | {path: _pair(path, _inert_probe(path)) for path in INERT}
+
+
+@pytest.fixture(scope="module")
+def prints(request: pytest.FixtureRequest) -> dict[Run, list[Fingerprint]]:
+    """The fingerprints of all runs, by rank."""
+    runs = list(dict.fromkeys(run for pair in _wanted().values() for run in pair))
+    found: dict[Run, list[Fingerprint]] = {}
+    for world in sorted({run.world for run in runs}):
+        pool: RankPool = request.getfixturevalue(f"pool{world}")
+        mine = [run for run in runs if run.world == world]
+        by_rank = pool.run(run_all, [(json.loads(run.config), run.scenario) for run in mine], time_limit=240)
+        found |= {run: [rank[i] for rank in by_rank] for i, run in enumerate(mine)}
+    return found
+
+
+def _without_log(prints: list[Fingerprint]) -> list[Fingerprint]:
+    return [{name: value for name, value in p.items() if name != "log"} for p in prints]
+
+
+def _differences(a: list[Fingerprint], b: list[Fingerprint]) -> dict[str, Any]:
+    names = {name for p in (*a, *b) for name in p}
+    return {name: (pa.get(name), pb.get(name)) for pa, pb in zip(a, b, strict=True) for name in names if pa.get(name) != pb.get(name)}
+
+
+@pytest.mark.parametrize("path", HONOURED)
+def test_an_honoured_key_has_an_effect(prints: dict[Run, list[Fingerprint]], path: str) -> None:
+    assert path in PROBES, f"{path} is called honoured, but nothing shows that it is: add a probe to tests/dist/config_probes.py"
+    before, after = (prints[run] for run in _pair(path, PROBES[path]))
+    assert "error" not in before[0], f"the run that {path} is compared with does not work: {before[0].get('error')}"
+    assert before != after, f"{path} = {PROBES[path].value!r} has no observable effect: it is not honoured"
+    refused = [p.get("error", "") for p in after]
+    known = ("Config", "Batch", "UsageError", "DivergenceError")
+    assert all(not text or any(word in text.split(":")[0] for word in known) for text in refused), refused
+
+
+@pytest.mark.parametrize("path", INERT)
+def test_an_inert_key_changes_nothing_and_is_mentioned(prints: dict[Run, list[Fingerprint]], path: str) -> None:
+    before, after = (prints[run] for run in _pair(path, _inert_probe(path)))
+    assert "error" not in before[0], f"the run that {path} is compared with does not work: {before[0].get('error')}"
+    found = _differences(_without_log(before), _without_log(after))
+    assert not found, f"{path} is called inert, but it changes {sorted(found)}: {json.dumps(found, default=str)[:1500]}"
+    written = _inert_probe(path).path or path
+    assert any(written in line for line in after[0]["log"]), f"the log does not say that {written} is without effect"
+
+
+def test_equal_configurations_have_equal_fingerprints(pool2: RankPool) -> None:
+    """Otherwise every comparison above would see a difference."""
+    config = next(iter(PROBES.values())).config
+    first, second = pool2.run(run_all, [(config, "train"), (config, "train")])[0]
+    assert first == second
+
+
+def test_no_probe_is_left_over() -> None:
+    """A probe belongs to a key of that class."""
+    assert not set(PROBES) - set(HONOURED)
+    assert not set(INERT_PROBES) - set(INERT)

@@ -1,0 +1,279 @@
+"""What an engine says and changes around training: reports, the communication log, process settings; and sums in place of means."""
+
+import gc
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import deepspeed.comm as comm
+from deepspeed.comm import trace
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.observe.log import logger
+from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
+from deepspeed.verify.models import Place, case_named
+from deepspeed.verify.reference import trainable
+from tests.harness.pool import RankPool
+from tests.harness.training import here, make_config, outcome, start, train_step
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def said(config: dict[str, Any]) -> list[str]:
+    """The log lines of one step under ``config``."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        case = case_named("plain")
+        engine = start(case.build(), config)
+        for step in range(4):
+            train_step(engine, case, step)
+        engine.destroy()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return lines
+
+
+def test_dump_state_shows_the_resolved_configuration_and_the_units(pool2: RankPool) -> None:
+    first, second = pool2.run(said, make_config(3, dump_state=True, comet={"api_key": "not for the log"}))
+    (dump,) = [line for line in first if "dump_state" in line]
+    assert "gradient_accumulation_steps = 1 (file)" in dump and "train_batch_size = 8 (derived)" in dump
+    assert "PARAM S device" in dump and "PARAM R device, GRAD S device" in dump and "group 0: " in dump and "lr=" in dump
+    assert not any("dump_state" in line for line in second) and "not for the log" not in dump
+
+
+def test_memory_breakdown_reports_after_every_phase(pool1: RankPool) -> None:
+    (lines,) = pool1.run(said, make_config(0, memory_breakdown=True))
+    reports = [line for line in lines if "memory after" in line]
+    assert [sum(f"memory after {phase}" in line for line in reports) for phase in ("initialize", "forward", "backward", "step")] == [
+        1,
+        4,
+        4,
+        4,
+    ]
+    assert all("process RSS" in line for line in reports)
+
+
+def test_throughput_is_reported_with_the_progress(pool1: RankPool) -> None:
+    (lines,) = pool1.run(said, make_config(0, steps_per_print=1))
+    assert sum("samples/s" in line for line in lines) == 2  # two updates warm up
+    (lines,) = pool1.run(said, make_config(0, steps_per_print=1, timers={"throughput": {"enabled": False}}))
+    assert not any("samples/s" in line for line in lines)
+
+
+def collection_of_two() -> list[bool]:
+    """Whether collection is on: before, with A, with A and B, with B alone, with neither."""
+    gc.enable()
+    seen = [gc.isenabled()]
+    first = start(case_named("plain").build(), make_config(0, disable_python_gc=True))
+    seen.append(gc.isenabled())
+    second = start(case_named("plain").build(), make_config(0, disable_python_gc=True))
+    seen.append(gc.isenabled())
+    first.destroy()
+    seen.append(gc.isenabled())
+    assert second.collect_python_gc() >= 0
+    second.destroy()
+    return [*seen, gc.isenabled()]
+
+
+def test_collection_is_off_while_any_engine_wants_it_off(pool1: RankPool) -> None:
+    assert pool1.run(collection_of_two) == [[True, False, False, False, True]]
+
+
+def levels_of_three() -> list[int]:
+    """The logger's level: before, with each engine in turn, and as they end in another order."""
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    seen = []
+    engines = [start(case_named("plain").build(), make_config(0, log_level=level)) for level in ("warning", "error", "critical")]
+    seen.append(logger.level)
+    for index in (1, 2, 0):
+        engines[index].destroy()
+        engines[index].destroy()
+        seen.append(logger.level)
+    logger.setLevel(before)
+    return seen
+
+
+def test_the_newest_living_engine_sets_the_log_level(pool1: RankPool) -> None:
+    assert pool1.run(levels_of_three) == [[logging.CRITICAL, logging.CRITICAL, logging.WARNING, logging.INFO]]
+
+
+def failed_start() -> tuple[bool, bool]:
+    level = logger.level
+    model = case_named("plain").build()
+    config = make_config(0, log_level="error", disable_python_gc=True, optimizer={"type": "NoSuchOptimizer", "params": {}})
+    assert outcome(lambda: start(model, config))
+    return logger.level == level, gc.isenabled()
+
+
+def test_an_initialize_that_fails_leaves_the_process_as_it_was(pool1: RankPool) -> None:
+    assert pool1.run(failed_start) == [(True, True)]
+
+
+def logged_collectives() -> tuple[dict[str, int], dict[str, Any]]:
+    """Counts by op during one step of stage 3, and the summary."""
+    try:
+        case = case_named("plain")
+        engine = start(case.build(), make_config(3, comms_logger={"enabled": True, "debug": False}))
+        comm.reset_log()
+        train_step(engine, case, 0)
+        counts = {op: comm.get_comm_operation_count(op) for op in comm.get_logged_comm_ops()}
+        expected = engine.runtime.counters.reductions
+        summary = comm.log_summary(show_straggler=True, return_dict=True)
+        engine.destroy()
+        assert summary is not None and counts["reduce_scatter"] == expected
+        return counts, summary["summary"]["reduce_scatter"]
+    finally:
+        trace.LOG.__init__()  # type: ignore[misc]
+
+
+def test_the_communication_log_holds_the_collectives_of_an_engine(pool2: RankPool) -> None:
+    for counts, sizes in pool2.run(logged_collectives):
+        assert set(counts) == {"all_gather", "all_reduce", "reduce_scatter"}
+        assert all(row["total_latency_ms"] > 0 and row["msg_size_bytes"] == size for size, row in sizes.items())
+
+
+def unlogged_by_default() -> bool:
+    case = case_named("plain")
+    engine = start(case.build(), make_config(3))
+    train_step(engine, case, 0)
+    engine.destroy()
+    return comm.has_comm_data()
+
+
+def test_without_the_block_nothing_is_logged(pool2: RankPool) -> None:
+    assert pool2.run(unlogged_by_default) == [False, False]
+
+
+def summed(stage: int) -> float:
+    """The largest error of the gradients under "sum" against those of the sum of the ranks' losses."""
+    case = case_named("plain")
+    plain = case.build()
+    world = torch.distributed.get_world_size()
+    for rank in range(world):
+        (loss,) = case.seeded_loss(plain, Place(0, 0, rank, world))
+        loss.backward()
+    engine = start(case.build(), make_config(stage, gradient_allreduce_op="sum"))
+    (loss,) = case.seeded_loss(engine, here(0))
+    engine.backward(loss)
+    expected = trainable(plain)
+    errors = [scaled_error(g, expected[n].grad) for n, g in full_gradients(trainable(engine.module)).items()]  # type: ignore[arg-type]
+    engine.step()
+    norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in expected.values() if p.grad is not None]))
+    errors.append(abs(engine.get_global_grad_norm() - float(norm)) / float(norm))
+    engine.destroy()
+    return max(errors)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradient_allreduce_op_sum_adds_the_ranks(pool2: RankPool, stage: int) -> None:
+    assert max(pool2.run(summed, stage)) <= 1e-6
+
+
+def low_precision_modules() -> tuple[dict[str, str], float]:
+    """Dtypes of the parameters, and how far the run is from one that only autocasts."""
+    case = case_named("plain")
+    results = []
+    for names in (None, ["torch.nn.Linear"]):
+        autocast = {"enabled": True, **({"lower_precision_safe_modules": names} if names else {})}
+        engine = start(case.build(), make_config(3, torch_autocast=autocast))
+        for step in range(3):
+            train_step(engine, case, step)
+        results.append({name: value.float() for name, value in full_parameters(engine.module).items()})
+        dtypes = {name: str(p.dtype) for name, p in engine.module.named_parameters()}
+        assert all(u.master is None or u.master.dtype is torch.float32 for u in engine.runtime.units)
+        engine.destroy()
+    plain, low = results
+    return dtypes, max(scaled_error(low[name], plain[name]) for name in plain)
+
+
+def test_lower_precision_safe_modules_rest_and_travel_in_the_autocast_dtype(pool2: RankPool) -> None:
+    for dtypes, error in pool2.run(low_precision_modules):
+        assert {name for name, dtype in dtypes.items() if dtype == "torch.float32"} == {n for n in dtypes if ".norm." in n}
+        assert error < 0.02
+
+
+def unknown_class() -> list[str]:
+    said = []
+    for name in ("torch.nn.NoSuchLayer", "torch.nn.functional.relu"):
+        config = make_config(0, torch_autocast={"enabled": True, "lower_precision_safe_modules": [name]})
+        said.append(outcome(lambda config=config: start(case_named("plain").build(), config)))
+    return said
+
+
+def test_a_class_that_is_not_there_is_refused(pool1: RankPool) -> None:
+    for text in pool1.run(unknown_class)[0]:
+        assert DeepSpeedConfigError.__name__ in text and "lower_precision_safe_modules" in text
+
+
+def kept(stage: int) -> tuple[set[str], str]:
+    """The fp32 parameters and the buffer's dtype of a bf16 run that keeps one module."""
+    model = case_named("plain").build()
+    model.head.register_buffer("table", torch.zeros(3))
+    config = make_config(stage, bf16={"enabled": True}, data_types={"keep_in_fp32_modules": ["head"]})
+    engine = start(model, config)
+    names = {n for n, p in engine.module.named_parameters() if p.dtype is torch.float32}
+    dtype = str(model.head.table.dtype)
+    engine.destroy()
+    return names, dtype
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_keep_in_fp32_modules_keeps_these_and_no_others(pool2: RankPool, stage: int) -> None:
+    for names, dtype in pool2.run(kept, stage):
+        assert names == {"head.weight", "head.bias"} and dtype == "torch.float32"
+
+
+def written(folder: str) -> dict[str, str]:
+    """The CSV files of a run of three updates with two micro-batches each, and the mean losses."""
+    case = case_named("plain", accumulation=2)
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}}
+    block = {"enabled": True, "output_path": folder, "job_name": "run"}
+    config = make_config(2, csv_monitor=block, gradient_accumulation_steps=2, scheduler=scheduler, fp16={"enabled": True})
+    config["wall_clock_breakdown"] = True
+    engine = start(case.build(), config)
+    assert engine.monitor.enabled
+    losses = [sum(train_step(engine, case, step)) / 2 for step in range(3)]
+    engine.monitor.write_events([("Mine/accuracy", 0.5, 7)])
+    engine.destroy()
+    found = {path.name: path.read_text() for path in (Path(folder) / "run").iterdir()}
+    return found | {"losses": " ".join(map(str, losses))} if torch.distributed.get_rank() == 0 else {}
+
+
+def test_csv_monitor_writes_one_row_per_update(pool2: RankPool, tmp_path: Path) -> None:
+    files = pool2.run(written, str(tmp_path))[0]
+    names = ("lr", "train_loss", "loss_scale", *(f"elapsed_time_ms_{phase}" for phase in ("forward", "backward", "step")))
+    assert set(files) == {"Mine_accuracy.csv", "losses", *(f"Train_Samples_{name}.csv" for name in names)}
+    assert files["Mine_accuracy.csv"] == "step,accuracy\n7,0.5\n"
+    for name in names:
+        title, *rows = files[f"Train_Samples_{name}.csv"].splitlines()
+        assert title == f"step,{name}" and [row.split(",")[0] for row in rows] == ["16", "32", "48"]
+    noted = [float(row.split(",")[1]) for row in files["Train_Samples_train_loss.csv"].splitlines()[1:]]
+    assert noted == pytest.approx([float(loss) for loss in files["losses"].split()], rel=1e-3)
+
+
+def unwritable(folder: str) -> tuple[str, str, bool]:
+    """What a folder that cannot be made, and a package that is not there, say; the model stays usable."""
+    model = case_named("plain").build()
+    Path(folder, "file").write_text("")
+    said = outcome(lambda: start(model, make_config(2, csv_monitor={"enabled": True, "output_path": f"{folder}/file"})))
+    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}):
+        missing = outcome(lambda: start(model, make_config(2, tensorboard={"enabled": True, "output_path": folder})))
+    start(model, make_config(2)).destroy()
+    return said, missing, True
+
+
+def test_a_monitor_that_cannot_work_is_refused_before_anything_is_taken(pool2: RankPool, tmp_path: Path) -> None:
+    for said, missing, usable in pool2.run(unwritable, str(tmp_path)):
+        assert "DeepSpeedConfigError" in said and "csv_monitor cannot make the folder" in said
+        assert "pip install tensorboard" in missing and usable

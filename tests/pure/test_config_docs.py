@@ -1,0 +1,196 @@
+"""docs/config.md and docs/config.schema.json are made from the models and the key table, and are current."""
+
+import copy
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.config import DeepSpeedConfigError, load_config
+from deepspeed.config.keys import KEYS
+from deepspeed.config.lines import plain_json
+from deepspeed.config.manual import main, manual_text, type_text
+from deepspeed.config.removed import REMOVED_KEYS
+from deepspeed.config.root import TOP_LEVEL_KEYS, DeepSpeedConfig
+from deepspeed.config.schema import config_schema, schema_text
+from deepspeed.config.settings import declared_fields
+from deepspeed.config.starters import GOALS, starter
+from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3
+from tests.pure.test_config_table import SPELLINGS
+
+ROOT = Path(__file__).parents[2]
+REMAKE = "run: python -m deepspeed.config.manual docs"
+SCHEMA = config_schema()
+
+
+def _bars(line: str) -> list[str]:
+    return re.findall(r"(?<!\\)\|", line)
+
+
+def test_files_are_current() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == manual_text(), REMAKE
+    assert (ROOT / "docs" / "config.schema.json").read_text() == schema_text(), REMAKE
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--check"]) == 1 and "is not current" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 0 and main([str(tmp_path), "--check"]) == 0
+    assert main([]) == 0 and capsys.readouterr().out == manual_text()
+
+
+def test_every_key_has_a_line_with_its_class() -> None:
+    lines = [line for line in manual_text().splitlines() if line.startswith("| `")]
+    named = {line.split("`")[1].partition(":")[0] for line in lines}
+    assert {*KEYS, *REMOVED_KEYS} <= named
+    rows = {line.split("`")[1]: line for line in lines if len(_bars(line)) == 6}
+    assert {field.path for field in declared_fields(DeepSpeedConfig)} <= set(rows)
+    for path, row in rows.items():
+        assert path not in KEYS or f"| {KEYS[path].support.value} |" in row, row
+    assert {path for path in KEYS if path not in rows} <= set(SPELLINGS)
+
+
+def test_the_page_is_plain() -> None:
+    text = manual_text()
+    assert text.isascii() and not re.search(r"[ \t]\n", text) and text.endswith("\n")
+    widths = {len(_bars(line)) for line in text.splitlines() if line.startswith("| `")}
+    assert widths <= {3, 4, 6}, "a cell holds a bare bar"
+
+
+# --- the schema ---
+
+
+def _alternatives(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield schema
+    for part in schema.get("anyOf", ()):
+        yield from _alternatives(part)
+
+
+def _below(schema: dict[str, Any], part: str) -> dict[str, Any] | None:
+    """The schema of one step down: a key, a free key ``<...>`` or a list element ``[]``."""
+    if part == "[]":
+        return schema.get("items")
+    if part.startswith("<"):
+        rest = schema.get("additionalProperties", False)
+        return {} if rest is True else rest or None
+    return schema.get("properties", {}).get(part)
+
+
+def _at(path: str) -> dict[str, Any] | None:
+    """The schema of ``path`` below the root."""
+    found = SCHEMA
+    for part in re.sub(r"\[\]", ".[]", path).split("."):
+        below = [_below(option, part) for option in _alternatives(found)]
+        found = next((schema for schema in below if schema is not None), None)
+        if found is None:
+            return None
+    return found
+
+
+def test_every_key_is_in_the_schema() -> None:
+    assert [path for path in KEYS if _at(path) is None] == []
+    assert set(SCHEMA["properties"]) - {"$schema"} - set(REMOVED_KEYS) == TOP_LEVEL_KEYS
+
+
+def _kinds(schema: dict[str, Any]) -> set[str]:
+    """The JSON types that ``schema`` lets pass."""
+    out: set[str] = set()
+    for option in _alternatives(schema):
+        named = option.get("type")
+        out |= set(named) if isinstance(named, list) else {named} if named else set()
+        for value in [*option.get("enum", ()), *([option["const"]] if "const" in option else [])]:
+            out.add({str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}[type(value)])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("path", "kinds"),
+    [
+        ("train_batch_size", {"integer", "null", "string"}),
+        ("gradient_clipping", {"number", "string"}),
+        ("steps_per_print", {"integer", "null", "string"}),
+        ("communication_data_type", {"string", "null"}),
+        ("bf16.enabled", {"boolean", "string"}),
+        ("zero_optimization", {"object", "boolean", "null"}),
+        ("zero_optimization.stage", {"integer", "string"}),
+        ("zero_optimization.offload_optimizer", {"object", "boolean", "null"}),
+        ("zero_optimization.leaf_module.names", {"array", "string"}),
+        ("wandb.project", {"string"}),
+        ("pipeline.stages", {"integer", "string"}),
+    ],
+)
+def test_types(path: str, kinds: set[str]) -> None:
+    found = _at(path)
+    assert found is not None and _kinds(found) == kinds
+
+
+def test_schema_types_match_the_documented_ones() -> None:
+    names = {
+        "bool": "boolean",
+        "int": "integer",
+        "float": "number",
+        "string": "string",
+        "list": "array",
+        "object": "object",
+        "null": "null",
+    }
+    wrong = []
+    for entry in json.loads((ROOT / "tests" / "data" / "config_keys.json").read_text()):
+        found = _at(entry["path"])
+        if entry["status"] != "current" or found is None or not _kinds(found):
+            continue
+        wanted = {names.get(kind.partition("[")[0], "string") for kind in entry["type"].split("|")} - {"null"}
+        wanted = {"number" if kind == "number" or (kind == "integer" and "number" in _kinds(found)) else kind for kind in wanted}
+        if entry["type"] != "any" and wanted and not wanted & _kinds(found):
+            wrong.append((entry["path"], entry["type"], _kinds(found)))
+    assert wrong == []
+
+
+VALID = {
+    **{name: config for name, config in ACCEPTED.items() if name not in ("trl", "accelerate fp8")},
+    "zero 2, auto": HF_ZERO2,
+    "zero 3, auto": HF_ZERO3,
+    **{f"goal {goal}": json.loads(plain_json(starter(goal))) for goal in GOALS},
+    **{path.name: json.loads(plain_json(path.read_text())) for path in (ROOT / "examples" / "configs").glob("*.json")},
+    "schema key": {"$schema": "docs/config.schema.json", "train_batch_size": 8},
+}
+INVALID: dict[str, dict[str, Any]] = {
+    "unknown key": {"train_batch_sizes": 8},
+    "unknown inner key": {"zero_optimization": {"stages": 2}},
+    "text for a number": {"train_batch_size": "8"},
+    "number for a flag": {"bf16": {"enabled": 1}},
+    "out of range": {"zero_optimization": {"stage": 4}},
+    "size 0": {"train_micro_batch_size_per_gpu": 0},
+    "no such choice": {"gradient_allreduce_op": "max"},
+    "auto where nobody fills it": {"train_batch_size": 8, "steps_per_print": "auto"},
+}
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_valid_files_pass_the_schema(name: str) -> None:
+    checker = pytest.importorskip("jsonschema").Draft202012Validator
+    checker.check_schema(SCHEMA)
+    data = json.loads(json.dumps(VALID[name]).replace("Infinity", '"inf"'))
+    assert [f"{'.'.join(map(str, fault.path))}: {fault.message}" for fault in checker(SCHEMA).iter_errors(data)] == []
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_files_fail_in_the_parser_and_in_the_schema(name: str) -> None:
+    with pytest.raises(DeepSpeedConfigError):
+        load_config(copy.deepcopy(INVALID[name]), world_size=1)
+    if importlib.util.find_spec("jsonschema") is not None:
+        checker = importlib.import_module("jsonschema").Draft202012Validator
+        assert list(checker(SCHEMA).iter_errors(INVALID[name]))
+
+
+def test_the_parser_passes_over_the_schema_key() -> None:
+    assert load_config(VALID["schema key"], world_size=1).train_batch_size == 8
+
+
+def test_type_words() -> None:
+    assert type_text({"type": "integer", "minimum": 1}) == "int >= 1"
+    assert type_text({"anyOf": [{"type": "number", "maximum": 1, "minimum": 0}, {"type": "null"}]}) == "float >= 0, <= 1 or null"
+    assert type_text({"type": "array", "items": {"enum": ["a", "b"]}}) == 'list of `"a"`, `"b"`'

@@ -1,0 +1,229 @@
+"""``optimizer.params`` and ``scheduler.params``: the config knows what deepspeed.optim and torch accept, and says so in sentences."""
+
+import copy
+import inspect
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
+from deepspeed.config.optim_params import (
+    OPTIMIZER_ACCEPTS,
+    OPTIMIZER_NAMES,
+    PARAM_SPECS,
+    SCHEDULER_ACCEPTS,
+    SCHEDULER_NAMES,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULERS,
+    accepts,
+)
+from deepspeed.optim import lr_schedules
+from deepspeed.optim.adagrad import Adagrad
+from deepspeed.optim.muon import MuonWithAuxAdam
+from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
+from deepspeed.optim.registry import KNOWN_NAMES, build_optimizer
+
+CPU = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+
+
+def load(part: str, name: str, *, lenient: bool = False, zero: dict[str, Any] | None = None, **params: Any) -> DeepSpeedConfig:
+    source = {"train_batch_size": 1, part: {"type": name, "params": params}, "zero_optimization": zero}
+    return load_config(source, world_size=1, lenient=lenient, check_support=False)
+
+
+def faults(part: str, name: str, **params: Any) -> tuple[str, ...]:
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        load(part, name, **params)
+    assert "pydantic" not in str(caught.value)
+    return caught.value.faults
+
+
+# --- the lists are those of the code that reads the parameters ---
+
+
+def _arguments(cls: Any) -> set[str]:
+    named = inspect.signature(cls).parameters.values()
+    return {item.name for item in named if item.kind is not item.VAR_KEYWORD} - {"params", "model_params", "optimizer", "self"}
+
+
+# Chosen or removed by the registry before a class is built, or refused with a reason of its own.
+REGISTRY = {"torch_adam", "adam_w_mode", "foreach", "adamw_mode", "fp32_states", "max_grad_norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "host"),
+    [
+        ("adagrad", Adagrad, DeepSpeedCPUAdagrad),
+        ("lion", FusedLion, DeepSpeedCPULion),
+        ("lamb", FusedLamb, FusedLamb),
+        ("muon", MuonWithAuxAdam, MuonWithAuxAdam),
+    ],
+)
+def test_the_names_are_those_of_the_classes(name: str, device: Any, host: Any) -> None:
+    taken = OPTIMIZER_ACCEPTS[name]
+    assert {*taken.always, *taken.on_device} - REGISTRY == _arguments(device) - REGISTRY
+    assert {*taken.always, *taken.on_host} - REGISTRY == _arguments(host) - REGISTRY
+
+
+def test_adam_has_the_settings_of_every_class_that_may_be_built() -> None:
+    taken = set(OPTIMIZER_ACCEPTS["adam"].names)
+    assert taken - REGISTRY == (_arguments(FusedAdam) | _arguments(DeepSpeedCPUAdam) | _arguments(torch.optim.AdamW)) - REGISTRY
+    assert OPTIMIZER_ACCEPTS["adamw"] is OPTIMIZER_ACCEPTS["adam"]
+
+
+@pytest.mark.parametrize("name", SCHEDULER_NAMES)
+def test_the_schedules_are_those_of_the_code(name: str) -> None:
+    found = inspect.signature(getattr(lr_schedules, name)).parameters
+    taken = SCHEDULER_ACCEPTS[name]
+    assert set(taken.names) == set(found) - {"optimizer"}
+    assert set(taken.required) == {key for key, item in found.items() if item.default is item.empty} - {"optimizer"}
+    for key, item in found.items():
+        spec = PARAM_SPECS.get(f"scheduler.params.{key}")
+        if spec is not None and item.default is not item.empty and (name, key) != ("WarmupDecayLR", "warmup_max_lr"):
+            assert spec.default == item.default, key
+
+
+def test_names() -> None:
+    assert tuple(map(str.lower, OPTIMIZER_NAMES)) == tuple(sorted(KNOWN_NAMES, key=[n.lower() for n in OPTIMIZER_NAMES].index))
+    assert list(SCHEDULER_NAMES) == lr_schedules.VALID_LR_SCHEDULES
+    assert {name for name in KNOWN_NAMES if accepts("optimizer", name) is None} == {"muadam", "muadamw", "musgd"}
+
+
+def test_the_torch_classes_are_those_of_the_newest_torch() -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) != (2, 13):
+        pytest.skip("the lists are those of torch 2.13")
+    optimizers = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)} - {"Optimizer"}
+    base = torch.optim.lr_scheduler.LRScheduler
+    schedulers = {n for n, c in vars(torch.optim.lr_scheduler).items() if isinstance(c, type) and issubclass(c, base) and n[0] != "_"}
+    assert list(TORCH_OPTIMIZERS) == sorted(optimizers)
+    assert list(TORCH_SCHEDULERS) == sorted(schedulers - {"LRScheduler"})
+
+
+# --- what is refused, and how ---
+
+REFUSED = [
+    ("optimizer", "Adm", {}, "optimizer.type 'Adm' is unknown, did you mean 'Adam'? Known: Adam, AdamW,"),
+    ("optimizer", "fused_lamb", {}, "optimizer.type 'fused_lamb' is unknown"),
+    ("optimizer", "sgd", {}, "optimizer.type 'sgd' is unknown, did you mean 'SGD'?"),
+    ("optimizer", "Optimizer", {}, "optimizer.type 'Optimizer' is unknown"),
+    ("scheduler", "WarmUpLR", {}, "scheduler.type 'WarmUpLR' is unknown, did you mean 'WarmupLR'?"),
+    ("scheduler", "steplr", {}, "scheduler.type 'steplr' is unknown, did you mean 'StepLR'?"),
+    ("optimizer", "AdamW", {"learning_rate": 1}, "optimizer.params.learning_rate: AdamW has no such setting. Valid: adam_w_mode, amsgrad,"),
+    ("optimizer", "adamW", {"weight_dekay": 1}, "optimizer.params.weight_dekay: adamW has no such setting, did you mean 'weight_decay'?"),
+    ("optimizer", "Lion", {"eps": 1e-8}, "optimizer.params.eps: Lion has no such setting"),
+    ("optimizer", "Adam", {"lr": "1e-3"}, "optimizer.params.lr must be a finite number, not '1e-3'; write it without quotes."),
+    ("optimizer", "Adam", {"lr": True}, "optimizer.params.lr must be a finite number, not True."),
+    ("optimizer", "Adam", {"lr": float("nan")}, "optimizer.params.lr must be a finite number, not nan."),
+    ("optimizer", "Adam", {"lr": 10**400}, "optimizer.params.lr must be a finite number"),
+    ("optimizer", "Adam", {"lr": -1}, "optimizer.params.lr must be >= 0, not -1."),
+    ("optimizer", "Adam", {"lr": "auto"}, 'optimizer.params.lr is still "auto". Only an integration'),
+    ("optimizer", "Adam", {"betas": [0.9]}, "optimizer.params.betas must be a list of two numbers, not [0.9]."),
+    ("optimizer", "Adam", {"betas": 0.9}, "optimizer.params.betas must be a list of two numbers, not 0.9."),
+    ("optimizer", "Adam", {"betas": [0.9, 1]}, "optimizer.params.betas must be >= 0, < 1, not 1."),
+    ("optimizer", "Adam", {"betas": [0.9, "x"]}, "optimizer.params.betas must be a finite number, not 'x'."),
+    ("optimizer", "Adam", {"torch_adam": 1}, "optimizer.params.torch_adam must be true or false, not 1."),
+    ("optimizer", "Adam", {"max_grad_norm": 0}, "optimizer.params.max_grad_norm is not read. Set the top-level key gradient_clipping"),
+    ("optimizer", "Adam", {"torch_adam": True, "bias_correction": False}, "bias_correction false is not possible with torch's own Adam"),
+    ("optimizer", "Muon", {"momentum": 1}, "optimizer.params.momentum must be >= 0, < 1, not 1."),
+    ("optimizer", "Muon", {"ns_method": "newton"}, "optimizer.params.ns_method must be 'gram' or 'standard', not 'newton'."),
+    ("optimizer", "Lamb", {"amsgrad": True}, "optimizer.params.amsgrad true is not possible with Lamb. Use AdamW"),
+    ("optimizer", "Lamb", {"min_coeff": 11}, "optimizer.params.min_coeff 11 must not be above max_coeff, which is 10.0."),
+    ("optimizer", "Lion", {"fp32_optimizer_states": True}, "fp32_optimizer_states is not a setting of Lion without zero_optimization.off"),
+    ("optimizer", "SGD", {"lr": "0.1"}, "optimizer.params.lr must be a number, not '0.1'; write it without quotes."),
+    ("optimizer", "SGD", {"dampening": "0.1"}, "optimizer.params.dampening must be a number, not '0.1'"),
+    ("optimizer", "MuSGD", {"lr": "fast"}, "optimizer.params.lr must be a number, not 'fast'."),
+    ("scheduler", "OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr is required by OneCycle."),
+    ("scheduler", "WarmupLR", {"warmup_num_step": 3}, "scheduler.params.warmup_num_step: WarmupLR has no such setting, did you mean 'war"),
+    ("scheduler", "WarmupLR", {"warmup_num_steps": 1.5}, "scheduler.params.warmup_num_steps must be a whole number, not 1.5."),
+    ("scheduler", "WarmupLR", {"warmup_type": "cosine"}, "scheduler.params.warmup_type must be 'log' or 'linear', not 'cosine'."),
+    ("scheduler", "WarmupLR", {"warmup_max_lr": []}, "scheduler.params.warmup_max_lr must not be an empty list."),
+    ("scheduler", "WarmupLR", {"warmup_max_lr": [0.1, -1]}, "scheduler.params.warmup_max_lr must be >= 0, not -1."),
+    ("scheduler", "LRRangeTest", {"lr_range_test_step_size": 0}, "scheduler.params.lr_range_test_step_size must be >= 1, not 0."),
+    ("scheduler", "WarmupLR", {"warmup_min_lr": "auto"}, 'scheduler.params.warmup_min_lr is still "auto"'),
+    ("scheduler", "StepLR", {"step_size": "3"}, "scheduler.params.step_size must be a number, not '3'; write it without quotes."),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "params", "text"), REFUSED)
+def test_refused(part: str, name: str, params: dict[str, Any], text: str) -> None:
+    found = faults(part, name, **params)
+    assert len(found) == 1 and text in found[0] and found[0].startswith(part)
+
+
+def test_all_faults_come_at_once_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"train_batch_size": 1, "fp16": {"enabled": 1},\n"optimizer": {"type": "Adam",\n"params": {\n"lr": -1,\n"bettas": 3}},\n'
+        '"scheduler": {\n"type": "Warmup"}}'
+    )
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        load_config(path, world_size=1)
+    assert sorted(fault.rpartition("(")[2] for fault in caught.value.faults) == ["line 1)", "line 4)", "line 5)", "line 7)"]
+
+
+# --- what is accepted ---
+
+ACCEPTED = [
+    ("optimizer", "ADAMW", {"lr": 0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "foreach": None}),
+    ("optimizer", "Adam", {"torch_adam": True, "fused": False, "amsgrad": True, "adam_w_mode": False}),
+    ("optimizer", "Lamb", {"min_coeff": 0.1, "max_coeff": 1, "eps_inside_sqrt": True}),
+    ("optimizer", "muon", {"lr": 0.1, "muon_lr": None, "momentum": 0.0, "ns_method": "standard"}),
+    ("optimizer", "SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ("optimizer", "Adafactor", {"eps": [None, 1e-3], "d": 1}),
+    ("scheduler", "WarmupLR", {}),
+    ("scheduler", "WarmupDecayLR", {"total_num_steps": 1e4, "warmup_min_lr": [0, 0], "warmup_max_lr": None, "warmup_num_steps": 0}),
+    ("scheduler", "OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": [0.2], "cycle_second_step_size": None, "decay_mom_rate": -0.1}),
+    ("scheduler", "MultiStepLR", {"milestones": [3, 5]}),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "params"), ACCEPTED)
+def test_accepted(part: str, name: str, params: dict[str, Any]) -> None:
+    found = getattr(load(part, name, **params), part).params
+    assert set(found) == set(params)
+    parameter = torch.nn.Parameter(torch.ones(3, 3))
+    if part == "optimizer":
+        assert isinstance(build_optimizer(name, found, parameters=[parameter]), torch.optim.Optimizer)
+    else:
+        count = max((len(value) for key, value in params.items() if isinstance(value, list) and key != "milestones"), default=1)
+        groups = [{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(count)]
+        assert lr_schedules.build_scheduler(name, found, torch.optim.Adam(groups)).get_last_lr()
+
+
+def test_offload_changes_the_settings() -> None:
+    assert load("optimizer", "Lion", zero=CPU, fp32_optimizer_states=False).optimizer.params == {"fp32_optimizer_states": False}
+    with pytest.raises(DeepSpeedConfigError, match=r"set_grad_none is not a setting of Lion with zero_optimization\.offload_optimizer"):
+        load("optimizer", "Lion", zero=CPU, set_grad_none=False)
+
+
+def test_lenient_waits_for_integrations() -> None:
+    load("optimizer", "Adam", lenient=True, lr="auto", betas="auto", max_grad_norm="auto")
+    load("scheduler", "WarmupDecayLR", lenient=True, warmup_max_lr="auto")
+    with pytest.raises(DeepSpeedConfigError, match="did you mean 'betas'"):
+        load("optimizer", "Adam", lenient=True, beta="auto2")
+
+
+# --- the result ---
+
+
+def test_params_are_read_only() -> None:
+    source = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
+    params = load_config(source, world_size=1).optimizer.params
+    assert params["lr"] == 0.1 and dict(params) == {"lr": 0.1, "betas": (0.9, 0.99)} and {**params}["betas"] == (0.9, 0.99)
+    for change in (lambda: params.update(lr=1), lambda: params.__setitem__("lr", 1), lambda: params.pop("lr"), params.clear):
+        with pytest.raises(TypeError):
+            change()
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert json.loads(json.dumps(params)) == source["optimizer"]["params"] and source["optimizer"]["params"]["betas"] == [0.9, 0.99]
+
+
+@pytest.mark.parametrize("path", sorted(PARAM_SPECS))
+def test_specs_describe_themselves(path: str) -> None:
+    spec = PARAM_SPECS[path]
+    assert spec.type_text and spec.default_text and spec.json_schema()
+    assert spec.default in ("required", "the optimizer's own") or spec.objection(spec.default) is None
+    assert spec.objection({"a": 1}) is not None and spec.objection("no such value") is not None

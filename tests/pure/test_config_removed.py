@@ -1,0 +1,121 @@
+"""Keys of earlier releases: every one is refused with what to use instead, unless it only says that the feature is off."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.config import DeepSpeedConfigError, load_config
+from deepspeed.config.removed import REMOVED_KEYS, REMOVED_OPTIMIZERS, removed_key, removed_parts, says_off
+from deepspeed.observe.log import logger
+
+DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
+# The reference gave these up; here shard groups of this size exist.
+KEPT = {"zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather"}
+REMOVED = {entry["path"]: entry for entry in DOCUMENTED if entry["status"] == "removed"}
+ON: dict[str, Any] = {"bool": True, "int": 3, "float": 0.5, "string": "x", "path": "/x", "object": {"x": 1}, "list": [1], "enum": "x"}
+
+
+def document(path: str, value: Any) -> dict[str, Any]:
+    """A configuration with ``value`` at ``path``."""
+    *blocks, key = path.split(".")
+    inner: dict[str, Any] = {key: value}
+    for block in reversed(blocks):
+        inner = {block: inner}
+    if blocks[:1] == ["optimizer"]:
+        inner["optimizer"]["type"] = "Adam"
+    return {"train_batch_size": 1, **inner}
+
+
+def message(config: dict[str, Any]) -> str:
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        load_config(config, world_size=1)
+    return str(caught.value)
+
+
+def test_the_list_is_whole() -> None:
+    assert len(REMOVED) == 118
+    assert [path for path in REMOVED if removed_key(path) is None and path not in KEPT] == []
+
+
+@pytest.mark.parametrize("path", sorted(set(REMOVED) - KEPT))
+def test_removed_keys_name_the_replacement(path: str) -> None:
+    kind = REMOVED[path]["type"].split("|")[0].partition("[")[0]
+    text = message(document(path, ON[kind]))
+    said = next(part for part in (path[:cut] for cut in range(len(path), 0, -1)) if f"{part} was removed. " in text)
+    advice = text.partition(f"{said} was removed. ")[2]
+    assert advice.startswith(REMOVED_KEYS[max((key for key in REMOVED_KEYS if f"{path}.".startswith(f"{key}.")), key=len)])
+    assert advice.split()[0] in ("Use", "Delete", "Drop", "Quantize", "Prune", "Build")
+
+
+@pytest.mark.parametrize("path", sorted(REMOVED_KEYS))
+def test_every_piece_of_advice_is_about_a_documented_key(path: str) -> None:
+    assert any(f"{other}.".startswith(f"{path}.") for other in REMOVED) or path == "zero_optimization.legacy_stage1"
+    assert not REMOVED_KEYS[path].endswith(".") and len(REMOVED_KEYS[path]) > 15
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_removed_optimizers(name: str) -> None:
+    text = message({"train_batch_size": 1, "optimizer": {"type": name, "params": {"freeze_step": 3, "lr": 0.1}}})
+    assert f"Use {REMOVED_OPTIMIZERS[name.lower()]!r}." in text and "optimizer.params.freeze_step was removed" in text
+
+
+def test_shard_groups_are_kept() -> None:
+    block = {"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}
+    assert load_config({"train_batch_size": 4, "zero_optimization": block}, world_size=4).zero.mics_shard_size == 2
+
+
+OFF = [
+    ("amp", {"enabled": False}),
+    ("amp", {"enabled": False, "opt_level": "O1"}),
+    ("amp", {}),
+    ("elasticity", {"enabled": False, "max_train_batch_size": 2000}),
+    ("sparse_gradients", False),
+    ("curriculum_learning", {"enabled": False}),
+    ("compression_training", {"layer_reduction": {"enabled": False}}),
+    (
+        "compression_training",
+        {"weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {"g": {"modules": ["*"]}}}},
+    ),
+    ("quantize_training", {}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), OFF)
+def test_what_says_off_is_only_mentioned(key: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING)
+    try:
+        load_config({"train_batch_size": 1, key: value}, world_size=1)
+        assert [record.getMessage() for record in caplog.records] == [f"{removed_key(key)} It only says that the feature is off here."]
+        load_config({"train_batch_size": 1, key: None}, world_size=1)
+        assert len(caplog.records) == 1
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    "value", [True, 0, 1, "auto", [], {"enabled": True}, {"enabled": "auto"}, {"opt_level": "O1"}, {"a": {"enabled": True}}]
+)
+def test_what_is_not_off(value: Any) -> None:
+    assert not says_off(value)
+
+
+def test_each_technique_has_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    on = '{"shared_parameters": {"enabled": true}}'
+    head = '{"train_batch_size": 1,\n"compression_training": {'
+    path.write_text(f'{head}\n"row_pruning": {on},\n"weight_quantization": {on},\n"head_pruning": {{}}}}}}')
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        load_config(path, world_size=1)
+    first, second = caught.value.faults
+    assert "row_pruning was removed. Prune" in first and first.endswith("(line 3)")
+    assert "weight_quantization was removed. Quantize with the torchao library" in second and second.endswith("(line 4)")
+
+
+def test_parts() -> None:
+    assert removed_parts("compression_training", {"unheard_of": 1}) == ["compression_training"]
+    assert removed_parts("elasticity", {"enabled": True}) == ["elasticity"]
+    assert removed_key("zero_optimization.stage") is None and removed_key("train_batch_size") is None

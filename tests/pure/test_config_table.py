@@ -1,0 +1,70 @@
+"""The key table is complete: every documented key is typed, described, and in exactly one of the three classes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed.config.features import support_faults
+from deepspeed.config.keys import EXTENSIONS, KEYS
+from deepspeed.config.optim_params import PARAM_SPECS
+from deepspeed.config.parse import read_source
+from deepspeed.config.root import DeepSpeedConfig, load_config
+from deepspeed.config.settings import declared_fields, settings
+from deepspeed.config.support import Support
+
+DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
+CURRENT = {entry["path"] for entry in DOCUMENTED if entry["status"] in ("current", "docs-only")}
+# Deprecated spellings are keys of the format but no fields of the models: parsing replaces them by what they stand for.
+SPELLINGS = {
+    "allgather_size",
+    "zero_optimization",
+    "zero_optimization.cpu_offload",
+    "zero_optimization.cpu_offload_param",
+    "zero_optimization.cpu_offload_use_pin_memory",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+}
+# Written by no program, read by none: known only so that they are refused or passed over by name.
+WITHOUT_FIELD = {"pipeline.<any>", "zero_optimization.grad_hooks", "zero_optimization.legacy_stage1"}
+
+
+def declared() -> set[str]:
+    return {field.path for field in declared_fields(DeepSpeedConfig)} | set(PARAM_SPECS)
+
+
+def test_every_documented_key_has_one_row() -> None:
+    assert len([entry for entry in DOCUMENTED if entry["status"] == "current"]) == 398
+    assert sorted(CURRENT - set(KEYS)) == []
+
+
+def test_every_row_is_a_documented_key_or_a_named_extension() -> None:
+    assert sorted(set(KEYS) - CURRENT - EXTENSIONS) == []
+    assert sorted(EXTENSIONS - set(KEYS)) == []
+
+
+def test_every_key_is_typed() -> None:
+    assert sorted(set(KEYS) - declared() - SPELLINGS - WITHOUT_FIELD) == []
+
+
+def test_every_typed_key_has_a_row() -> None:
+    # A block that may be absent as a whole is described by the keys inside it.
+    blocks = {path for path in declared() if any(key.startswith((f"{path}.", f"{path}[")) for key in KEYS)}
+    assert sorted(declared() - set(KEYS) - blocks) == []
+
+
+def test_rows_say_what_a_reader_needs() -> None:
+    for path, key in KEYS.items():
+        assert 10 <= len(key.meaning) <= 120 and key.meaning.endswith("."), path
+        assert key.support is not Support.INERT or len(key.note) > 10, f"{path} is inert without a reason"
+        assert not key.gate or key.gate in KEYS, f"{path} hangs on {key.gate}, which is no key"
+
+
+def test_defaults_ask_for_nothing() -> None:
+    config = load_config({"train_batch_size": 8}, world_size=4)
+    assert support_faults(config, read_source(config.source)) == []
+    assert {item.pattern for item in settings(config)} <= set(KEYS) | {"optimizer", "scheduler"} | declared()
+
+
+@pytest.mark.parametrize("support", list(Support))
+def test_every_class_is_in_use(support: Support) -> None:
+    assert any(key.support is support for key in KEYS.values())
