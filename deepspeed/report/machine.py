@@ -1,0 +1,178 @@
+"""The machine: processor, cores, memory and limits, read from the system's files (``root`` is another tree in tests)."""
+
+import math
+import os
+import platform
+import re
+from pathlib import Path
+
+from deepspeed.report.rows import Row, Section, gather, size
+
+ROOT = Path("/")
+ISA = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "asimdhp",
+    "sve",
+    "sve2",
+)
+LEAST_SHM, LEAST_MEMLOCK, LEAST_FILES = 1 << 30, 1 << 30, 4096
+UNLIMITED = 1 << 60  # cgroups of the first kind write "no limit" as a number near 2**63
+
+
+def _cpuinfo(root: Path) -> dict[str, list[str]]:
+    """Field -> its value for every core."""
+    fields: dict[str, list[str]] = {}
+    for line in (root / "proc/cpuinfo").read_text().splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(name.strip(), []).append(value.strip())
+    return fields
+
+
+def _processor(root: Path) -> tuple[str, list[str]]:
+    """Model and instruction set flags. The py-cpuinfo package takes a second, so it is asked only where /proc has no answer."""
+    fields = _cpuinfo(root) if (root / "proc/cpuinfo").exists() else {}
+    flags = [*fields.get("flags", []), *fields.get("Features", [])][:1]
+    if "model name" in fields and flags:
+        return fields["model name"][0], flags[0].split()
+    if flags:
+        return platform.machine(), flags[0].split()
+    import cpuinfo  # noqa: PLC0415 - see above
+
+    found = cpuinfo.get_cpu_info()
+    return str(found.get("brand_raw", platform.machine())), list(found.get("flags", []))
+
+
+def cpu_rows(root: Path = ROOT) -> list[Row]:
+    """Model and the vector instructions that matter here."""
+    model, flags = _processor(root)
+    vector = [flag for flag in ISA if flag in flags]
+    x86 = platform.machine() in ("x86_64", "AMD64") or "sse2" in flags
+    slow = "Optimizer steps on host memory run several times slower without AVX2; use another machine for offloading."
+    return [Row("CPU", model), Row("vector instructions", " ".join(vector) or "none known", slow if x86 and "avx2" not in flags else "")]
+
+
+def socket_row(root: Path = ROOT) -> Row:
+    """Sockets and NUMA nodes."""
+    sockets = len(set(_cpuinfo(root).get("physical id", []))) or "unknown"
+    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or "unknown"
+    return Row("sockets, NUMA nodes", f"{sockets}, {nodes}")
+
+
+def cgroup_numbers(root: Path, controller: str, file: str, old_file: str) -> list[str]:
+    """What this process's control groups, innermost first, say in ``file`` (or in ``old_file`` under cgroups of the first kind)."""
+    found = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / (controllers and controller)
+        inner = base / path.lstrip("/")
+        # In a container the path may be the host's while the mounted tree begins at the container's own group.
+        for folder in dict.fromkeys([inner, *inner.parents, base]):
+            target = folder / (old_file if controllers else file)
+            if folder.is_relative_to(base) and target.is_file():
+                found.append(target.read_text().strip())
+    return found
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Cores' worth of time that the control group allows (second kind only); None without a limit."""
+    allowed = [line.split() for line in cgroup_numbers(root, "cpu", "cpu.max", "cpu.none")]
+    return min((int(fields[0]) / int(fields[1]) for fields in allowed if fields[0] != "max"), default=None)
+
+
+def cores_row(root: Path = ROOT) -> Row:
+    """Cores this process may use, and the machine's."""
+    whole = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
+    quota = cpu_quota(root) if (root / "proc/self/cgroup").exists() else None
+    limit = "" if quota is None else f", time for {quota:g} (control group)"
+    few = (quota is not None and quota < mine) or mine < whole
+    doubt = (
+        "Ranks and data workers share only these cores: start no more threads than that (OMP_NUM_THREADS), or ask the scheduler for more."
+        if few
+        else ""
+    )
+    return Row("cores", f"{mine} of the machine's {whole}{limit}", doubt)
+
+
+def memory_rows(root: Path = ROOT) -> list[Row]:
+    """Memory of the machine, and the control group's limit."""
+    from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is one row and not the end
+
+    total = hostmem.host_total_bytes()
+    rows = [Row("memory", f"{size(total)}, available {size(hostmem.host_available_bytes())}")]
+    if (root / "proc/self/cgroup").exists():
+        limit = memory_limit(root)
+        doubt = "The process is killed beyond this, whatever the machine has; count offloaded states against it." if limit < total else ""
+        rows.append(Row("memory limit (control group)", "none" if limit == math.inf else size(limit), doubt))
+    return rows
+
+
+def memory_limit(root: Path = ROOT) -> float:
+    """Bytes that the control group allows; infinity without a limit."""
+    numbers = [int(text) for text in cgroup_numbers(root, "memory", "memory.max", "memory.limit_in_bytes") if text != "max"]
+    return min((number for number in numbers if number < UNLIMITED), default=math.inf)
+
+
+def shm_row(path: str = "/dev/shm") -> Row:
+    """Shared memory, through which data workers and ranks on one machine hand over tensors."""
+    if not os.path.isdir(path):
+        return Row(path, "not there")
+    stat = os.statvfs(path)
+    return shm_of(path, stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize)
+
+
+def shm_of(path: str, total: int, free: int) -> Row:
+    """The row for ``total`` and ``free`` bytes."""
+    doubt = ""
+    if min(total, free) < LEAST_SHM:
+        doubt = (
+            "DataLoader workers and NCCL pass data through it and die with 'Bus error' when it is full; "
+            "start the container with --shm-size=8g or --ipc=host, or use num_workers=0."
+        )
+    return Row(path, f"{size(total)}, free {size(free)}", doubt)
+
+
+def limit_rows() -> list[Row]:
+    """Limits of this process (ulimit)."""
+    import resource  # noqa: PLC0415 - not on Windows
+
+    return limits_of(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def limits_of(memlock: int, files: int) -> list[Row]:
+    """The rows for a ``memlock`` limit in bytes and a limit on open files; -1: unlimited."""
+    low, few = 0 <= memlock < LEAST_MEMLOCK, 0 <= files < LEAST_FILES
+    locked = (
+        "Page-locked buffers of RDMA networks and of asynchronous file IO fail beyond it; raise it (ulimit -l unlimited, docker --ulimit)."
+    )
+    opened = "Many ranks, data workers and checkpoint shards need more open files; raise it with ulimit -n 65536."
+    return [
+        Row("locked memory (ulimit -l)", "unlimited" if memlock < 0 else size(memlock), locked if low else ""),
+        Row("open files (ulimit -n)", "unlimited" if files < 0 else str(files), opened if few else ""),
+    ]
+
+
+def section() -> Section:
+    """The machine."""
+    probes = (
+        ("system", lambda: Row("system", re.sub(r"\s+", " ", platform.platform()))),
+        ("CPU", cpu_rows),
+        ("sockets, NUMA nodes", socket_row),
+        ("cores", cores_row),
+        ("memory", memory_rows),
+        ("/dev/shm", shm_row),
+        ("limits", limit_rows),
+    )
+    return gather("platform", probes)

@@ -1,0 +1,210 @@
+"""The installation: versions and their supported ranges, operators, optional packages, launch and build tools."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from deepspeed.builders import compatible_ops, installed_ops
+from deepspeed.report.rows import Row, Section, first_line, gather
+from deepspeed.version import __version__
+
+# package: (first version that works, first that is untried); empty: any
+REQUIRED = {
+    "torch": ("2.11", "2.14"),
+    "numpy": ("", ""),
+    "py-cpuinfo": ("", ""),
+    "pydantic": ("2", "3"),
+    "psutil": ("", ""),
+    "ninja": ("", ""),
+    "hjson": ("", ""),
+    "packaging": ("", ""),
+    "tqdm": ("", ""),
+}
+OPTIONAL = {
+    "safetensors": "reads and writes model weights as .safetensors",
+    "transformers": "its models and Trainer run on this package",
+    "accelerate": "its Accelerator runs on this package",
+    "tensorboard": "writes metrics as TensorBoard event files",
+    "wandb": "nothing yet: the wandb monitor is not in this release",
+    "comet_ml": "nothing yet: the comet monitor is not in this release",
+    "matplotlib": "plots in the examples",
+    "mpi4py": "not needed: ranks started by MPI are recognised without it",
+}
+# What runs where a native operator is not there.
+INSTEAD = {
+    "cpu_adam": "torch fallback (torch's own Adam on host memory)",
+    "fused_adam": "torch fallback (torch's own fused Adam)",
+    "async_io": "not in this release (no NVMe offload)",
+    "gds": "not in this release (no GPU direct storage)",
+}
+LAUNCH_TOOLS = {
+    "ssh": "starts ranks on other machines (launcher ssh, ds_ssh)",
+    "pdsh": "starts ranks on many machines (launcher pdsh)",
+    "mpirun": "starts ranks through MPI (launchers openmpi, mpich, impi)",
+    "srun": "starts ranks in a Slurm job (launcher slurm)",
+}
+TOOL_LIMIT_S = 1.0
+
+
+def numbers(version: str) -> tuple[int, int]:
+    """Major and minor of a version: ``"2.13.0+cpu"`` -> ``(2, 13)``."""
+    found = [*map(int, re.findall(r"\d+", version)), 0, 0]
+    return found[0], found[1]
+
+
+def range_doubt(name: str, version: str) -> str:
+    """What is doubtful about ``version`` of a required package; empty when it is in the tested range."""
+    first, beyond = REQUIRED[name]
+    if first and numbers(version) < numbers(first):
+        return f"{name} {version} is too old: at least {first} is needed; upgrade it."
+    if beyond and numbers(version) >= numbers(beyond):
+        return f"{name} {version} is untried: versions below {beyond} are tested; if something fails, try one of those first."
+    return ""
+
+
+def package_row() -> Row:
+    """This package: version, folder, and whether an installation of another version is in the way."""
+    folder = str(Path(__file__).resolve().parents[1])
+    try:
+        installed = importlib.metadata.distribution("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return Row("deepspeed", f"{__version__}, from the source tree {folder} (not installed)")
+    direct = json.loads(installed.read_text("direct_url.json") or "{}")
+    how = "installed editable" if direct.get("dir_info", {}).get("editable") else "installed"
+    doubt = ""
+    if installed.version != __version__:
+        doubt = (
+            f"Python imports {__version__} from {folder}, but the installed distribution is {installed.version}: two installations "
+            "or a stale one; uninstall deepspeed until none is left, then install once."
+        )
+    return Row("deepspeed", f"{__version__}, {how}, {folder}", doubt)
+
+
+def python_row() -> Row:
+    """The interpreter."""
+    old = "" if sys.version_info >= (3, 10) else "Python 3.10 is the oldest supported; use a newer one."
+    return Row("Python", f"{platform.python_version()}, {sys.executable}", old)
+
+
+def load_torch() -> tuple[ModuleType | None, str]:
+    """torch, or None and the reason why it cannot be imported."""
+    try:
+        return importlib.import_module("torch"), ""
+    except Exception as error:  # a broken binary raises OSError, AttributeError, ...
+        return None, first_line(error)
+
+
+def torch_rows(torch: ModuleType | None, reason: str) -> list[Row]:
+    """Version of torch, from its package data where it cannot be imported, and what it was built for."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        version = getattr(torch, "__version__", "not installed")
+    if torch is None:
+        doubt = f"Nothing works without torch, and importing it fails ({reason}); reinstall a build that fits this machine and driver."
+        return [Row("torch", f"{version}, cannot be imported: {reason}", doubt)]
+    versions = getattr(torch, "version", None)
+    built = [f"{name} {value}" for name in ("cuda", "hip", "xpu") if (value := getattr(versions, name, None))]
+    row = Row("torch", f"{torch.__version__}, {Path(str(torch.__file__)).parent}", range_doubt("torch", str(torch.__version__)))
+    return [row, Row("torch built for", ", ".join(built) or "the CPU")]
+
+
+def dependency_row(name: str) -> Row:
+    """A required package."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Row(name, "missing", f"{name} is a requirement of this package; install it.")
+    return Row(name, version, range_doubt(name, version))
+
+
+def versions_section(torch: ModuleType | None, reason: str) -> Section:
+    """This package and what it stands on."""
+    others = [(name, partial(dependency_row, name)) for name in REQUIRED if name != "torch"]
+    return gather("versions", [("deepspeed", package_row), ("Python", python_row), ("torch", partial(torch_rows, torch, reason)), *others])
+
+
+def operators_section() -> Section:
+    """Native operators: built or not, and what runs instead."""
+
+    def state(name: str) -> Row:
+        if installed_ops[name]:
+            return Row(name, "built")
+        can = "can be built here" if compatible_ops[name] else "not built"
+        return Row(name, f"{can}: {INSTEAD.get(name, 'not in this release')}")
+
+    return gather("operators", [(name, partial(state, name)) for name in compatible_ops])
+
+
+def optional_section() -> Section:
+    """Optional packages and what each enables."""
+
+    def state(name: str, use: str) -> Row:
+        try:
+            return Row(name, f"{importlib.metadata.version(name)}: {use}")
+        except importlib.metadata.PackageNotFoundError:
+            return Row(name, f"missing: {use}")
+
+    return gather("optional packages", [(name, partial(state, name, use)) for name, use in OPTIONAL.items()])
+
+
+def launch_section() -> Section:
+    """Programs that start ranks on several machines."""
+
+    def state(name: str, use: str) -> Row:
+        return Row(name, f"{shutil.which(name) or 'not on PATH'}: {use}")
+
+    return gather("launch tools", [(name, partial(state, name, use)) for name, use in LAUNCH_TOOLS.items()])
+
+
+def _says(command: list[str], pattern: str) -> str:
+    """What ``pattern`` matches in the output of ``command``, or the output's first line."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S, stdin=subprocess.DEVNULL)
+    found = re.search(pattern, done.stdout)
+    return found.group(1) if found else (done.stdout or done.stderr).strip().partition("\n")[0]
+
+
+def compiler_row() -> Row:
+    """The C++ compiler."""
+    wanted = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    path = shutil.which(wanted[0]) or shutil.which("g++") or shutil.which("clang++")
+    if path is None:
+        return Row("C++ compiler", "none", "torch.compile and native kernels need one; install g++ (10 or newer) or set CXX.")
+    return Row("C++ compiler", f"{_says([path, '--version'], r'^(.+)')}, {path}")
+
+
+def ninja_row() -> Row:
+    """The build tool, from the PATH or from its Python package."""
+    path = shutil.which("ninja") or ("Python package" if importlib.util.find_spec("ninja") else None)
+    return Row("ninja", path or "none", "" if path else "Native kernels are built with it; install the Python package ninja.")
+
+
+def cuda_rows(built_for: str | None) -> list[Row]:
+    """nvcc and CUDA_HOME; ``built_for`` is the CUDA version of torch, None for other builds, where neither is needed."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc") or (shutil.which(os.path.join(home, "bin", "nvcc")) if home else None)
+    rows = [Row("CUDA_HOME", home or "not set")]
+    if nvcc is None:
+        return [*rows, Row("nvcc", "none: only needed to build CUDA kernels, of which this release has none")]
+    version = _says([nvcc, "--version"], r"release ([\d.]+)")
+    doubt = ""
+    if built_for and numbers(version)[0] != numbers(built_for)[0]:
+        doubt = f"nvcc {version} does not fit torch, built for CUDA {built_for}: CUDA kernels will not build; set CUDA_HOME to {built_for}."
+    return [*rows, Row("nvcc", f"{version}, {nvcc}", doubt)]
+
+
+def tools_section(torch: ModuleType | None) -> Section:
+    """Compiler and build tools."""
+    built_for = getattr(getattr(torch, "version", None), "cuda", None)
+    return gather("build tools", [("C++ compiler", compiler_row), ("ninja", ninja_row), ("nvcc", lambda: cuda_rows(built_for))])

@@ -1,0 +1,170 @@
+"""One command on many hosts: output, statuses, filters, bad input, and that Ctrl-C leaves nothing behind. ssh is a stand-in."""
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.launcher import ds_ssh
+
+ROOT = Path(__file__).resolve().parents[2]
+# As sshd does: the words behind the host are one text for the user's shell. Host "dead" cannot be reached.
+FAKE_SSH = """#!/bin/sh
+test "$1 $2 $3 $4" = "-o BatchMode=yes -o ConnectTimeout=10" || exit 99
+shift 4
+host=$1; shift
+test "$host" = dead && { echo "no route to host" >&2; exit 255; }
+export FAKE_HOST=$host SHELL=/bin/sh
+exec /bin/sh -c "$*"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for ssh in DS_SSH, and the folder with hostfile ``hosts``."""
+    program = tmp_path / "ssh"
+    program.write_text(FAKE_SSH)
+    program.chmod(0o755)
+    (tmp_path / "hosts").write_text("b slots=2\n# note\na slots=4\ndead slots=1\nc slots=1\n")
+    monkeypatch.setenv("DS_SSH", str(program))
+    return tmp_path
+
+
+def _run(folder: Path, *argv: str) -> int:
+    return ds_ssh.main(["-f", str(folder / "hosts"), *argv])
+
+
+def test_output_is_prefixed_and_split(ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(ssh, "-e", "dead", "echo", "on $FAKE_HOST; echo 'it''s' \"2>&1\"; echo bad >&2; printf no-newline") == 0
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == sorted(
+        line for host in "abc" for line in (f"{host}: on {host}", f"{host}: its 2>&1", f"{host}: no-newline")
+    )
+    assert sorted(err.splitlines()) == [f"{host}: bad" for host in "abc"]
+
+
+def test_first_other_status_in_host_order(ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # b, first in the file, fails last in time
+    command = "case $FAKE_HOST in b) sleep 0.3; exit 3;; a) exit 0;; c) exit 7;; esac"
+    assert _run(ssh, command) == 3
+    err = capsys.readouterr().err
+    assert "dead: no route to host" in err
+    assert "ds_ssh: 3 of 4 hosts failed: b (exit 3), dead (not reached, or exit 255), c (exit 7)" in err
+    assert _run(ssh, "-i", "dead@a", "true") == 255
+    assert _run(ssh, "--include", "a@c", "--", "true") == 0
+
+
+def test_hosts_run_at_the_same_time(ssh: Path) -> None:
+    start = time.monotonic()
+    assert _run(ssh, "-e", "dead", "sleep 1") == 0
+    assert time.monotonic() - start < 2.5
+
+
+def test_standard_input_is_empty(ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(ssh, "-i", "a", "cat; echo end") == 0
+    assert capsys.readouterr().out == "a: end\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("-f", "{folder}/none", "true"), "none does not exist"),
+        (("-f", "{folder}", "true"), "does not exist or is not a file"),
+        (("-f", "{folder}/binary", "true"), "cannot be read"),
+        (("-f", "{folder}/bad", "true"), "line 1 is 'a'"),
+        (("-f", "{folder}/hosts", "-i", "z", "true"), "names host 'z'"),
+        (("-f", "{folder}/hosts", "-e", "a@b@c@dead", "true"), "leaves no host"),
+        (("-f", "{folder}/hosts", "-i", "a", "-e", "b", "true"), "use one of them"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_status_2(ssh: Path, argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (ssh / "binary").write_bytes(b"\xff\xfe\x00")
+    (ssh / "bad").write_text("a\n")
+    assert ds_ssh.main([word.format(folder=ssh) for word in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ds_ssh: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_hostfile(ssh: Path) -> None:
+    (ssh / "hosts").chmod(0)
+    with pytest.raises(DeepSpeedConfigError, match="cannot be read"):
+        ds_ssh.choose_hosts(str(ssh / "hosts"))
+
+
+def test_no_command_no_program_and_help(ssh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, status in ((["-f", str(ssh / "hosts")], 2), (["--"], 2), (["-h"], 0)):
+        with pytest.raises(SystemExit) as ended:
+            ds_ssh.main(argv)
+        assert ended.value.code == status
+    monkeypatch.setenv("DS_SSH", "no-such-ssh -v")
+    assert _run(ssh, "true") == 2
+    assert "'no-such-ssh' was not found" in capsys.readouterr().err
+    assert ds_ssh.ssh_program({"DS_SSH": "sh -x"}) == ["sh", "-x"]
+
+
+def test_more_hosts_than_processes_at_a_time(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ds_ssh, "FANOUT", 2)
+    out = io.StringIO()
+    hosts = [f"h{number}" for number in range(5)]
+    statuses = ds_ssh.run_everywhere(hosts, "echo $FAKE_HOST", program=[str(ssh / "ssh")], out=out, err=out)
+    assert statuses == dict.fromkeys(hosts, 0)
+    assert sorted(out.getvalue().splitlines()) == [f"{host}: {host}" for host in hosts]
+
+
+def test_it_starts_without_torch() -> None:
+    code = "import sys, deepspeed.launcher.ds_ssh; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_what_the_host_runs_ends_with_the_connection(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    command = [shutil.which(shell) or shell, "-c", ds_ssh.remote_command("sleep 300; sleep 300")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None
+    started = _children(process.pid, 1)
+    process.stdin.close()
+    assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    assert psutil.wait_procs(started, timeout=5)[1] == []
+
+
+def _children(parent: int, wanted: int) -> list[psutil.Process]:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        found = [p for p in psutil.Process(parent).children(recursive=True) if p.name() == "sleep"]
+        if len(found) == wanted:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{wanted} commands did not start")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_ds_ssh_ends_the_commands(ssh: Path, sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "deepspeed.launcher.ds_ssh", "-f", str(ssh / "hosts"), "-e", "dead", "sleep 300; sleep 300"]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        started = _children(process.pid, 3)
+        process.send_signal(sent)
+        _, err = process.communicate(timeout=10)
+        assert process.returncode == (130 if sent == signal.SIGINT else -sent), err
+        assert psutil.wait_procs(started, timeout=5)[1] == []
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,265 @@
+"""ds_report: true values, doubts with a reason and a remedy, no traceback whatever is broken, and quick."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepspeed.builders import compatible_ops
+from deepspeed.report import cli, devices, machine, software, variables
+from deepspeed.report.rows import Row, Section, doubts, gather, size
+from tests.budget.source import ROOT
+
+CPUINFO = "".join(
+    f"processor : {core}\nmodel name\t: Fast 9000\nphysical id : {core % 2}\nflags : sse2 avx2 fma avx512f amx_bf16\n\n"
+    for core in range(4)
+)
+
+
+def _tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def _named(rows: Row | list[Row]) -> dict[str, Row]:
+    return {row.name: row for row in ([rows] if isinstance(rows, Row) else rows)}
+
+
+@pytest.fixture(scope="module")
+def report() -> list[Section]:
+    return cli.collect()
+
+
+def test_sections_and_versions(report: list[Section]) -> None:
+    assert [section.title for section in report] == [
+        *("versions", "platform", "device and communication", "launch tools", "build tools", "operators", "optional packages"),
+        "environment",
+    ]
+    versions = _named(list(report[0].rows))
+    assert versions["torch"].value.startswith(torch.__version__) and versions["torch"].doubt == ""
+    assert str(ROOT / "deepspeed") in versions["deepspeed"].value
+    assert "unknown" not in str(report[:2])
+
+
+def test_every_section_has_rows_of_one_name_each(report: list[Section]) -> None:
+    for section in report:
+        names = [row.name for row in section.rows]
+        assert names and len(set(names)) == len(names), section.title
+
+
+def test_required_packages_are_those_of_the_project() -> None:
+    listed = re.search(r"\ndependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    assert listed is not None
+    requirements = re.findall(r'"([A-Za-z-]+)([^"]*)"', listed.group(1))
+    assert {name: (f">={first}" if first else "") for name, (first, _) in software.REQUIRED.items()} == dict(requirements)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [
+        ("torch", "2.13.0+cpu", ""),
+        ("torch", "2.11.1", ""),
+        ("torch", "2.10.0", "too old: at least 2.11"),
+        ("torch", "2.14.0.dev20260101", "untried: versions below 2.14"),
+        ("torch", "3.0", "untried"),
+        ("pydantic", "1.10.2", "too old"),
+        ("numpy", "1.26", ""),
+    ],
+)
+def test_version_ranges(name: str, version: str, said: str) -> None:
+    doubt = software.range_doubt(name, version)
+    assert said in doubt and bool(said) == bool(doubt)
+
+
+def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    module, reason = software.load_torch()
+    assert module is None and "torch" in reason
+    row = software.torch_rows(module, reason)[0]
+    assert row.value.startswith(torch.__version__) and "cannot be imported" in row.value and "reinstall" in row.doubt
+    assert devices.section(None).rows[0].value.startswith("unknown")
+
+
+def test_a_broken_torch_is_a_line_and_the_report_goes_on(tmp_path: Path) -> None:
+    _tree(tmp_path, {"torch/__init__.py": "raise OSError('libcudart.so.12: cannot open shared object file')\n"})
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-m", "deepspeed.report.cli"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "cannot be imported: OSError: libcudart.so.12" in done.stdout
+    assert "Traceback" not in done.stdout and "build tools" in done.stdout
+
+
+def test_a_failing_probe_is_a_row() -> None:
+    def broken() -> Row:
+        raise RuntimeError("no\nsuch thing")
+
+    section = gather("t", [("a", broken), ("b", lambda: Row("b", "1"))])
+    assert section.rows == (Row("a", "unknown (RuntimeError: no)"), Row("b", "1"))
+
+
+def test_processor(tmp_path: Path) -> None:
+    root = _tree(tmp_path, {"proc/cpuinfo": CPUINFO, "sys/devices/system/node/node0/x": "", "sys/devices/system/node/node1/x": ""})
+    rows = _named(machine.cpu_rows(root))
+    assert rows["CPU"].value == "Fast 9000" and rows["vector instructions"] == Row("vector instructions", "avx2 fma avx512f amx_bf16")
+    assert machine.socket_row(root).value == "2, 2"
+    _tree(tmp_path, {"proc/cpuinfo": CPUINFO.replace("avx2", "")})
+    assert "AVX2" in _named(machine.cpu_rows(root))["vector instructions"].doubt
+
+
+def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
+    new = _tree(
+        tmp_path / "new",
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/b/memory.max": "max\n",
+            "sys/fs/cgroup/a/memory.max": f"{1 << 30}\n",
+            "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/a/cpu.max": "max 100000\n",
+        },
+    )
+    assert machine.memory_limit(new) == 1 << 30 and machine.cpu_quota(new) == 1.5
+    assert "time for 1.5" in machine.cores_row(new).value
+    assert "killed beyond" in _named(machine.memory_rows(new))["memory limit (control group)"].doubt
+    # in a container the path is the host's and the tree begins at the container's own group
+    old = _tree(
+        tmp_path / "old",
+        {
+            "proc/self/cgroup": "4:memory:/docker/x\n1:cpu:/\n0::/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 << 30}\n",
+        },
+    )
+    assert machine.memory_limit(old) == 2 << 30 and machine.cpu_quota(old) is None
+    _tree(old, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
+    assert _named(machine.memory_rows(old))["memory limit (control group)"] == Row("memory limit (control group)", "none")
+
+
+def test_limits() -> None:
+    assert machine.shm_of("/dev/shm", 64 << 20, 64 << 20).doubt.startswith("DataLoader workers")
+    assert machine.shm_of("/dev/shm", 8 << 30, 8 << 30) == Row("/dev/shm", "8.0 GiB, free 8.0 GiB")
+    locked, files = machine.limits_of(8 << 20, 1024)
+    assert "ulimit -l unlimited" in locked.doubt and "ulimit -n" in files.doubt
+    assert [row.doubt for row in machine.limits_of(-1, 65536)] == ["", ""]
+    assert [size(n) for n in (0, 2048, 64 << 20, 3 << 40)] == ["0 B", "2 KiB", "64 MiB", "3072.0 GiB"]
+
+
+def _fake_torch(*, devices_seen: int, cuda: str | None = "12.8", says: str = "") -> SimpleNamespace:
+    def current(check_available: bool = False) -> SimpleNamespace | None:
+        if says:
+            warnings.warn(says, UserWarning, stacklevel=1)
+        return SimpleNamespace(type="cuda") if devices_seen else None
+
+    properties = SimpleNamespace(name="H200", total_memory=140 << 30, major=9, minor=0)
+    module = SimpleNamespace(get_device_properties=lambda _index: properties, nccl=SimpleNamespace(version=lambda: (2, 27, 3)))
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(current_accelerator=current, device_count=lambda: devices_seen),
+        get_device_module=lambda _kind: module,
+        version=SimpleNamespace(cuda=cuda, hip=None),
+    )
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_two = _named(devices.device_rows(_fake_torch(devices_seen=2)))
+    assert with_two["accelerator"].value == "cuda, 2 visible"
+    assert with_two["cuda:1"].value == "H200, 140.0 GiB, compute capability 9.0"
+    assert devices.nccl_row(_fake_torch(devices_seen=2)).value == "2.27.3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    none = devices.device_rows(_fake_torch(devices_seen=0, says="The NVIDIA driver is too old"))[0]
+    assert none.value.startswith("none: ranks run on the CPU")
+    assert "CUDA 12.8" in none.doubt and "driver is too old" in none.doubt and "CUDA_VISIBLE_DEVICES=''" in none.doubt
+    monkeypatch.setattr(devices, "_DEVICE_FILES", {})
+    assert devices.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt == ""
+    monkeypatch.setattr(devices, "_DEVICE_FILES", {"/dev/null": "NVIDIA"})
+    assert "CPU build" in devices.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt
+
+
+def test_backends() -> None:
+    assert "gloo" in devices.backends_row().value
+
+
+def test_operators_say_what_runs_instead() -> None:
+    rows = _named(list(software.operators_section().rows))
+    assert set(rows) == set(compatible_ops)
+    assert "torch fallback" in rows["cpu_adam"].value and "not in this release" in rows["async_io"].value
+
+
+def test_build_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _tree(tmp_path, {"bin/nvcc": "#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n"})
+    (tmp_path / "bin/nvcc").chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    row = software.cuda_rows("12.8")[1]
+    assert row.value.startswith("11.8, ") and "does not fit torch, built for CUDA 12.8" in row.doubt
+    assert software.cuda_rows("11.6")[1].doubt == ""
+    monkeypatch.delenv("CUDA_HOME")
+    assert software.cuda_rows(None)[1].value.startswith("none") and software.compiler_row().doubt
+    assert all("not on PATH" in row.value for row in software.launch_section().rows)
+
+
+def test_variables_are_chosen_and_secrets_hidden() -> None:
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "DS_API_KEY": "abc",
+        "DS_HUB": "https://me:pw@host/x",
+        "HOME": "/root",
+        "RANK": "0",
+        "HF_TOKEN": "t",
+    }
+    assert variables.variable_rows(env) == [
+        Row("DS_API_KEY", "(hidden)"),
+        Row("DS_HUB", "https://(hidden)@host/x"),
+        Row("NCCL_DEBUG", "INFO"),
+        Row("RANK", "0"),
+    ]
+
+
+def test_identity_and_threads() -> None:
+    assert variables.identity_row({}).value == "alone (rank 0 of 1)"
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}
+    assert variables.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
+    assert variables.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith("The environment variable RANK='x'")
+    assert "cores / ranks" in variables.threads_row({}).doubt and not variables.threads_row({"OMP_NUM_THREADS": "1"}).doubt
+
+
+def test_text_is_aligned_and_narrow() -> None:
+    sections = [Section("one", (Row("a", "word " * 60), Row("longer", "2", "It matters. " * 20)))]
+    text = cli.as_text(sections)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= cli.WIDTH and lines[2].startswith("a       word") and lines[3].startswith("        word")
+    assert "missing or doubtful" in text and "  longer: It matters." in text
+    assert "missing or doubtful" not in cli.as_text(sections, verdict=False)
+    assert cli.as_text([Section("t", (Row("a", "b"),))]).endswith("  nothing\n")
+    assert cli.as_text([Section("t", (Row("a", "caf\xe9"),))], verdict=False).isascii()
+
+
+def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--hide_operator_status", "--hide_errors_and_warnings"]) == 0
+    text = capsys.readouterr().out
+    assert "cpu_adam" not in text and cli.VERDICT not in text
+
+
+def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: list[Section]) -> None:
+    assert cli.main(["--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert list(content) == [*(section.title for section in report), cli.VERDICT]
+    assert content["versions"]["numpy"] == _named(list(report[0].rows))["numpy"].value
+    assert set(content[cli.VERDICT]) == {row.name for row in doubts(report)}
+
+
+def test_it_takes_less_than_five_seconds() -> None:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, ROOT / "bin" / "dsr"], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60
+    )
+    seconds = time.monotonic() - start
+    assert done.returncode == 0 and done.stderr == b""
+    assert seconds < 5
