@@ -14,6 +14,7 @@ from deepspeed.config.explain import at_line
 from deepspeed.config.optim_params import PARAM_SPECS
 from deepspeed.config.parse import ConfigSource
 from deepspeed.config.root import DeepSpeedConfig, load_config
+from deepspeed.config.rules import inert_under
 from deepspeed.config.settings import settings
 from deepspeed.config.values import AUTO
 from deepspeed.config.zero import ZERO_ALIASES
@@ -101,7 +102,9 @@ class _Gathering:
     meant: set[str] = field(default_factory=set)
 
     def remove(self, path: str) -> None:
-        _delete(self.data, path)
+        head, _, tail = path.partition(".")
+        # Without its name a block could only be called incomplete.
+        _delete(self.data, head if tail == "type" and head in ("optimizer", "scheduler") else path)
         self.removed.append(path)
 
     def follows(self, sentence: str) -> bool:
@@ -200,7 +203,7 @@ def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) ->
                 state.faults += error.faults or (str(error),)
     if config is None or state.faults:
         return Findings(source, None, tuple(_with_line(source, item) for item in state.faults))
-    notes = [*dict.fromkeys(said), *notes_of({item.path: item for item in settings(config, source)})]
+    notes = [*dict.fromkeys(said), *notes_of({item.path: item for item in settings(config, source)}, idle=inert_under(config))]
     return Findings(source, config, (), tuple(notes), tuple(autos))
 
 

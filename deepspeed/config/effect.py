@@ -1,4 +1,4 @@
-"""Whether a key has any effect in one particular configuration: its class, the switches around it, and the ZeRO stage."""
+"""Whether a key has any effect in one particular configuration: its class, the switches around it, and the other keys."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,22 +6,6 @@ from deepspeed.config.features import gate_open, plain
 from deepspeed.config.keys import KEYS
 from deepspeed.config.settings import Setting
 from deepspeed.config.support import Support
-
-# Read only where parameters are sharded over the ranks.
-_SHARDED_PARAMETERS_ONLY = frozenset(
-    f"zero_optimization.{name}"
-    for name in (
-        "allgather_sequential",
-        "gather_16bit_weights_on_model_save",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "mics_shard_size",
-        "model_persistence_threshold",
-        "param_persistence_threshold",
-        "prefetch_bucket_size",
-        "zero_hpz_partition_size",
-    )
-)
 
 
 def _switches(path: str) -> Iterator[str]:
@@ -33,16 +17,19 @@ def _switches(path: str) -> Iterator[str]:
             yield switch
 
 
-def without_effect(item: Setting, values: Mapping[str, Setting]) -> str:
-    """Why ``item`` changes nothing in its configuration; empty when it does. ``values`` are all settings by path."""
+def without_effect(item: Setting, values: Mapping[str, Setting], *, idle: Mapping[str, str]) -> str:
+    """Why ``item`` changes nothing in its configuration; empty when it does.
+
+    ``values`` are all settings by path; ``idle`` is what ``rules.inert_under`` says of the same configuration.
+    """
     key = KEYS.get(item.pattern)
     if key is not None and key.support is Support.INERT:
         return f"inert here: {key.note}" if key.note else "inert here"
     for switch in _switches(item.path):
         if switch in values and values[switch].value is False:
             return f"off: {switch} is false"
-    if item.pattern in _SHARDED_PARAMETERS_ONLY and values["zero_optimization.stage"].value != 3:
-        return f"off: stage {values['zero_optimization.stage'].value} does not shard parameters"
+    if item.path in idle:
+        return f"off: {idle[item.path]}"
     if key is not None and key.gate and not gate_open(key, values):
         return f"off: {key.gate} is not set"
     if key is not None and key.support is Support.NOT_YET:
@@ -50,11 +37,11 @@ def without_effect(item: Setting, values: Mapping[str, Setting]) -> str:
     return ""
 
 
-def notes_of(items: Mapping[str, Setting]) -> list[str]:
+def notes_of(items: Mapping[str, Setting], *, idle: Mapping[str, str]) -> list[str]:
     """One sentence per written key that has no effect."""
     out = []
     for item in items.values():
-        reason = without_effect(item, items) if item.origin == "file" else ""
+        reason = without_effect(item, items, idle=idle) if item.origin == "file" else ""
         if reason and not (reason.startswith("not yet") and plain(item.value) == plain(item.default)):
             line = f" (line {item.line})" if item.line is not None else ""
             out.append(f"{item.path} has no effect, {reason}{line}")

@@ -1,5 +1,6 @@
 """What a configuration asks for that this release does not do, judged by the one table in ``keys.py``."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 def plain(value: Any) -> Any:
     """``value`` as a file would write it: the value of an enum."""
     return getattr(value, "value", value)
+
+
+def as_written(value: Any) -> str:
+    """``value`` in the notation of the file."""
+    return json.dumps(plain(value), default=str)
 
 
 def _differs(setting: Setting, key: Key) -> bool:
@@ -54,7 +60,7 @@ def support_faults(config: "DeepSpeedConfig", source: ConfigSource) -> list[str]
         key = KEYS.get(item.pattern)
         if key is not None and key.support is Support.NOT_YET and not _said_by_its_gate(key) and asks(item, values):
             reason = f": {key.note}" if key.note else ""
-            sentence = f"{item.path} {plain(item.value)!r} is not in this release yet{reason}. Remove it from the configuration."
+            sentence = f"{item.path} {as_written(item.value)} is not in this release yet{reason}. Remove it from the configuration."
             out.append(at_line(source, item.path, sentence))
     return out
 

@@ -188,18 +188,8 @@ _PARAMETERS_SHARDED = (
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
-def _written(cfg: "DeepSpeedConfig", path: str) -> bool:
-    """Whether ``path`` below the root, in canonical spelling, was given."""
-    block: object = cfg
-    for name in path.replace("zero_optimization", "zero").split("."):
-        if name not in getattr(block, "model_fields_set", ()):
-            return False
-        block = getattr(block, name)
-    return True
-
-
-def inert_under(cfg: "DeepSpeedConfig") -> list[tuple[str, str]]:
-    """(canonical path, why) of every written key that works in general and has no effect beside the others of ``cfg``."""
+def inert_under(cfg: "DeepSpeedConfig") -> dict[str, str]:
+    """Canonical path -> why, for every key that works in general and has no effect beside the others of ``cfg``."""
     why: dict[str, str] = {}
     if cfg.zero.stage != 3:
         why |= dict.fromkeys(
@@ -219,4 +209,4 @@ def inert_under(cfg: "DeepSpeedConfig") -> list[tuple[str, str]]:
         why |= dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), 'gradient_allreduce_op is "sum"')
     elif cfg.prescale_gradients:
         why["gradient_predivide_factor"] = "prescale_gradients divides by all ranks at once"
-    return [(path, reason) for path, reason in why.items() if _written(cfg, path)]
+    return why

@@ -11,6 +11,7 @@ from deepspeed.config.dtypes import dtype_rows
 from deepspeed.config.effect import without_effect
 from deepspeed.config.features import plain
 from deepspeed.config.keys import KEYS
+from deepspeed.config.rules import inert_under
 from deepspeed.config.settings import Setting, settings
 from deepspeed.config.values import AUTO
 
@@ -99,7 +100,9 @@ def _blocks(items: Iterable[Setting]) -> dict[str, list[Setting]]:
 def values_text(findings: Findings, *, everything: bool = False) -> str:
     """The table of all values; blocks that are wholly at their defaults take one line unless ``everything``."""
     items = shown_settings(findings)
-    remarks = {path: _remark(item, items, findings) for path, item in items.items()}
+    assert findings.config is not None, "only a configuration without faults has values"
+    idle = inert_under(findings.config)
+    remarks = {path: _remark(item, items, findings, idle) for path, item in items.items()}
     lines, quiet = [], []
     for block, members in _blocks(items.values()).items():
         if not block:
@@ -120,10 +123,10 @@ def _is_open(item: Setting, findings: Findings) -> bool:
     return item.path in {canonical_path(path) for path in findings.autos}
 
 
-def _remark(item: Setting, items: Mapping[str, Setting], findings: Findings) -> str:
+def _remark(item: Setting, items: Mapping[str, Setting], findings: Findings, idle: Mapping[str, str]) -> str:
     if item.origin == "auto":
         return "until an integration fills it in" if _is_open(item, findings) else '"auto" means the default here'
-    return without_effect(item, items)
+    return without_effect(item, items, idle=idle)
 
 
 def dtypes_text(findings: Findings) -> str:
@@ -139,7 +142,7 @@ def dtypes_text(findings: Findings) -> str:
 def as_json(findings: Findings) -> dict[str, Any]:
     """The same facts for programs."""
     assert findings.config is not None, "only a configuration without faults has values"
-    items = shown_settings(findings)
+    items, idle = shown_settings(findings), inert_under(findings.config)
     rows = []
     for item in items.values():
         key = KEYS.get(item.pattern)
@@ -151,7 +154,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
                 "origin": item.origin,
                 "line": item.line,
                 "class": None if key is None else key.support.value,
-                "without_effect": without_effect(item, items) or None,
+                "without_effect": without_effect(item, items, idle=idle) or None,
             }
         )
     dtypes = [row._asdict() for row in dtype_rows(findings.config)]
