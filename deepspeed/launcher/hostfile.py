@@ -4,19 +4,31 @@ A hostfile has one ``name slots=N`` per line; blank lines and lines starting wit
 text behind the slot count is ignored. A filter is ``NODE[@NODE...]`` with ``NODE = name[:slot[,slot...]]``.
 """
 
+import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed.errors import DeepSpeedConfigError
 
-_LINE = re.compile(r"^(\S+)\s+slots=(\d+)")
+# A leading minus would be an option of ssh, and a comma separates hosts there.
+_LINE = re.compile(r"^([^\s,-][^\s,]*)\s+slots=(\d+)")
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+_LISTED = 10  # hosts named in a message
 
 
-def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
-    """Return host -> number of slots in file order (the order gives the node ranks).
+def nearest_hint(name: str, candidates: Iterable[str]) -> str:
+    """What a message about the unknown ``name`` ends with: the candidate that resembles it, or the first few of them."""
+    known = list(candidates)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known[:_LISTED])}{', ...' * (len(known) > _LISTED)}"
 
-    Raises DeepSpeedConfigError (a ValueError) on a line of another form, a repeated host or no host at all.
+
+def parse_hostfile(lines: Iterable[str], *, name: str = "hostfile") -> dict[str, int]:
+    """Return host -> number of slots in file order (the order gives the node ranks); ``name`` is for messages.
+
+    Raises DeepSpeedConfigError (a ValueError) on a line of another form, a host without a slot, a repeated host or no host at all.
     """
     hosts: dict[str, int] = {}
     for number, raw in enumerate(lines, start=1):
@@ -25,13 +37,17 @@ def parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
             continue
         match = _LINE.match(line)
         if match is None:
-            raise DeepSpeedConfigError(f"hostfile line {number} is {line!r}; expected 'name slots=N'")
-        host = match.group(1)
+            raise DeepSpeedConfigError(f"{name}, line {number} is {line[:80]!r}; expected one host per line, 'name slots=N'")
+        host, slots = match.group(1), int(match.group(2))
         if host in hosts:
-            raise DeepSpeedConfigError(f"hostfile line {number} names host {host!r} a second time; merge the two lines")
-        hosts[host] = int(match.group(2))
+            raise DeepSpeedConfigError(f"{name}, line {number} names host {host!r} a second time; merge the two lines")
+        if slots == 0:
+            raise DeepSpeedConfigError(
+                f"{name}, line {number} gives host {host!r} no slot; delete the line, or leave the host out with --exclude"
+            )
+        hosts[host] = slots
     if not hosts:
-        raise DeepSpeedConfigError("the hostfile names no host; add at least one line 'name slots=N'")
+        raise DeepSpeedConfigError(f"{name} names no host; add at least one line 'name slots=N'")
     return hosts
 
 
@@ -40,7 +56,17 @@ def read_hostfile(path: str) -> dict[str, int] | None:
     if not os.path.isfile(path):
         return None
     with open(path, encoding="utf-8") as file:
-        return parse_hostfile(file)
+        return parse_hostfile(file, name=f"hostfile {path}")
+
+
+def load_hostfile(path: str) -> dict[str, int]:
+    """Parse the file that the user named. Raises DeepSpeedConfigError when it cannot be read, in addition to :func:`parse_hostfile`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse_hostfile(file, name=f"hostfile {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise DeepSpeedConfigError(f"hostfile {path} cannot be read ({why}); check the path, and its lines 'name slots=N'") from error
 
 
 def parse_filter(spec: str) -> dict[str, list[int] | None]:
@@ -65,7 +91,9 @@ def parse_filter(spec: str) -> dict[str, list[int] | None]:
 def _check_filter(chosen: Mapping[str, list[int] | None], hosts: Mapping[str, Sequence[int]]) -> None:
     for host, slots in chosen.items():
         if host not in hosts:
-            raise DeepSpeedConfigError(f"the filter names host {host!r}, which the hostfile does not list; known: {', '.join(hosts)}")
+            raise DeepSpeedConfigError(
+                f"the filter names host {host!r}, which is not one of the {len(hosts)} host(s) of this job; {nearest_hint(host, hosts)}"
+            )
         for slot in slots or ():
             if slot not in hosts[host]:
                 raise DeepSpeedConfigError(f"the filter names slot {slot} of host {host!r}, which has slots {list(hosts[host])}")

@@ -1,81 +1,65 @@
-"""Runs all ranks of one job on this machine and answers with one exit status.
+"""Runs the ranks of one node and answers with the exit status of the whole job, which is the same on every node.
 
-Built on the process layer of torch's elastic agent (``torch.distributed.elastic.multiprocessing``), which starts every rank
-as the leader of its own process group and turns signals into exceptions. The agent above that layer is not used: it reaps
-ranks in a way that loses which one failed first, gives survivors 30 s after a failure, leaves the children of a dead rank
-alone, and expands ``$`` in the user's arguments.
-
-The rendezvous store lives here, as under torchrun, and is bound before any rank starts. Without a port of the user's choice
-the kernel picks one, so jobs that start at the same moment cannot collide.
+The parts: ``rendezvous`` (the launchers find each other), ``hub`` and ``peers`` (they stay in touch), ``ranks`` (processes),
+``member`` (what happens when), ``verdict`` (what was to blame). This module turns a job into the ranks' commands and environments.
 """
 
 import contextlib
-import logging
 import os
-import signal
+import queue
+import shutil
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from types import FrameType
+from typing import Any
 
-from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext, SignalException, start_processes
-
+from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.launcher import crash_report, rank_exec
-from deepspeed.launcher.verdict import RankEnd, first_failure, shell_status
-
-FAILURE_GRACE_S = 3.0  # how long survivors of a failed rank may take to end
-SIGNAL_GRACE_S = 10  # how long all ranks may take after Ctrl-C or SIGTERM; a second signal ends them at once
-_POLL_S = 0.05
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+from deepspeed.launcher.affinity import RankCores, plan_cores
+from deepspeed.launcher.frames import RunnerLink
+from deepspeed.launcher.interrupts import signals_to
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.member import Event, Member
+from deepspeed.launcher.ranks import Guard, RankCommand, Ranks
+from deepspeed.launcher.rendezvous import Link, host_job, seek_job
 
 
 @dataclass(frozen=True)
 class NodeJob:
-    """One job on one machine.
+    """One node's part of a job. ``cores`` has one entry per rank of the node, or is None where ranks are not pinned.
 
-    ``head`` is the command up to and including the script, ``tail`` what the user wrote behind it; ``--local_rank=N`` goes
-    between them when ``local_rank_argument`` is set. ``master_port`` 0 lets the kernel choose.
+    ``from_runner``: the ``deepspeed`` command on another machine started this node and reads its output; see ``frames``.
     """
 
-    head: tuple[str, ...]
-    tail: tuple[str, ...]
-    ranks: int
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    local_rank_argument: bool = True
-    log_dir: str | None = None
-
-
-class _Streams(LogsSpecs):
-    """Every rank inherits the streams of the launcher; log files are opened by ``rank_exec`` in append mode."""
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        return LogsDest(stdouts=dict.fromkeys(envs, ""), stderrs=dict.fromkeys(envs, ""), error_files=dict.fromkeys(envs, os.devnull))
+    job: Job
+    node_rank: int
+    from_runner: bool = False
+    cores: tuple[RankCores, ...] | None = None
 
     @property
-    def root_log_dir(self) -> str:
-        return ""
+    def devices(self) -> tuple[int, ...]:
+        """Device ids that all ranks of this node may use; there are as many as ranks."""
+        return self.job.world[self.job.hosts[self.node_rank]]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on this node."""
+        return len(self.devices)
 
 
-def bind_store(job: NodeJob) -> TCPStore:
-    """Start the rendezvous store; ``store.port`` is the port it got. Raises UsageError when the wanted port is taken."""
-    try:
-        return TCPStore(job.master_addr, job.master_port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    except (RuntimeError, OSError) as error:
-        where = f"{job.master_addr}:{job.master_port}"
-        raise UsageError(
-            f"cannot listen on {where} ({_first_line(error)}); choose another --master_port, or leave it out to get a free one"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def node_job(job: Job, node_rank: int, *, from_runner: bool = False) -> NodeJob:
+    """The part of ``job`` that node ``node_rank`` runs. Raises UsageError when there is no such node, or no way to reach node 0."""
+    nodes = len(job.hosts)
+    if not 0 <= node_rank < nodes:
+        raise UsageError(f"--node_rank {node_rank} is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}")
+    if nodes > 1 and job.master_port == 0 and not from_runner:
+        raise UsageError("--master_port is needed when nodes are started one by one: the others cannot know a port that node 0 chooses")
+    cores = plan_cores(job, len(job.world[job.hosts[node_rank]]))
+    return NodeJob(job, node_rank, from_runner, None if cores is None else tuple(cores))
 
 
 def default_omp_threads(ranks: int) -> int:
@@ -84,188 +68,152 @@ def default_omp_threads(ranks: int) -> int:
     return max(1, cores // ranks)
 
 
-def rank_environment(job: NodeJob, rank: int, *, port: int, report_file: str) -> dict[str, str]:
-    """Variables that rank ``rank`` gets in addition to this process's own.
+def _omp_threads(node: NodeJob, local: int) -> str:
+    if node.cores is not None:
+        return str(len(node.cores[local].cores))
+    return os.environ.get("OMP_NUM_THREADS") or str(default_omp_threads(node.ranks))
+
+
+def rank_environment(node: NodeJob, local: int, *, port: int, run_id: str, report_file: str) -> dict[str, str]:
+    """Variables that rank ``local`` of this node gets in addition to this process's own.
 
     The names of DeepSpeed, the names of torchrun (so that libraries recognise an elastic launch and use the launcher's
-    store), and those by which ``crash_report`` is loaded and told where to write.
+    store), the visible devices, and those by which ``crash_report`` is loaded and told where to write.
     """
-    world = str(job.ranks)
+    job = node.job
+    rank = str(job.first_rank(node.node_rank) + local)
+    world, on_node, nodes = str(job.world_size), str(node.ranks), str(len(job.hosts))
     user_path = os.environ.get("PYTHONPATH")
     report_path = os.path.dirname(os.path.abspath(crash_report.__file__))
     environment = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "RANK": rank,
+        "LOCAL_RANK": str(local),
         "WORLD_SIZE": world,
-        "LOCAL_SIZE": world,
-        "CROSS_RANK": "0",
-        "CROSS_SIZE": "1",
+        "LOCAL_SIZE": on_node,
+        "CROSS_RANK": str(node.node_rank),
+        "CROSS_SIZE": nodes,
         "MASTER_ADDR": job.master_addr,
         "MASTER_PORT": str(port),
-        "LOCAL_WORLD_SIZE": world,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": on_node,
+        "GROUP_RANK": str(node.node_rank),
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_RANK": rank,
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": world,
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": f"deepspeed_{os.getpid()}_{port}",
+        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(default_omp_threads(job.ranks)),
+        "OMP_NUM_THREADS": _omp_threads(node, local),
         "PYTHONPATH": os.pathsep.join([report_path, user_path]) if user_path else report_path,
         "DS_CRASH_REPORT": report_file,
     }
     if user_path:
         environment["DS_USER_PYTHONPATH"] = user_path
+    if job.on_devices:
+        get_accelerator().set_visible_devices_envs(environment, list(node.devices))
     return environment
 
 
-def rank_arguments(job: NodeJob, rank: int, log_file: str) -> tuple[str, ...]:
-    """Arguments of ``sys.executable`` that start rank ``rank`` through ``rank_exec``."""
-    local_rank = (f"--local_rank={rank}",) if job.local_rank_argument else ()
-    return ("-I", "-S", rank_exec.__file__, str(os.getpid()), log_file, *job.head, *local_rank, *job.tail)
+def rank_arguments(node: NodeJob, local: int, log_file: str) -> tuple[str, ...]:
+    """The command line that starts rank ``local`` of this node through ``rank_exec``."""
+    job, cores = node.job, node.cores[local] if node.cores is not None else None
+    pinned = ",".join(map(str, cores.cores)) if cores is not None else ""
+    command: tuple[str, ...] = (job.script,)
+    if not job.no_python:
+        command = (sys.executable, "-u", *(("-m",) if job.module else ()), job.script)
+    if cores is not None and cores.memory_nodes and (numactl := shutil.which("numactl")):
+        command = (numactl, "-m", ",".join(map(str, cores.memory_nodes)), *command)
+    local_rank = (f"--local_rank={local}",) if job.local_rank_argument else ()
+    head = (sys.executable, "-I", "-S", rank_exec.__file__, str(os.getpid()), log_file, pinned)
+    return (*head, *command, *local_rank, *job.arguments)
 
 
-def rank_log_files(job: NodeJob) -> dict[int, str]:
-    """Rank -> log file (empty without a log directory); creates the directory. Raises UsageError when a file exists."""
-    if job.log_dir is None:
-        return dict.fromkeys(range(job.ranks), "")
-    os.makedirs(job.log_dir, exist_ok=True)
-    stamp = time.strftime("%Y%m%d%H%M%S")
-    files = {rank: os.path.abspath(os.path.join(job.log_dir, f"{stamp}_rank{rank}.log")) for rank in range(job.ranks)}
-    for file in files.values():
+def rank_log_files(node: NodeJob) -> list[str]:
+    """One log file per local rank (empty without a log directory); creates the directory. Raises UsageError when a file exists."""
+    folder = node.job.log_dir
+    if folder is None:
+        return [""] * node.ranks
+    os.makedirs(folder, exist_ok=True)
+    stamp, first = time.strftime("%Y%m%d%H%M%S"), node.job.first_rank(node.node_rank)
+    files = [os.path.abspath(os.path.join(folder, f"{stamp}_rank{first + local}.log")) for local in range(node.ranks)]
+    for file in files:
         if os.path.exists(file):
             raise UsageError(f"log file {file} exists already; name another directory with --enable_each_rank_log")
     return files
 
 
-class _Watch:
-    """Notes when and how each rank ended, and ends the others for good when one failed and they do not follow."""
-
-    def __init__(self, pids: dict[int, int]) -> None:
-        self._pids = pids
-        self._lock = threading.Lock()
-        self._ended_at: dict[int, float] = {}
-        self._killed: set[int] = set()
-        self._failed = threading.Event()
-        if hasattr(os, "waitid"):
-            for rank in pids:
-                threading.Thread(target=self._wait, args=(rank,), daemon=True).start()
-        threading.Thread(target=self._escalate, daemon=True).start()
-
-    def _wait(self, rank: int) -> None:
-        # WNOWAIT leaves the status to torch's own poll; only the moment matters here.
-        try:
-            info = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOWAIT)
-            failed = info is None or info.si_code != os.CLD_EXITED or info.si_status != 0
-        except ChildProcessError:
-            failed = False  # reaped a moment ago by that poll, which judges the status
-        with self._lock:
-            self._ended_at[rank] = time.time()
-        if failed:
-            self._failed.set()
-
-    def _escalate(self) -> None:
-        self._failed.wait()
-        time.sleep(FAILURE_GRACE_S)
-        with self._lock:
-            self._killed = set(self._pids) - set(self._ended_at)
-        self.kill_groups()
-
-    def kill_groups(self) -> None:
-        """SIGKILL to every rank's process group: the rank itself and what it started."""
-        for pid in self._pids.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-
-    def end(self, rank: int, exitcode: int, report_file: str) -> RankEnd:
-        """What is known about the end of ``rank``."""
-        with self._lock:
-            moment, killed = self._ended_at.get(rank, time.time()), rank in self._killed
-        raised_at, traceback = _read_report(report_file)
-        return RankEnd(rank, self._pids[rank], exitcode, moment, raised_at=raised_at, traceback=traceback, stopped_by_us=killed)
-
-
-def _read_report(report_file: str) -> tuple[float | None, str]:
-    try:
-        with open(report_file, encoding="utf-8") as file:
-            moment, _, traceback = file.read().partition("\n")
-        return float(moment), traceback
-    except (OSError, ValueError):
-        return None, ""  # the rank ended without an exception, or while it was writing
-
-
 @contextlib.contextmanager
-def _signals_and_quiet_torch() -> Iterator[None]:
-    """Give back the caller's signal handlers afterwards, and keep torch's own account of the same events silent."""
-    torch_log = logging.getLogger("torch.distributed.elastic")
-    level = torch_log.level
-    numbers = {name: getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)}
-    before = {name: signal.getsignal(number) for name, number in numbers.items()}
-    # Under nohup SIGHUP is ignored, and stays so.
-    handled = [name for name in numbers if name != "SIGHUP" or before[name] is not signal.SIG_IGN]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
-    torch_log.setLevel(logging.CRITICAL)
+def _pid_file(path: str | None) -> Iterator[None]:
+    """Keep this process's id in ``path``. Raises UsageError when the file exists."""
+    if path is None:
+        yield
+        return
+    try:
+        with open(path, "x", encoding="ascii") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        raise UsageError(f"pid file {path} exists already; another job uses it, or remove it if none does") from None
     try:
         yield
     finally:
-        del os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
-        torch_log.setLevel(level)
-        if threading.current_thread() is threading.main_thread():
-            for name, handler in before.items():
-                signal.signal(numbers[name], handler)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
-def _interrupted(processes: PContext, watch: _Watch, received: signal.Signals) -> int:
-    """Pass ``received`` on, wait for the ranks to finish in their own way, and end them on a second signal."""
+def run_node(node: NodeJob) -> int:
+    """Run this node's part of the job to the job's end and return the job's exit status, equal on all nodes.
 
-    def at_once(number: int, frame: FrameType | None) -> None:
-        watch.kill_groups()
-
-    if threading.current_thread() is threading.main_thread():
-        for name in _SIGNALS:
-            signal.signal(getattr(signal, name), at_once)
-    sys.stderr.write(f"deepspeed: {received.name} received; waiting up to {SIGNAL_GRACE_S} s for the ranks to end\n")
-    processes.close(received, SIGNAL_GRACE_S)
-    watch.kill_groups()
-    return shell_status(-received)
-
-
-def _supervise(job: NodeJob, arguments: dict[int, tuple[str, ...]], environments: dict[int, dict[str, str]]) -> int:
-    with _signals_and_quiet_torch():
-        try:
-            processes = start_processes("default", sys.executable, arguments, environments, _Streams())
-        except SignalException as stop:
-            return shell_status(-stop.sigval)  # ranks that did start end with this process, see rank_exec
-        watch = _Watch(processes.pids())
-        try:
-            result = processes.wait(period=_POLL_S)
-        except SignalException as stop:
-            return _interrupted(processes, watch, stop.sigval)
-    if result is None or not result.failures:
-        return 0
-    watch.kill_groups()
-    ends = [watch.end(rank, failure.exitcode, environments[rank]["DS_CRASH_REPORT"]) for rank, failure in result.failures.items()]
-    first = first_failure(ends)
-    sys.stdout.flush()
-    sys.stderr.write(first.describe(show_traceback=job.ranks > 1))
-    sys.stderr.flush()
-    return shell_status(first.exitcode)
-
-
-def run_node(job: NodeJob) -> int:
-    """Run the job to its end and return its exit status.
-
-    0 when every rank returned 0; otherwise the status of the rank that failed first, 128 + S for one ended by signal S, and
-    the same for a signal S that this process received. When it returns, no process of the job is left.
-    Raises UsageError when the port is taken or a log file exists; no rank has been started then.
+    0 when every rank on every node returned 0; otherwise the status of the rank that failed first, 128 + S for one ended by
+    signal S; the same for a signal S that a launcher received; 1 when a host was lost or the nodes did not find each other.
+    When it returns, no process of the job is left on this node.
+    Raises UsageError when the port is taken or a log or pid file exists; no rank has been started then.
     """
-    log_files = rank_log_files(job)
-    store = bind_store(job)
-    with tempfile.TemporaryDirectory(prefix="deepspeed_") as scratch:
-        reports = {rank: os.path.join(scratch, f"rank{rank}") for rank in range(job.ranks)}
-        environments = {rank: rank_environment(job, rank, port=store.port, report_file=reports[rank]) for rank in reports}
-        arguments = {rank: rank_arguments(job, rank, log_files[rank]) for rank in reports}
-        return _supervise(job, arguments, environments)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # its put may be called from a signal handler
+
+    def post(kind: str, value: Any) -> None:
+        events.put((kind, value))
+
+    log_files = rank_log_files(node)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_to(lambda number: post("signal", number)))
+        stack.enter_context(_pid_file(node.job.pid_file))
+        runner = RunnerLink(post) if node.from_runner else None
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
+        guardian = Guard([scratch, *([os.path.abspath(node.job.pid_file)] if node.job.pid_file else [])])
+        stack.callback(guardian.dismiss)
+
+        def start(link: Link) -> Ranks:
+            commands = [_command(node, local, link, log_files[local], scratch) for local in range(node.ranks)]
+            stdin = subprocess.DEVNULL if node.from_runner else None
+            return Ranks(commands, guardian, lambda index: post("rank", index), stdin=stdin)
+
+        announce = runner.announce if runner is not None else _nobody
+        member = Member(events, start, first_host=node.job.hosts[0], announce=announce)
+        if node.node_rank == 0:
+            link = host_job(node.job, post)
+            announce("port", port=link.port)
+            # In front of what the hub has posted already.
+            member.link = link
+        else:
+            seek_job(node.job, node.node_rank, member.port, post)
+        verdict = member.run()
+        if runner is not None and runner.framed:
+            announce("verdict", status=verdict.status, text=verdict.text)
+        elif runner is None or node.node_rank == 0 or not member.from_hub:  # one terminal shows all nodes: say it once
+            sys.stdout.flush()
+            sys.stderr.write(verdict.text)
+            sys.stderr.flush()
+    return verdict.status
+
+
+def _nobody(event: str, **content: Any) -> None:
+    """Announce to nobody: this node was started by hand."""
+
+
+def _command(node: NodeJob, local: int, link: Link, log_file: str, scratch: str) -> RankCommand:
+    report_file = os.path.join(scratch, f"rank{local}")
+    environment = rank_environment(node, local, port=link.port, run_id=link.run_id, report_file=report_file)
+    rank = node.job.first_rank(node.node_rank) + local
+    return RankCommand(rank, rank_arguments(node, local, log_file), environment, report_file)

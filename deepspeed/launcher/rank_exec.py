@@ -1,7 +1,7 @@
-"""Becomes one rank: ``python rank_exec.py LAUNCHER_PID LOG_FILE COMMAND...`` (an empty LOG_FILE keeps the terminal).
+"""Becomes one rank: ``python rank_exec.py LAUNCHER_PID LOG_FILE CORES COMMAND...``; an empty LOG_FILE or CORES changes nothing.
 
-It ties the life of the rank to the launcher's, points both output streams to the log file if there is one,
-and replaces itself by COMMAND: process id, exit status and signals are those of the command itself.
+It ties the life of the rank to the launcher's, points both output streams to the log file if there is one, keeps to the
+cores it is given (``0,1,8``), and replaces itself by COMMAND: process id, exit status and signals are those of the command itself.
 Run by path with ``-I -S`` so that it costs a few milliseconds and imports no package.
 """
 
@@ -31,16 +31,25 @@ def _redirect(log_file: str) -> None:
     os.close(target)
 
 
+def _keep_to(cores: str) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
 def main(argv: list[str]) -> None:
-    """Replace this process by the command in ``argv[2:]``; exit status 127 when that is not possible."""
-    launcher_pid, log_file, *command = argv
+    """Replace this process by the command in ``argv[3:]``; exit status 127 when that is not possible."""
+    launcher_pid, log_file, cores, *command = argv
     _die_with(int(launcher_pid))
     if log_file:
         _redirect(log_file)
     try:
+        if cores:
+            _keep_to(cores)
         os.execvp(command[0], command)
     except OSError as error:
-        sys.stderr.write(f"deepspeed: cannot start {command[0]}: {error.strerror}\n")
+        what = f"start {command[0]}" + (f" on cores {cores}" if cores else "")
+        sys.stderr.write(f"deepspeed: cannot {what}: {error.strerror}\n")
+        sys.stderr.flush()
         os._exit(127)
 
 

@@ -1,12 +1,12 @@
 """The import path that other projects use for the launcher (``deepspeed.launcher.runner``)."""
 
-import base64
-import json
 import os
 from collections.abc import Mapping, Sequence
 
-from deepspeed.launcher.cli import DEFAULT_HOSTFILE, main, parse_args
-from deepspeed.launcher.hostfile import filter_hosts, read_hostfile
+from deepspeed.launcher.cli import main, parse_args
+from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name
+from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, read_hostfile
+from deepspeed.launcher.job import encode_world
 from deepspeed.observe.log import logger
 
 __all__ = [
@@ -22,10 +22,8 @@ __all__ = [
 ]
 
 DLTS_HOSTFILE = DEFAULT_HOSTFILE
-DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-
-# A list on purpose, although it is module state: clients append the prefixes they want forwarded to other nodes.
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
+# Programs append the lines KEY=VALUE that they want on all hosts to the file of this name.
+DEEPSPEED_ENVIRONMENT_NAME = environment_file_name(os.environ)
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
@@ -49,4 +47,8 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
     """Return URL-safe base64 of the JSON of host -> device ids."""
-    return base64.urlsafe_b64encode(json.dumps(dict(world_info)).encode()).decode()
+    return encode_world({host: list(slots) for host, slots in world_info.items()})
+
+
+if __name__ == "__main__":
+    main()

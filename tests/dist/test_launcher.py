@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deepspeed.launcher import runner
-from deepspeed.launcher.verdict import RankEnd, first_failure
+from deepspeed.launcher import rank_exec, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0  # generous: several interpreters import torch at once on a busy machine
@@ -182,12 +181,40 @@ def test_interrupt_reaches_the_ranks_once_and_ends_the_job(tmp_path: Path) -> No
 def test_ranks_do_not_survive_a_killed_launcher(tmp_path: Path) -> None:
     job = Job(tmp_path / "a", "--num_gpus", "2", mode="hang")
     reports = [job.rank(0), job.rank(1)]
+    pids = [pid for report in reports for pid in (report["pid"], report["child"])]
     job.process.kill()
     job.process.wait()
-    wait_until(lambda: not any(is_alive(report["pid"]) for report in reports), 5, "the ranks to end")
-    for report in reports:
-        os.kill(report["child"], signal.SIGKILL)
-    job.process.communicate()
+    wait_until(lambda: not any(map(is_alive, pids)), 5, "the ranks and their children to end")
+    wait_until(lambda: not list((tmp_path / "a" / "tmp").iterdir()), 5, "the temporary files to go")
+    job.finish()
+
+
+def test_second_interrupt_is_immediate(tmp_path: Path) -> None:
+    job = Job(tmp_path / "a", "--num_gpus", "2", mode="ignore")
+    for rank in range(2):
+        os.kill(job.rank(rank)["pid"], signal.SIGSTOP)  # neither will react to the first
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    start = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    status, _, err = job.finish(timeout=8)
+    assert time.monotonic() - start < 3
+    assert status == 128 + signal.SIGINT, err
+
+
+def test_rank_keeps_to_its_cores_and_says_when_it_cannot(tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    show = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+
+    def become(cores: str, *command: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-I", "-S", rank_exec.__file__, str(os.getpid()), "", cores, *command]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=30)
+
+    assert become(str(core), *show).stdout.strip() == str({core})
+    assert become("", *show).stdout.strip() == str(os.sched_getaffinity(0))
+    for cores, command, sentence in [("4000", show, "on cores 4000"), ("", ["/no/such"], "cannot start /no/such: No such file")]:
+        failed = become(cores, *command)
+        assert failed.returncode == 127 and sentence in failed.stderr
 
 
 def test_jobs_started_together_all_find_a_port(tmp_path: Path) -> None:
@@ -204,9 +231,9 @@ def test_jobs_started_together_all_find_a_port(tmp_path: Path) -> None:
         (["--module", "no_such_module_here.train"], "was not found"),
         (["--no_python", "no_such_program"], "does not exist or is not executable"),
         (["--no_python", "--module", "x"], "exclude each other"),
-        (["--num_nodes", "2", __file__], "--num_nodes is not in this release yet"),
-        (["--include", "host:0", __file__], "--include is not in this release yet"),
-        (["--hostfile", "nowhere", __file__], "not in this release yet"),
+        (["--num_nodes", "2", __file__], "--num_nodes 2, but no hostfile says which"),
+        (["--autotuning", "tune", __file__], "--autotuning is not in this release"),
+        (["--hostfile", "nowhere", __file__], "hostfile nowhere cannot be read"),
         (["--num_gpus", "0", __file__], "starts no rank"),
     ],
 )
@@ -234,15 +261,6 @@ def test_taken_port_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "out").iterdir()) == []
 
 
-def test_verdict_prefers_the_cause_to_its_consequences() -> None:
-    killed = RankEnd(1, 11, -signal.SIGKILL, 10.0)
-    broken = RankEnd(0, 10, 1, 10.4, raised_at=9.99, traceback="connection closed")
-    stopped = RankEnd(2, 12, -signal.SIGTERM, 9.9)
-    assert first_failure([broken, stopped, killed]) is killed
-    raised = RankEnd(3, 13, 1, 10.5, raised_at=9.7, traceback="the cause")
-    assert first_failure([broken, stopped, killed, raised]) is raised
-
-
 def test_hostfile_and_filters(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# nodes\n\nworker-0 slots=2 extra\nworker-1 slots=4\n")
@@ -259,3 +277,18 @@ def test_hostfile_and_filters(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="hostfile"):
             runner.fetch_hostfile(str(hostfile))
     assert runner.encode_world_info({"a": [0]}) == "eyJhIjogWzBdfQ=="
+
+
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores, and a kernel that binds to them")
+def test_bound_ranks_and_the_pid_file(tmp_path: Path) -> None:
+    job = Job(tmp_path / "a", "--num_gpus", "2", "--bind_cores_to_rank", "--save_pid", mode="hang")
+    pid_file = Path(f"/tmp/{job.process.pid}.deepspeed")
+    pid_file.write_text("999999999")  # of a launcher that is gone
+    reports = [job.rank(rank) for rank in range(2)]
+    cores = [os.sched_getaffinity(report["pid"]) for report in reports]
+    assert not cores[0] & cores[1] and len(cores[0]) == len(cores[1])
+    assert {report["env"]["OMP_NUM_THREADS"] for report in reports} == {str(len(cores[0]))}
+    assert pid_file.read_text() == str(job.process.pid)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish(timeout=20)[0] == 128 + signal.SIGINT
+    assert not pid_file.exists()

@@ -1,0 +1,69 @@
+"""Runs the one process of a backend (mpirun, srun, pdsh) to its end, with its files and variables."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+
+from deepspeed.errors import UsageError
+from deepspeed.launcher.interrupts import signals_to
+from deepspeed.launcher.ranks import Guard
+from deepspeed.launcher.runners import RunnerCommand
+from deepspeed.launcher.verdict import shell_status
+
+_POLL_S = 0.05
+_KILL_S = 5.0  # how long a backend may take after a second signal
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of a command that had the same process id and was killed
+        # Never through a link that somebody else left there.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"cannot write {path} ({error.strerror}); remove it, or set TMPDIR to a folder of yours") from error
+
+
+def run_backend(command: RunnerCommand) -> int:
+    """Run ``command`` and return its exit status, 128 + S when signal S ended it or this process was sent S and it did not succeed.
+
+    Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. Its files are removed at
+    the end, and when this process is killed the backend is killed too. Raises UsageError when the program cannot be started.
+    """
+    received: list[signal.Signals] = []
+    with contextlib.ExitStack() as stack:
+        for path, text in command.files.items():
+            _write(path, text)
+            stack.callback(os.unlink, path)
+        guardian = Guard(list(command.files))
+        stack.callback(guardian.dismiss)
+        try:
+            # Its own session, so that Ctrl-C in the terminal reaches it once, from here.
+            child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
+        except OSError as error:
+            raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
+        guardian.watch(child.pid)
+
+        def receive(number: signal.Signals) -> None:
+            received.append(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, number)
+
+        with signals_to(receive):
+            status = _wait(child, received)
+    return 128 + received[0] if received and status != 0 else shell_status(status)
+
+
+def _wait(child: "subprocess.Popen[bytes]", received: list[signal.Signals]) -> int:
+    deadline = None
+    while (status := child.poll()) is None:
+        if len(received) > 1 and deadline is None:
+            deadline = time.monotonic() + _KILL_S
+        if deadline is not None and time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return status

@@ -1,0 +1,84 @@
+"""Which variables the ranks on other hosts are given: those with certain prefixes, and those of ``.deepspeed_env`` files.
+
+Later sources win: this process's variables, the file in the home directory, the file in the current directory.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from deepspeed.errors import DeepSpeedConfigError
+
+# A list on purpose, although it is module state: clients append the prefixes they want forwarded (as runner.EXPORT_ENVS).
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
+# What decides how the launchers themselves behave must be the same on all hosts.
+_OUR_OWN = ("DS_ACCELERATOR", "DS_JOIN_TIMEOUT_S", "DS_HOST_TIMEOUT_S")
+# Microsoft's AISC platform sets these on each host by itself.
+_SET_BY_AISC = ("NCCL_IB_HCA", "UCX_NET_DEVICES")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+MASK = "***"
+
+
+def environment_file_name(env: Mapping[str, str]) -> str:
+    """Name of the file with variables to forward: ``DS_ENV_FILE``, or ``.deepspeed_env``."""
+    return env.get("DS_ENV_FILE") or ".deepspeed_env"
+
+
+def parse_environment(lines: Iterable[str], *, name: str) -> dict[str, str]:
+    """Return the variables of one file, ``KEY=VALUE`` per line; blank lines and lines starting with ``#`` are skipped.
+
+    A value is everything behind the first ``=``, taken literally. ``name`` is for messages.
+    Raises DeepSpeedConfigError on a line without ``=`` or with a name that no shell accepts.
+    """
+    found: dict[str, str] = {}
+    for number, raw in enumerate(lines, start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        key, equals, value = line.partition("=")
+        key = key.strip()
+        if not equals:
+            # Not the line itself: what has lost its name may be a password.
+            raise DeepSpeedConfigError(f"{name}, line {number} has no '='; expected KEY=VALUE")
+        if not _NAME.match(key):
+            raise DeepSpeedConfigError(f"{name}, line {number}: {key!r} is not a variable name; use letters, digits and underscores")
+        if "\0" in value:
+            raise DeepSpeedConfigError(f"{name}, line {number}: the value of {key} has a zero byte, which no variable can hold")
+        found[key] = value
+    return found
+
+
+def read_environment_files(name: str, folders: Sequence[str]) -> dict[str, str]:
+    """Variables of the files ``name`` in ``folders``, later folders winning; a folder without the file is skipped.
+
+    Raises DeepSpeedConfigError for a file that cannot be read, in addition to :func:`parse_environment`.
+    """
+    found: dict[str, str] = {}
+    for path in dict.fromkeys(os.path.join(folder, name) for folder in folders):
+        if not os.path.exists(path):
+            continue
+        try:
+            with open(path, encoding="utf-8") as file:
+                found |= parse_environment(file, name=path)
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+            raise DeepSpeedConfigError(f"{path}, which lists variables for other hosts, cannot be read: {why}") from error
+    return found
+
+
+def exported(env: Mapping[str, str], *, prefixes: Sequence[str], cwd: str, from_files: Mapping[str, str]) -> dict[str, str]:
+    """Return name -> value of everything that other hosts are given, sorted by name.
+
+    ``PYTHONPATH`` begins with ``cwd``, as it does for a script that is started here; a file's value replaces it.
+    """
+    withheld = _SET_BY_AISC if "AISC_JOB_NAME" in env else ()
+    chosen = {name: value for name, value in env.items() if name.startswith(tuple(prefixes)) or name in _OUR_OWN}
+    chosen["PYTHONPATH"] = os.pathsep.join([cwd, env["PYTHONPATH"]]) if env.get("PYTHONPATH") else cwd
+    kept = {name: value for name, value in chosen.items() if name not in withheld and _NAME.match(name)}
+    return dict(sorted((kept | dict(from_files)).items()))
+
+
+def masked(variables: Mapping[str, str]) -> dict[str, str]:
+    """The same with ``***`` for the values of names that look secret."""
+    return {name: MASK if _SECRET.search(name) else value for name, value in variables.items()}

@@ -1,0 +1,404 @@
+"""The launcher on several hosts: network namespaces with addresses of their own, joined by a bridge.
+
+Ranks import torch only where torch is the point; what is proved here is who ends when, with which status and last words.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deepspeed.launcher.job import Job, encode_world
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0  # generous: several launchers import torch at once on a busy machine
+PORT = "29517"  # the namespaces are this test's own, so any port is free
+
+SSH = """#!/bin/sh
+# Stands in for ssh: takes its options, enters the host's namespace, runs the rest there with a shell.
+while :; do case "$1" in -o|-p|-i|-l|-F) shift 2;; -*) shift;; *) break;; esac; done
+host=$1; shift
+if [ ! -e /run/netns/{prefix}$host ]; then echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; fi
+exec ip netns exec {prefix}$host sh -c "$*"
+"""
+
+SCRIPT = """
+import json, os, signal, subprocess, sys, time
+
+out, mode = sys.argv[-2:]
+rank = int(os.environ["RANK"])
+if mode == "reduce":
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    print(f"sum {total.item():g}", flush=True)
+child = subprocess.Popen(["sleep", "300"]).pid if mode == "hang" else 0
+def stopped(*_):
+    open(os.path.join(out, f"graceful{rank}"), "w").close()
+    sys.exit(1)
+if mode == "hang":
+    signal.signal(signal.SIGINT, stopped)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(os.path.join(out, f"rank{rank}.tmp"), "w") as file:
+    cores = [*os.sched_getaffinity(0)]
+    json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "child": child, "cores": cores}, file)
+os.rename(file.name, os.path.join(out, f"rank{rank}.json"))
+if mode == "raise" and rank == int(os.environ["WORLD_SIZE"]) - 1:
+    while len([name for name in os.listdir(out) if name.endswith(".json")]) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+    raise ValueError("the cause")
+if mode in ("hang", "raise"):
+    time.sleep(300)
+if mode == "reduce":
+    dist.destroy_process_group()
+"""
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
+
+
+class Hosts:
+    """Namespaces a, b, c with addresses 10.213.0.1 to .3 on a bridge in a namespace of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prefix = f"ds{os.getpid()}-"
+        self.names = ("a", "b", "c")
+        self.addresses = {name: f"10.213.0.{index}" for index, name in enumerate(self.names, 1)}
+        self.ssh = folder / "ssh"
+        self.ssh.write_text(SSH.replace("{prefix}", self.prefix))
+        self.ssh.chmod(0o755)
+
+    def up(self) -> None:
+        switch = self.prefix + "sw"
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for name, address in self.addresses.items():
+            space = self.prefix + name
+            _ip("netns", "add", space)
+            _ip("-n", switch, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("-n", switch, "link", "set", f"to-{name}", "master", "br0", "up")
+            _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "eth0", "up")
+            _ip("-n", space, "link", "set", "lo", "up")
+
+    def down(self) -> None:
+        for name in (*self.names, "sw"):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                self.kill(name)
+                _ip("netns", "del", self.prefix + name)
+
+    def pids(self, name: str) -> list[int]:
+        """Everything that runs on host ``name``."""
+        return [int(pid) for pid in _ip("netns", "pids", self.prefix + name).split()]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to everything on ``name``."""
+        for pid in self.pids(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def plug(self, name: str, state: str) -> None:
+        """Pull the cable of ``name`` (``down``), or put it back (``up``)."""
+        _ip("-n", self.prefix + name, "link", "set", "eth0", state)
+
+    def busy(self) -> dict[str, list[int]]:
+        """Hosts where something runs."""
+        return {name: pids for name in self.names if (pids := self.pids(name))}
+
+
+def remove_left_over() -> None:
+    """Remove the namespaces of test processes that were killed before they could."""
+    for line in _ip("netns", "list").splitlines():
+        found = re.match(r"ds(\d+)-\w+", line)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            _ip("netns", "del", found[0])
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if sys.platform != "linux" or shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("hosts are network namespaces here, which need Linux, the ip program and root")
+    made = Hosts(tmp_path_factory.mktemp("hosts"))
+    remove_left_over()
+    try:
+        try:
+            made.up()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine lets nobody make network namespaces: {error.stderr.strip()}")
+        yield made
+    finally:
+        made.down()
+
+
+@pytest.fixture(autouse=True)
+def idle_hosts(hosts: Hosts) -> Iterator[None]:
+    """Every test starts and ends with hosts on which nothing runs."""
+    yield
+    left = hosts.busy()
+    for name in left:
+        hosts.kill(name)
+    assert not left, f"processes are left: {left}"
+
+
+class Started:
+    """One process of ours with its output, and the folder where the ranks write."""
+
+    def __init__(self, folder: Path, command: list[str], hosts: Hosts, **environment: str) -> None:
+        self.folder = folder
+        self.scratch = Path(tempfile.mkdtemp(dir=folder))
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_", "MASTER_"))}
+        env |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TMPDIR": str(self.scratch)}
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**env, "GLOO_SOCKET_IFNAME": "eth0", **environment},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def rank(self, rank: int) -> dict:
+        """What rank ``rank`` wrote; waits until it has."""
+        file = self.folder / "out" / f"rank{rank}.json"
+        wait_until(lambda: file.exists() or self.process.poll() is not None, START_S, f"rank {rank} to start")
+        if not file.exists():
+            out, err = self.process.communicate()
+            pytest.fail(f"the job ended with status {self.process.returncode}\n{out}\n{err}")
+        return json.loads(file.read_text())
+
+    def finish(self, timeout: float = START_S, *, left: int = 0) -> tuple[int, str, str]:
+        """Status, stdout and stderr; ``left`` temporary files may be left (a host that dies cannot clean up)."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+        assert len(list(self.scratch.iterdir())) == left
+        return self.process.returncode, out, err
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def folders(folder: Path) -> tuple[str, str]:
+    """Make what a job needs in ``folder``; returns the script and the folder where ranks write."""
+    (folder / "out").mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    return str(folder / "script.py"), str(folder / "out")
+
+
+def over_ssh(folder: Path, hosts: Hosts, mode: str, slots: str = "a:1 b:1", **environment: str) -> Started:
+    """A job through the ssh runner, outside all namespaces; ``slots`` lists hosts and their ranks."""
+    script, out = folders(folder)
+    world = {host: tuple(range(int(count))) for host, _, count in (item.partition(":") for item in slots.split())}
+    job = Job(world, script, (out, mode), master_addr=hosts.addresses["a"], cwd=str(folder), python=sys.executable)
+    start = f"sys.exit(run_over_ssh({job!r}, options=RunnerOptions(ssh=({str(hosts.ssh)!r},))))"
+    imports = ("fanout import run_over_ssh", "job import Job", "runners import RunnerOptions")
+    program = "".join(f"from deepspeed.launcher.{line}\n" for line in imports) + f"import sys\n{start}\n"
+    return Started(folder, [sys.executable, "-c", program], hosts, **environment)
+
+
+def by_hand(folder: Path, hosts: Hosts, node: int, mode: str, world: dict[str, list[int]], *flags: str, **environment: str) -> Started:
+    """The per-node launcher, started on one host as a user would."""
+    script, out = folders(folder) if not (folder / "out").exists() else (str(folder / "script.py"), str(folder / "out"))
+    enter = ["ip", "netns", "exec", hosts.prefix + list(world)[node], sys.executable, "-m", "deepspeed.launcher.launch"]
+    where = ["--master_addr", hosts.addresses["a"], "--master_port", PORT, "--node_rank", str(node)]
+    return Started(folder, [*enter, "--world_info", encode_world(world), *where, *flags, script, out, mode], hosts, **environment)
+
+
+def test_two_hosts_reduce_through_ssh(tmp_path: Path, hosts: Hosts) -> None:
+    script, out = folders(tmp_path)
+    (tmp_path / "hostfile").write_text("a slots=1\nb slots=2\n")
+    flags = ["--hostfile", "hostfile", "--launcher", "ssh", "--master_addr", hosts.addresses["a"]]
+    command = [sys.executable, "-m", "deepspeed.launcher.cli", *flags, script, out, "reduce"]
+    job = Started(tmp_path, command, hosts, DS_SSH=str(hosts.ssh))
+    status, out, err = job.finish()
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["a: sum 6", "b: sum 6", "b: sum 6"]
+    seen = []
+    for rank in range(3):
+        env = job.rank(rank)["env"]
+        seen.append([int(env[name]) for name in ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE")])
+        assert env["MASTER_ADDR"] == hosts.addresses["a"] and env["GROUP_RANK"] == env["CROSS_RANK"]
+    assert seen == [[0, 1, 0, 2, 3, 1], [0, 2, 1, 2, 3, 2], [1, 2, 1, 2, 3, 2]]
+    assert job.rank(2)["argv"][0] == "--local_rank=1"
+    assert len({job.rank(rank)["env"]["TORCHELASTIC_RUN_ID"] for rank in range(3)}) == 1
+
+
+def test_nodes_started_by_hand_reduce_in_any_order(tmp_path: Path, hosts: Hosts) -> None:
+    world = {"a": [0], "b": [0]}
+    second = by_hand(tmp_path, hosts, 1, "reduce", world)
+    first = by_hand(tmp_path, hosts, 0, "reduce", world)
+    for job in (first, second):
+        status, out, err = job.finish()
+        assert (status, out) == (0, "sum 3\n"), err
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_ends_all_hosts_within_five_seconds(tmp_path: Path, hosts: Hosts, victim: int) -> None:
+    job = over_ssh(tmp_path, hosts, "hang")
+    pids = [job.rank(rank)["pid"] for rank in range(2)]
+    os.kill(pids[victim], signal.SIGKILL)
+    start = time.monotonic()
+    wait_until(lambda: not hosts.busy(), 5, "both hosts to be empty")
+    status, _, err = job.finish(timeout=5)
+    assert time.monotonic() - start < 5
+    assert status == 128 + signal.SIGKILL, err
+    assert err.splitlines()[-1].startswith(
+        f"deepspeed: rank {victim} on {'ab'[victim]} (pid {pids[victim]}) failed first, with signal SIGKILL"
+    )
+
+
+def test_traceback_of_the_first_failure_comes_last(tmp_path: Path, hosts: Hosts) -> None:
+    status, _, err = over_ssh(tmp_path, hosts, "raise", "a:2 b:1").finish()
+    assert status == 1, err
+    assert err.rstrip().endswith("ValueError: the cause")
+    assert "deepspeed: rank 2 on b " in err[err.rindex("deepspeed: ") :]
+    assert err.count("Traceback") == 2  # the rank's own, with its host before it, and the verdict's
+    assert "b: ValueError: the cause" in err
+
+
+def test_failure_reaches_every_launcher_started_by_hand(tmp_path: Path, hosts: Hosts) -> None:
+    world = {"a": [0], "b": [0]}
+    jobs = [by_hand(tmp_path, hosts, node, "raise", world) for node in range(2)]
+    for job in jobs:
+        status, _, err = job.finish()
+        assert status == 1 and err.rstrip().endswith("ValueError: the cause"), err
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_dead_host_ends_the_job(tmp_path: Path, hosts: Hosts, victim: str) -> None:
+    job = over_ssh(tmp_path, hosts, "hang", "a:1 b:1 c:1")
+    for rank in range(3):
+        job.rank(rank)
+    hosts.kill(victim)
+    start = time.monotonic()
+    wait_until(lambda: not hosts.busy(), 5, "all hosts to be empty")
+    status, _, err = job.finish(timeout=6, left=1)
+    assert time.monotonic() - start < 6
+    assert status == 1, err
+    assert f"host {victim} (node {'abc'.index(victim)}) closed its connection" in err.splitlines()[-1]
+
+
+def test_pulled_cable_ends_the_job(tmp_path: Path, hosts: Hosts) -> None:
+    job = over_ssh(tmp_path, hosts, "hang")
+    job.rank(0), job.rank(1)
+    hosts.plug("b", "down")
+    try:
+        start = time.monotonic()
+        wait_until(lambda: not hosts.busy(), 6, "both hosts to be empty")
+        status, _, err = job.finish(timeout=6)
+        assert time.monotonic() - start < 6
+    finally:
+        hosts.plug("b", "up")
+    assert status == 1, err
+    assert "host b (node 1) has not been heard for 3 s" in err.splitlines()[-1]
+
+
+def test_killed_command_leaves_nothing_on_any_host(tmp_path: Path, hosts: Hosts) -> None:
+    job = over_ssh(tmp_path, hosts, "hang")
+    job.rank(0), job.rank(1)
+    job.process.kill()
+    wait_until(lambda: not hosts.busy(), 5, "both hosts to be empty")
+    job.finish()
+
+
+def test_runner_without_input_is_told_once_and_missed_when_gone(tmp_path: Path, hosts: Hosts) -> None:
+    world = {"a": [0], "b": [0]}
+    jobs = [by_hand(tmp_path, hosts, node, "hang", world, "--from_runner") for node in range(2)]
+    jobs[0].rank(0), jobs[0].rank(1)
+    for stream in (jobs[1].process.stdout, jobs[1].process.stderr):
+        stream.close()  # as a pdsh that was killed
+    wait_until(lambda: not hosts.busy(), 5, "both hosts to be empty")
+    status, _, err = jobs[0].finish()
+    assert status == jobs[1].process.wait() == 128 + signal.SIGTERM
+    # torch may add a remark of its own about the names of these hosts.
+    assert [line for line in err.splitlines() if line.startswith("deepspeed")] == ["deepspeed: all ranks have been stopped after SIGTERM"]
+
+
+def test_killed_launcher_leaves_nothing_on_its_host(tmp_path: Path, hosts: Hosts) -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    pid_file = Path(f"/tmp/{os.getpid()}.deepspeed")
+    job = by_hand(tmp_path, hosts, 0, "hang", {"a": [0]}, "--bind_core_list", core, "--save_pid", str(os.getpid()), OMP_NUM_THREADS="7")
+    report = job.rank(0)
+    assert (report["cores"], report["env"]["OMP_NUM_THREADS"]) == ([int(core)], "1")
+    assert int(pid_file.read_text()) == job.process.pid
+    job.process.kill()
+    wait_until(lambda: not hosts.busy(), 5, "the host to be empty")
+    assert not pid_file.exists()
+    job.finish()
+
+
+def test_interrupt_is_graceful_on_all_hosts(tmp_path: Path, hosts: Hosts) -> None:
+    job = over_ssh(tmp_path, hosts, "hang")
+    job.rank(0), job.rank(1)
+    job.process.send_signal(signal.SIGINT)
+    status, _, err = job.finish(timeout=8)
+    assert status == 128 + signal.SIGINT, err
+    assert all((tmp_path / "out" / f"graceful{rank}").exists() for rank in range(2))
+
+
+def test_second_interrupt_is_immediate(tmp_path: Path, hosts: Hosts) -> None:
+    job = over_ssh(tmp_path, hosts, "hang")
+    pids = [job.rank(rank)["pid"] for rank in range(2)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # no rank will react to the first
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    job.process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    status, _, err = job.finish(timeout=8)
+    assert time.monotonic() - start < 3
+    assert status == 128 + signal.SIGINT, err
+
+
+def test_unreachable_host_is_named(tmp_path: Path, hosts: Hosts) -> None:
+    job = over_ssh(tmp_path, hosts, "hang", "a:1 nowhere:1")
+    status, _, err = job.finish(timeout=20)
+    assert status == 1
+    assert err.splitlines()[-1].startswith("deepspeed: host nowhere (node 1) cannot be reached") and "No route to host" in err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_absent_first_node_is_named_with_its_address(tmp_path: Path, hosts: Hosts) -> None:
+    job = by_hand(tmp_path, hosts, 1, "hang", {"a": [0], "b": [0]}, DS_JOIN_TIMEOUT_S="1")
+    status, _, err = job.finish(timeout=20)
+    assert status == 1
+    assert f"node 0 cannot be reached at {hosts.addresses['a']}:{PORT}" in err
+
+
+def test_node_that_stays_away_is_named(tmp_path: Path, hosts: Hosts) -> None:
+    status, _, err = by_hand(tmp_path, hosts, 0, "hang", {"a": [0], "b": [0]}, DS_JOIN_TIMEOUT_S="0.5").finish(timeout=20)
+    assert status == 1 and "no launcher on b joined within 0.5 s" in err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_nodes_that_disagree_are_told(tmp_path: Path, hosts: Hosts) -> None:
+    first = by_hand(tmp_path, hosts, 0, "hang", {"a": [0], "b": [0]})
+    second = by_hand(tmp_path, hosts, 1, "hang", {"a": [0], "b": [0, 1]})
+    status, _, err = second.finish(timeout=20)
+    assert status == 1 and "started with other hosts or slots" in err
+    first.process.send_signal(signal.SIGINT)
+    status, _, err = first.finish(timeout=20)
+    assert status == 128 + signal.SIGINT, err
+    assert not list((tmp_path / "out").iterdir())

@@ -1,0 +1,463 @@
+"""Command lines of every backend, word by word; what each refuses; and the ``deepspeed`` command that uses them."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deepspeed.errors import UsageError
+from deepspeed.launcher import cli, launcher_helper, runner
+from deepspeed.launcher.job import Job, decode_world, encode_world
+from deepspeed.launcher.launch import build_parser as node_parser
+from deepspeed.launcher.launch import make_job as node_make_job
+from deepspeed.launcher.launch import parse_args as node_parse_args
+from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, find_runner, node_command, split_arguments, ssh_command
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = {"h1": (0, 1), "h2": (0, 1)}
+EXPORTS = {"NCCL_DEBUG": "INFO", "ODD": "a b $HOME 'q' \"d\" 50%"}
+RANK = ("py", "-u", "t.py", "--x", "a b")
+
+
+def job(**fields: object) -> Job:
+    plain: dict = dict(world=WORLD, script="t.py", arguments=("--x", "a b"), master_addr="h1", master_port=1234, python="py", cwd="/c d")
+    return Job(**{**plain, "exports": EXPORTS, **fields})
+
+
+def words(launcher: str, *, job_: Job | None = None, **options: object) -> list[str]:
+    return list(build(job_ or job(), RunnerOptions(launcher=launcher, **options)).argv)
+
+
+# ssh and pdsh
+
+
+def test_ssh() -> None:
+    head = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    *start, text = ssh_command(job(), 1, options=RunnerOptions(ssh_port=22, launcher_args=("-4",)))
+    assert start == [*head, "-p", "22", "-4", "h2"]
+    *shell, script = shlex.split(text)
+    assert shell == ["exec", "/bin/sh", "-c"]
+    quoted = "'a b $HOME '\"'\"'q'\"'\"' \"d\" 50%'"
+    assert script == (
+        f"cd '/c d' && export NCCL_DEBUG=INFO ODD={quoted} && exec py -u -m deepspeed.launcher.launch --from_runner "
+        f"--world_info={encode_world(WORLD)} --node_rank=1 --master_addr=h1 --master_port=1234 --log_level=info t.py --x 'a b'"
+    )
+
+
+@pytest.mark.parametrize("venv", [None, "activate me"])
+def test_what_ssh_sends_survives_two_shells(tmp_path: Path, venv: str | None) -> None:
+    """The text goes to the login shell, and from there to another."""
+    nasty = ("a b", "$HOME", "it's", '"', "\\", "new\nline", "*", "", "--", "`id`", "!x", "50%n")
+    program = tmp_path / "show"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys\nprint(sys.argv[1:], os.getcwd(), os.environ['ODD'], os.environ.get('SOURCED'))\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "activate me").write_text("SOURCED=yes\nexport SOURCED\n")
+    given = job(python=str(program), cwd=str(tmp_path), arguments=nasty)
+    text = ssh_command(given, 0, options=RunnerOptions(venv_script=venv))[-1]
+    done = subprocess.run(["/bin/sh", "-c", text], capture_output=True, text=True, timeout=20, check=True)
+    command = node_command(given, 0, options=RunnerOptions())
+    assert done.stdout == f"{command[1:]} {tmp_path} {EXPORTS['ODD']} {'yes' if venv else None}\n"
+
+
+def test_node_command_is_what_the_node_launcher_reads() -> None:
+    given = job(
+        module=True,
+        local_rank_argument=False,
+        on_devices=True,
+        log_dir="l d",
+        bind_cores=True,
+        core_list="0-1",
+        log_level="debug",
+        master_port=0,
+    )
+    command = node_command(given, 1, options=RunnerOptions(save_pid=77))
+    options = node_parse_args(command[4:])
+    assert options.from_runner and options.node_rank == 1
+    read = node_make_job(options)
+    for field in ("world", "script", "arguments", "module", "local_rank_argument", "master_addr", "master_port", "on_devices", "log_dir"):
+        assert getattr(read, field) == getattr(given, field), field
+    assert (read.bind_cores, read.core_list, read.log_level, read.pid_file) == (True, "0-1", "debug", "/tmp/77.deepspeed")
+    assert node_parser().parse_args(node_command(job(no_python=True), 0, options=RunnerOptions(), from_runner=False)[4:]).no_python
+
+
+def test_pdsh() -> None:
+    found = build(job(), RunnerOptions(launcher="pdsh", launcher_args=("-u", "9"), ssh_port=22, env={"PDSH_SSH_ARGS_APPEND": "-q"}))
+    assert found.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-q -p 22"}
+    assert found.argv[:-1] == ("pdsh", "-S", "-b", "-f", "1024", "-w", "h1,h2", "-u", "9")
+    text = found.argv[-1]
+    assert text.count("--node_rank=%n ") == 1 and "50%%" in text
+    assert text.replace("%n", "1").replace("%%", "%") == ssh_command(job(), 1, options=RunnerOptions())[-1]
+
+
+# MPI and Slurm
+
+
+def test_openmpi() -> None:
+    exports = [
+        "-x",
+        "UCX_TLS=tcp",
+        "-x",
+        "NCCL_DEBUG=INFO",
+        "-x",
+        f"ODD={EXPORTS['ODD']}",
+        "-x",
+        "MASTER_ADDR=h1",
+        "-x",
+        "MASTER_PORT=1234",
+    ]
+    head = ["mpirun", "-n", "4", "-hostfile", "hf", "--mca", "btl", "^openib"]
+    eth0 = ["--mca", "btl_tcp_if_include", "eth0"]
+    assert words("openmpi", hostfile="hf") == [*head, *eth0, *exports, *RANK]
+    own = ("--mca", "btl_tcp_if_include", "ib0")
+    assert words("openmpi", hostfile="hf", launcher_args=own) == [*head, *own, *exports, *RANK]
+    assert "-hostfile" not in words("openmpi")
+    users = words("openmpi", job_=job(exports={"UCX_TLS": "rc"}))
+    assert "UCX_TLS=rc" in users and "UCX_TLS=tcp" not in users
+    assert words("openmpi", job_=job(world={"h1": (0, 1, 2), "h2": (0,)}))[2] == "4"  # it reads unequal slots from the hostfile
+    assert words("openmpi", job_=job(module=True))[-6:] == ["py", "-u", "-m", "t.py", "--x", "a b"]
+    assert words("openmpi", job_=job(no_python=True))[-4:] == ["MASTER_PORT=1234", "t.py", "--x", "a b"]
+
+
+GENV = ["-genv", "NCCL_DEBUG", "INFO", "-genv", "ODD", EXPORTS["ODD"], "-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "1234"]
+SIZES = ["-genv", "WORLD_SIZE", "4", "-genv", "LOCAL_SIZE", "2"]
+
+
+def test_mpich() -> None:
+    head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, *SIZES, "-hosts", "h1,h2"]
+    helper = ["py", "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", "mpich"]
+    assert words("mpich", launcher_args=("-v",)) == [*head, *helper, "t.py", "--x", "a b"]
+    assert words("mpich", job_=job(module=True))[-4:] == ["--module", "t.py", "--x", "a b"]
+
+
+def test_impi() -> None:
+    head = ["mpirun", "-ppn", "2", "-v", *GENV, *SIZES, "-genv", "I_MPI_PIN", "0", "-hosts", "h1,h2"]
+    ranks = [["-n", "1", "-env", "RANK", str(rank), "-env", "LOCAL_RANK", str(rank % 2), *RANK] for rank in range(4)]
+    assert words("impi", launcher_args=("-v",)) == [*head, *ranks[0], ":", *ranks[1], ":", *ranks[2], ":", *ranks[3]]
+
+
+def test_mvapich() -> None:
+    found = build(job(on_devices=True), RunnerOptions(launcher="mvapich", scratch="/s/ds_"))
+    assert found.files == {"/s/ds_mvapich_hostfile": "h1\nh2\n"}
+    argv = list(found.argv)
+    assert argv[:7] == ["mpirun", "-np", "4", "-ppn", "2", "--hostfile", "/s/ds_mvapich_hostfile"] and argv[-5:] == list(RANK)
+    pairs = {argv[index + 1]: argv[index + 2] for index, word in enumerate(argv) if word == "-env"}
+    assert pairs == {
+        "MV2_SMP_USE_CMA": "0",
+        "MV2_DEBUG_SHOW_BACKTRACE": "1",
+        "MV2_SUPPORT_DL": "1",
+        "MV2_ENABLE_AFFINITY": "0",
+        "MV2_INTER_ALLGATHER_TUNING": "5",
+        "MV2_CUDA_USE_NAIVE": "0",
+        "MV2_USE_CUDA": "1",
+        **EXPORTS,
+        "MASTER_ADDR": "h1",
+        "MASTER_PORT": "1234",
+    }
+    assert "MV2_USE_CUDA" not in words("mvapich")
+
+
+def test_slurm() -> None:
+    found = build(job(master_addr="", master_port=0), RunnerOptions(launcher="slurm", launcher_args=("-p", "gpu")))
+    hosts = ["--nodelist", "h1,h2", "--nodes", "2", "--ntasks-per-node", "2"]
+    assert list(found.argv) == ["srun", "-n", "4", "-p", "gpu", *hosts, "--export=ALL", *RANK]
+    assert found.env == EXPORTS  # values may have commas, at which --export would split them
+    found = build(job(), RunnerOptions(launcher="slurm", selected_by=("--num_gpus",)))
+    assert list(found.argv[9:12]) == ["--gpus-per-node", "2", "--export=ALL"]
+    assert found.env == {**EXPORTS, "MASTER_ADDR": "h1", "MASTER_PORT": "1234"}
+
+
+UNEQUAL = {"h1": (0, 1), "h2": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("launchers", "fields", "options", "sentence"),
+    [
+        ("mpich impi mvapich slurm", {"world": UNEQUAL}, {}, "same number of slots on every host, but h1 has 2, h2 has 1"),
+        ("openmpi mpich impi mvapich", {}, {"selected_by": ("--include",)}, "--include does not work with --launcher"),
+        ("openmpi mpich impi mvapich", {}, {"selected_by": ("--num_gpus",)}, "--num_gpus does not work with --launcher"),
+        ("openmpi mpich impi mvapich", {"arguments": ("a", ":", "b")}, {}, "the argument ':'"),
+        ("slurm", {"world": {"h1": (1, 2)}}, {}, "first devices of every host, but h1 is to use 1,2"),
+        ("openmpi mpich impi mvapich slurm", {"log_dir": "l"}, {}, "--enable_each_rank_log has no effect"),
+        ("openmpi mpich impi mvapich slurm", {"bind_cores": True}, {}, "--bind_cores_to_rank has no effect"),
+        ("openmpi mpich impi mvapich slurm", {"core_list": "0"}, {}, "--bind_core_list has no effect"),
+        ("openmpi mpich impi mvapich slurm", {}, {"save_pid": 7}, "--save_pid has no effect"),
+        ("openmpi mpich impi mvapich slurm", {}, {"venv_script": "v"}, "--venv_script has no effect"),
+        ("openmpi mpich impi mvapich slurm", {}, {"ssh_port": 7}, "--ssh_port has no effect"),
+    ],
+)
+def test_restrictions_are_sentences(launchers: str, fields: dict, options: dict, sentence: str) -> None:
+    for launcher in launchers.split():
+        with pytest.raises(UsageError, match=re.escape(sentence)):
+            build(job(**fields), RunnerOptions(launcher=launcher, **options))
+
+
+def test_names_and_words() -> None:
+    assert find_runner("OpenMPI") == "openmpi" and " ".join(RUNNERS) == "ssh pdsh openmpi mpich impi mvapich slurm"
+    with pytest.raises(UsageError, match="--launcher 'slrum' is unknown; did you mean 'slurm'"):
+        find_runner("slrum")
+    assert split_arguments("-x 'a b'") == ("-x", "a b")
+    with pytest.raises(UsageError, match="cannot be split"):
+        split_arguments("'a")
+    assert decode_world(runner.encode_world_info({"a": [0, 2]})) == {"a": (0, 2)}
+
+
+def test_helper_takes_the_rank_from_mpi() -> None:
+    assert launcher_helper.rank_variables({"PMI_RANK": "3", "MPI_LOCALRANKID": "1"}) == {"RANK": "3", "LOCAL_RANK": "1"}
+    assert launcher_helper.rank_variables({"PMIX_RANK": "2", "PALS_LOCAL_RANKID": "0", "PMI_RANK": "9"})["RANK"] == "2"
+    with pytest.raises(UsageError, match="not started by MPICH"):
+        launcher_helper.rank_variables({"PMI_RANK": "3"})
+    show = "import os, sys; print(os.environ['RANK'], os.environ['LOCAL_RANK'], sys.argv[1:])"
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.launcher_helper",
+        "--launcher",
+        "mpich",
+        "--no_python",
+        sys.executable,
+        "-c",
+        show,
+        "--",
+        "-x",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
+    assert done.stdout == "3 1 ['--', '-x']\n", done.stderr
+
+
+# the command
+
+FLAGS = """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank
+--launcher --launcher_args --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid --enable_each_rank_log
+--autotuning --bind_cores_to_rank --bind_core_list --ssh_port --venv_script --log_level -q --quiet --elastic_training
+--min_elastic_nodes --max_elastic_nodes --dry_run --dry-run -h --help"""
+NODE_FLAGS = """--node_rank --master_addr --master_port --world_info --module --no_python --no_local_rank --save_pid --enable_each_rank_log
+--bind_cores_to_rank --bind_core_list --log_level -q --quiet --on_devices --from_runner -h --help"""
+
+
+def test_flags() -> None:
+    for parser, wanted in ((cli.build_parser(), FLAGS), (node_parser(), NODE_FLAGS)):
+        assert {flag for action in parser._actions for flag in action.option_strings} == set(wanted.split())
+    defaults = vars(runner.parse_args(["s.py"]))
+    assert (defaults["hostfile"], defaults["num_nodes"], defaults["launcher"]) == (runner.DLTS_HOSTFILE, -1, "ssh")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Current directory with ``t.py`` and ``hosts`` (h1, h2 with two slots), its ``bin`` in front of PATH, and no accelerator."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "bin"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delenv("DS_SSH", raising=False)
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    monkeypatch.setattr(cli, "is_this_machine", lambda host: host == "localhost")
+    return tmp_path
+
+
+def install(folder: Path, name: str, text: str) -> None:
+    (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+def status(*args: str) -> int:
+    try:
+        runner.main(list(args))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+MULTI = ("--hostfile", "hosts", "--no_ssh_check")
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ("-H nowhere t.py", "hostfile nowhere cannot be read (No such file or directory)"),
+        ("-H bin t.py", "hostfile bin cannot be read (Is a directory)"),
+        ("-H t.py t.py", "hostfile t.py names no host"),
+        ("-H hosts --num_nodes 3 t.py", "--num_nodes 3, but the hostfile lists 2 host(s)"),
+        ("-H hosts --num_gpus 3 t.py", "--num_gpus 3, but the hostfile gives host h1 2 slot(s)"),
+        ("-H hosts -i h3:0 t.py", "the filter names host 'h3'"),
+        ("-H hosts -i h1:7 t.py", "slot 7 of host 'h1'"),
+        ("-H hosts -i h1 -e h2 t.py", "use one of them"),
+        ("-H hosts --node_rank 2 t.py", "--node_rank 2 is not one of the 2 node(s)"),
+        ("-H hosts --no_ssh t.py", "--node_rank"),
+        ("-H hosts --launcher pdhs t.py", "did you mean 'pdsh'"),
+        ("-H hosts --launcher pdsh t.py", "needs the program 'pdsh', which is not on PATH; install pdsh"),
+        ("-H hosts --launcher slurm t.py", "needs the program 'srun'"),
+        ('-H hosts --launcher_args "\'" t.py', "cannot be split"),
+        ("--autotuning run t.py", "--autotuning is not in this release"),
+        ("--elastic_training t.py", "--elastic_training and its limits are not in this release"),
+        ("--max_elastic_nodes 3 t.py", "not in this release"),
+        ("--master_port 70000 t.py", "--master_port 70000 is no port number"),
+        ("--nun_gpus 2 t.py", "did you mean '--num_gpus'"),
+        ("--log_level loud t.py", "invalid choice"),
+        ("", "required"),
+    ],
+)
+def test_refusals(folder: Path, capsys: pytest.CaptureFixture[str], args: str, sentence: str) -> None:
+    assert status(*shlex.split(args)) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
+
+
+def test_default_hostfile_may_be_absent(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "DEFAULT_HOSTFILE", str(folder / "job"))
+    assert status("-H", str(folder / "job"), "--num_gpus", "3", "--dry_run", "t.py") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("world: 3 rank(s) on 1 host(s)\n  localhost: the CPU, slots 0-2; ranks 0-2\n") and err == ""
+    (folder / "job").write_text("h1\n")
+    assert status("-H", str(folder / "job"), "--dry_run", "t.py") == 2  # it is there, and wrong
+
+
+def test_dry_run_shows_all_and_starts_nothing(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / ".deepspeed_env").write_text("HF_TOKEN=hidden\nPLAIN=a b\n")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    for launcher in ("", *RUNNERS):
+        assert status("-H", "hosts", "--dry-run", *(("--launcher", launcher) if launcher else ()), "t.py", "it's") == 0
+        out = capsys.readouterr().out
+        assert out.startswith("world: 4 rank(s) on 2 host(s)\n  h1: devices 0-1; ranks 0-1\n  h2: devices 0-1; ranks 2-3\nmeeting point: ")
+        assert "  HF_TOKEN=***\n" in out and "hidden" not in out and "  PLAIN=a b\n" in out and "  NCCL_DEBUG=INFO\n" in out
+        assert f"  PYTHONPATH={folder}" in out
+        start = {"": "ssh", "ssh": "ssh", "slurm": "", "pdsh": "PDSH_RCMD_TYPE=ssh pdsh"}.get(launcher, "mpirun")
+        assert f":\n  {start}" in out
+    (folder / ".deepspeed_env").write_text("broken\n")
+    assert status("-H", "hosts", "--dry_run", "t.py") == 2
+    assert ".deepspeed_env, line 1" in capsys.readouterr().err
+
+
+def test_dry_run_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("-H", "hosts", "--node_rank", "1", "--no_ssh", "--dry_run", "t.py") == 0
+    assert "meeting point: h1, port 29500\nnode 1 runs in this process" in capsys.readouterr().out
+    assert (
+        status("--node_rank", "0", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "m", "--master_port", "7", "--dry_run", "t.py")
+        == 0
+    )
+    assert "node1: the CPU, slots 0; ranks 1\nmeeting point: m, port 7\nnode 0" in capsys.readouterr().out
+
+
+def test_unreachable_hosts_are_named_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(folder, "ssh", 'for word; do case "$word" in h2) echo "ssh: no route" >&2; exit 255;; esac; done; exit 0')
+    assert status("-H", "hosts", "t.py") == 2
+    assert 'host h2 cannot be reached: "ssh: no route"' in capsys.readouterr().err
+    install(folder, "pdsh", 'echo "$PDSH_RCMD_TYPE $1" >pdsh_words; exit 4')
+    install(folder, "ssh", 'echo "$*" >>ssh_words')
+    assert status("-H", "hosts", "--launcher", "pdsh", "--launcher_args=-x h9", "t.py") == 4
+    assert (folder / "pdsh_words").read_text() == "ssh -S\n"
+    tests = sorted((folder / "ssh_words").read_text().splitlines())
+    assert tests == [f"-o BatchMode=yes -o ConnectTimeout=5 {host} true" for host in ("h1", "h2")]
+
+
+def test_ssh_program_can_be_named(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_SSH", "mine -F 'a b'")
+    assert status("-H", "hosts", "--dry_run", "--ssh_port", "9", "t.py") == 0
+    assert "\n  mine -F 'a b' -o BatchMode=yes -o ConnectTimeout=10 -p 9 h1 'exec" in capsys.readouterr().out
+    assert status("-H", "hosts", "t.py") == 2
+    assert "needs the program 'mine'" in capsys.readouterr().err
+    monkeypatch.setenv("DS_SSH", "'mine")
+    assert status("-H", "hosts", "t.py") == 2
+    assert "DS_SSH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("end", "wanted"), [("exit 0", 0), ("exit 7", 7), ("kill -SEGV $$", 128 + signal.SIGSEGV)])
+def test_backend_status_is_true(folder: Path, end: str, wanted: int) -> None:
+    install(folder, "ompi_info", "")
+    install(folder, "mpirun", f'printf "%s\\n" "$*" >words; {end}')
+    assert status(*MULTI, "--launcher", "OpenMPI", "--master_port", "5", "t.py", "a") == wanted
+    assert (folder / "words").read_text().endswith(f"-x MASTER_ADDR=h1 -x MASTER_PORT=5 {sys.executable} -u t.py a\n")
+
+
+def test_backend_gets_its_files_and_variables(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "bin"))
+    install(folder, "mpiname", "echo MVAPICH2-GDR 2.3")
+    install(folder, "mpirun", 'while [ "$1" != --hostfile ]; do shift; done; cp "$2" copy; chmod +w copy')
+    assert status(*MULTI, "--launcher", "mvapich", "t.py") == 0
+    assert (folder / "copy").read_text() == "h1\nh2\n"
+    assert not [file for file in (folder / "bin").iterdir() if "hostfile" in file.name]
+    install(folder, "mpiname", "echo other")
+    assert status(*MULTI, "--launcher", "mvapich", "t.py") == 2
+    install(folder, "srun", "env >variables")
+    install(folder, "sinfo", "")
+    (folder / ".deepspeed_env").write_text("COMMAS=a,b c\n")
+    assert status(*MULTI, "--launcher", "slurm", "t.py") == 0
+    assert "COMMAS=a,b c\n" in (folder / "variables").read_text()
+
+
+def _start(folder: Path, *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "deepspeed.launcher.cli", *MULTI, *args]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **reset)
+
+
+def _await(path: Path) -> str:
+    end = time.monotonic() + 20
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert time.monotonic() < end, path
+        time.sleep(0.02)
+    return path.read_text().strip()
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_backend_once(folder: Path, number: signal.Signals) -> None:
+    install(folder, "ompi_info", "")
+    install(folder, "mpirun", f"trap 'echo got >>got; exit 3' {number.name[3:]}\necho $$ >pid\nwhile :; do sleep 0.05; done")
+    job_ = _start(folder, "--launcher", "openmpi", "t.py")
+    _await(folder / "pid")
+    job_.send_signal(number)
+    assert job_.wait(timeout=10) == 128 + number
+    job_.communicate()
+    assert (folder / "got").read_text() == "got\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_backend_does_not_survive_a_killed_command(folder: Path) -> None:
+    install(folder, "ompi_info", "")
+    install(folder, "mpirun", "echo $$ >pid\nexec sleep 60")
+    job_ = _start(folder, "--launcher", "openmpi", "t.py")
+    pid = int(_await(folder / "pid"))
+    job_.kill()
+    end = time.monotonic() + 5
+    while not _gone(pid):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    job_.communicate()
+
+
+def test_quick_answers_need_no_torch(folder: Path) -> None:
+    code = """
+import sys
+from deepspeed.launcher import runner
+for args in ("--help", "-H nowhere t.py", "-H hosts --dry_run t.py", "--dry_run t.py", "--autotuning run t.py"):
+    try:
+        runner.main(args.split())
+    except SystemExit:
+        pass
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
