@@ -31,7 +31,7 @@ def run_backend(command: RunnerCommand) -> int:
     """Run ``command`` and return its exit status, 128 + S when signal S ended it or this process was sent S and it did not succeed.
 
     Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. Its files are removed at
-    the end, and when this process is killed the backend is killed too. Raises UsageError when the program cannot be started.
+    the end, and when this process is killed the backend is ended too. Raises UsageError when the program cannot be started.
     """
     received: list[signal.Signals] = []
     with contextlib.ExitStack() as stack:
@@ -45,12 +45,13 @@ def run_backend(command: RunnerCommand) -> int:
             child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
         except OSError as error:
             raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
-        guardian.watch(child.pid)
+        guardian.watch_starter(child.pid)
 
         def receive(number: signal.Signals) -> None:
             received.append(number)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, number)
+            # To the group, as from a terminal: mpirun may be a script, which would not pass it on.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, number)
 
         with signals_to(receive):
             status = _wait(child, received)

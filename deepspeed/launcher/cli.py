@@ -107,7 +107,12 @@ def _add_script(group: argparse._ArgumentGroup) -> None:
 
 def _add_runner(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--launcher", default="ssh", metavar="NAME", help=f"one of {', '.join(RUNNERS)} (default ssh)")
-    group.add_argument("--launcher_args", default="", metavar="ARGS", help="more arguments for that program, as one quoted text")
+    group.add_argument(
+        "--launcher_args",
+        default="",
+        metavar="ARGS",
+        help="more arguments for that program, as one quoted text after an equals sign (--launcher_args='-a -b')",
+    )
     group.add_argument("--force_multi", action="store_true", help="use the runner even for one host")
     group.add_argument("--no_ssh_check", action="store_true", help="do not test first that ssh reaches all hosts")
     group.add_argument("--ssh_port", type=int, default=None, metavar="P", help="ssh port of the hosts")

@@ -1,13 +1,17 @@
 """Cleans up behind a launcher that was killed: ``python guard.py`` with a pipe from the launcher as standard input.
 
-The launcher writes ``group PID`` for every rank and ``path NAME`` for everything it left on disk, and ``done`` at a good end.
-If the pipe closes without that word, the launcher is dead: the process groups are killed and the paths removed.
+The launcher writes ``group PID`` for every rank, ``starter PID`` for a program that has started ranks and must end them itself,
+``path NAME`` for everything it left on disk, and ``done`` at a good end. If the pipe closes without that word, the launcher is
+dead: groups are killed, those of starters a little after they were asked to end, and the paths removed.
 Run by path with ``-I -S`` as its own session, so nothing that ends the launcher ends it too.
 """
 
 import os
 import signal
 import sys
+import time
+
+_STARTER_GRACE_S = 3.0
 
 
 def _remove(path: str) -> None:
@@ -22,9 +26,9 @@ def _remove(path: str) -> None:
         return  # gone already, or no longer ours
 
 
-def _kill(group: int) -> None:
+def _signal(group: int, number: signal.Signals) -> None:
     try:
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, number)
     except OSError:
         return  # empty
 
@@ -36,9 +40,16 @@ def main() -> None:
     orders = [line.rstrip("\n").split(" ", 1) for line in sys.stdin]
     if ["done"] in orders:
         return
+    starters = [int(value) for kind, value in orders if kind == "starter"]
+    for group in starters:
+        _signal(group, signal.SIGTERM)
     for kind, value in orders:
         if kind == "group":
-            _kill(int(value))
+            _signal(int(value), signal.SIGKILL)
+    if starters:
+        time.sleep(_STARTER_GRACE_S)
+    for group in starters:
+        _signal(group, signal.SIGKILL)
     for kind, value in orders:
         if kind == "path":
             _remove(value)

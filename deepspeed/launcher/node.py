@@ -23,6 +23,7 @@ from deepspeed.launcher.affinity import RankCores, plan_cores
 from deepspeed.launcher.frames import RunnerLink
 from deepspeed.launcher.interrupts import signals_to
 from deepspeed.launcher.job import Job
+from deepspeed.launcher.machine import remove_stale_pid_file
 from deepspeed.launcher.member import Event, Member
 from deepspeed.launcher.ranks import Guard, RankCommand, Ranks
 from deepspeed.launcher.rendezvous import Link, host_job, seek_job
@@ -146,10 +147,11 @@ def rank_log_files(node: NodeJob) -> list[str]:
 
 @contextlib.contextmanager
 def _pid_file(path: str | None) -> Iterator[None]:
-    """Keep this process's id in ``path``. Raises UsageError when the file exists."""
+    """Keep this process's id in ``path``. Raises UsageError when the file names another living process."""
     if path is None:
         yield
         return
+    remove_stale_pid_file(path)
     try:
         with open(path, "x", encoding="ascii") as file:
             file.write(str(os.getpid()))

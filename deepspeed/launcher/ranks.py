@@ -48,6 +48,10 @@ class Guard:
         """Add the process group ``pid``."""
         self._tell(f"group {pid}")
 
+    def watch_starter(self, pid: int) -> None:
+        """Add the process group of a program that ends what it has started when it gets a SIGTERM, as mpirun does."""
+        self._tell(f"starter {pid}")
+
     def dismiss(self) -> None:
         """End it without effect."""
         self._tell("done")

@@ -6,7 +6,7 @@ it is (``deepspeed.comm.rendezvous``), and flags that need a launcher on every h
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,7 +98,7 @@ def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, from
     return [job.python, "-u", "-m", "deepspeed.launcher.launch", *words, job.script, *job.arguments]
 
 
-def _remote_text(job: Job, command: Sequence[str], options: RunnerOptions) -> str:
+def _remote_text(job: Job, command: str, options: RunnerOptions) -> str:
     """The one text that a host's login shell is given: an ordinary shell (users' own may not know ``export``) becomes ``command``."""
     steps = [f"cd {shlex.quote(job.cwd)}"]
     if options.venv_script:
@@ -106,7 +106,7 @@ def _remote_text(job: Job, command: Sequence[str], options: RunnerOptions) -> st
         steps.append(f". {shlex.quote(script)}")
     if job.exports:
         steps.append("export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in job.exports.items()))
-    steps.append(f"exec {shlex.join(command)}")
+    steps.append(f"exec {command}")
     # Scripts that set up an environment are written for bash.
     shell = "bash" if options.venv_script else "/bin/sh"
     return f"exec {shell} -c {shlex.quote(' && '.join(steps))}"
@@ -121,7 +121,7 @@ def ssh_prefix(host: str, *, options: RunnerOptions, connect_timeout_s: int = CO
 
 def ssh_command(job: Job, node_rank: int, *, options: RunnerOptions) -> list[str]:
     """The local ssh process that runs node ``node_rank``; ``job.master_port`` 0 passes through for node 0 to choose."""
-    command = node_command(job, node_rank, options=options)
+    command = shlex.join(node_command(job, node_rank, options=options))
     return [*ssh_prefix(job.hosts[node_rank], options=options), _remote_text(job, command, options)]
 
 
@@ -130,7 +130,9 @@ def _ssh(job: Job, options: RunnerOptions) -> RunnerCommand:
 
 
 def _pdsh(job: Job, options: RunnerOptions) -> RunnerCommand:
-    text = _remote_text(job, node_command(job, "PDSH_RANK", options=options), options)
+    # Its ssh processes keep an input open on which nothing ever comes.
+    command = f"{shlex.join(node_command(job, 'PDSH_RANK', options=options))} </dev/null"
+    text = _remote_text(job, command, options)
     # pdsh replaces %n by the number of the host, and expects percent signs that mean themselves twice.
     text = text.replace("%", "%%").replace("--node_rank=PDSH_RANK", "--node_rank=%n", 1)
     env = {"PDSH_RCMD_TYPE": "ssh"}
@@ -199,11 +201,9 @@ def _openmpi(job: Job, options: RunnerOptions) -> RunnerCommand:
     _refuse_selection(options)
     _refuse_separator(job, options)
     hostfile = ("-hostfile", options.hostfile) if options.hostfile else ()
-    own_interface = any("btl_tcp_if_" in word for word in options.launcher_args)
-    interface = () if own_interface else ("--mca", "btl_tcp_if_include", "eth0")
     variables = {"UCX_TLS": "tcp", **job.exports, **_meeting_point(job)}
     exports = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
-    head = ("mpirun", "-n", str(job.world_size), *hostfile, "--mca", "btl", "^openib", *interface, *options.launcher_args)
+    head = ("mpirun", "-n", str(job.world_size), *hostfile, "--mca", "btl", "^openib", *options.launcher_args)
     return RunnerCommand((*head, *exports, *_rank_command(job)), {}, {})
 
 

@@ -292,3 +292,15 @@ def test_bound_ranks_and_the_pid_file(tmp_path: Path) -> None:
     job.process.send_signal(signal.SIGINT)
     assert job.finish(timeout=20)[0] == 128 + signal.SIGINT
     assert not pid_file.exists()
+
+
+def test_nodes_started_by_hand_without_a_hostfile(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    flags = ("--num_nodes", "2", "--num_gpus", "1", "--master_addr", "127.0.0.1", "--master_port", port)
+    nodes = [Job(tmp_path / str(node), *flags, "--node_rank", str(node)) for node in (1, 0)]
+    for rank, job in zip((1, 0), nodes, strict=True):
+        env = job.rank(rank)["env"]
+        assert (env["LOCAL_RANK"], env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_PORT"]) == ("0", str(rank), "2", port)
+    assert [job.finish()[0] for job in nodes] == [0, 0]
