@@ -293,12 +293,16 @@ def _validated(tree: dict[str, Any], source: ConfigSource, renames: dict[str, st
 
 
 def load_config(
-    source: dict[str, Any] | str | os.PathLike[str] | ConfigSource, *, world_size: int, lenient: bool = False, check_support: bool = True
+    source: dict[str, Any] | str | os.PathLike[str] | ConfigSource | DeepSpeedConfig,
+    *,
+    world_size: int,
+    lenient: bool = False,
+    check_support: bool = True,
 ) -> DeepSpeedConfig:
     """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
 
-    ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, or URL-safe base64 of
-    JSON. ``lenient`` is for ``zero.Init``, which runs before an integration has filled in "auto" and the batch sizes.
+    ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, URL-safe base64 of JSON, or
+    a configuration made earlier, which is resolved anew for ``world_size``. ``lenient`` is for ``zero.Init``, which runs before an integration has filled in "auto" and the batch sizes.
     ``check_support`` false accepts features that this release does not have; only tools that describe a file want that.
 
     Raises DeepSpeedConfigError (a ValueError) that lists every fault as a sentence with the key, the nearest valid name
@@ -306,6 +310,7 @@ def load_config(
     """
     if world_size < 1:
         raise DeepSpeedConfigError(f"The data-parallel world size must be at least 1, not {world_size}.")
+    source = source.source if isinstance(source, DeepSpeedConfig) else source
     read = source if isinstance(source, ConfigSource) else read_source(source)
     problems = _unknown_top_level(read, lenient=lenient)
     renames: dict[str, str] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.config import DeepSpeedConfigError, load_config, read_config_source
+from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config, read_config_source
 from deepspeed.config.lines import key_lines, line_of, plain_json
 
 COMMENTED = """{
@@ -186,3 +186,10 @@ def test_package_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, str(package)], check=True, timeout=60, cwd=package.parent)
+
+
+def test_a_configuration_made_earlier_is_a_source() -> None:
+    data = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+    first = DeepSpeedConfig(data)
+    again = load_config(first, world_size=4)
+    assert again.source is data and again.train_micro_batch_size_per_gpu == 2 and again.zero_stage == 2
