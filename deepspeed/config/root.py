@@ -302,8 +302,9 @@ def load_config(
     """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
 
     ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, URL-safe base64 of JSON, or
-    a configuration made earlier, which is resolved anew for ``world_size``. ``lenient`` is for ``zero.Init``, which runs before an integration has filled in "auto" and the batch sizes.
-    ``check_support`` false accepts features that this release does not have; only tools that describe a file want that.
+    a configuration made earlier, which is resolved anew. ``lenient`` is for ``zero.Init``, which runs before an integration
+    has filled in "auto" and the batch sizes. ``check_support`` false accepts features that this release does not have; only
+    tools that describe a file want that.
 
     Raises DeepSpeedConfigError (a ValueError) that lists every fault as a sentence with the key, the nearest valid name
     and, for files, the line; BatchConfigError when the batch sizes do not fit together.
