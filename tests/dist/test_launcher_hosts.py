@@ -42,7 +42,7 @@ if mode == "reduce":
     dist.init_process_group("gloo")
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total)
-    os.write(1, f"sum {total.item():g}\n".encode())  # one write: unbuffered print makes two, and ranks share the pipe
+    os.write(1, f"sum {total.item():g}\\n".encode())  # one write: unbuffered print makes two, and ranks share the pipe
 child = subprocess.Popen(["sleep", "300"]).pid if mode == "hang" else 0
 def stopped(*_):
     open(os.path.join(out, f"graceful{rank}"), "w").close()
