@@ -39,5 +39,17 @@ class NotYetError(DeepSpeedError, NotImplementedError):
     """A documented part of the interface that this release does not contain yet."""
 
 
+class BuildError(DeepSpeedError, RuntimeError):
+    """A native op cannot be built or loaded here; the message holds the compiler's first error."""
+
+
+class MissingCUDAException(BuildError):
+    """There is no CUDA compiler."""
+
+
+class CUDAMismatchException(BuildError):
+    """The CUDA compiler is of a newer major version than torch, and so perhaps than the driver."""
+
+
 class InvalidStateError(DeepSpeedError, RuntimeError):
     """An internal state machine was asked for an illegal move."""

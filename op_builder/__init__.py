@@ -1,5 +1,36 @@
-"""Just-in-time builders of the native kernels.
+"""Builders of the native kernels, for use from a checkout; an installation has them as ``deepspeed.ops.op_builder``."""
 
-There are none yet: kernels (CPU optimizer, asynchronous file IO, CUDA) and their builders come with a later part of the
-project. Until then every operation runs on plain torch, and installing the package needs no compiler.
-"""
+from deepspeed.errors import CUDAMismatchException, MissingCUDAException
+from deepspeed.native.builders import (
+    ALL_OPS,
+    AsyncIOBuilder,
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    CUDAOpBuilder,
+    FusedAdamBuilder,
+    FusedLambBuilder,
+    FusedLionBuilder,
+    GDSBuilder,
+    OpBuilder,
+    PinMemoryBuilder,
+    TorchCPUOpBuilder,
+)
+
+__all__ = [
+    "ALL_OPS",
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "CUDAMismatchException",
+    "CUDAOpBuilder",
+    "FusedAdamBuilder",
+    "FusedLambBuilder",
+    "FusedLionBuilder",
+    "GDSBuilder",
+    "MissingCUDAException",
+    "OpBuilder",
+    "PinMemoryBuilder",
+    "TorchCPUOpBuilder",
+]

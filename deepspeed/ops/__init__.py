@@ -1,6 +1,6 @@
 """Import paths of the optimizers."""
 
-from deepspeed.builders import compatible_ops as __compatible_ops__
+from deepspeed.native.builders import compatible_ops as __compatible_ops__
 from deepspeed.ops import adagrad, adam, lamb, lion
 
 __all__ = ["__compatible_ops__", "adagrad", "adam", "lamb", "lion"]

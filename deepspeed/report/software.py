@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from deepspeed.builders import compatible_ops, installed_ops
+from deepspeed.native import builders
 from deepspeed.report.rows import Row, Section, first_line, gather
 from deepspeed.version import __version__
 
@@ -40,13 +40,6 @@ OPTIONAL = {
     "comet_ml": "nothing yet: the comet monitor is not in this release",
     "matplotlib": "plots in the examples",
     "mpi4py": "not needed: ranks started by MPI are recognised without it",
-}
-# What runs where a native operator is not there.
-INSTEAD = {
-    "cpu_adam": "torch fallback (torch's own Adam on host memory)",
-    "fused_adam": "torch fallback (torch's own fused Adam)",
-    "async_io": "not in this release (no NVMe offload)",
-    "gds": "not in this release (no GPU direct storage)",
 }
 LAUNCH_TOOLS = {
     "ssh": "starts ranks on other machines (launcher ssh, ds_ssh)",
@@ -136,15 +129,13 @@ def versions_section(torch: ModuleType | None, reason: str) -> Section:
 
 
 def operators_section() -> Section:
-    """Native operators: built or not, and what runs instead."""
+    """Native operators: built, built on first use, or what runs instead and why."""
 
-    def state(name: str) -> Row:
-        if installed_ops[name]:
-            return Row(name, "built")
-        can = "can be built here" if compatible_ops[name] else "not built"
-        return Row(name, f"{can}: {INSTEAD.get(name, 'not in this release')}")
+    def rows() -> list[Row]:
+        found = builders.states(limit_s=TOOL_LIMIT_S)
+        return [Row(name, f"{state.word}: {state.detail}") for name, state in found.items()]
 
-    return gather("operators", [(name, partial(state, name)) for name in compatible_ops])
+    return gather("operators", [("operators", rows)])
 
 
 def optional_section() -> Section:
@@ -187,7 +178,7 @@ def compiler_row() -> Row:
 def ninja_row() -> Row:
     """The build tool, from the PATH or from its Python package."""
     path = shutil.which("ninja") or ("Python package" if importlib.util.find_spec("ninja") else None)
-    return Row("ninja", path or "none", "" if path else "Native kernels are built with it; install the Python package ninja.")
+    return Row("ninja", path or "none", "" if path else "Extensions made with torch are built with it; install the Python package ninja.")
 
 
 def cuda_rows(built_for: str | None) -> list[Row]:
@@ -196,7 +187,7 @@ def cuda_rows(built_for: str | None) -> list[Row]:
     nvcc = shutil.which("nvcc") or (shutil.which(os.path.join(home, "bin", "nvcc")) if home else None)
     rows = [Row("CUDA_HOME", home or "not set")]
     if nvcc is None:
-        return [*rows, Row("nvcc", "none: only needed to build CUDA kernels, of which this release has none")]
+        return [*rows, Row("nvcc", "none: only needed to build CUDA kernels")]
     version = _says([nvcc, "--version"], r"release ([\d.]+)")
     doubt = ""
     if built_for and numbers(version)[0] != numbers(built_for)[0]:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed.builders import compatible_ops
+from deepspeed.native.builders import ALL_OPS
 from deepspeed.report import cli, devices, machine, software, variables
 from deepspeed.report.rows import Row, Section, doubts, gather, size
 from tests.budget.source import ROOT
@@ -188,8 +188,8 @@ def test_backends() -> None:
 
 def test_operators_say_what_runs_instead() -> None:
     rows = _named(list(software.operators_section().rows))
-    assert set(rows) == set(compatible_ops)
-    assert "torch fallback" in rows["cpu_adam"].value and "not in this release" in rows["async_io"].value
+    assert set(rows) == set(ALL_OPS)
+    assert rows["gds"].value.startswith("fallback: async_io") and "no GPU direct storage" in rows["gds"].value
 
 
 def test_build_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

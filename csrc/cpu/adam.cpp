@@ -1,0 +1,74 @@
+// Adam and AdamW over one range of flat host memory (Kingma and Ba 2015; Loshchilov and Hutter 2019).
+//
+// One pass: fp32 master, gradient (fp32, bf16 or fp16), both moments (fp32, bf16 or fp16) in; master, moments and, where
+// wanted, the rounded parameter out. The arithmetic is fp32.
+
+#include <cstdint>
+
+#include "common/dispatch.h"
+#include "common/output.h"
+
+namespace {
+
+using namespace ds;
+
+struct Settings {
+    float step, beta1, beta2, eps, decay, keep, grad_scale, sqrt_correct2;
+};
+
+struct RawArgs {
+    int64_t count;
+    float* master;
+    const void* grad;
+    void* exp_avg;
+    void* exp_avg_sq;
+    void* out;
+    Settings s;
+};
+
+template <class Grad, class Moment, class Out>
+struct Adam {
+    using Args = RawArgs;
+
+    static inline __attribute__((always_inline)) void run(const RawArgs& a) {
+        float* __restrict master = a.master;
+        const Grad* __restrict grad = static_cast<const Grad*>(a.grad);
+        Moment* __restrict exp_avg = static_cast<Moment*>(a.exp_avg);
+        Moment* __restrict exp_avg_sq = static_cast<Moment*>(a.exp_avg_sq);
+        Out* __restrict out = static_cast<Out*>(a.out);
+        const float scale = a.s.grad_scale, one1 = 1.0f - a.s.beta1, one2 = 1.0f - a.s.beta2, beta2 = a.s.beta2, eps = a.s.eps;
+        const float decay = a.s.decay, keep = a.s.keep, step = -a.s.step, root = a.s.sqrt_correct2;
+        const bool coupled = decay != 0.0f;
+        const int64_t count = a.count;
+        for (int64_t i = 0; i < count; ++i) {
+            const float old = master[i];
+            const float own = Grad::get(grad[i]) * scale;
+            const float g = coupled ? __builtin_fmaf(decay, old, own) : own;
+            const float m = Moment::get(exp_avg[i]), v = Moment::get(exp_avg_sq[i]);
+            const float m2 = __builtin_fmaf(one1, g - m, m);
+            const float v2 = __builtin_fmaf(one2 * g, g, beta2 * v);
+            const float denominator = __builtin_sqrtf(v2) / root + eps;
+            const float now = __builtin_fmaf(step, m2 / denominator, old * keep);
+            exp_avg[i] = Moment::make(m2);
+            exp_avg_sq[i] = Moment::make(v2);
+            master[i] = now;
+            write_out(out, i, now);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Dtype codes: 0 fp32, 1 bf16, 2 fp16; -1 for no rounded output. Returns 0, or 1 for an unknown code (nothing is changed then).
+// step = lr / (1 - beta1^t) and sqrt_correct2 = sqrt(1 - beta2^t), or lr and 1 without bias correction. decay is added to the
+// gradient (L2); keep = 1 - lr * decay multiplies the weight instead (decoupled): at most one of them does something.
+int ds_adam_step(int64_t count, float* master, const void* grad, void* exp_avg, void* exp_avg_sq, void* out, int grad_code, int moment_code,
+                 int out_code, float step, float beta1, float beta2, float eps, float decay, float keep, float grad_scale,
+                 float sqrt_correct2) {
+    const RawArgs args{count, master, grad, exp_avg, exp_avg_sq, out,
+                       Settings{step, beta1, beta2, eps, decay, keep, grad_scale, sqrt_correct2}};
+    return ds::by_codes<Adam>(args, grad_code, moment_code, out_code);
+}
+}

@@ -1,0 +1,288 @@
+"""Builders of the native ops, one class per op: can it be built here, why not, build it, load it."""
+
+import functools
+import importlib
+import platform
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+from deepspeed.errors import BuildError
+from deepspeed.native import build, compiler, ops
+from deepspeed.native.compiler import Compiler
+from deepspeed.native.spec import Kind, OpSpec, source_root
+from deepspeed.observe.log import logger
+
+_SOURCE_FOLDER = "csrc/"
+
+
+class OpState(NamedTuple):
+    """``word`` is ``built``, ``on first use`` (it can be built) or ``fallback``; ``detail`` says where, with what, or why."""
+
+    word: str
+    detail: str
+
+
+def _ask(kind: Kind, limit_s: float = compiler.PROBE_LIMIT_S) -> Compiler | str:
+    try:
+        return build.checked_compiler(kind, limit_s=limit_s)
+    except BuildError as error:
+        return str(error)
+
+
+class OpBuilder:
+    """Builder of one op. A subclass sets NAME, BUILD_VAR and SPEC, or overrides ``sources`` and the other lists.
+
+    ``MODULE`` names the Python module that ``load`` returns once the library is there; without one, the library itself.
+    """
+
+    NAME: ClassVar[str] = ""
+    BUILD_VAR: ClassVar[str] = ""
+    MODULE: ClassVar[str] = ""
+    SPEC: ClassVar[OpSpec] = OpSpec("", ())
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+
+    def absolute_name(self) -> str:
+        """Dotted name of the op."""
+        return f"deepspeed.ops.{self.name}"
+
+    def sources(self) -> list[str]:
+        """Source files, as ``csrc/...`` or absolute."""
+        return [_SOURCE_FOLDER + source for source in self.SPEC.sources]
+
+    def include_paths(self) -> list[str]:
+        """Folders for ``#include`` besides ``csrc``."""
+        return []
+
+    def cxx_args(self) -> list[str]:
+        """Flags of the C++ compiler besides the common ones."""
+        return list(self.SPEC.flags) if self.SPEC.kind == "cpp" else []
+
+    def nvcc_args(self) -> list[str]:
+        """Flags of nvcc besides the common ones."""
+        return list(self.SPEC.flags) if self.SPEC.kind == "cuda" else []
+
+    def extra_ldflags(self) -> list[str]:
+        """Libraries, as ``-l...``."""
+        return [f"-l{name}" for name in self.SPEC.libraries]
+
+    def spec(self) -> OpSpec:
+        """What is built: SPEC with the lists above."""
+        links = self.extra_ldflags()
+        flags = [*(self.nvcc_args() if self.SPEC.kind == "cuda" else self.cxx_args()), *(f"-I{path}" for path in self.include_paths())]
+        return replace(
+            self.SPEC,
+            name=self.SPEC.name or self.name,
+            sources=tuple(source.removeprefix(_SOURCE_FOLDER) for source in self.sources()),
+            flags=tuple(flag for flag in [*flags, *(link for link in links if not link.startswith("-l"))] if flag),
+            libraries=tuple(link[2:] for link in links if link.startswith("-l")),
+        )
+
+    def why_not(self) -> str:
+        """Why the op cannot be built or loaded here; empty when it can. Looks at files only, runs nothing."""
+        spec = self.spec()
+        if spec.missing() or not spec.sources:
+            return f"its sources are not there ({', '.join(spec.missing()) or 'none are named'})"
+        torch = build.torch_build()
+        if spec.kind == "cuda" and torch and "cuda" not in torch:
+            return "this torch is not built for CUDA"
+        try:
+            compiler.locate(spec.kind)
+        except BuildError as error:
+            return "" if build.built(spec) else str(error)
+        return ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the op can be built or loaded here; ``verbose`` logs the reason where it cannot."""
+        reason = self.why_not()
+        if reason and verbose:
+            self.warning(f"{self.name} is not available: {reason}")
+        return not reason
+
+    def is_shipped(self) -> bool:
+        """Whether a library that fits came with this installation."""
+        spec = self.spec()
+        return bool(spec.sources) and not spec.missing() and build.shipped(spec) is not None
+
+    def state(self, ask: Callable[[Kind], Compiler | str] = _ask) -> OpState:
+        """What a report says of the op; nothing is built. ``ask`` gives the compiler, or the reason why there is none."""
+        spec = self.spec()
+        reason = self.why_not()
+        library = None if reason else build.built(spec)
+        if library:
+            return OpState("built", str(library))
+        found = reason or ask(spec.kind)
+        reason = found if isinstance(found, str) else build.last_failure(spec, found)
+        if reason or isinstance(found, str):
+            return OpState("fallback", f"{spec.instead}: {reason}")
+        return OpState("on first use", f"with {found.version}")
+
+    def load(self, verbose: bool = False) -> Any:
+        """The op's module, or its library where it has none; built first if need be. Raises BuildError with the reason."""
+        reason = self.why_not()
+        if reason:
+            raise BuildError(f"native op {self.name} is not available: {reason}")
+        library = build.load(self.spec())
+        if verbose:
+            logger.info("native op %s: loaded %s", self.name, library._name)
+        return importlib.import_module(self.MODULE) if self.MODULE else library
+
+    def jit_load(self, verbose: bool = True) -> Any:
+        """``load``: a library shipped with the package that fits its sources is taken, else the op is built."""
+        return self.load(verbose)
+
+    def builder(self) -> Any:
+        """The op as a setuptools extension; needs setuptools."""
+        spec = self.spec()
+        return importlib.import_module("setuptools").Extension(
+            self.absolute_name(),
+            [str(path) for path in spec.files()],
+            include_dirs=[str(spec.folder()), *self.include_paths()],
+            extra_compile_args=["-std=c++17", "-O3", *spec.flags],
+            libraries=list(spec.libraries),
+            language="c++",
+        )
+
+    def command_exists(self, cmd: str | Iterable[str]) -> bool:
+        """Whether any of the programs is on PATH."""
+        return any(map(shutil.which, [cmd] if isinstance(cmd, str) else cmd))
+
+    def has_function(self, funcname: str, libraries: Iterable[str] = (), library_dirs: Iterable[str] = (), verbose: bool = False) -> bool:
+        """Whether a program that calls the C function ``funcname`` links with ``libraries``."""
+        links = [*(f"-L{folder}" for folder in library_dirs or ()), *(f"-l{name}" for name in libraries or ())]
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "probe.cpp"
+            source.write_text(f'extern "C" void {funcname}(void);\nint main() {{ {funcname}(); }}\n', encoding="utf-8")
+            command = [*compiler.locate("cpp"), str(source), "-o", str(source.with_suffix("")), *links]
+            status, output = compiler.run_tool(command, limit_s=compiler.PROBE_LIMIT_S)
+        if status and verbose:
+            self.warning(f"{shlex.join(command)}: {compiler.first_error(output)}")
+        return status == 0
+
+    def cpu_arch(self) -> str:
+        """No flag: libraries are built for every machine of this kind, and choose their vector width when they run."""
+        return ""
+
+    def simd_width(self) -> str:
+        """No flag, for the same reason."""
+        return ""
+
+    def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
+        """``args`` without the empty ones."""
+        return [arg for arg in args if arg]
+
+    def deepspeed_src_path(self, code_path: str | Path) -> str:
+        """Absolute path of ``csrc/...``; absolute paths stay."""
+        return str(source_root() / str(code_path).removeprefix(_SOURCE_FOLDER))
+
+    def warning(self, msg: str) -> None:
+        """Log a warning."""
+        logger.warning("%s", msg)
+
+
+class TorchCPUOpBuilder(OpBuilder):
+    """An op in C++."""
+
+
+class CUDAOpBuilder(OpBuilder):
+    """An op in CUDA C++, without torch headers."""
+
+    SPEC = OpSpec("", (), kind="cuda")
+
+    def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
+        """``-gencode`` flags; those of TORCH_CUDA_ARCH_LIST where it is set."""
+        return compiler.gencode(compiler.named_targets(cross_compile_archs or ""))
+
+
+class CPUAdamBuilder(TorchCPUOpBuilder):
+    """Adam and AdamW over host memory."""
+
+    NAME, BUILD_VAR, SPEC = "cpu_adam", "DS_BUILD_CPU_ADAM", ops.CPU_ADAM
+
+
+class CPUAdagradBuilder(TorchCPUOpBuilder):
+    """Adagrad over host memory."""
+
+    NAME, BUILD_VAR, SPEC = "cpu_adagrad", "DS_BUILD_CPU_ADAGRAD", ops.CPU_ADAGRAD
+
+
+class CPULionBuilder(TorchCPUOpBuilder):
+    """Lion over host memory."""
+
+    NAME, BUILD_VAR, SPEC = "cpu_lion", "DS_BUILD_CPU_LION", ops.CPU_LION
+
+
+class AsyncIOBuilder(TorchCPUOpBuilder):
+    """Asynchronous file IO; ``load().aio_handle(...)``."""
+
+    NAME, BUILD_VAR, SPEC, MODULE = "async_io", "DS_BUILD_AIO", ops.ASYNC_IO, ops.ASYNC_IO_MODULE
+
+    def why_not(self) -> str:
+        """Also: Linux only."""
+        return super().why_not() if platform.system() == "Linux" else "asynchronous file IO is written for Linux"
+
+
+class PinMemoryBuilder(AsyncIOBuilder):
+    """Page-locked host tensors, which are part of the library for file IO."""
+
+    NAME, BUILD_VAR = "pin_memory", "DS_BUILD_PIN_MEMORY"
+
+
+class GDSBuilder(OpBuilder):
+    """GPU direct storage, which this package does not have."""
+
+    NAME, BUILD_VAR = "gds", "DS_BUILD_GDS"
+    SPEC = OpSpec("gds", (), instead="async_io, through pinned host memory")
+
+    def why_not(self) -> str:
+        """Never available."""
+        return "there is no GPU direct storage in this package; use async_io, which moves files through pinned host memory"
+
+
+class FusedAdamBuilder(CUDAOpBuilder):
+    """Adam and AdamW over many device tensors in one launch."""
+
+    NAME, BUILD_VAR, SPEC = "fused_adam", "DS_BUILD_FUSED_ADAM", ops.FUSED_ADAM
+
+
+class FusedLambBuilder(CUDAOpBuilder):
+    """LAMB on the device."""
+
+    NAME, BUILD_VAR, SPEC = "fused_lamb", "DS_BUILD_FUSED_LAMB", ops.FUSED_LAMB
+
+
+class FusedLionBuilder(CUDAOpBuilder):
+    """Lion on the device."""
+
+    NAME, BUILD_VAR, SPEC = "fused_lion", "DS_BUILD_FUSED_LION", ops.FUSED_LION
+
+
+_CLASSES = (
+    AsyncIOBuilder,
+    GDSBuilder,
+    PinMemoryBuilder,
+    CPUAdamBuilder,
+    CPUAdagradBuilder,
+    CPULionBuilder,
+    FusedAdamBuilder,
+    FusedLambBuilder,
+    FusedLionBuilder,
+)
+ALL_OPS: Mapping[str, OpBuilder] = MappingProxyType({each.NAME: each() for each in _CLASSES})
+
+
+def states(*, limit_s: float) -> dict[str, OpState]:
+    """State of every op by name; each compiler is asked once and has ``limit_s`` seconds for every answer."""
+    ask = functools.cache(functools.partial(_ask, limit_s=limit_s))
+    return {name: each.state(ask) for name, each in ALL_OPS.items()}
+
+
+compatible_ops: Mapping[str, bool] = MappingProxyType({name: each.is_compatible() for name, each in ALL_OPS.items()})
+installed_ops: Mapping[str, bool] = MappingProxyType({name: each.is_shipped() for name, each in ALL_OPS.items()})

@@ -1,0 +1,89 @@
+"""What one native op is made of."""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Literal
+
+from deepspeed.errors import BuildError
+from deepspeed.version import __version__
+
+Kind = Literal["cpp", "cuda"]
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+
+
+def source_root() -> Path:
+    """Folder of the native sources: beside this file in an installed package, else at the top of the checkout."""
+    inside = Path(__file__).resolve().parent / "csrc"
+    return inside if inside.is_dir() else Path(__file__).resolve().parents[2] / "csrc"
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One shared library of ``extern "C"`` functions.
+
+    ``sources`` are paths below the source root. What they include with quotes becomes part of the cache key by itself;
+    ``headers`` adds files that are included in another way. ``flags`` go to the compiler and the linker, ``libraries`` are
+    names for ``-l``. With ``openmp`` the compiler's OpenMP flag is added where it has one (else the pragmas are ignored).
+    ``instead`` names what runs when the op is not there.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    _: KW_ONLY
+    headers: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    kind: Kind = "cpp"
+    openmp: bool = False
+    instead: str = "torch's own implementation"
+    root: Path | None = None  # None: source_root()
+
+    def folder(self) -> Path:
+        """Folder that sources, headers and ``#include`` lines are relative to."""
+        return self.root or source_root()
+
+    def files(self) -> tuple[Path, ...]:
+        """Absolute paths of the sources."""
+        return tuple(self.folder() / name for name in self.sources)
+
+    def missing(self) -> tuple[str, ...]:
+        """Sources and headers that are not on disk."""
+        return tuple(name for name in (*self.sources, *self.headers) if not (self.folder() / name).is_file())
+
+    def inputs(self) -> tuple[Path, ...]:
+        """Sources, headers and everything that they include with quotes, directly or not."""
+        found: dict[Path, None] = {}
+        waiting = [*self.files(), *(self.folder() / name for name in self.headers)]
+        while waiting:
+            path = waiting.pop(0)
+            if path in found:
+                continue
+            found[path] = None
+            for name in _INCLUDE.findall(path.read_text(encoding="utf-8", errors="replace")):
+                # the compiler's order: beside the including file, then below the root; what is in neither is its to report
+                places = (path.parent / name, self.folder() / name)
+                waiting += [Path(os.path.normpath(place)) for place in places if place.is_file()][:1]
+        return tuple(found)
+
+    def digest(self) -> str:
+        """Hash of everything the library depends on but the tools: contents, flags, this version, kind of machine.
+
+        Raises BuildError when a file cannot be read.
+        """
+        try:
+            contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.inputs()]
+        except OSError as error:
+            raise BuildError(f"op {self.name}: a source of it cannot be read ({error}); install the package again.") from error
+        parts = [self.name, self.sources, self.headers, contents, self.flags, self.libraries, self.kind, self.openmp]
+        return short_hash([*parts, __version__, platform.machine()])
+
+
+def short_hash(parts: object) -> str:
+    """16 hex digits of the SHA-256 of ``parts`` as JSON."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,36 @@
+"""Import path of the kernel builders."""
+
+from deepspeed.errors import CUDAMismatchException, MissingCUDAException
+from deepspeed.native.builders import (
+    ALL_OPS,
+    AsyncIOBuilder,
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    CUDAOpBuilder,
+    FusedAdamBuilder,
+    FusedLambBuilder,
+    FusedLionBuilder,
+    GDSBuilder,
+    OpBuilder,
+    PinMemoryBuilder,
+    TorchCPUOpBuilder,
+)
+
+__all__ = [
+    "ALL_OPS",
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "CUDAMismatchException",
+    "CUDAOpBuilder",
+    "FusedAdamBuilder",
+    "FusedLambBuilder",
+    "FusedLionBuilder",
+    "GDSBuilder",
+    "MissingCUDAException",
+    "OpBuilder",
+    "PinMemoryBuilder",
+    "TorchCPUOpBuilder",
+]

@@ -1,0 +1,6 @@
+"""Import path of the base classes of the kernel builders."""
+
+from deepspeed.errors import CUDAMismatchException, MissingCUDAException
+from deepspeed.native.builders import CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder, installed_ops
+
+__all__ = ["CUDAMismatchException", "CUDAOpBuilder", "MissingCUDAException", "OpBuilder", "TorchCPUOpBuilder", "installed_ops"]

@@ -1,0 +1,440 @@
+"""Native builds: one good library per cache whatever happens while it is built, and one clear reason where there is none."""
+
+import ctypes
+import json
+import logging
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.errors import BuildError, CUDAMismatchException, DeepSpeedError, MissingCUDAException
+from deepspeed.native import build, builders, cache, compiler
+from deepspeed.native.spec import OpSpec
+from deepspeed.observe.log import logger
+from tests.budget.source import ROOT
+
+GXX = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs a C++ compiler")
+
+SOURCE = '#include "tiny.h"\nextern "C" int add(int a, int b) { return a + b + OFFSET; }\n'
+CHILD = """
+import sys
+from pathlib import Path
+from deepspeed.native.build import load
+from deepspeed.native.spec import OpSpec
+op = OpSpec("tiny", ("tiny.cpp",), root=Path(sys.argv[1]))
+sys.stdout.write(str(load(op).add(2, 3)))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    for name in ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "DS_SKIP_CUDA_CHECK"):
+        monkeypatch.delenv(name, raising=False)
+    for cached in (build.load, build.try_load):
+        cached.cache_clear()
+    yield
+    for cached in (build.load, build.try_load):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> OpSpec:
+    """An op of one function, which adds."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/tiny.cpp").write_text(SOURCE)
+    (tmp_path / "src/tiny.h").write_text("#define OFFSET 0\n")
+    return OpSpec("tiny", ("tiny.cpp",), root=tmp_path / "src")
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What was logged."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Make CXX a script that counts compilations, then runs the given shell lines, then the real compiler."""
+
+    def make(on_compile: str = ":") -> Path:
+        script, count = tmp_path / "fake-c++", tmp_path / "count"
+        script.write_text(f'#!/bin/sh\ncase " $* " in *\' -c \'*) echo once >> {count}\n{on_compile}\n;; esac\nexec {GXX} "$@"\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return count
+
+    return make
+
+
+def _start(op: OpSpec) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CHILD, str(op.root)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(child: subprocess.Popen[str]) -> str:
+    out, err = child.communicate(timeout=30)
+    assert child.returncode == 0, err
+    return out
+
+
+def _wait_for(path: Path) -> None:
+    limit = time.monotonic() + 15
+    while not path.exists() or not path.read_text().strip():
+        assert time.monotonic() < limit, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def _files(tmp_path: Path, ending: str) -> list[Path]:
+    return sorted((tmp_path / "cache/deepspeed").glob(f"*{ending}"))
+
+
+def test_builds_once_and_then_reads(tiny: OpSpec, tmp_path: Path, wrap: Any) -> None:
+    count = wrap()
+    assert build.load(tiny).add(2, 3) == 5
+    build.load.cache_clear()
+    assert build.load(tiny).add(2, 3) == 5 and count.read_text().split() == ["once"]
+    assert len(_files(tmp_path, ".so")) == 1
+    assert {path.suffix for path in (tmp_path / "cache/deepspeed").iterdir()} == {".so", ".json", ".lock"}
+
+
+def test_everything_that_matters_is_in_the_name(tiny: OpSpec, tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build.build(tiny)
+    (tmp_path / "src/tiny.h").write_text("#define OFFSET 10\n")
+    second = build.build(tiny)
+    assert first != second and ctypes.CDLL(str(second)).add(2, 3) == 15
+    names = {first, second, build.build(replace(tiny, flags=("-DX",)))}
+    wrap()
+    names.add(build.build(tiny))
+    monkeypatch.setattr(build, "torch_build", lambda: {"version": "9.9"})
+    names.add(build.build(tiny))
+    assert len(names) == 5 and len(_files(tmp_path, ".so")) == 5
+
+
+def test_included_files_count(tiny: OpSpec, tmp_path: Path) -> None:
+    (tmp_path / "src/deep").mkdir()
+    (tmp_path / "src/tiny.h").write_text('#define OFFSET ONE\n  # include "deep/one.h"\n#include <vector>\n#include "tiny.h"\n')
+    (tmp_path / "src/deep/one.h").write_text('#pragma once\n#include "../deep/two.h"\n')
+    (tmp_path / "src/deep/two.h").write_text("#pragma once\n#define ONE 1\n")
+    (tmp_path / "src/tiny.h").write_text("#pragma once\n" + (tmp_path / "src/tiny.h").read_text())
+    assert [path.name for path in tiny.inputs()] == ["tiny.cpp", "tiny.h", "one.h", "two.h"]
+    first = tiny.digest()
+    (tmp_path / "src/deep/two.h").write_text("#pragma once\n#define ONE 2\n")
+    assert tiny.digest() != first and build.load(tiny).add(2, 3) == 7
+
+
+def test_several_sources_and_openmp(tiny: OpSpec, tmp_path: Path) -> None:
+    (tmp_path / "src/omp.cpp").write_text('#include <omp.h>\nextern "C" int most() { return omp_get_max_threads(); }\n')
+    if not compiler.find("cpp").openmp:
+        pytest.skip("this compiler has no OpenMP")
+    library = build.load(replace(tiny, sources=("tiny.cpp", "omp.cpp"), openmp=True))
+    assert library.add(1, 1) == 2 and library.most() >= 1
+
+
+def test_eight_processes_compile_once(tiny: OpSpec, wrap: Any) -> None:
+    count = wrap("sleep 0.5")
+    children = [_start(tiny) for _ in range(8)]
+    assert [_finish(child) for child in children] == ["5"] * 8
+    assert count.read_text().split() == ["once"]
+
+
+def test_killed_in_mid_build(tiny: OpSpec, tmp_path: Path, wrap: Any) -> None:
+    """The next build neither waits for the dead one nor uses what it left, and cleans up after it."""
+    pid = tmp_path / "pid"
+    wrap(f"if [ ! -e {pid} ]; then echo $$ > {pid}; printf half > {tmp_path}/half; exec sleep 60; fi")
+    child = _start(tiny)
+    try:
+        _wait_for(pid)
+        assert len(list((tmp_path / "cache/deepspeed").glob(".tiny@*"))) == 1
+        child.kill()
+        child.communicate(timeout=10)
+        begin = time.monotonic()
+        assert build.load(tiny).add(2, 3) == 5 and time.monotonic() - begin < 10
+    finally:
+        if pid.exists():
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert not list((tmp_path / "cache/deepspeed").glob(".tiny@*"))
+
+
+@pytest.mark.parametrize("harm", ["truncated", "altered", "no note", "note is not JSON", "note is a list", "empty"])
+def test_a_damaged_library_is_rebuilt(harm: str, tiny: OpSpec, tmp_path: Path, wrap: Any) -> None:
+    count = wrap()
+    library = build.build(tiny)
+    note, whole = library.with_suffix(".json"), library.read_bytes()
+    if harm in ("truncated", "empty", "altered"):
+        library.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "altered": whole[:-1] + b"x"}[harm])
+    elif harm == "no note":
+        note.unlink()
+    else:
+        note.write_text({"note is not JSON": '{"size": 1', "note is a list": "[]"}[harm])
+    assert build.load(tiny).add(2, 3) == 5
+    assert count.read_text().split() == ["once"] * 2 and library.read_bytes() == whole
+
+
+def test_a_whole_library_that_does_not_load_is_built_again(tiny: OpSpec, wrap: Any, lines: list[str]) -> None:
+    count = wrap()
+    library = build.build(tiny)
+    library.write_bytes(b"of another machine")
+    note = library.with_suffix(".json")
+    note.write_text(json.dumps({"size": library.stat().st_size, "sha256": cache._sha256(library)}))
+    assert build.load(tiny).add(2, 3) == 5 and count.read_text().split() == ["once"] * 2
+    assert any("does not load" in line for line in lines)
+
+
+def test_the_compilers_first_error_is_the_reason(tiny: OpSpec, tmp_path: Path, lines: list[str]) -> None:
+    (tmp_path / "src/tiny.cpp").write_text("int ok;\nint broken = nothing;\nint worse = nowhere;\n")
+    with pytest.raises(BuildError, match=r"op tiny: .* fails with status 1: .*tiny.cpp:2:.*error: .*nothing") as caught:
+        build.load(tiny)
+    assert isinstance(caught.value, DeepSpeedError) and isinstance(caught.value, RuntimeError)
+    for _ in range(2):
+        assert build.try_load(replace(tiny, instead="a slower loop")) is None
+    assert len(lines) == 1 and "native op tiny is not available, a slower loop runs instead:" in lines[0] and "error:" in lines[0]
+
+
+def test_unresolved_library_is_a_link_error(tiny: OpSpec) -> None:
+    with pytest.raises(BuildError, match=r"cannot find -lnot_there|not_there"):
+        build.load(replace(tiny, libraries=("not_there",)))
+
+
+def test_missing_and_broken_compilers(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason() -> str:
+        with pytest.raises(BuildError) as caught:
+            build.load(tiny)
+        return str(caught.value)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert "none of c++, g++, clang++ is on PATH; install g++" in reason()
+    monkeypatch.setenv("CXX", "/nowhere/g++ -m64")
+    assert "CXX names '/nowhere/g++'" in reason()
+    script = tmp_path / "broken"
+    for text, expected in {
+        "#!/bin/sh\necho 'libisl.so: No such file' >&2\nexit 127\n": r"status 127: libisl.so: No such file",
+        "#!/bin/sh\nexit 0\n": "ended well but made no library",
+        "not a program": "cannot be started",
+        "#!/bin/sh\nkill -9 $$\n": "status -9",
+    }.items():
+        script.write_text(text)
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        assert expected in reason()
+
+
+def test_a_compiler_that_hangs_is_stopped(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(BuildError, match="took more than 0 s"):
+        compiler.run_tool(["sh", "-c", "sleep 30 & sleep 30"], limit_s=0.2)
+    assert time.monotonic() - begin < 5
+
+
+def test_no_compiler_but_a_cache_that_has_it(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = build.build(tiny)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert build.build(tiny) == library and build.load(tiny).add(2, 3) == 5
+
+
+def test_those_who_waited_for_a_failure_do_not_repeat_it(tiny: OpSpec, tmp_path: Path, wrap: Any) -> None:
+    go = tmp_path / "go"
+    count = wrap(f"while [ ! -e {go} ]; do sleep 0.02; done; echo 'error: no luck' >&2; exit 1")
+    said: list[str] = []
+
+    def attempt() -> None:
+        with pytest.raises(BuildError) as caught:
+            build.build(tiny)
+        said.append(str(caught.value))
+
+    threads = [threading.Thread(target=attempt) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    go.touch()
+    for thread in threads:
+        thread.join(20)
+    assert len(said) == 4 and all("error: no luck" in line for line in said)
+    assert count.read_text().split() == ["once"]
+    assert "error: no luck" in build.last_failure(tiny, compiler.find("cpp"))
+    wrap()
+    # the failure is remembered for those who waited, not for those who come later
+    assert build.build(tiny).is_file() and build.last_failure(tiny, compiler.find("cpp")) == ""
+
+
+def test_a_stopped_owner_is_not_waited_for_without_end(tmp_path: Path, lines: list[str]) -> None:
+    with cache.build_lock(tmp_path, "tiny"):
+        handle = os.open(tmp_path / "tiny.lock", os.O_RDWR)
+        begin = time.monotonic()
+        cache.BuildLock(handle).acquire("tiny", limit_s=0.3)
+        os.close(handle)
+    assert 0.2 < time.monotonic() - begin < 5 and "building without it" in lines[-1]
+
+
+def test_a_folder_that_cannot_be_written(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
+    library = build.build(tiny)
+    assert library.parent == cache.temporary_folder() and ctypes.CDLL(str(library)).add(2, 3) == 5
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert len([line for line in lines if "set TORCH_EXTENSIONS_DIR" in line]) == 1
+    lines.clear()
+    assert build.build(tiny) == library and not lines
+
+
+def test_a_user_without_a_home(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    for name in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache.known_folders() == []
+    library = build.build(tiny)
+    assert library.parent == cache.temporary_folder() and cache.is_own(library.parent) and cache.known_folders() == [library.parent]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_still_read(tiny: OpSpec, tmp_path: Path) -> None:
+    library = build.build(tiny)
+    library.parent.chmod(0o555)
+    try:
+        assert build.build(tiny) == library
+        assert build.build(replace(tiny, flags=("-DX",))).parent == cache.temporary_folder()
+    finally:
+        library.parent.chmod(0o755)
+
+
+def test_nothing_is_loaded_from_a_folder_that_others_can_write(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/nowhere")
+    cache.temporary_folder().mkdir()
+    cache.temporary_folder().chmod(0o777)
+    assert cache.temporary_folder() not in cache.known_folders()
+    assert build.build(tiny).parent != cache.temporary_folder()
+
+
+def test_a_shipped_library_is_preferred_while_it_fits(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = build.ship(tiny, tmp_path / "prebuilt")
+    monkeypatch.setattr(cache, "SHIPPED", tmp_path / "prebuilt")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        assert build.shipped(tiny) == shipped and build.load(tiny).add(2, 3) == 5
+    assert not _files(tmp_path, ".so")
+    build.load.cache_clear()
+    (tmp_path / "src/tiny.h").write_text("#define OFFSET 10\n")
+    assert build.load(tiny).add(2, 3) == 15 and build.shipped(tiny) is None
+
+
+class TinyBuilder(builders.TorchCPUOpBuilder):
+    """A client's own op."""
+
+    NAME, BUILD_VAR = "mine", "DS_BUILD_MINE"
+    folder = Path()
+
+    def sources(self) -> list[str]:
+        """One file, by its absolute path."""
+        return [str(self.folder / "tiny.cpp")]
+
+    def include_paths(self) -> list[str]:
+        """Where its header is."""
+        return [str(self.folder)]
+
+    def cxx_args(self) -> list[str]:
+        """As clients write it."""
+        return [self.cpu_arch(), self.simd_width(), "-DMINE"]
+
+
+def test_builder_interface(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    monkeypatch.setattr(TinyBuilder, "folder", tiny.root)
+    mine = TinyBuilder()
+    assert mine.absolute_name() == "deepspeed.ops.mine" and mine.is_compatible() and not mine.is_shipped()
+    assert mine.state().word == "on first use"
+    assert mine.load().add(2, 3) == 5 and mine.jit_load(verbose=False).add(2, 3) == 5
+    assert mine.state() == ("built", str(_files(tmp_path, ".so")[0]))
+    assert mine.has_function("sqrt", ["m"]) and not mine.has_function("no_such_function", [])
+    assert mine.command_exists([GXX or "", "nothing"]) and not mine.command_exists("no-such-program")
+    (tmp_path / "src/tiny.cpp").write_text("int broken = nothing;\n")
+    build.load.cache_clear()
+    lines.clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        assert not mine.is_compatible(verbose=True) and "no C++ compiler" in lines[0]
+        assert mine.state().word == "fallback" and "no C++ compiler" in mine.state().detail
+        with pytest.raises(BuildError, match="mine is not available: no C"):
+            mine.load()
+    with pytest.raises(BuildError, match="nothing"):
+        mine.load()
+    assert mine.state().word == "fallback" and "nothing" in mine.state().detail
+
+
+def test_builders_of_this_package() -> None:
+    named = {name: each.BUILD_VAR for name, each in builders.ALL_OPS.items()}
+    assert set(named) == set(builders.compatible_ops) == set(builders.installed_ops)
+    assert named["async_io"] == "DS_BUILD_AIO" and named["cpu_adam"] == "DS_BUILD_CPU_ADAM" and len(set(named.values())) == len(named)
+    gds = builders.GDSBuilder()
+    assert not gds.is_compatible() and "async_io" in gds.why_not()
+    with pytest.raises(BuildError, match="gds is not available"):
+        gds.load()
+    assert all(state.word in ("built", "on first use", "fallback") for state in builders.states(limit_s=5).values())
+
+
+def test_a_report_asks_a_broken_compiler_once(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(builders.OpBuilder):
+        NAME, SPEC = "mine", tiny
+
+    script, count = tmp_path / "fake-c++", tmp_path / "count"
+    script.write_text(f"#!/bin/sh\necho once >> {count}\nsleep 30\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(builders, "ALL_OPS", {"a": Mine(), "b": Mine()})
+    begin = time.monotonic()
+    found = builders.states(limit_s=0.5)
+    assert time.monotonic() - begin < 5 and count.read_text().split() == ["once"]
+    assert all(state.word == "fallback" and "took more than" in state.detail for state in found.values())
+
+
+def test_cuda_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\necho Build cuda_13.0.r13.0/compiler.1_0\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "torch_build", lambda: {"version": "2.13.0", "cuda": "12.8"})
+    with pytest.raises(CUDAMismatchException, match=r"CUDA 13, torch is built for CUDA 12: .*DS_SKIP_CUDA_CHECK=1"):
+        build.checked_compiler("cuda")
+    monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
+    assert build.checked_compiler("cuda").command == (str(nvcc),)
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(compiler, "NVCC_FOLDERS", ())
+    with pytest.raises(MissingCUDAException, match="set CUDA_HOME"):
+        build.checked_compiler("cuda")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6;9.0a+PTX")
+    assert compiler.cuda_targets() == ("86", "90a")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None or platform.system() != "Linux", reason="needs nvcc")
+def test_a_kernel_compiles(tiny: OpSpec, tmp_path: Path) -> None:
+    (tmp_path / "src/scale.cu").write_text(
+        "__global__ void scale(float* x, float by, long n) { long i = blockIdx.x * 256L + threadIdx.x; if (i < n) x[i] *= by; }\n"
+        'extern "C" int launch(float* x, float by, long n, void* stream) {\n'
+        "  scale<<<(n + 255) / 256, 256, 0, (cudaStream_t)stream>>>(x, by, n);\n  return (int)cudaGetLastError();\n}\n"
+    )
+    library = build.load(replace(tiny, sources=("scale.cu",), kind="cuda"))
+    assert isinstance(library.launch, ctypes._CFuncPtr)  # type: ignore[attr-defined]
