@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.native.ops import CPU_ADAGRAD
+from deepspeed.optim import host
 from deepspeed.optim.base import GroupStep, check_ranges, moment_dtype
 
 
@@ -44,16 +46,23 @@ class Adagrad(GroupStep, torch.optim.Optimizer):
         for param, grad in zip(params, grads, strict=True):
             self._update(param, grad, group)
 
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
+    def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["sum"] = torch.full_like(param, group["initial_accumulator_value"], dtype=moment_dtype(param, group))
+        return state
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self._state_of(param, group)
         state["step"] += 1
         total = state["sum"]
+        rate = float(group["lr"]) / (1 + (float(state["step"]) - 1) * group["lr_decay"])
+        if host.usable(CPU_ADAGRAD, param, grad, total):
+            host.adagrad_step(param, grad, total, rate=rate, eps=group["eps"], weight_decay=group["weight_decay"])
+            return
         value, grad = param.to(total.dtype), grad.to(total.dtype)
         if group["weight_decay"]:
             grad = grad.add(value, alpha=group["weight_decay"])
         total.addcmul_(grad, grad)
-        rate = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
         param.copy_(value.addcdiv(grad, total.sqrt().add_(group["eps"]), value=-rate))

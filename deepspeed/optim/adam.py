@@ -1,10 +1,13 @@
-"""Adam and AdamW with the settings of the DeepSpeed interface, on top of torch's implementation."""
+"""Adam and AdamW with the settings of the DeepSpeed interface: native kernels in host memory and on CUDA, torch's elsewhere."""
 
+import itertools
 from typing import Any
 
 import torch
 from torch.optim.adam import adam as torch_adam
 
+from deepspeed.native.ops import CPU_ADAM, FUSED_ADAM
+from deepspeed.optim import cuda, host
 from deepspeed.optim.base import GroupStep, moment_dtype
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
@@ -46,7 +49,7 @@ def adam_update_(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any],
 
 
 class AdamBase(GroupStep, torch.optim.Adam):
-    """Adam whose groups also know ``bias_correction``; torch's fused kernel does the work wherever it can.
+    """Adam whose groups also know ``bias_correction``; native and torch's fused kernels do the work wherever they can.
 
     Raises:
         RuntimeError: ``amsgrad`` is asked for, by argument or by a parameter group.
@@ -107,6 +110,71 @@ class AdamBase(GroupStep, torch.optim.Adam):
         return state
 
     def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
+        if self._cuda_group(params, grads, group):
+            return
+        left = []
+        for param, grad in zip(params, grads, strict=True):
+            if not self._host_update(param, grad, group):
+                left.append((param, grad))
+        if left:
+            self._torch_group([p for p, _ in left], [g for _, g in left], group)
+
+    def _cuda_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> bool:
+        """Update all tensors with the CUDA kernel; False, before anything is changed, where that does not fit."""
+        if not params or not cuda.on_cuda(params[0]) or group["maximize"] or group["differentiable"] or group["foreach"]:
+            return False
+        states = [self._state_of(p, group) for p in params]
+        steps, firsts, seconds = ([s[name] for s in states] for name in ("step", "exp_avg", "exp_avg_sq"))
+        alike = all(s.device == p.device and m.dtype == v.dtype for p, s, m, v in zip(params, steps, firsts, seconds, strict=True))
+        if not alike or not cuda.usable(FUSED_ADAM, itertools.chain(params, grads, firsts, seconds)):
+            return False
+        # GradScaler hands these over: what it multiplied the loss by, and whether a gradient overflowed
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        torch._foreach_add_(steps, 1)
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf.to(s.device) for s in steps])
+        cuda.adam_step(
+            params,
+            grads,
+            firsts,
+            seconds,
+            step=steps,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            bias_correction=group["bias_correction"],
+            grad_scale=1.0 if scale is None else scale.reciprocal(),
+            found_inf=found_inf,
+        )
+        return True
+
+    def _host_update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> bool:
+        """Update one tensor in host memory with the native kernel; False where that does not fit."""
+        asked_for_torch = group["maximize"] or group["differentiable"] or group["capturable"] or group["foreach"]
+        if asked_for_torch or param.device.type != "cpu" or param.dtype is not torch.float32:
+            return False
+        state = self._state_of(param, group)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        if moments[0].dtype != moments[1].dtype or not host.usable(CPU_ADAM, param, grad, *moments):
+            return False
+        state["step"] += 1
+        host.adam_step(
+            param,
+            grad,
+            *moments,
+            step=int(state["step"]),
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            bias_correction=group["bias_correction"],
+        )
+        return True
+
+    def _torch_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(p, group) for p in params]
         if group["bias_correction"] and all(p.dtype == s["exp_avg"].dtype for p, s in zip(params, states, strict=True)):
             self._torch_update(group, params, grads, states)

@@ -64,3 +64,14 @@ def check_ranges(name: str, *, betas: tuple[float, float] | None, **at_least_zer
             raise OptimizerConfigError(f"{name}: {key} is {value}, it must be a number >= 0")
     if betas is not None and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
         raise OptimizerConfigError(f"{name}: betas is {betas}, it must be two numbers in [0, 1)")
+
+
+_SLOTS = {"SGD": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "RMSprop": 1, "Muon": 1, "Rprop": 2}
+
+
+def slot_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that ``optimizer`` will keep for each fp32 element beside the weight: known for common classes, else two fp32 numbers."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return 4 if any(group.get("momentum") for group in optimizer.param_groups) else 0
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    return 4 * next((count for name, count in _SLOTS.items() if name in names), 2)

@@ -1,11 +1,14 @@
 """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning")."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deepspeed.errors import OptimizerConfigError
+from deepspeed.native.ops import FUSED_LAMB
+from deepspeed.optim import cuda
 from deepspeed.optim.base import GroupStep, check_ranges
 
 
@@ -64,16 +67,34 @@ class Lamb(GroupStep, torch.optim.Optimizer):
         return [float(ratio) for ratio in self._ratios]
 
     def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
-        ratios = [self._update(param, grad, group) for param, grad in zip(params, grads, strict=True)]
+        ratios = self._cuda_group(params, grads, group) or [self._update(p, g, group) for p, g in zip(params, grads, strict=True)]
         first = group is self.param_groups[0]
         self._ratios = ratios if first else [*self._ratios, *ratios]
 
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        state = self.state[param]
+    def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
+        return state
+
+    def _cuda_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> list[torch.Tensor]:
+        """The trust ratios of an update with the CUDA kernel; none, before anything is changed, where that does not fit."""
+        states = [self._state_of(p) for p in params]
+        steps, firsts, seconds = ([s[name] for s in states] for name in ("step", "exp_avg", "exp_avg_sq"))
+        if not params or not cuda.on_cuda(params[0]) or not cuda.usable(FUSED_LAMB, itertools.chain(params, grads, firsts, seconds)):
+            return []
+        number = int(steps[0]) + 1
+        if any(int(step) + 1 != number for step in steps):  # a parameter that joined later counts for itself
+            return []
+        for step in steps:
+            step.add_(1)
+        settings = ("lr", "betas", "eps", "weight_decay", "min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
+        return cuda.lamb_step(params, grads, firsts, seconds, step=number, **{name: group[name] for name in settings})
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        state = self._state_of(param)
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         beta1, beta2 = group["betas"]
         state["step"] += 1

@@ -1,9 +1,12 @@
 """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms")."""
 
+import itertools
 from typing import Any
 
 import torch
 
+from deepspeed.native.ops import CPU_LION, FUSED_LION
+from deepspeed.optim import cuda, host
 from deepspeed.optim.base import GroupStep, check_ranges, moment_dtype
 
 
@@ -30,14 +33,25 @@ class Lion(GroupStep, torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
+        moments = [self._state_of(p, group)["exp_avg"] for p in params]
+        if params and cuda.usable(FUSED_LION, itertools.chain(params, grads, moments)):
+            cuda.lion_step(params, grads, moments, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
+            return
         for param, grad in zip(params, grads, strict=True):
             self._update(param, grad, group)
 
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
+    def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
         if not state:
             state["exp_avg"] = torch.zeros_like(param, dtype=moment_dtype(param, group))
+        return state
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self._state_of(param, group)
         moment, (beta1, beta2), lr = state["exp_avg"], group["betas"], group["lr"]
+        if host.usable(CPU_LION, param, grad, moment):
+            host.lion_step(param, grad, moment, lr=float(lr), betas=group["betas"], weight_decay=group["weight_decay"])
+            return
         grad = grad.to(moment.dtype)
         update = torch.lerp(moment, grad, 1 - beta1).sign_()
         if param.dtype == moment.dtype:

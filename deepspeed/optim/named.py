@@ -1,19 +1,11 @@
-"""The optimizer classes that clients import by name; torch does their arithmetic until native kernels exist."""
+"""The optimizer classes that clients import by name: on native kernels in host memory and on CUDA, on torch's elsewhere."""
 
-import functools
 from typing import Any
 
-from deepspeed.observe.log import log_dist
 from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.adam import AdamBase
 from deepspeed.optim.lamb import Lamb
 from deepspeed.optim.lion import Lion
-
-
-@functools.cache
-def _say_fallback(name: str) -> None:
-    """Name the fallback once per process and class."""
-    log_dist(f"{name}: no native kernel in this release, the torch implementation is used")
 
 
 class FusedAdam(AdamBase):
@@ -42,7 +34,6 @@ class FusedAdam(AdamBase):
             decoupled=bool(adam_w_mode),
         )
         self.defaults["set_grad_none"] = set_grad_none
-        _say_fallback("FusedAdam")
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""
@@ -77,7 +68,6 @@ class DeepSpeedCPUAdam(AdamBase):
             decoupled=bool(adamw_mode),
             fp32_states=fp32_optimizer_states,
         )
-        _say_fallback("DeepSpeedCPUAdam")
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
@@ -100,7 +90,6 @@ class DeepSpeedCPUAdagrad(Adagrad):
         if amsgrad:
             raise RuntimeError("DeepSpeedCPUAdagrad does not support amsgrad; drop the flag")
         super().__init__(model_params, lr, eps=eps, weight_decay=weight_decay, fp32_states=fp32_optimizer_states)
-        _say_fallback("DeepSpeedCPUAdagrad")
 
 
 class FusedLion(Lion):
@@ -116,7 +105,6 @@ class FusedLion(Lion):
     ) -> None:
         super().__init__(params, lr, betas=betas, weight_decay=weight_decay)
         self.defaults["set_grad_none"] = set_grad_none
-        _say_fallback("FusedLion")
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""
@@ -140,7 +128,6 @@ class DeepSpeedCPULion(Lion):
     ) -> None:
         del adamw_mode
         super().__init__(model_params, lr, betas=betas, weight_decay=weight_decay, fp32_states=fp32_optimizer_states)
-        _say_fallback("DeepSpeedCPULion")
 
 
 class FusedLamb(Lamb):
@@ -173,4 +160,3 @@ class FusedLamb(Lamb):
             min_coeff=min_coeff,
             amsgrad=amsgrad,
         )
-        _say_fallback("FusedLamb")

@@ -29,7 +29,6 @@ from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, get_accelerator
 from deepspeed.observe import log_tools
 from deepspeed.observe.log import logger
-from deepspeed.optim import named
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from deepspeed.zero.unit import UnitState
@@ -104,7 +103,7 @@ class _Watch:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         trace.LOG.__init__()  # type: ignore[misc]
-        for once in (log_tools._log_once, log_tools.warning_once, named._say_fallback):
+        for once in (log_tools._log_once, log_tools.warning_once):
             once.cache_clear()
         try:
             services: Any = {name: _Service(name, self.services) for name in ("torch.utils.tensorboard", "wandb", "comet_ml")}

@@ -1,0 +1,334 @@
+"""Optimizer updates over lists of CUDA tensors by the native kernels: one pass over memory, one launch for up to 64 tensors.
+
+The kernels (csrc/cuda) know raw pointers only and are called through ctypes. They run in the current stream of the tensors'
+device and never wait for it. What changes from step to step may be on the device (step, rate, scale, the overflow flag), so
+that a step can be captured into a CUDA graph, after one step outside that loads the kernels.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from deepspeed.device import get_accelerator
+from deepspeed.native.build import try_load
+from deepspeed.native.ops import FUSED_ADAM, FUSED_LAMB, FUSED_LION
+from deepspeed.native.spec import OpSpec
+
+Tensors = Sequence[torch.Tensor]
+Scalar = float | torch.Tensor
+Step = int | torch.Tensor | Tensors
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CHUNK = 8192  # elements per block; LAMB keeps two sums for each
+_ROW_FLOATS = 8
+_P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+
+
+class _Call(ctypes.Structure):
+    """``ds::Call`` of csrc/cuda/multi_tensor.cuh; the kernel side refuses another size."""
+
+    _fields_ = (
+        ("bytes", _L),
+        ("stream", _P),
+        ("sizes", _P),
+        ("columns", _P * 5),
+        *((name, _P) for name in ("steps", "device_lr", "device_scale", "found_inf", "rows", "partials", "ratios")),
+        ("partial_count", _L),
+        *((name, _D) for name in ("step", "lr", "scale", "beta1", "beta2", "eps", "weight_decay", "min_coeff", "max_coeff")),
+        *((name, _I) for name in ("device", "count", "param_code", "grad_code", "moment_code", "out_code")),
+        *((name, _I) for name in ("decoupled", "bias_correction", "eps_inside_sqrt", "unused")),
+    )
+
+
+@functools.cache
+def _kernel(op: OpSpec) -> Callable[[_Call], None] | None:
+    """The native update, built on first use; None (after one line in the log) where that is not possible."""
+    library = try_load(op)
+    if library is None:
+        return None
+    launch, name_of = library[f"ds_{op.name}"], library[f"ds_{op.name}_error"]
+    launch.argtypes, launch.restype = [ctypes.POINTER(_Call)], ctypes.c_int
+    name_of.argtypes, name_of.restype = [ctypes.c_int], ctypes.c_char_p
+
+    def run(call: _Call) -> None:
+        status = launch(ctypes.byref(call))
+        if status != 0:
+            name = name_of(status).decode()
+            raise RuntimeError(
+                f"{op.name} failed with {name} ({status}) on cuda:{call.device}; its {call.count} tensors may be half updated"
+            )
+
+    return run
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is on a CUDA device; the cheap first question to :func:`usable`."""
+    return tensor.is_cuda
+
+
+@contextlib.contextmanager
+def _stream(device: torch.device) -> Iterator[int]:
+    """Make ``device`` the current one; gives the handle of its current stream."""
+    with torch.accelerator.device_index(device.index):
+        yield get_accelerator().current_stream(device).cuda_stream
+
+
+def usable(op: OpSpec, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the kernel of ``op`` exists and fits: contiguous CUDA tensors of fp32, bf16 or fp16."""
+    # the order keeps a machine without CUDA from looking for a compiler; ROCm calls its devices cuda too
+    fits = all(on_cuda(t) and t.is_contiguous() and t.dtype in _CODES for t in tensors)
+    return fits and torch.version.hip is None and get_accelerator().device_name() == "cuda" and _kernel(op) is not None
+
+
+class _Row(tuple[torch.Tensor | None, ...]):
+    """Parameter, gradient, first moment, second moment, output; None for what is not there."""
+
+    __slots__ = ()
+
+    def check(self) -> "_Row":
+        """Raise ValueError unless the kernels can take the tensors."""
+        param, _, first, second, _ = self
+        assert param is not None and first is not None
+        for tensor in self:
+            if tensor is None:
+                continue
+            if tensor.numel() != param.numel() or not tensor.is_contiguous() or tensor.dtype not in _CODES:
+                fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
+            elif not on_cuda(tensor) or tensor.device != param.device:
+                fault = f"one on {tensor.device}"
+            else:
+                continue
+            raise ValueError(
+                f"a CUDA kernel takes contiguous tensors of {param.numel()} elements in fp32, bf16 or fp16 on one CUDA device, not {fault}"
+            )
+        if second is not None and second.dtype != first.dtype:
+            raise ValueError(f"both moments of a tensor have one dtype, not {first.dtype} and {second.dtype}")
+        return self
+
+    def device(self) -> torch.device:
+        """Where all of them are."""
+        assert self[0] is not None
+        return self[0].device
+
+    def key(self) -> tuple[object, ...]:
+        """What the tensors of one launch have in common."""
+        return (self.device(), *(None if t is None else t.dtype for t in self))
+
+
+def _array(tensors: Iterable[torch.Tensor | None]) -> "ctypes.Array[ctypes.c_void_p]":
+    pointers = [None if t is None else t.data_ptr() for t in tensors]
+    return (_P * len(pointers))(*pointers)
+
+
+def _split(value: Scalar, device: torch.device) -> tuple[float, torch.Tensor | None]:
+    """A number that the host knows and None, or (unread) 0 and the number as fp32 on ``device``."""
+    if isinstance(value, torch.Tensor) and on_cuda(value):
+        return 0.0, value.to(device, torch.float32)
+    return float(value), None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """What is not a column; ``steps`` holds one tensor per parameter, or none when the host knows the step."""
+
+    lr: Scalar
+    scale: Scalar
+    steps: Sequence[torch.Tensor]
+    found_inf: torch.Tensor | None
+    fields: dict[str, float]  # of _Call, known to the host
+
+    def of(self, indices: Sequence[int]) -> "_Numbers":
+        """Those of some of the parameters."""
+        return dataclasses.replace(self, steps=[self.steps[i] for i in indices] if self.steps else ())
+
+
+def _submit(op: OpSpec, rows: Sequence[_Row], numbers: _Numbers) -> torch.Tensor | None:
+    """One native call for tensors of one device and the same dtypes; the trust ratios of LAMB."""
+    run = _kernel(op)
+    if run is None:
+        raise RuntimeError(f"the native kernel {op.name} could not be built here (the log says why); use {op.instead}")
+    param, grad, first, _, out = rows[0]
+    assert param is not None and grad is not None and first is not None
+    device, count, lamb = param.device, len(rows), op is FUSED_LAMB
+    sizes = [row[0].numel() for row in rows if row[0] is not None]
+    columns = [None if rows[0][i] is None else _array(row[i] for row in rows) for i in range(5)]
+    sums = 2 * sum(-(-size // _CHUNK) for size in sizes) if lamb else 0
+    size_array, step_array = (ctypes.c_int64 * count)(*sizes), _array(numbers.steps)
+    with _stream(device) as stream:
+        # what is allocated here is freed in stream order: after the kernels, although this returns before they run
+        (lr, device_lr), (scale, device_scale) = _split(numbers.lr, device), _split(numbers.scale, device)
+        on_device = {
+            "device_lr": device_lr,
+            "device_scale": device_scale,
+            "found_inf": None if numbers.found_inf is None else numbers.found_inf.to(device, torch.float32),
+            "rows": torch.empty(count * _ROW_FLOATS, device=device),
+            "partials": torch.empty(sums, device=device, dtype=torch.float64) if lamb else None,
+            "ratios": torch.ones(count, device=device) if lamb else None,
+        }
+        call = _Call(
+            bytes=ctypes.sizeof(_Call),
+            stream=stream,
+            sizes=ctypes.addressof(size_array),
+            columns=(_P * 5)(*(None if column is None else ctypes.addressof(column) for column in columns)),
+            steps=ctypes.addressof(step_array) if numbers.steps else None,
+            lr=lr,
+            scale=scale,
+            partial_count=sums,
+            device=device.index or 0,
+            count=count,
+            param_code=_CODES[param.dtype],
+            grad_code=_CODES[grad.dtype],
+            moment_code=_CODES[first.dtype],
+            out_code=-1 if out is None else _CODES[out.dtype],
+            **numbers.fields,
+            **{name: None if tensor is None else tensor.data_ptr() for name, tensor in on_device.items()},
+        )
+        run(call)
+    return on_device["ratios"]
+
+
+def _run(
+    op: OpSpec,
+    columns: Sequence[Sequence[torch.Tensor | None] | None],
+    *,
+    step: Step,
+    lr: Scalar,
+    grad_scale: Scalar,
+    betas: tuple[float, float],
+    found_inf: torch.Tensor | None,
+    **fields: float,
+) -> list[torch.Tensor]:
+    """Check the tensors and submit those with the same device and dtypes together; the trust ratios of LAMB, in order."""
+    params = columns[0]
+    assert params is not None
+    rows = [_Row(row).check() for row in zip(*([None] * len(params) if column is None else column for column in columns), strict=True)]
+    steps: Tensors = ()
+    if isinstance(step, int):
+        fields["step"] = step
+    else:
+        steps = [step] * len(rows) if isinstance(step, torch.Tensor) else step
+        fits = [s.dtype is torch.float32 and s.numel() == 1 and s.device == row.device() for s, row in zip(steps, rows, strict=True)]
+        if not all(fits):
+            raise ValueError("step is an int, or fp32 tensors of one element on the parameters' device: one for all, or one each")
+    if found_inf is not None and not on_cuda(found_inf):
+        raise ValueError(f"found_inf is read by the device and must be a CUDA tensor, not one on {found_inf.device}")
+    numbers = _Numbers(lr, grad_scale, steps, found_inf, {**fields, "beta1": betas[0], "beta2": betas[1]})
+    buckets: dict[tuple[object, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        buckets.setdefault(row.key(), []).append(index)
+    ratios: dict[int, torch.Tensor] = {}
+    for indices in buckets.values():
+        own = _submit(op, [rows[i] for i in indices], numbers.of(indices))
+        if own is not None:
+            ratios.update(zip(indices, own.unbind(), strict=True))
+    return [ratios[i] for i in sorted(ratios)]
+
+
+def adam_step(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: Step,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool = True,
+    bias_correction: bool = True,
+    grad_scale: Scalar = 1.0,
+    found_inf: torch.Tensor | None = None,
+    outs: Tensors | None = None,
+) -> None:
+    """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019) of every parameter, in fp32 arithmetic.
+
+    Each parameter, gradient, pair of moments and output is fp32, bf16 or fp16, contiguous, on one CUDA device, of as many elements.
+    ``step`` is the number of this update, from 1: an int, or fp32 CUDA tensors (one for all, or one each), which are only read.
+    Gradients are multiplied by ``grad_scale`` first; ``outs`` receive the rounded parameters in the same pass. Where ``found_inf`` holds
+    anything but 0 nothing changes. ``lr`` and ``grad_scale`` may be CUDA tensors; nothing waits for the device then either.
+    Raises ValueError for other tensors, RuntimeError with CUDA's name of an error or where the kernel is not there (see :func:`usable`).
+    """
+    _run(
+        FUSED_ADAM,
+        (params, grads, exp_avgs, exp_avg_sqs, outs),
+        step=step,
+        found_inf=found_inf,
+        lr=lr,
+        grad_scale=grad_scale,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        bias_correction=bias_correction,
+    )
+
+
+def lion_step(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    *,
+    lr: Scalar,
+    betas: tuple[float, float],
+    weight_decay: float,
+    grad_scale: Scalar = 1.0,
+    found_inf: torch.Tensor | None = None,
+    outs: Tensors | None = None,
+) -> None:
+    """One Lion update in place (Chen et al. 2023) of every parameter. Tensors and errors as :func:`adam_step`."""
+    _run(
+        FUSED_LION,
+        (params, grads, exp_avgs, None, outs),
+        step=1,
+        found_inf=found_inf,
+        lr=lr,
+        grad_scale=grad_scale,
+        betas=betas,
+        weight_decay=weight_decay,
+        decoupled=True,
+    )
+
+
+def lamb_step(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: Step,
+    lr: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    min_coeff: float,
+    max_coeff: float,
+    eps_inside_sqrt: bool = False,
+    bias_correction: bool = True,
+    grad_scale: Scalar = 1.0,
+    found_inf: torch.Tensor | None = None,
+    outs: Tensors | None = None,
+) -> list[torch.Tensor]:
+    """One LAMB update in place (You et al. 2020) of every parameter; the trust ratios (0-dim fp32 on the device), 1 where nothing changed.
+
+    The norms are added in a fixed order: equal tensors give equal bits. Tensors and errors as :func:`adam_step`.
+    """
+    return _run(
+        FUSED_LAMB,
+        (params, grads, exp_avgs, exp_avg_sqs, outs),
+        step=step,
+        found_inf=found_inf,
+        lr=lr,
+        grad_scale=grad_scale,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        bias_correction=bias_correction,
+        min_coeff=min_coeff,
+        max_coeff=max_coeff,
+        eps_inside_sqrt=eps_inside_sqrt,
+    )

@@ -1,0 +1,263 @@
+"""The host kernels compute what torch computes, to the same bits however the work is cut and whatever the machine's vectors."""
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.native.build import built, try_load
+from deepspeed.native.ops import CPU_ADAGRAD, CPU_ADAM, CPU_LION
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.optim import host
+from deepspeed.optim.lion import Lion
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+COUNT = 1003  # no multiple of any vector width
+
+pytestmark = pytest.mark.skipif(try_load(CPU_ADAM) is None, reason="no C++ compiler: the fallback is what the other tests run")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def tensors(count: int = COUNT, *, grad: torch.dtype = torch.float32, moment: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(count)
+    weights, gradient, first = (torch.randn(count, generator=draw) for _ in range(3))
+    return [weights, gradient.to(grad), first.to(moment), first.square().to(moment)]
+
+
+def adam(values: list[torch.Tensor], step: int = 3, **changes: object) -> None:
+    host.adam_step(*values, step=step, **ADAM | changes)
+
+
+# --- the arithmetic ---
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_follows_torch(kind: type[torch.optim.Optimizer], *, decoupled: bool) -> None:
+    if decoupled is (kind is torch.optim.Adam):
+        pytest.skip("the other combination is the same rule")
+    weights, *_ = tensors()
+    theirs = torch.nn.Parameter(weights.clone())
+    reference, first, second = kind([theirs], **ADAM, foreach=False), torch.zeros(COUNT), torch.zeros(COUNT)
+    for step in range(1, 21):
+        theirs.grad = torch.randn(COUNT, generator=torch.Generator().manual_seed(step))
+        adam([weights, theirs.grad, first, second], step, decoupled=decoupled)
+        reference.step()
+    # Rounding of the last place per step, which the division by a small root magnifies.
+    torch.testing.assert_close(weights, theirs.detach(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(first, reference.state[theirs]["exp_avg"], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(second, reference.state[theirs]["exp_avg_sq"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda p: DeepSpeedCPUAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
+        (lambda p: DeepSpeedCPUAdam(p, **ADAM, adamw_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
+        (lambda p: DeepSpeedCPUAdagrad(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1)),
+        (lambda p: FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
+        (lambda p: DeepSpeedCPULion(p, lr=1e-2, weight_decay=0.1), lambda p: Lion(p, lr=1e-2, weight_decay=0.1)),
+    ],
+    ids=["adamw", "adam", "adagrad", "fused adamw", "lion"],
+)
+def test_the_named_classes_run_on_the_kernels(ours: object, theirs: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("adam_step", "adagrad_step", "lion_step"):
+        kernel = getattr(host, name)
+        monkeypatch.setattr(host, name, lambda *a, _kernel=kernel, _name=name, **k: (calls.append(_name), _kernel(*a, **k)))
+    one, other = (torch.nn.Parameter(tensors(shape)[0].view(17, 59)) for shape in (COUNT, COUNT))
+    mine, reference = ours([one]), theirs([other])
+    for step in range(5):
+        one.grad = torch.randn(17, 59, generator=torch.Generator().manual_seed(step))
+        other.grad = one.grad.clone()
+        mine.step()
+        with monkeypatch.context() as without:
+            without.setattr(host, "usable", lambda *_: False)
+            reference.step()
+    torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize(("grad", "moment", "out"), list(itertools.product(DTYPES, DTYPES, (None, *DTYPES))))
+def test_every_dtype_is_the_fp32_rule_with_rounded_inputs_and_outputs(
+    grad: torch.dtype, moment: torch.dtype, out: torch.dtype | None
+) -> None:
+    low = tensors(grad=grad, moment=moment)
+    wide = [t.float().clone() for t in low]
+    rounded = None if out is None else torch.empty(COUNT, dtype=out)
+    adam(low, out=rounded)
+    adam(wide)
+    assert torch.equal(low[0], wide[0])
+    assert torch.equal(low[2], wide[2].to(moment)) and torch.equal(low[3], wide[3].to(moment))
+    assert rounded is None or torch.equal(rounded, low[0].to(out))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_rounding_is_torchs_for_every_kind_of_number(dtype: torch.dtype) -> None:
+    odd = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 65504.0, 65519.0, 65520.0, 6e-8, 3e-8, 2.98e-8, 1e-40, 3.4e38, 1.00390625]
+    spread = torch.randn(4096, generator=torch.Generator().manual_seed(1)) * torch.logspace(-45, 38, 4096)
+    values = torch.cat([torch.tensor(odd), spread])
+    out = torch.empty_like(values, dtype=dtype)
+    still, zeros = values.clone(), torch.zeros_like(values)
+    adam([still, zeros, zeros.clone(), zeros.clone()], out=out, lr=0.0, weight_decay=0.0)
+    expected = values.to(dtype)
+    assert torch.equal(out.isnan(), expected.isnan())
+    known = ~expected.isnan()
+    assert torch.equal(out.view(torch.int16)[known], expected.view(torch.int16)[known])
+
+
+def test_the_gradient_is_scaled_first() -> None:
+    scaled, plain = tensors(), tensors()
+    scaled[1].mul_(1024)
+    adam(scaled, grad_scale=1 / 1024)
+    adam(plain)
+    assert all(torch.equal(a, b) for a, b in zip(scaled[:1] + scaled[2:], plain[:1] + plain[2:], strict=True))
+
+
+def test_not_a_number_goes_on_into_the_weight() -> None:
+    for kernel in (adam, lambda v: host.lion_step(*v[:3], lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)):
+        values = tensors(8)
+        values[1][3] = float("nan")
+        kernel(values)
+        assert values[0].isnan().tolist() == [i == 3 for i in range(8)]
+
+
+# --- the same bits, however the work is cut ---
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 1003])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_pieces_and_unaligned_places_give_the_same_bits(count: int, offset: int) -> None:
+    whole = tensors(count + offset)
+    parts = [t.clone() for t in whole]
+    adam(whole)
+    for start, stop in ((0, offset), (offset, offset + count // 3), (offset + count // 3, offset + count)):
+        adam([t[start:stop] for t in parts])
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_threads_do_not_change_a_bit(threads: None) -> None:
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        values = tensors(3 * host._GRAIN + 5)
+        adam(values)
+        results.append(values)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+DIGEST = """
+import hashlib, sys
+import torch
+from tests.ops.test_cpu_optimizers import DTYPES, digest
+sys.stdout.write(digest())
+"""
+
+
+def digest() -> str:
+    """A hash over the results of every kernel and dtype."""
+    found = hashlib.sha256()
+    for grad, moment in itertools.product(DTYPES, DTYPES):
+        for step in (adam, lambda v: host.adagrad_step(v[0], v[1], v[3], rate=0.1, eps=1e-8, weight_decay=0.1)):
+            values = tensors(grad=grad, moment=moment)
+            step(values)
+            found.update(b"".join(t.view(torch.uint8).numpy().tobytes() for t in values))
+        values = tensors(grad=grad, moment=moment)
+        host.lion_step(*values[:3], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, out=values[3])
+        found.update(b"".join(t.view(torch.uint8).numpy().tobytes() for t in values))
+    return found.hexdigest()
+
+
+def test_every_vector_width_gives_the_same_bits() -> None:
+    digests = set()
+    for isa in ("plain", "avx2", "avx512"):
+        environment = os.environ | {"DS_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        done = subprocess.run([sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        digests.add(done.stdout)
+    assert digests == {digest()}
+
+
+# --- what does not fit ---
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda v: v.__setitem__(0, v[0].double()),
+        lambda v: v.__setitem__(0, v[0].bfloat16()),
+        lambda v: v.__setitem__(1, v[1][:-1]),
+        lambda v: v.__setitem__(2, torch.zeros(2 * COUNT)[::2]),
+        lambda v: v.__setitem__(3, v[3].to("meta")),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(broken: object) -> None:
+    values = tensors()
+    broken(values)
+    with pytest.raises(ValueError, match="host kernel"):
+        adam(values)
+
+
+def test_a_half_precision_parameter_keeps_the_torch_path() -> None:
+    weights = torch.nn.Parameter(tensors()[0].bfloat16())
+    weights.grad = torch.ones_like(weights)
+    before = weights.detach().clone()
+    DeepSpeedCPUAdam([weights]).step()
+    assert not torch.equal(before, weights.detach())
+
+
+def test_a_forked_child_computes_too(threads: None) -> None:
+    torch.set_num_threads(2)
+    values, again = tensors(3 * host._GRAIN), tensors(3 * host._GRAIN)
+    adam(values)
+    expected = values[0].numpy().tobytes()
+    child = os.fork()
+    if child == 0:
+        try:
+            adam(again)  # no torch operation here: OpenMP's own threads do not survive a fork
+            os._exit(0 if again[0].numpy().tobytes() == expected else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+FALLBACK = """
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+p = torch.nn.Parameter(torch.ones(8)); q = torch.nn.Parameter(torch.ones(8))
+p.grad = q.grad = torch.arange(8.0)
+a = DeepSpeedCPUAdam([p], lr=0.1); b = torch.optim.AdamW([q], lr=0.1, weight_decay=0)
+for _ in range(3): a.step(); b.step()
+assert torch.allclose(p, q), (p, q)
+"""
+
+
+def test_without_a_compiler_torch_does_the_work_and_one_line_says_so(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "CXX": str(tmp_path / "no-compiler"),
+        "PATH": str(tmp_path),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run([sys.executable, "-c", FALLBACK], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("cpu_adam") == 1
+
+
+def test_all_kernels_are_built() -> None:
+    assert all(try_load(op) is not None and built(op) is not None for op in (CPU_ADAM, CPU_ADAGRAD, CPU_LION))
