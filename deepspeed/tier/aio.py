@@ -1,0 +1,363 @@
+"""Asynchronous reads and writes between host tensors and files.
+
+``AioEngine`` hands transfers to csrc/aio (io_uring, else libaio, else threads); where that cannot be compiled, Python threads do
+them. Bytes go through O_DIRECT as far as offset, address and length allow it; the rest goes through the page cache.
+"""
+
+import ctypes
+import errno
+import functools
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from deepspeed.errors import DeepSpeedError
+from deepspeed.native.build import load, try_load
+from deepspeed.native.ops import ASYNC_IO
+from deepspeed.observe.log import logger
+from deepspeed.tier.aligned import ALIGN, aligned_empty
+
+__all__ = ["ALIGN", "AioEngine", "DirectFile", "Transfer", "TransferError", "aligned_empty"]
+
+_CODES = {"auto": 0, "io_uring": 1, "libaio": 2, "threads": 3}
+_NAMES = {code: name for name, code in _CODES.items()}
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_FULL = "free space there, or name a larger disk (nvme_path)"
+_ADVICE = {
+    errno.ENOSPC: f"the filesystem is full; {_FULL}",
+    errno.EDQUOT: f"the quota is used up; {_FULL}",
+    errno.EFBIG: "the file may not grow that far; raise the limit (ulimit -f) or name another filesystem (nvme_path)",
+    errno.EIO: "the disk failed; the kernel log (dmesg) says more",
+    errno.ENODATA: "the file ends before that; it was cut, or never written so far",
+    errno.EBADF: "the file is not open for that; open it with writable=True",
+    errno.ECHILD: "this process was forked from the one that made the engine; make a new engine here",
+}
+
+_Self = TypeVar("_Self")
+
+
+class TransferError(DeepSpeedError, OSError):
+    """A file could not be read or written; ``errno`` and ``filename`` say why and which."""
+
+
+class _Calls(Protocol):
+    """What moves the bytes. Failures are negative errno values, as in csrc/aio/aio.cpp."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def submit(self) -> Callable[[int, int, int, int, int, int], int]: ...  # write, direct fd, plain fd, offset, address, bytes
+    @property
+    def wait(self) -> Callable[[int], int]: ...
+    @property
+    def done(self) -> Callable[[int], int]: ...
+    @property
+    def free(self) -> Callable[[], object]: ...
+
+
+class _Native:
+    """csrc/aio; its methods are C functions, which leave the interpreter to other threads."""
+
+    def __init__(self, library: ctypes.CDLL, *, backend: str, depth: int, block: int, threads: int) -> None:
+        signatures = {
+            "new": (ctypes.c_void_p, [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]),
+            "backend": (ctypes.c_int, [ctypes.c_void_p]),
+            "submit": (
+                ctypes.c_int64,
+                [ctypes.c_void_p, *[ctypes.c_int] * 3, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
+            ),
+            "wait": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64]),
+            "done": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64]),
+            "free": (None, [ctypes.c_void_p]),
+        }
+        functions: dict[str, Any] = {}
+        for name, (result, arguments) in signatures.items():
+            functions[name] = library[f"ds_aio_{name}"]  # an own object for each, so that signatures are nobody else's
+            functions[name].restype, functions[name].argtypes = result, arguments
+        error = ctypes.c_int(0)
+        handle = functions["new"](_CODES[backend], depth, block, threads, ctypes.byref(error))
+        if not handle:
+            text = f"file IO by {backend!r} is not to be had here ({os.strerror(-error.value)}); backend='auto' takes what there is"
+            raise TransferError(-error.value, text)
+        self.name = _NAMES[functions["backend"](handle)]
+        self.submit = functools.partial(functions["submit"], handle)
+        self.wait = functools.partial(functions["wait"], handle)
+        self.done = functools.partial(functions["done"], handle)
+        self.free = functools.partial(functions["free"], handle)
+
+
+class _PythonThreads:
+    """The same calls without native code: Python threads, through the page cache."""
+
+    name = "python"
+
+    def __init__(self, *, block: int, threads: int) -> None:
+        self._block, self._pid = block, os.getpid()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ds-aio")
+        self._pieces: dict[int, list[Future[int]]] = {}
+        self._tickets = itertools.count(1)
+
+    def submit(self, write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
+        """A ticket, or -ECHILD."""
+        if os.getpid() != self._pid:
+            return -errno.ECHILD
+        spans = [(at, min(self._block, nbytes - at)) for at in range(0, nbytes, self._block)]
+        ticket = next(self._tickets)
+        self._pieces[ticket] = [self._pool.submit(self._move, write, plain, offset + at, address + at, size) for at, size in spans]
+        return ticket
+
+    @staticmethod
+    def _move(write: int, fd: int, offset: int, address: int, size: int) -> int:
+        memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        at = 0
+        while at < size:
+            try:
+                count = os.pwritev(fd, [memory[at:]], offset + at) if write else os.preadv(fd, [memory[at:]], offset + at)
+            except OSError as error:
+                return -(error.errno or errno.EIO)
+            if count == 0:
+                return -errno.ENOSPC if write else -errno.ENODATA
+            at += count
+        return 0
+
+    def wait(self, ticket: int) -> int:
+        """0 or the first failure."""
+        if os.getpid() != self._pid:
+            return -errno.ECHILD
+        return next((code for code in [piece.result() for piece in self._pieces.pop(ticket)] if code), 0)
+
+    def done(self, ticket: int) -> int:
+        """1 or 0."""
+        return int(all(piece.done() for piece in self._pieces[ticket]))
+
+    def free(self) -> None:
+        """Ends the threads when they have done everything."""
+        if os.getpid() == self._pid:
+            self._pool.shutdown()
+
+
+class DirectFile:
+    """A file open twice: with O_DIRECT where the filesystem has it (``direct``), and through the page cache.
+
+    With ``create`` it is made if need be. Raises OSError as ``open`` does.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = True) -> None:
+        self.path = os.fspath(path)
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+        self._plain = os.open(self.path, flags | (os.O_CREAT if create else 0), 0o600)
+        self._direct = -1
+        self._under_way: dict[Transfer, None] = {}
+        try:
+            if hasattr(os, "O_DIRECT"):
+                self._direct = os.open(self.path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                os.close(self._plain)
+                raise
+        if self.direct:
+            # Read-ahead would leave neighbours of a partial block in the page cache, where direct writes then have to find them.
+            os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)
+
+    @property
+    def direct(self) -> bool:
+        """Whether whole blocks bypass the page cache."""
+        return self._direct >= 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file now."""
+        return os.fstat(self._plain).st_size
+
+    def allocate(self, nbytes: int) -> None:
+        """Reserve disk space for the first ``nbytes`` bytes; the file never shrinks. Raises TransferError when there is no room."""
+        before = self.size
+        if nbytes == 0:
+            return
+        try:
+            os.posix_fallocate(self._plain, 0, nbytes)
+        except OSError as error:
+            if error.errno in _NO_DIRECT:
+                os.ftruncate(self._plain, max(before, nbytes))  # this filesystem cannot reserve; a full disk shows later
+                return
+            os.ftruncate(self._plain, before)  # gives back the part that there was room for
+            raise _failure(error.errno or errno.EIO, f"reserving {nbytes} bytes", self.path) from error
+
+    def close(self) -> None:
+        """Close it, when the transfers under way are done."""
+        fds, self._plain, self._direct = (self._plain, self._direct), -1, -1  # no new ones from here on
+        for transfer in list(self._under_way):
+            transfer._settle()
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _failure(code: int, what: str, path: str) -> TransferError:
+    advice = _ADVICE.get(code)
+    return TransferError(code, f"{what}: {os.strerror(code)}" + (f" ({advice})" if advice else ""), path)
+
+
+class Transfer:
+    """A read or write under way. It keeps the tensor alive and, while the engine is open, needs no wait to finish."""
+
+    def __init__(self, engine: "AioEngine", file: DirectFile, *, write: bool, offset: int, tensor: torch.Tensor) -> None:
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._engine, self._file, self._write, self._offset = engine, file, write, offset
+        self._tensor: torch.Tensor | None = tensor
+        self._lock = threading.Lock()
+        # Lists that C code appends to: an interrupt (Ctrl-C) between a call's return and an assignment would lose the value.
+        self._ticket: list[int] = []
+        self._code: list[int] = []
+        self._told = False
+
+    def wait(self) -> None:
+        """Until it is done. Raises TransferError, with the file and the offset, when it failed; may be called again."""
+        self._told = True
+        code = self._settle()
+        if code:
+            raise self._failure(code)
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        if self._code or self._engine._foreign():
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody is waiting for it
+        try:
+            return bool(self._code) or self._engine._calls.done(self._ticket[0]) != 0
+        finally:
+            self._lock.release()
+
+    def _failure(self, code: int) -> TransferError:
+        verb, at = ("writing" if self._write else "reading"), f"{self.nbytes} bytes at offset {self._offset}"
+        return _failure(-code, f"{verb} {at}", self._file.path)
+
+    def _start(self) -> None:
+        tensor, file, engine = self._tensor, self._file, self._engine
+        assert tensor is not None
+        with self._lock:
+            # Known to both before either is asked whether it is open: closing them waits for what it finds.
+            file._under_way[self] = engine._under_way[self] = None
+            try:
+                if engine._closed or file._plain < 0:
+                    raise ValueError(f"{'this AioEngine' if engine._closed else file.path} is closed")
+                arguments = (int(self._write), file._direct, file._plain, self._offset, tensor.data_ptr(), self.nbytes)
+                self._ticket.extend(itertools.starmap(engine._calls.submit, [arguments]))
+                self._code.extend(code for code in self._ticket if code < 0)
+            finally:
+                if self._code or not self._ticket:
+                    self._release()
+        if self._code:
+            self.wait()
+
+    def _settle(self) -> int:
+        if not self._code and self._engine._foreign():
+            return -errno.ECHILD  # before the lock, which another thread may have held when this process was forked
+        with self._lock:
+            if not self._code:
+                self._code.extend(map(self._engine._calls.wait, self._ticket))
+            self._release()
+        return self._code[0] if self._code else -errno.ECANCELED  # interrupted before it began
+
+    def _release(self) -> None:
+        self._tensor = None
+        for place in (self._file._under_way, self._engine._under_way):
+            place.pop(self, None)
+
+
+class AioEngine:
+    """Transfers between host tensors and files; several threads may use it.
+
+    At most ``queue_depth`` pieces of ``block_bytes`` (a multiple of 4096) are under way on O_DIRECT descriptors, and ``threads``
+    through the page cache. ``backend`` is "auto", "io_uring", "libaio" or "threads"; DS_AIO_BACKEND in the environment decides
+    for "auto". ``backend`` of the engine is the one it uses, "python" where the native code cannot be compiled.
+
+    Raises ValueError for an argument, TransferError when the named backend is not to be had, BuildError when it needs native code.
+    """
+
+    def __init__(self, *, queue_depth: int = 32, block_bytes: int = 1 << 20, threads: int = 1, backend: str = "auto") -> None:
+        if not 1 <= queue_depth <= 4096 or not 1 <= threads <= 256:
+            raise ValueError(f"queue_depth is 1 to 4096 and threads 1 to 256, not {queue_depth} and {threads}")
+        if block_bytes % ALIGN or not ALIGN <= block_bytes <= 1 << 30:
+            raise ValueError(f"block_bytes is a multiple of {ALIGN}, 1 GiB at most, not {block_bytes}")
+        if backend == "auto":
+            backend = os.environ.get("DS_AIO_BACKEND") or "auto"
+        if backend not in _CODES:
+            raise ValueError(f"a backend of file IO is one of {', '.join(_CODES)}, not {backend!r} (argument or DS_AIO_BACKEND)")
+        library = load(ASYNC_IO) if backend in ("io_uring", "libaio") else try_load(ASYNC_IO)
+        self._calls: _Calls
+        if library is None:
+            self._calls = _PythonThreads(block=block_bytes, threads=threads)
+        else:
+            self._calls = _Native(library, backend=backend, depth=queue_depth, block=block_bytes, threads=threads)
+        self._pid, self._closed = os.getpid(), False
+        self._under_way: dict[Transfer, None] = {}  # oldest first; holds the tensors
+        # also when it is never closed: at the end of the process, and before the tensors under way are collected with it
+        self._end = weakref.finalize(self, self._calls.free)
+
+    @property
+    def backend(self) -> str:
+        """The one in use: "io_uring", "libaio", "threads" or "python"."""
+        return self._calls.name
+
+    def read(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> Transfer:
+        """Start filling ``tensor`` (contiguous, on the host) with the bytes of ``file`` from ``offset`` (bytes) on.
+
+        Raises ValueError for another tensor or something closed, TransferError when it cannot start; ``wait`` tells the rest.
+        """
+        return self._start(file, offset, tensor, write=False)
+
+    def write(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> Transfer:
+        """Start writing ``tensor`` to ``file`` at ``offset``; it must not change before ``wait``. Errors as :meth:`read`."""
+        return self._start(file, offset, tensor, write=True)
+
+    def _start(self, file: DirectFile, offset: int, tensor: torch.Tensor, *, write: bool) -> Transfer:
+        whole = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if not whole or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"file IO takes contiguous host tensors, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
+        if offset < 0:
+            raise ValueError(f"an offset in {file.path} is not negative: {offset}")
+        self._tidy()
+        transfer = Transfer(self, file, write=write, offset=offset, tensor=tensor)
+        transfer._start()
+        return transfer
+
+    def _tidy(self) -> None:
+        # transfers that nobody waits for let go of their tensors here; they still know how they ended
+        for transfer in list(self._under_way)[:2]:
+            if transfer.done():
+                transfer._settle()
+
+    def _foreign(self) -> bool:
+        return os.getpid() != self._pid
+
+    def close(self) -> None:
+        """End the engine when everything under way is done; failures that nobody asked for are logged. May be called again."""
+        if self._foreign() or self._closed:
+            return
+        self._closed = True
+        for transfer in list(self._under_way):
+            code = transfer._settle()
+            if code and not transfer._told:
+                logger.warning("file IO that nobody waited for failed: %s", transfer._failure(code))
+        self._end()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,53 @@
+"""csrc/aio under the address, undefined-behaviour and thread sanitizers: no report on any backend."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepspeed.native.ops import ASYNC_IO
+from tests.budget.source import ROOT
+
+GXX = shutil.which("g++") or shutil.which("clang++")
+pytestmark = [pytest.mark.skipif(GXX is None, reason="needs a C++ compiler"), pytest.mark.timeout(400)]
+FLAGS = ("-std=c++17", "-g", "-O1", "-pthread", "-fno-sanitize-recover=all")
+BACKENDS = {"io_uring": "1", "libaio": "2", "threads": "3"}
+
+
+def compile_with(sanitizers: str, sources: list[Path], target: Path) -> subprocess.CompletedProcess[str]:
+    """Run the compiler."""
+    command = [str(GXX), *FLAGS, f"-fsanitize={sanitizers}", "-I", str(ASYNC_IO.folder()), *map(str, sources), "-o", str(target)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The stress program with a sanitizer in it, compiled once."""
+    made: dict[str, Path] = {}
+
+    def program(sanitizers: str) -> Path:
+        if sanitizers not in made:
+            folder = tmp_path_factory.mktemp("stress")
+            (folder / "empty.cpp").write_text("int main() { return 0; }\n")
+            probe = compile_with(sanitizers, [folder / "empty.cpp"], folder / "empty")
+            if probe.returncode != 0 or subprocess.run([folder / "empty"], timeout=60).returncode != 0:
+                pytest.skip(f"the runtime of -fsanitize={sanitizers} is not installed or does not run here")
+            built = compile_with(sanitizers, [ROOT / "tests/ops/aio_stress.cpp", *ASYNC_IO.files()], folder / "stress")
+            assert built.returncode == 0, built.stderr
+            made[sanitizers] = folder / "stress"
+        return made[sanitizers]
+
+    return program
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_no_report(stress: Callable[[str], Path], sanitizers: str, backend: str, tmp_path: Path) -> None:
+    """Four threads of transfers of every size and alignment, failures, and an engine that is freed in mid-flight."""
+    ran = subprocess.run([stress(sanitizers), BACKENDS[backend], tmp_path / "file"], capture_output=True, text=True, timeout=150)
+    if ran.returncode == 77:
+        pytest.skip(ran.stderr.strip())
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert not ran.stderr
