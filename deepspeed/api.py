@@ -25,6 +25,7 @@ from deepspeed.mesh.groups import ZeroMesh, build_zero_mesh, plain_mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.process_settings import hold_settings
+from deepspeed.optim.base import slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
@@ -143,7 +144,7 @@ def _assemble(
         if base is not None:
             check_fresh(base)
         parts = build(model, plan, mesh, rules=rules, policy=_policy(cfg, mesh), group_of=groups)
-        views = build_views(parts.units, len(base.param_groups)) if base is not None else []
+        views = build_views(parts.units, len(base.param_groups), tile_numel=plan.offload.tile_numel) if base is not None else []
         if base is not None:
             attach(base, views)
         scaler = build_loss_scaler(cfg)
@@ -260,6 +261,7 @@ def _build_rules(cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optim
         buffer_dtype=DTYPES[dtypes.buffers] if dtypes.buffers else None,
         low=_low_precision(cfg, model),
         low_dtype=DTYPES[dtypes.low],
+        slot_bytes=slot_bytes(base) if base is not None else 0,
     )
 
 

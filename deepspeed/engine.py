@@ -23,8 +23,10 @@ from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
 from deepspeed.zero.access import GatheredParameters
+from deepspeed.zero.budget import MemoryPlan
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.hooks import inside_backward
+from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.step import StepRules, take_step
@@ -56,6 +58,8 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         self._parts = parts
         self._scaler = scaler
         self._views = views
+        drives = any(v.on_drive for v in views)
+        self.tiles = OptimTiles(views, optimizer, parts.tiers) if optimizer is not None and drives else None
         self._gas = config.gradient_accumulation_steps
         self._micro = config.train_micro_batch_size_per_gpu
         self._managed = config.managed_gradient_accumulation
@@ -159,7 +163,8 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         config = self._config
         rules = StepRules(config.gradient_clipping, need_norm=config.zero.compute_grad_norm, skip_nonfinite=self._skips_nonfinite())
         try:
-            result = take_step(self.runtime, self.basic_optimizer, self._views, rules=rules, loss_scale=self._scaler.loss_scale)
+            scale = self._scaler.loss_scale
+            result = take_step(self.runtime, self.basic_optimizer, self._views, tiles=self.tiles, rules=rules, loss_scale=scale)
         except BaseException:
             self._recover()
             raise
@@ -342,6 +347,18 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
     def views_of(self, unit: Unit) -> list[OptimView]:
         return [v for v in self._views if v.unit is unit]
 
+    def memory_plan(self) -> MemoryPlan:
+        """What a rank's model states hold on device, host and drive, as computed before they were built."""
+        return self._parts.memory
+
+    def places(self) -> list[str]:
+        """Where offloaded states rest, in words."""
+        return self._parts.tiers.describe()
+
+    def attached(self, view: OptimView, *, write: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
+        return self.tiles.attached(view, write=write) if self.tiles is not None else contextlib.nullcontext()
+
     def optimizer_state(self, view: OptimView) -> dict[str, Any]:
         return self.basic_optimizer.state.get(view.param, {}) if self.basic_optimizer is not None else {}
 
@@ -414,6 +431,8 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
     def _check_alive(self) -> None:
         if self._destroyed:
             raise UsageError("this engine was destroyed; call deepspeed.initialize again")
+        if self.tiles is not None:
+            self.tiles.check_whole()
 
     def collect_python_gc(self) -> int:
         """One cyclic garbage collection now, for loops under ``disable_python_gc``; the number of objects found."""

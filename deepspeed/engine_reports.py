@@ -39,6 +39,10 @@ def state_dump(engine: "DeepSpeedEngine") -> str:
 def report_start(engine: "DeepSpeedEngine") -> None:
     """Log one line about ``engine``, and what ``dump_state`` and ``memory_breakdown`` ask for."""
     log_dist(_summary(engine))
+    plan = engine.runtime.plan
+    away = any(state is not None and state.away for u in engine.runtime.units for state in (u.plan.param, u.plan.optim))
+    if away or plan.offload.host_limit or plan.offload.device_limit:
+        log_dist(f"{'; '.join(engine.places())}\n{engine.memory_plan().table()}")
     if engine.dump_state():
         log_dist(f"dump_state\n{state_dump(engine)}")
     see_memory_usage("memory after initialize", force=engine.memory_breakdown())

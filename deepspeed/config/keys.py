@@ -16,6 +16,8 @@ KEYS: Mapping[str, Key] = MappingProxyType({**TRAINING, **SERVICES})
 # Keys of this package that the reference format does not have.
 EXTENSIONS = frozenset(
     {
+        "memory.device_limit",
+        "memory.host_limit",
         "seed",
         "zero_optimization.divergence",
         "zero_optimization.mics_hierarchical_params_gather",

@@ -41,6 +41,7 @@ from deepspeed.config.services import (
     DataStatesConfig,
     FlopsProfilerConfig,
     HybridEngineConfig,
+    MemoryConfig,
     TensorBoardConfig,
     TimersConfig,
     WandbConfig,
@@ -151,6 +152,7 @@ class DeepSpeedConfig(Block, metaclass=_LoadsWhenCalled):
     data_efficiency: DataEfficiencyConfig = Field(default_factory=DataEfficiencyConfig)
     expert_parallel: ExpertParallelConfig = Field(default_factory=ExpertParallelConfig)
     flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     hybrid_engine: HybridEngineConfig = Field(default_factory=HybridEngineConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from deepspeed.config.values import Block, Count, Flag, FrozenDict, Int, Names, NestingBlock, Num, PathText, Positive, Text, freeze
+from deepspeed.config.values import Block, Bytes, Count, Flag, FrozenDict, Int, Names, NestingBlock, Num, PathText, Positive, Text, freeze
 
 
 def _upper(value: Any) -> Any:
@@ -28,6 +28,13 @@ class AioConfig(Block):
     single_submit: Flag = False
     overlap_events: Flag = True
     use_gds: Flag = False
+
+
+class MemoryConfig(Block):
+    """``memory`` (an extension): what one rank may hold, in bytes or as "3GiB"; checked before training starts."""
+
+    host_limit: Bytes | None = None
+    device_limit: Bytes | None = None
 
 
 class ParallelWriteConfig(Block):

@@ -73,15 +73,18 @@ _OFFLOAD = """\
   "zero_optimization": {
     // Sharding everything comes first: with N ranks each holds 1/N of all states.
     "stage": 3,
-    // Moving states off the device is not in this release. A later one reads these two blocks; put them in then:
-    // "offload_optimizer": {"device": "cpu", "pin_memory": true},
-    // "offload_param": {"device": "cpu", "pin_memory": true},
+    // Optimizer states, gradients and parameters rest in host memory. When that is too small as well, use a drive:
+    // {"device": "nvme", "nvme_path": "/folder/on/the/drive"}, and "max_in_cpu": 0 in the block of the parameters.
+    "offload_optimizer": {"device": "cpu", "pin_memory": true},
+    "offload_param": {"device": "cpu", "pin_memory": true},
 
-    // What saves memory today: little fetched ahead, little kept for reuse, small persistent parameters only.
+    // Little fetched ahead, little kept for reuse, small persistent parameters only.
     "stage3_prefetch_bucket_size": 1e7,
     "stage3_max_live_parameters": 1e8,
     "stage3_param_persistence_threshold": 1e4
   },
+  // What one rank may hold. The need is computed before anything is built, and refused at once when it does not fit.
+  // "memory": {"host_limit": "64GiB", "device_limit": "16GiB"},
   "steps_per_print": 50
 }
 """
@@ -110,7 +113,7 @@ GOALS: Mapping[str, tuple[str, int, int, str]] = MappingProxyType(
     {
         "finetune": ("Fine-tuning of all weights, bf16, ZeRO 2.", 4, 4, _FINETUNE),
         "lora": ("Training of adapters over a frozen base, bf16, ZeRO 3.", 4, 4, _LORA),
-        "offload": ("A model that hardly fits: bf16, ZeRO 3 with small windows.", 1, 16, _OFFLOAD),
+        "offload": ("A model that does not fit: bf16, ZeRO 3, states in host memory.", 1, 16, _OFFLOAD),
         "pretrain": ("Pre-training from scratch, bf16, ZeRO 3.", 8, 8, _PRETRAIN),
     }
 )

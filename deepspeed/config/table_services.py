@@ -23,18 +23,15 @@ def _details(gate: str, prefix: str, meanings: Mapping[str, str]) -> dict[str, K
     return {prefix + name: not_yet(meaning, gate=gate) for name, meaning in meanings.items()}
 
 
-_AIO = _inert(
-    "only NVMe offload reads it, and that is not in this release",
-    "aio.",
-    {
-        "block_size": "Size of one IO request in bytes.",
-        "queue_depth": "IO requests in flight per thread.",
-        "intra_op_parallelism": "Threads that share one read or write.",
-        "single_submit": "Hand requests to the kernel one by one instead of in batches.",
-        "overlap_events": "Submit new requests while earlier ones complete.",
-        "use_gds": "Copy between drive and GPU memory without passing through host memory.",
-    },
-) | {
+_AIO = {
+    "aio.block_size": honoured("Size of one IO request in bytes."),
+    "aio.queue_depth": honoured("IO requests under way at once; absent means 32."),
+    "aio.intra_op_parallelism": honoured("Threads for transfers that the kernel's queue cannot take."),
+    "aio.single_submit": inert("Hand requests to the kernel one by one instead of in batches.", "requests go in batches as they come"),
+    "aio.overlap_events": inert("Submit new requests while earlier ones complete.", "that is always done"),
+    "aio.use_gds": not_yet("Copy between drive and GPU memory without passing through host memory."),
+    "memory.host_limit": honoured('Most host memory of one rank, in bytes or as "3GiB"; the run is refused at once when it needs more.'),
+    "memory.device_limit": honoured("Most device memory of one rank, likewise; where the device is the host, host_limit counts."),
     "aio.thread_count": inert(
         "An old name of intra_op_parallelism that was never read.", "never had an effect; use aio.intra_op_parallelism"
     ),

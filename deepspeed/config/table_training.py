@@ -9,7 +9,6 @@ __all__ = ["TRAINING"]
 
 _OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 _OFFLOAD_PARAM = "zero_optimization.offload_param.device"
-_RESTS_ON_DEVICE = "every state rests where the parameters are"
 
 _BATCH = {
     "train_batch_size": honoured("Samples per optimizer update over all data-parallel ranks."),
@@ -55,7 +54,9 @@ _OPTIMIZER = {
     "zero_allow_untested_optimizer": inert(
         "Allow optimizers outside the tested list under ZeRO.", "any optimizer is sharded by elements or by whole parameters, as it needs"
     ),
-    "zero_force_ds_cpu_optimizer": not_yet("Insist on a host optimizer of this package under offload.", gate=_OFFLOAD_OPTIMIZER),
+    "zero_force_ds_cpu_optimizer": inert(
+        "Insist on a host optimizer of this package under offload.", "any optimizer updates offloaded state where it rests"
+    ),
     "gradient_clipping": honoured("Largest L2 norm of all gradients together; 0 switches clipping off."),
 }
 
@@ -145,7 +146,7 @@ _ZERO = {
     "zero_optimization.elastic_checkpoint": inert(
         "Write state that another number of ranks can read.", "the engine does not write checkpoints in this release"
     ),
-    "zero_optimization.sub_group_size": inert("Elements per tile of the optimizer update.", "the update goes unit by unit"),
+    "zero_optimization.sub_group_size": honoured("Elements per tile of an update that rests on a drive; absent means 4,194,304."),
     "zero_optimization.ignore_unused_parameters": not_yet(
         "Accept trainable parameters without a gradient; they count as zeros.", "the check for unused parameters"
     ),
@@ -196,27 +197,29 @@ _ZERO = {
 }
 
 _OFFLOAD = {
-    "zero_optimization.cpu_offload": not_yet("Deprecated spelling of offload_optimizer with device cpu."),
-    "zero_optimization.cpu_offload_param": not_yet("Deprecated spelling of offload_param with device cpu."),
-    "zero_optimization.cpu_offload_use_pin_memory": not_yet(
-        "Deprecated spelling of pin_memory in the offload blocks.", gate=_OFFLOAD_OPTIMIZER
+    "zero_optimization.cpu_offload": honoured("Deprecated spelling of offload_optimizer with device cpu."),
+    "zero_optimization.cpu_offload_param": honoured("Deprecated spelling of offload_param with device cpu."),
+    "zero_optimization.cpu_offload_use_pin_memory": honoured("Deprecated spelling of pin_memory in the offload blocks."),
+    "zero_optimization.offload_param": honoured("Where sharded parameters rest; absent, null or false leaves them on the device."),
+    _OFFLOAD_PARAM: honoured("Tier of sharded parameters: none, cpu or nvme.", off=("none",)),
+    "zero_optimization.offload_param.nvme_path": honoured("Folder on the drive; only its last part is made when missing."),
+    "zero_optimization.offload_param.buffer_count": honoured("Staging buffers for the drive."),
+    "zero_optimization.offload_param.buffer_size": honoured("Most elements of a staging buffer; larger shards travel in pieces."),
+    "zero_optimization.offload_param.max_in_cpu": honoured("Elements of this rank that stay in host memory before the drive is used."),
+    "zero_optimization.offload_param.pin_memory": honoured("Page-locked host memory, where an accelerator makes use of it."),
+    "zero_optimization.offload_optimizer": honoured("Where optimizer states rest; absent, null or false leaves them on the device."),
+    _OFFLOAD_OPTIMIZER: honoured("Tier of optimizer states: none, cpu or nvme.", off=("none",)),
+    "zero_optimization.offload_optimizer.nvme_path": honoured("Folder on the drive; only its last part is made when missing."),
+    "zero_optimization.offload_optimizer.buffer_count": honoured("Tiles of optimizer state in memory at once."),
+    "zero_optimization.offload_optimizer.pin_memory": honoured("Page-locked host memory, where an accelerator makes use of it."),
+    "zero_optimization.offload_optimizer.pipeline_read": inert("Read the next tile during the update.", "reads always overlap the update"),
+    "zero_optimization.offload_optimizer.pipeline_write": inert(
+        "Write the last tile during the update.", "writes always overlap the update"
     ),
-    "zero_optimization.offload_param": not_yet("Where sharded parameters rest; absent, null or false leaves them on the device."),
-    _OFFLOAD_PARAM: not_yet("Tier of sharded parameters: none, cpu or nvme.", _RESTS_ON_DEVICE, off=("none",)),
-    "zero_optimization.offload_param.nvme_path": not_yet("Folder on the drive.", gate=_OFFLOAD_PARAM),
-    "zero_optimization.offload_param.buffer_count": not_yet("Staging buffers for the drive.", gate=_OFFLOAD_PARAM),
-    "zero_optimization.offload_param.buffer_size": not_yet("Elements per staging buffer.", gate=_OFFLOAD_PARAM),
-    "zero_optimization.offload_param.max_in_cpu": not_yet("Elements that stay in host memory beside the drive.", gate=_OFFLOAD_PARAM),
-    "zero_optimization.offload_param.pin_memory": not_yet("Page-locked host memory.", gate=_OFFLOAD_PARAM),
-    "zero_optimization.offload_optimizer": not_yet("Where optimizer states rest; absent, null or false leaves them on the device."),
-    _OFFLOAD_OPTIMIZER: not_yet("Tier of optimizer states: none, cpu or nvme.", _RESTS_ON_DEVICE, off=("none",)),
-    "zero_optimization.offload_optimizer.nvme_path": not_yet("Folder on the drive.", gate=_OFFLOAD_OPTIMIZER),
-    "zero_optimization.offload_optimizer.buffer_count": not_yet("Staging buffers for the drive.", gate=_OFFLOAD_OPTIMIZER),
-    "zero_optimization.offload_optimizer.pin_memory": not_yet("Page-locked host memory.", gate=_OFFLOAD_OPTIMIZER),
-    "zero_optimization.offload_optimizer.pipeline_read": not_yet("Read the next tile during the update.", gate=_OFFLOAD_OPTIMIZER),
-    "zero_optimization.offload_optimizer.pipeline_write": not_yet("Write the last tile during the update.", gate=_OFFLOAD_OPTIMIZER),
-    "zero_optimization.offload_optimizer.fast_init": not_yet("Create states on the drive faster.", gate=_OFFLOAD_OPTIMIZER),
-    "zero_optimization.offload_optimizer.ratio": not_yet("Share of elements that the host updates.", gate=_OFFLOAD_OPTIMIZER),
+    "zero_optimization.offload_optimizer.fast_init": inert(
+        "Create states on the drive faster.", "they are written while the model is taken over"
+    ),
+    "zero_optimization.offload_optimizer.ratio": honoured("Share of elements that the host updates; the rest stays on the device."),
     "zero_optimization.offload_optimizer.super_offload": not_yet("Offload for closely coupled chips.", gate=_OFFLOAD_OPTIMIZER),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": not_yet("Share of cores for super_offload.", gate=_OFFLOAD_OPTIMIZER),
     "zero_optimization.zenflow": not_yet("Update important gradient columns at once and the rest later on the host."),

@@ -194,3 +194,22 @@ class NestingBlock(Block):
         if missing and getattr(self, "enabled", False):
             raise ValueError(f"has enabled true and needs {', '.join(missing)}")
         return self
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def byte_count(value: Any) -> Any:
+    """Bytes, from a whole number or a text such as "3GiB" or "500 MB"."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        if not found or found[2].lower() not in _UNITS:
+            raise ValueError(f'must be bytes or a text such as "3GiB" or "500MB", not {value!r}')
+        value = int(float(found[1]) * _UNITS[found[2].lower()])
+    count = whole_number(value)
+    if count < 1:
+        raise ValueError(f"must be at least 1 byte, not {count}")
+    return count
+
+
+Bytes = Annotated[int, BeforeValidator(byte_count)]

@@ -3,7 +3,8 @@
 ``safe_get_full_*`` and ``safe_set_full_*`` are collective: every data-parallel rank calls them with the same parameter.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -146,7 +147,7 @@ def _assemble(unit: Unit, segment: Segment, local: torch.Tensor, kind: StateKind
     """The full tensor of one parameter from every rank's resting range ``local`` (one all-reduce of its size)."""
     start, stop = unit.range_of(kind)
     lo, hi = unit.layout.overlap(segment, start, stop)
-    whole = torch.zeros(segment.numel, dtype=local.dtype, device=local.device)
+    whole = torch.zeros(segment.numel, dtype=local.dtype, device=unit.device)
     plan = unit.plan.grad if kind is StateKind.GRAD else unit.plan.optim
     assert plan is not None
     first = all(way is Spread.SHARDED or axis.index == 0 for way, axis in zip(plan.spread, unit.mesh.axes, strict=True))
@@ -171,8 +172,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     if place is None or place[0].master is None:
         return None
     unit, _, segment = place
-    with torch.no_grad():
-        return _assemble(unit, segment, unit.master.detach(), StateKind.OPTIM).float()  # type: ignore[union-attr]
+    with torch.no_grad(), unit.values(StateKind.OPTIM) as master:
+        return _assemble(unit, segment, master.detach(), StateKind.OPTIM).float()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -183,8 +184,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     unit, _, segment = place
     with torch.no_grad():
         value = value.to(unit.device)
-        _store(unit, segment, unit.master, StateKind.OPTIM, value=value)  # type: ignore[arg-type]
-        _store(unit, segment, unit.shard, StateKind.PARAM, value=value)
+        for kind in (StateKind.OPTIM, StateKind.PARAM):
+            with unit.values(kind, write=True) as resting:
+                _store(unit, segment, resting, kind, value=value)
         if unit.full.untyped_storage().nbytes():
             unit.view(unit.full, segment).copy_(value)
 
@@ -202,21 +204,22 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if not unit.trainable or not unit.has_owner():
         return None
     unit.owner().settle_gradients()
-    if unit.grad is None or not unit.grad_filled:
+    if not unit.grad_filled:
         return None
-    with torch.no_grad():
-        return _assemble(unit, segment, unit.grad.float(), StateKind.GRAD).mul_(_grad_factor(unit))
+    with torch.no_grad(), unit.values(StateKind.GRAD) as grad:
+        return _assemble(unit, segment, grad.float(), StateKind.GRAD).mul_(_grad_factor(unit))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the full gradient of ``param`` before the step (same ``value`` on every rank)."""
     place = _place(param)
-    if place is None or place[0].grad is None:
+    if place is None or not place[0].holds_gradient:
         return
     unit, _, segment = place
     unit.owner().settle_gradients()
-    with torch.no_grad():
-        _store(unit, segment, unit.grad, StateKind.GRAD, value=value.to(unit.device) / _grad_factor(unit))  # type: ignore[arg-type]
+    with torch.no_grad(), unit.values(StateKind.GRAD, write=True) as grad:
+        _store(unit, segment, grad, StateKind.GRAD, value=value.to(grad.device) / _grad_factor(unit))
+        unit.note_gradient(grad)
 
 
 def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -227,26 +230,30 @@ def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], fn: Callabl
             safe_set_full_grad(param, fn(grad))
 
 
-def _slots(unit: Unit, segment: Segment, key: str) -> list[tuple[OptimView, torch.Tensor]]:
-    """Optimizer slots ``key`` of every view of this rank that covers part of the parameter."""
-    found = []
-    for view in unit.owner().views_of(unit):
-        lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
-        state = unit.owner().optimizer_state(view)
-        if lo < hi and isinstance(state.get(key), torch.Tensor):
-            found.append((view, state[key]))
-    return found
+@contextmanager
+def _slots(unit: Unit, segment: Segment, key: str, *, write: bool = False) -> Iterator[list[tuple[OptimView, torch.Tensor]]]:
+    """Optimizer slots ``key`` of every view of this rank that covers part of the parameter, in memory for a while."""
+    owner = unit.owner()
+    with ExitStack() as held:
+        found = []
+        for view in owner.views_of(unit):
+            if max(view.start, segment.offset) < min(view.stop, segment.stop):
+                held.enter_context(owner.attached(view, write=write))
+                value = owner.optimizer_state(view).get(key)
+                if isinstance(value, torch.Tensor):
+                    found.append((view, value))
+        yield found
 
 
 def _slot_range(unit: Unit, segment: Segment, key: str) -> torch.Tensor | None:
     """A copy of the OPTIM range of one slot, zero outside the parameter; None when no rank-local view has the slot."""
     start, stop = unit.range_of(StateKind.OPTIM)
-    slots = _slots(unit, segment, key)
-    local = torch.zeros(stop - start, dtype=torch.float32, device=unit.device)
-    for view, slot in slots:
-        if slot.numel() == view.stop - view.start:
-            local[view.start - start : view.stop - start].copy_(slot.reshape(-1))
-    return local if slots else None
+    with _slots(unit, segment, key) as slots:
+        local = torch.zeros(stop - start, dtype=torch.float32, device=unit.device)
+        for view, slot in slots:
+            if slot.numel() == view.stop - view.start:
+                local[view.start - start : view.stop - start].copy_(slot.reshape(-1))
+        return local if slots else None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -271,9 +278,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
     if place is None or place[0].master is None:
         return
     unit, _, segment = place
-    flat = value.reshape(-1).to(unit.device)
-    with torch.no_grad():
-        for view, slot in _slots(unit, segment, optim_state_key):
+    flat = value.reshape(-1).to(unit.optim_device)
+    with torch.no_grad(), _slots(unit, segment, optim_state_key, write=True) as slots:
+        for view, slot in slots:
             lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
             slot.reshape(-1)[lo - view.start : hi - view.start].copy_(flat[lo - segment.offset : hi - segment.offset])
 
@@ -281,20 +288,19 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 # -- local shards --------------------------------------------------------------------------------------------------------------------
 
 
-def _local(param: nn.Parameter, buffer: torch.Tensor | None, kind: StateKind) -> torch.Tensor | None:
-    place = _place(param)
-    if place is None or buffer is None:
-        return None
-    unit, _, segment = place
+def _part(unit: Unit, segment: Segment, buffer: torch.Tensor, kind: StateKind) -> torch.Tensor:
     start, stop = unit.range_of(kind)
     lo, hi = unit.layout.overlap(segment, start, stop)
     return buffer[lo - start : hi - start] if lo < hi else buffer[:0]
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's flat part of the fp32 master (possibly empty). No collective."""
+    """This rank's flat part of the fp32 master (possibly empty); a copy when it rests on a drive. No collective."""
     place = _place(param)
-    return None if place is None else _local(param, place[0].master, StateKind.OPTIM)
+    if place is None or place[0].master is None:
+        return None
+    with place[0].values(StateKind.OPTIM) as master:
+        return _part(place[0], place[2], master, StateKind.OPTIM)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -303,8 +309,10 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     if place is None or not place[0].trainable or not place[0].has_owner():
         return None
     place[0].owner().settle_gradients()
-    part = _local(param, place[0].grad, StateKind.GRAD) if place[0].grad_filled else None
-    return None if part is None else part * _grad_factor(place[0])
+    if not place[0].grad_filled:
+        return None
+    with place[0].values(StateKind.GRAD) as grad:
+        return _part(place[0], place[2], grad, StateKind.GRAD) * _grad_factor(place[0])
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -312,25 +320,31 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     place = _place(param)
     if place is None or place[0].master is None:
         return None
-    part = _local(param, place[0].master, StateKind.OPTIM)
-    if part is not None and part.numel() == 0:
+    part = _part(place[0], place[2], place[0].master, StateKind.OPTIM)
+    if part.numel() == 0:
         return part.detach()
-    return _local(param, _slot_range(place[0], place[2], optim_state_key), StateKind.OPTIM)
+    slot = _slot_range(place[0], place[2], optim_state_key)
+    return None if slot is None else _part(place[0], place[2], slot, StateKind.OPTIM)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write this rank's part of the master; the model sees it from the next step on."""
-    part = safe_get_local_fp32_param(param)
-    if part is not None:
-        part.detach().copy_(value.reshape(-1))
+    place = _place(param)
+    if place is None or place[0].master is None:
+        return
+    with torch.no_grad(), place[0].values(StateKind.OPTIM, write=True) as master:
+        _part(place[0], place[2], master.detach(), StateKind.OPTIM).copy_(value.reshape(-1))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write this rank's part of the gradient."""
     place = _place(param)
-    part = None if place is None else _local(param, place[0].grad, StateKind.GRAD)
-    if part is not None and place is not None:
-        part.copy_(value.reshape(-1) / _grad_factor(place[0]))
+    if place is None or not place[0].holds_gradient:
+        return
+    unit, _, segment = place
+    with unit.values(StateKind.GRAD, write=True) as grad:
+        _part(unit, segment, grad, StateKind.GRAD).copy_(value.reshape(-1) / _grad_factor(unit))
+        unit.note_gradient(grad)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -339,9 +353,9 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     if place is None or place[0].master is None:
         return
     unit, _, segment = place
-    start, _ = unit.range_of(StateKind.OPTIM)
     done = 0
-    for view, slot in _slots(unit, segment, optim_state_key):
-        lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
-        slot.reshape(-1)[lo - view.start : hi - view.start].copy_(value.reshape(-1)[done : done + hi - lo])
-        done += hi - lo
+    with _slots(unit, segment, optim_state_key, write=True) as slots:
+        for view, slot in slots:
+            lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
+            slot.reshape(-1)[lo - view.start : hi - view.start].copy_(value.reshape(-1)[done : done + hi - lo])
+            done += hi - lo

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from deepspeed.comm import collectives
+from deepspeed.device import get_accelerator
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import ZeroMesh
 from deepspeed.observe import hostmem
+from deepspeed.zero.budget import MemoryPlan, UnitSize, Widths
+from deepspeed.zero.fit import Fitted, Limits, fit
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
@@ -20,13 +23,15 @@ from deepspeed.zero.local import expose, mark_zero_parameter
 from deepspeed.zero.partition import UnitSpec, partition
 from deepspeed.zero.plan import Spread, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.tiers import Tiers
 from deepspeed.zero.unit import Unit
 
 
 @dataclass(frozen=True)
 class BuildRules:
     """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype; parameters and buffers
-    with one of ``keep_fp32`` among the parts of their name stay fp32. Parameters in ``low`` rest (and travel) in ``low_dtype``."""
+    with one of ``keep_fp32`` among the parts of their name stay fp32. Parameters in ``low`` rest (and travel) in ``low_dtype``.
+    ``slot_bytes``: what the optimizer will keep for each element beside the weight."""
 
     device: torch.device
     compute_dtype: torch.dtype | None
@@ -36,6 +41,7 @@ class BuildRules:
     buffer_dtype: torch.dtype | None = None
     low: frozenset[nn.Parameter] = frozenset()
     low_dtype: torch.dtype = torch.bfloat16
+    slot_bytes: int = 8
 
     def kept(self, name: str) -> bool:
         """Whether the parameter or buffer of that name stays fp32 in a 16-bit run."""
@@ -60,6 +66,8 @@ class ZeroParts:
     hooks: ModuleHooks
     units: list[Unit]
     born_sharded: bool
+    tiers: Tiers
+    memory: MemoryPlan
 
 
 def build(
@@ -76,14 +84,52 @@ def build(
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad] if group_of is not None else []
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype)
+    tiers = Tiers(plan.offload, rules.device)
+    fitted = _fitted(model, parts.units, plan, mesh, rules=rules, policy=policy)
     units = []
-    for index, spec in enumerate(parts.units):
-        row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
-        units.append(_build_unit(index, spec, row, mesh, rules=rules, groups=group_of or {}, sharded=plan.regular.param.sharded))
+    for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
+        unit = _lay_out(index, spec, row, mesh, rules=rules, groups=group_of or {})
+        unit.adopt(_values(unit, mesh, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
+        for position, segment in enumerate(unit.layout.segments):
+            mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=not plan.regular.param.sharded)
+        units.append(unit)
     _move_buffers(model, mesh, rules)
     runtime = Runtime(units, plan, mesh, policy=policy, device=rules.device)
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
-    return ZeroParts(runtime, hooks, units, born_sharded)
+    return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory)
+
+
+def _fitted(
+    model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: ZeroMesh, *, rules: BuildRules, policy: GradientPolicy
+) -> Fitted:
+    """The rows of the units, within the limits of the plan. Every rank finds the same ones: the fullest host decides."""
+    sizes = [UnitSize(s.numel, s.rest.itemsize, row) for s, row in zip(specs, rows_of(plan, specs), strict=True)]
+    widths = Widths(policy.accum.itemsize, rules.slot_bytes, policy.comm.itemsize if policy.comm else 0)
+    shared = rules.device.type == "cpu"
+    used = collectives.gather_objects((_other_memory(model), 0 if shared else get_accelerator().memory_allocated()), mesh.world)
+    limits = Limits(plan.offload.host_limit, plan.offload.device_limit, max(h for h, _ in used), max(d for _, d in used))
+    return fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
+
+
+def _other_memory(model: nn.Module) -> int:
+    """Bytes this process holds beside the model's parameters, which are about to find new places."""
+    owners = {id(u): u.shard for p in model.parameters() if (u := getattr(p, "_ds_unit", None)) is not None}
+    plain = [p for p in model.parameters() if not hasattr(p, "_ds_unit")]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*owners.values(), *plain) if t.device.type == "cpu"}
+    return max(0, hostmem.rss_bytes() - sum(held.values()))
+
+
+def rows_of(plan: ZeroPlan, specs: list[UnitSpec]) -> list[UnitPlan]:
+    """The row of each unit. Of offloaded optimizer state the first units, up to the device's share, stay on the device."""
+    keep = plan.offload.device_share * sum(s.numel for s in specs if s.trainable)
+    rows = []
+    for spec in specs:
+        row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
+        if row.optim is not None and row.optim.away and spec.numel <= keep:
+            keep -= spec.numel
+            row = row.update_on_device()
+        rows.append(row)
+    return rows
 
 
 def check_same_model(model: nn.Module, mesh: ZeroMesh) -> None:
@@ -115,22 +161,15 @@ def _say(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
     return f"{name!r} {shape} {dtype} requires_grad={grad}"
 
 
-def _build_unit(
-    index: int, spec: UnitSpec, row: UnitPlan, mesh: ZeroMesh, *, rules: BuildRules, groups: dict[nn.Parameter, int], sharded: bool
-) -> Unit:
+def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, mesh: ZeroMesh, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
+    """A unit without memory."""
     items = [(n, tuple(p.shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
     cut = [a.size for i, a in enumerate(mesh.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
     layout = build_layout(items, prod(cut), granularity)
     by_name = dict(zip(spec.names, spec.params, strict=True))
-    params = [by_name[s.name] for s in layout.segments]
-    unit = Unit(index, spec.name, params, layout=layout, plan=row, mesh=mesh)
-    values = _values(unit, mesh, rules.device)
-    unit.adopt(values, spec.rest, keep_master=rules.keep_master)
-    for position, segment in enumerate(layout.segments):
-        mark_zero_parameter(params[position], unit, position, name=segment.name, plain=not sharded)
-    return unit
+    return Unit(index, spec.name, [by_name[s.name] for s in layout.segments], layout=layout, plan=row, mesh=mesh)
 
 
 def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
@@ -197,6 +236,8 @@ def dismantle(parts: ZeroParts) -> None:
             param.data = Unit.view(unit.full, segment).clone()
             unit.forget(param)
         unit.drop()
+    if all(not unit.stored for unit in parts.units):
+        parts.tiers.close()
 
 
 def group_index(param_groups: Iterable[dict[str, Any]]) -> dict[nn.Parameter, int]:

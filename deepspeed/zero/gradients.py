@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.zero.plan import Spread, StateKind
+from deepspeed.zero.plan import Spread, StateKind, Tier
 from deepspeed.zero.streams import SideTransfer, Streams
-from deepspeed.zero.unit import GradState, Unit
+from deepspeed.zero.unit import GradState, Unit, square_sum
 
 _IN_FLIGHT = 2  # reductions whose full-size buffers may be alive at once
 
@@ -31,6 +31,15 @@ class GradientPolicy:
     watch: bool
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Where a reduction puts its result; ``filled``: there is something to add to; ``buffer``: the staging buffer it lies in."""
+
+    memory: torch.Tensor
+    filled: bool
+    buffer: torch.Tensor | None = None
+
+
 class Gradients:
     """The gradient side of one runtime."""
 
@@ -38,7 +47,7 @@ class Gradients:
         self._units = units
         self._streams = streams
         self.policy = policy
-        self._flying: list[tuple[Unit, SideTransfer]] = []
+        self._flying: list[tuple[Unit, SideTransfer, _Target]] = []
         self.scale = 1.0
         # ``final``: the running backward ends the accumulation window; ``hold``: the user asked not to reduce (no_sync).
         self.final = True
@@ -109,11 +118,11 @@ class Gradients:
             partial = partial.to(self._wire_dtype(unit))
         if self.policy.watch:
             self._probes.append((unit.index, _probe(partial)))
-        target, accumulate = self._rest(unit)
         while len(self._flying) >= (_IN_FLIGHT if self.policy.overlap else 1):
             self._land()
-        transfer = self._streams.reduce(lambda: reduce_over_axes(unit, partial, target, accumulate=accumulate))
-        self._flying.append((unit, transfer))
+        target = self._rest(unit)
+        transfer = self._streams.reduce(lambda: reduce_over_axes(unit, partial, target.memory, accumulate=target.filled))
+        self._flying.append((unit, transfer, target))
         unit.move_grad(GradState.REDUCED)
         if not self.policy.overlap:
             self._land()
@@ -125,19 +134,56 @@ class Gradients:
                 partial[segment.offset : segment.stop].zero_()
         return partial
 
-    def _rest(self, unit: Unit) -> tuple[torch.Tensor, bool]:
-        """The rest gradient and whether it already holds something to add to."""
+    def _rest(self, unit: Unit) -> "_Target":
+        """Device memory for the rest gradient.
+
+        What rests on the device is that memory itself. What rests elsewhere comes, is added to, and goes back when it has landed.
+        """
+        assert unit.plan.grad is not None
         start, stop = unit.range_of(StateKind.GRAD)
-        if unit.grad is None:
-            unit.grad = collectives.fresh(stop - start, self._accum_dtype(unit), unit.device)
-            unit.grad_filled = False
-        accumulate = unit.grad_filled
+        dtype, filled = self._accum_dtype(unit), unit.grad_filled
         unit.grad_filled = True
-        return unit.grad, accumulate
+        if unit.plan.grad.tier is Tier.NVME:
+            return self._rest_on_drive(unit, stop - start, dtype, filled=filled)
+        if unit.grad is None:
+            home = unit.optim_device
+            if home == unit.device:
+                unit.grad = collectives.fresh(stop - start, dtype, home)
+            else:
+                assert unit.tiers is not None
+                unit.grad = unit.tiers.host_empty(stop - start, dtype, pin=unit.tiers.plan.pin_optim)
+        if unit.grad.device == unit.device:
+            return _Target(unit.grad, filled)
+        return _Target(unit.grad.to(unit.device) if filled else torch.empty(stop - start, dtype=dtype, device=unit.device), filled)
+
+    def _rest_on_drive(self, unit: Unit, numel: int, dtype: torch.dtype, *, filled: bool) -> "_Target":
+        assert unit.tiers is not None
+        if StateKind.GRAD not in unit.stored:
+            unit.stored[StateKind.GRAD] = unit.tiers.store_grad(numel, dtype)
+        stored = unit.stored[StateKind.GRAD]
+        if filled and any(flying is unit for flying, _, _ in self._flying):
+            self.land_all()
+        if unit.device.type == "cpu":
+            buffer = stored.staging.take(numel * dtype.itemsize)
+            target = _Target(buffer[: numel * dtype.itemsize].view(dtype), filled, buffer)
+        else:
+            target = _Target(torch.empty(numel, dtype=dtype, device=unit.device), filled)
+        if filled:
+            stored.load(target.memory)
+        return target
 
     def _land(self) -> None:
-        _, transfer = self._flying.pop(0)
+        unit, transfer, target = self._flying.pop(0)
         transfer.wait()
+        stored = unit.stored.get(StateKind.GRAD)
+        if stored is not None:
+            unit.grad_square = square_sum(target.memory)
+            if target.buffer is not None:
+                stored.staging.give(target.buffer, after=stored.write_from(target.memory, start=0))
+            else:
+                stored.put(target.memory)
+        elif unit.grad is not None and target.memory is not unit.grad:
+            unit.grad.copy_(target.memory)
 
     def land_all(self) -> None:
         """Wait for every reduction in flight."""
@@ -157,8 +203,10 @@ class Gradients:
             if not unit.trainable:
                 continue
             if not unit.grad_filled:
-                target, _ = self._rest(unit)
-                target.zero_()
+                target = self._rest(unit)
+                target.memory.zero_()
+                self._flying.append((unit, SideTransfer(collectives.Transfer([]), self._streams, None), target))
+                self._land()
             unit.move_grad(GradState.COLLAPSED)
             ready.append(unit)
         return ready

@@ -15,19 +15,21 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 from deepspeed.comm import collectives
 from deepspeed.comm.init import init_distributed
-from deepspeed.config import load_config
+from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.device import get_accelerator
-from deepspeed.errors import NotYetError
+from deepspeed.errors import NotYetError, UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.zero.layout import element_layout
 from deepspeed.zero.local import mark_zero_parameter
-from deepspeed.zero.plan import Spread, StatePlan, UnitPlan
+from deepspeed.zero.plan import OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
+from deepspeed.zero.tiers import Tiers
 from deepspeed.zero.unit import Unit, UnitState
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "arange", "eye")
+_LEAST_AWAY = 1 << 14
 _orig_torch_arange = torch.arange
 # Single-parameter units get ascending numbers in construction order, which is the same on every rank.
 _numbers = count()
@@ -61,8 +63,9 @@ def _device_mode_active() -> bool:
 class Init:
     """Context manager; see the module's docstring. ``module`` given: its parameters are cut at once.
 
-    ``config_dict_or_path`` decides the dtype (bf16 or fp16 when enabled, else fp32) unless ``dtype`` is given;
-    ``remote_device="cpu"`` keeps the shards in host memory. ``enabled=False`` does nothing at all. Nested uses keep the outer one.
+    ``config_dict_or_path`` decides the dtype (bf16 or fp16 when enabled, else fp32) unless ``dtype`` is given. The shards rest where
+    ``remote_device`` ("cpu", "nvme") says, else where the configuration's ``offload_param`` does; "nvme" takes the folder from there.
+    ``enabled=False`` does nothing at all. Nested uses keep the outer one.
     Collective: every rank constructs the same model.
     """
 
@@ -94,19 +97,19 @@ class Init:
         self._enabled = enabled
         if not enabled:
             return
-        if remote_device == "nvme":
-            raise NotYetError("zero.Init(remote_device='nvme') is not in this release; use 'cpu' or leave it out")
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise NotYetError("quantized weights in zero.Init are not in this release")
         init_distributed(verbose=False)
         group = sequence_data_parallel_group or data_parallel_group or (mpu.get_data_parallel_group() if mpu is not None else None)
         self._mesh = plain_mesh(get_accelerator().communication_backend_name(), group=group)
         source = config_dict_or_path if config_dict_or_path is not None else config
+        cfg = load_config(source, world_size=self._mesh.size, lenient=True) if source else None
         if dtype is None:
-            dtype = _DTYPES[load_config(source, world_size=self._mesh.size, lenient=True).compute_dtype] if source else torch.float32
+            dtype = _DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32
         self.dtype = dtype
         self.device = torch.device(get_accelerator().current_device_name())
-        self._shards_on_host = remote_device == "cpu" and self.device.type != "cpu"
+        self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.size)
+        self._tiers = Tiers(offload, self.device)
         if self.device.type == "cpu":
             hostmem.return_large_blocks()
         self._open: dict[int, nn.Module] = {}
@@ -209,16 +212,16 @@ class Init:
     def _cut(self, param: nn.Parameter, name: str) -> None:
         """Turn one whole parameter into this rank's shard of it."""
         layout = element_layout([(name, tuple(param.shape), 0)], self._mesh.size)
-        plan = UnitPlan(StatePlan((Spread.SHARDED,)), None, None)
+        # A drive transfers pages: what is smaller than a few of them stays in memory.
+        tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
+        plan = UnitPlan(StatePlan((Spread.SHARDED,), tier), None, None)
         unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, mesh=self._mesh)
         dtype = self.dtype if param.is_floating_point() else param.dtype
         with torch.no_grad():
             values = torch.zeros(layout.numel, dtype=dtype, device=self.device)
             Unit.view(values, layout.segments[0]).copy_(param)
             collectives.broadcast(values, self._mesh.world)
-            unit.adopt(values, dtype, keep_master=False)
-            if self._shards_on_host and unit.movable:
-                unit.shard = unit.shard.cpu()
+            unit.adopt(values, dtype, keep_master=False, tiers=self._tiers)
         unit.fetcher = self
         mark_zero_parameter(param, unit, 0, name=name)
 
@@ -257,6 +260,24 @@ class Init:
         unit.pins -= 1
         if unit.pins == 0 and unit.state is UnitState.READY and unit not in self._dirty:
             unit.release()
+
+
+def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_size: int) -> tuple[Tier, OffloadPlan]:
+    """Where shards wait for ``initialize``, and the sizes that belong to it."""
+    offload = make_plan(cfg, world_size).offload if cfg is not None else OffloadPlan()
+    block = cfg.zero.offload_param if cfg is not None else None
+    wanted = remote_device or (block.device.value if block is not None else "none")
+    tiers = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+    if wanted not in tiers:
+        raise UsageError(f"zero.Init(remote_device={remote_device!r}): the places are 'cpu' and 'nvme'")
+    if wanted == "nvme" and not offload.param_folder:
+        raise UsageError(
+            "zero.Init(remote_device='nvme') needs a folder on the drive: pass config_dict_or_path with "
+            "zero_optimization.offload_param.nvme_path"
+        )
+    # Where the device is the host, its shards are in host memory anyway.
+    on_cpu = get_accelerator().device_name() == "cpu"
+    return (Tier.DEVICE if wanted == "cpu" and on_cpu else tiers[wanted]), offload
 
 
 def shutdown_init_context() -> Init | None:

@@ -4,6 +4,7 @@ ELEMENT granularity gives 1-D views; PARAMETER granularity gives every owned par
 its ``param_groups`` list and its group dicts stay the caller's own; only the ``params`` entries change.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,36 +28,76 @@ class OptimView:
     param: nn.Parameter
     name: str
 
-    def gradient(self, factor: float) -> torch.Tensor:
+    @property
+    def on_drive(self) -> bool:
+        """Whether its values come into memory for the update only."""
+        return StateKind.OPTIM in self.unit.stored
+
+    def gradient(self, factor: float, *, source: torch.Tensor | None = None) -> torch.Tensor:
         """The matching part of the unit's rest gradient times ``factor``, in the view's shape and dtype.
 
         A gradient in another dtype is converted first: fp16 could not hold it without the loss scale. In the same dtype the rest
-        gradient itself is multiplied.
+        gradient itself is multiplied. ``source`` is that part where the gradient does not rest in memory.
         """
-        assert self.unit.grad is not None
-        base, _ = self.unit.range_of(StateKind.GRAD)
-        piece = self.unit.grad[self.start - base : self.stop - base].view(self.param.shape)
+        if source is None:
+            assert self.unit.grad is not None
+            base, _ = self.unit.range_of(StateKind.GRAD)
+            source = self.unit.grad[self.start - base : self.stop - base]
+        piece = source.view(self.param.shape)
         piece = piece if piece.dtype == self.param.dtype else piece.to(self.param.dtype)
         return piece if factor == 1.0 else piece.mul_(factor)
 
+    def frozen_parts(self, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of ``values``, copy of it) of every parameter that was frozen after ``initialize``: momentum and decay must not move it.
 
-def build_views(units: list[Unit], group_count: int) -> list[OptimView]:
-    """Cut every unit's master range into views. Groups are numbered from 0; segments of group -1 are not optimised."""
+        ``values`` are those of the whole view.
+        """
+        if all(p.requires_grad for p in self.unit.params):
+            return []
+        flat, found = values.reshape(-1), []
+        for param, segment in zip(self.unit.params, self.unit.layout.segments, strict=True):
+            lo, hi = self.unit.layout.overlap(segment, self.start, self.stop)
+            if lo < hi and not param.requires_grad:
+                part = flat[lo - self.start : hi - self.start]
+                found.append((part, part.clone()))
+        return found
+
+
+def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> list[OptimView]:
+    """Cut every unit's master range into views. Groups are numbered from 0; segments of group -1 are not optimised.
+
+    Views of what rests on a drive have at most ``tile_numel`` elements where the granularity allows it.
+    """
     views: list[OptimView] = []
     for unit in units:
         if unit.master is None:
             continue
         start, stop = unit.range_of(StateKind.OPTIM)
         whole = unit.layout.granularity is Granularity.PARAMETER
-        for name, group, lo, hi, shape in _spans(unit, start, stop, whole=whole):
+        spans = _spans(unit, start, stop, whole=whole)
+        if StateKind.OPTIM in unit.stored and not whole:
+            spans = [part for span in spans for part in _cut(span, start, tile_numel)]
+        for name, group, lo, hi, shape in spans:
             if 0 <= group < group_count:
                 data = unit.master[lo - start : hi - start]
                 views.append(OptimView(unit, group, lo, hi, nn.Parameter(data.view(shape) if shape is not None else data), name))
     return views
 
 
-def _spans(unit: Unit, start: int, stop: int, *, whole: bool) -> list[tuple[str, int, int, int, tuple[int, ...] | None]]:
-    spans: list[tuple[str, int, int, int, tuple[int, ...] | None]] = []
+_Span = tuple[str, int, int, int, tuple[int, ...] | None]
+_PAGE_NUMEL = 4096  # tiles end where pages do, in any dtype
+
+
+def _cut(span: _Span, base: int, tile_numel: int) -> list[_Span]:
+    """``span`` in tiles that end on page boundaries of the range that begins at ``base``."""
+    name, group, lo, hi, _ = span
+    each = max(_PAGE_NUMEL, tile_numel // _PAGE_NUMEL * _PAGE_NUMEL)
+    edges = [lo, *range(base + ((lo - base) // each + 1) * each, hi, each), hi]
+    return [(name, group, first, last, None) for first, last in itertools.pairwise(edges)]
+
+
+def _spans(unit: Unit, start: int, stop: int, *, whole: bool) -> list[_Span]:
+    spans: list[_Span] = []
     for segment in unit.layout.segments:
         lo, hi = unit.layout.overlap(segment, start, stop)
         if lo >= hi:

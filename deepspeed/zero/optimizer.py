@@ -1,6 +1,7 @@
 """The optimizer object that ``initialize`` returns: the client's optimizer inside, the engine's update behind ``step``."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.zero.hooks import ModuleHooks
+from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.runtime import Runtime
 
@@ -16,6 +18,9 @@ class Driver(Protocol):
     """What the wrapper needs from the engine."""
 
     runtime: Runtime
+    tiles: OptimTiles | None
+
+    def attached(self, view: OptimView, *, write: bool = False) -> AbstractContextManager[None]: ...
 
     def update(self) -> None: ...
 
@@ -83,9 +88,19 @@ class DeepSpeedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the base optimizer's over its master ranges, the masters, and the loss scaler."""
+        base = self.optimizer.state_dict()
+        places = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
+        weights = []
+        for view in self._views:
+            with self._driver.attached(view):
+                weights.append(view.param.detach().clone())
+                if view.on_drive and view.param in self.optimizer.state:
+                    held = self.optimizer.state[view.param]
+                    copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in held.items()}
+                    base["state"][places[id(view.param)]] = copies
         return {
-            "base_optimizer_state": self.optimizer.state_dict(),
-            "fp32_flat": [v.param.detach().clone() for v in self._views],
+            "base_optimizer_state": base,
+            "fp32_flat": weights,
             "loss_scaler": self._driver.scaler_state(),
             "overflow": self.overflow,
         }
@@ -96,9 +111,12 @@ class DeepSpeedOptimizer:
         if len(saved) != len(self._views) or any(a.shape != v.param.shape for a, v in zip(saved, self._views, strict=False)):
             raise ValueError("this optimizer state was saved under another layout (ranks, sharding or model); it does not fit here")
         self.optimizer.load_state_dict(state["base_optimizer_state"])
+        if self._driver.tiles is not None:
+            self._driver.tiles.adopt_state()
         with torch.no_grad():
             for view, value in zip(self._views, saved, strict=True):
-                view.param.copy_(value)
+                with self._driver.attached(view, write=True):
+                    view.param.copy_(value)
         self._driver.load_scaler_state(state["loss_scaler"])
         self.overflow = state["overflow"]
         self._driver.runtime.publish(self._driver.runtime.units)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 
 class StateKind(Enum):
@@ -47,6 +48,11 @@ class StatePlan:
     def sharded(self) -> bool:
         return Spread.SHARDED in self.spread
 
+    @property
+    def away(self) -> bool:
+        """Whether it rests elsewhere than on the device."""
+        return self.tier is not Tier.DEVICE
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -69,6 +75,36 @@ class UnitPlan:
     def frozen(self) -> "UnitPlan":
         return replace(self, grad=None, optim=None)
 
+    def update_on_device(self) -> "UnitPlan":
+        """The row of a unit whose update stays on the device."""
+        assert self.grad is not None and self.optim is not None
+        return replace(self, grad=replace(self.grad, tier=Tier.DEVICE), optim=replace(self.optim, tier=Tier.DEVICE))
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Places and sizes (in elements, of one rank) behind the tiers of a plan.
+
+    ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of PARAM stays
+    in host memory before the drive is used, ``device_share`` how much of OPTIM stays on the device. Limits are bytes; 0 for none.
+    """
+
+    param_folder: str = ""
+    param_buffers: int = 5
+    param_piece_numel: int = 100_000_000
+    host_param_numel: int = 0
+    optim_folder: str = ""
+    optim_buffers: int = 4
+    tile_numel: int = 1 << 22
+    device_share: float = 0.0
+    pin_param: bool = True
+    pin_optim: bool = True
+    block_bytes: int = 1 << 20
+    queue_depth: int = 32
+    threads: int = 1
+    host_limit: int = 0
+    device_limit: int = 0
+
 
 @dataclass(frozen=True)
 class ZeroPlan:
@@ -85,6 +121,7 @@ class ZeroPlan:
     live_numel: int
     overlap: bool
     divergence: str
+    offload: OffloadPlan = OffloadPlan()
 
     def row(self, *, trainable: bool, persistent: bool) -> UnitPlan:
         plan = self.persistent if persistent else self.regular
@@ -110,7 +147,10 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
     grad = optim = replicate_all
     if stage >= 1:
         grad = optim = inner_only if use_mics else shard_all
-    regular = UnitPlan(StatePlan(param), StatePlan(grad), StatePlan(optim), reduce_each_backward=stage >= 2)
+    param_tier, grad_tier, optim_tier = _tiers(zero)
+    regular = UnitPlan(
+        StatePlan(param, param_tier), StatePlan(grad, grad_tier), StatePlan(optim, optim_tier), reduce_each_backward=stage >= 2
+    )
     persistent = replace(regular, param=StatePlan(replicate_all))
     chosen = zero.model_fields_set
     return ZeroPlan(
@@ -126,4 +166,38 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
         live_numel=int(zero.max_live_parameters),
         overlap=zero.overlap_comm is not False,
         divergence=zero.divergence,
+        offload=_offload(config),
+    )
+
+
+def _tiers(zero: ZeroConfig) -> tuple[Tier, Tier, Tier]:
+    """Rest tiers of PARAM, GRAD and OPTIM. Gradients wait where the update will read them: in host memory."""
+    names = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+    param, optim = (
+        names[block.device.value] if block is not None else Tier.DEVICE for block in (zero.offload_param, zero.offload_optimizer)
+    )
+    return param, Tier.HOST if optim is not Tier.DEVICE else Tier.DEVICE, optim
+
+
+def _offload(config: DeepSpeedConfig) -> OffloadPlan:
+    zero, aio = config.zero, config.aio
+    param, optim = zero.offload_param or OffloadParamConfig(), zero.offload_optimizer or OffloadOptimizerConfig()
+    default = OffloadPlan()
+    return OffloadPlan(
+        param_folder=param.nvme_path or "",
+        param_buffers=int(param.buffer_count),
+        param_piece_numel=int(param.buffer_size),
+        host_param_numel=int(param.max_in_cpu),
+        optim_folder=optim.nvme_path or "",
+        optim_buffers=int(optim.buffer_count),
+        # The field's default (1e9) would hold whole small models; a window of a few megabytes feeds any drive.
+        tile_numel=int(zero.sub_group_size) if "sub_group_size" in zero.model_fields_set else default.tile_numel,
+        device_share=1.0 - float(optim.ratio),
+        pin_param=param.pin_memory,
+        pin_optim=optim.pin_memory,
+        block_bytes=int(aio.block_size),
+        queue_depth=int(aio.queue_depth) if "queue_depth" in aio.model_fields_set else default.queue_depth,
+        threads=int(aio.intra_op_parallelism),
+        host_limit=config.memory.host_limit or 0,
+        device_limit=config.memory.device_limit or 0,
     )

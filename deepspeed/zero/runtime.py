@@ -20,6 +20,7 @@ from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import GradState, Unit, UnitState
 
+_READ_AHEAD = 3  # units that may be on their way from a drive beside the ones being fetched
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
 
 
@@ -59,6 +60,7 @@ class Runtime:
         # Two typical units ahead hide a gather and halve the messages; more would only hold memory. One large unit may come alone.
         self._first = plan.prefetch_numel if plan.overlap else 0
         self._window = min(self._first, 2 * movable[len(movable) // 2]) if movable else 0
+        self._reads_ahead = any(StateKind.PARAM in u.stored for u in units)
         self._on_demand: list[list[Unit]] = []
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
@@ -90,6 +92,7 @@ class Runtime:
         self.depth -= 1
         if self.depth == 0 and self.schedule.phase == "eval":
             self.schedule.end()
+            self._forget_ahead()
 
     def meet(self) -> None:
         """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7)."""
@@ -139,6 +142,15 @@ class Runtime:
         ahead = self._ahead(None) if movable else []
         if ahead:
             self._ask(Kind.GATHER, tuple(ahead))
+        if self._reads_ahead and movable:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Start reading the next shards from their drive. Local: what another rank reads ahead does not matter."""
+        for index in list(dict.fromkeys(self.schedule.upcoming()))[:_READ_AHEAD]:
+            unit = self.units[index]
+            if StateKind.PARAM in unit.stored and unit.state is UnitState.ABSENT and not unit.read_ahead():
+                return
 
     def _ahead(self, besides: int | None) -> list[int]:
         """Units to fetch early; none while the next one is here or on its way, so that several share one message."""
@@ -275,6 +287,7 @@ class Runtime:
         self.gradients.scale = 1.0
         if self.schedule.phase == "train":
             self.schedule.end()
+        self._forget_ahead()
         for unit in self.units:
             unit.backward_inputs = 0
             unit.done.clear()
@@ -283,6 +296,10 @@ class Runtime:
             if unit.movable and unit.users == 0 and unit.pins == 0 and unit.state is not UnitState.ABSENT and not self.second_order:
                 self._discard(unit)
         self.second_order = False
+
+    def _forget_ahead(self) -> None:
+        for unit in self.units if self._reads_ahead else ():
+            unit.forget_ahead()
 
     # -- step --------------------------------------------------------------------------------------------------------------------
     def gather_gradients(self) -> list[Unit]:
@@ -311,20 +328,28 @@ class Runtime:
         """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
         assert unit.master is not None and unit.plan.optim is not None
         start, stop = unit.range_of(StateKind.OPTIM)
-        base, _ = unit.range_of(StateKind.PARAM)
-        resting = unit.shard
-        own = resting[start - base : stop - base]
-        if own.data_ptr() != unit.master.data_ptr():
-            own.copy_(unit.master)
-        transfer = collectives.Transfer([])
+        base, end = unit.range_of(StateKind.PARAM)
         axes = list(zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True))
-        for p, o, group in reversed(axes):
-            if p is Spread.REPLICATED and o is Spread.SHARDED and group.size > 1:
+        wider = [group for p, o, group in reversed(axes) if p is Spread.REPLICATED and o is Spread.SHARDED and group.size > 1]
+        # What rests on a drive was written there tile by tile, parameters included.
+        fresh = StateKind.OPTIM in unit.stored
+        if not wider and (fresh or StateKind.PARAM in unit.stored):
+            if not fresh:
+                unit.stored[StateKind.PARAM].put(unit.master, start=start - base)
+            return collectives.Transfer([])
+        transfer = collectives.Transfer([])
+        with unit.values(StateKind.PARAM, write=True) as resting:
+            own = resting[start - base : stop - base]
+            if not fresh and own.data_ptr() != unit.master.data_ptr():
+                own.copy_(unit.master)
+            for group in wider:
                 transfer.wait()
                 wide_start = (start - base) // (own.numel() * group.size) * (own.numel() * group.size)
                 whole = resting[wide_start : wide_start + own.numel() * group.size]
-                transfer = collectives.all_gather(whole, own, group)
+                transfer = _gather_on(unit.device, whole, own, group)
                 own = whole
+            if StateKind.PARAM in unit.stored:
+                transfer.wait()
         return transfer
 
     # -- errors and teardown -------------------------------------------------------------------------------------------------------
@@ -339,6 +364,7 @@ class Runtime:
         self._path.clear()
         self.in_backward = False
         self.schedule.abandon()
+        self._forget_ahead()
         if not keep_gradients:
             self.gradients.clear()
         for unit in self.units:
@@ -357,3 +383,13 @@ class Runtime:
     def busy(self) -> bool:
         """True when an iteration is under way: something is gathered, local or in flight."""
         return self.depth > 0 or self.in_backward or any(u.grad_state is GradState.LOCAL for u in self.units)
+
+
+def _gather_on(device: torch.device, whole: torch.Tensor, own: torch.Tensor, group: collectives.AxisGroup) -> collectives.Transfer:
+    """All-gather ``own`` into ``whole``; what rests in host memory travels through ``device``, which the group's backend knows."""
+    if whole.device == device:
+        return collectives.all_gather(whole, own, group)
+    there = torch.empty_like(whole, device=device)
+    collectives.all_gather(there, own.to(device), group).wait()
+    whole.copy_(there)
+    return collectives.Transfer([])

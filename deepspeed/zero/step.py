@@ -12,10 +12,11 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.observe.log import logger
 from deepspeed.zero.layout import Segment
+from deepspeed.zero.optim_tiles import OptimTiles, Turns
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.unit import Unit, square_sum
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,13 @@ class StepResult:
 
 
 def take_step(
-    runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], *, rules: StepRules, loss_scale: float
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    views: list[OptimView],
+    *,
+    tiles: OptimTiles | None = None,
+    rules: StepRules,
+    loss_scale: float,
 ) -> StepResult:
     """One optimizer update over all units. Collective. Gradients are consumed."""
     units = runtime.gather_gradients()
@@ -52,46 +59,42 @@ def take_step(
     factor = after
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
-    for view in views:
-        view.param.grad = view.gradient(factor)
-    still = _frozen_since(units)
-    optimizer.step()
-    for master, values in still:
-        master.copy_(values)
-    for view in views:
-        view.param.grad = None
+    _update(optimizer, views, tiles, factor)
     runtime.publish(units)
     runtime.gradients.clear()
     return StepResult(norm, overflow=False)
 
 
-def _frozen_since(units: list[Unit]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(master range, copy of it) of every parameter that was frozen after ``initialize``: momentum and decay must not move it."""
-    found = []
-    for unit in units:
-        if unit.master is None or all(p.requires_grad for p in unit.params):
-            continue
-        start, stop = unit.range_of(StateKind.OPTIM)
-        for param, segment in zip(unit.params, unit.layout.segments, strict=True):
-            lo, hi = unit.layout.overlap(segment, start, stop)
-            if lo < hi and not param.requires_grad:
-                part = unit.master[lo - start : hi - start]
-                found.append((part, part.clone()))
-    return found
+def _update(optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles | None, factor: float) -> None:
+    """The optimizer's own rule over everything: once over what is in memory, then tile by tile over what rests on a drive."""
+    turns = Turns(optimizer) if tiles is not None else None
+    here = [v for v in views if not v.on_drive]
+    for view in here:
+        view.param.grad = view.gradient(factor)
+    still = [pair for view in here for pair in view.frozen_parts(view.param.detach())]
+    if turns is None:
+        optimizer.step()
+    elif here:
+        turns.take(here)
+    for master, values in still:
+        master.copy_(values)
+    for view in here:
+        view.param.grad = None
+    if tiles is not None and turns is not None:
+        tiles.step(factor, turns)
 
 
 def global_norm(runtime: Runtime, units: list[Unit]) -> float:
     """L2 norm of the reduced gradients over all ranks, before ``after`` and the loss scale are divided out."""
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     for unit in units:
-        assert unit.grad is not None
-        wide = torch.promote_types(unit.grad.dtype, torch.float32)
-        square = torch.linalg.vector_norm(unit.grad, dtype=wide).double().square()
-        total += square / _replication(unit)
+        square = unit.grad_square if StateKind.GRAD in unit.stored else square_sum(unit.grad)  # type: ignore[arg-type]
+        assert square is not None
+        total += square.to(runtime.device) / _replication(unit)
     both = torch.stack([total, (~torch.isfinite(total)).double()])
     collectives.sum_scalars(both, runtime.mesh.world)
-    square_sum, bad = both.tolist()
-    return math.inf if bad else math.sqrt(square_sum)
+    whole, bad = both.tolist()
+    return math.inf if bad else math.sqrt(whole)
 
 
 def _replication(unit: Unit) -> int:
@@ -125,12 +128,12 @@ def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
 
 
 def _first_bad_segment(unit: Unit) -> Segment | None:
-    assert unit.grad is not None
-    if torch.isfinite(unit.grad).all().item():
-        return None
-    start, stop = unit.range_of(StateKind.GRAD)
-    for segment in unit.layout.segments:
-        lo, hi = unit.layout.overlap(segment, start, stop)
-        if lo < hi and not torch.isfinite(unit.grad[lo - start : hi - start]).all().item():
-            return segment
+    with unit.values(StateKind.GRAD) as grad:
+        if torch.isfinite(grad).all().item():
+            return None
+        start, stop = unit.range_of(StateKind.GRAD)
+        for segment in unit.layout.segments:
+            lo, hi = unit.layout.overlap(segment, start, stop)
+            if lo < hi and not torch.isfinite(grad[lo - start : hi - start]).all().item():
+                return segment
     return None

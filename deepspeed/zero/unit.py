@@ -1,7 +1,9 @@
 """A unit: the parameters that move together, their plan, and one flat buffer per state."""
 
+import contextlib
 import math
 import weakref
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -12,9 +14,11 @@ from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.mesh.groups import ZeroMesh
 from deepspeed.observe import hostmem
+from deepspeed.tier.stored import Stored
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.local import expose, hide, storage_uses, unmark_zero_parameter
-from deepspeed.zero.plan import Spread, Spreads, StateKind, UnitPlan
+from deepspeed.zero.plan import Spread, Spreads, StateKind, Tier, UnitPlan
+from deepspeed.zero.tiers import Tiers
 
 
 class UnitState(Enum):
@@ -78,6 +82,9 @@ class Unit:
     storage is shrunk to nothing while released and the values rest in ``shard``. ``master`` is this rank's range of OPTIM in
     fp32 (the very same memory as the parameter when dtypes and ranges agree). ``grad`` is the rest gradient in the
     accumulation dtype, ``partial`` the local sum before reduction.
+
+    A state that rests on a drive is in ``stored``; its tensor here shows the shape and reads as not-a-number. :meth:`values` gives
+    the values of any state wherever it rests.
     """
 
     def __init__(self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, mesh: ZeroMesh) -> None:
@@ -99,6 +106,11 @@ class Unit:
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
+        self.stored: dict[StateKind, Stored] = {}
+        self.tiers: Tiers | None = None
+        # Sum of the squares of a rest gradient that is on the drive.
+        self.grad_square: torch.Tensor | None = None
+        self._master_is_param = False
         self._views: list[torch.Tensor] = []
         self._void: torch.Tensor | None = None
         self._own_uses = 0
@@ -114,11 +126,13 @@ class Unit:
         self.transfer: Any = None
 
     # -- construction ------------------------------------------------------------------------------------------------
-    def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool) -> None:
+    def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
         """Take over ``values`` (flat, full, any floating dtype, on the device): build the buffers and re-point the parameters.
 
         ``keep_master``: an fp32 copy of the owned OPTIM range is made from the unrounded values (aliased if possible).
+        ``tiers`` has the places for states that do not rest on the device.
         """
+        self.tiers = tiers
         own = self.range_of(StateKind.PARAM)
         self.full = values.to(dtype) if values.dtype != dtype else values
         self._views = [self.view(self.full, s) for s in self.layout.segments]
@@ -128,24 +142,77 @@ class Unit:
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
         self.shard = self.full[own[0] : own[1]]
         if self.movable:
-            self.shard = self.shard.clone()
+            self._rest_param()
         if keep_master and self.plan.optim is not None:
-            start, stop = self.range_of(StateKind.OPTIM)
-            wide = torch.promote_types(dtype, torch.float32)
-            if dtype == wide:
-                self.master = self.shard[start - own[0] : stop - own[0]]
-            else:
-                self.master = values[start:stop].to(wide, copy=True)
+            self._rest_master(values, torch.promote_types(dtype, torch.float32))
         if self.movable:
             self.state = UnitState.READY
             # One each for ``full``, its views and the parameters over it, and one for the question itself.
             self._own_uses = 2 + len(self._views) + len(self.params)
             self.release()
 
+    def _rest_param(self) -> None:
+        """Give PARAM its rest place beside the full buffer."""
+        stored = None
+        if self.plan.param.tier is Tier.NVME:
+            assert self.tiers is not None
+            stored = self.tiers.store_param(self.shard.numel(), self.shard.dtype)
+        if stored is not None:
+            stored.put(self.shard)
+            self.stored[StateKind.PARAM] = stored
+            self.shard = _nothing(self.shard.numel(), self.shard.dtype)
+        elif self.plan.param.away and self.device.type != "cpu":
+            assert self.tiers is not None
+            self.shard = self.tiers.to_host(self.shard, pin=self.tiers.plan.pin_param)
+        else:
+            self.shard = self.shard.clone()
+
+    def _rest_master(self, values: torch.Tensor, wide: torch.dtype) -> None:
+        """Give OPTIM's fp32 weights their rest place."""
+        assert self.plan.optim is not None
+        start, stop = self.range_of(StateKind.OPTIM)
+        if self.plan.optim.tier is Tier.NVME:
+            assert self.tiers is not None
+            stored = self.tiers.store_optim(stop - start, wide)
+            stored.put(values[start:stop])
+            self.stored[StateKind.OPTIM] = stored
+            self.master = _nothing(stop - start, wide)
+            return
+        home = self.optim_device
+        self._master_is_param = self.shard.dtype == wide and self.shard.device == home and StateKind.PARAM not in self.stored
+        if self._master_is_param:
+            base, _ = self.range_of(StateKind.PARAM)
+            self.master = self.shard[start - base : stop - base]
+        elif home == self.device:
+            self.master = values[start:stop].to(wide, copy=True)
+        else:
+            assert self.tiers is not None
+            self.master = self.tiers.to_host(values[start:stop].to(wide), pin=self.tiers.plan.pin_optim)
+
+    @property
+    def optim_device(self) -> torch.device:
+        """Where the update of this unit is computed."""
+        away = self.plan.optim is not None and self.plan.optim.away
+        return torch.device("cpu") if away else self.device
+
+    @contextlib.contextmanager
+    def values(self, kind: StateKind, *, write: bool = False) -> Iterator[torch.Tensor]:
+        """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
+        stored = self.stored.get(kind)
+        if stored is None:
+            tensor = {StateKind.PARAM: self.shard, StateKind.GRAD: self.grad, StateKind.OPTIM: self.master}[kind]
+            assert tensor is not None, f"unit {self.name} holds no {kind.value}"
+            yield tensor
+        else:
+            with stored.open(write=write) as tensor:
+                yield tensor
+
     @property
     def movable(self) -> bool:
-        """True when PARAM is really spread over several ranks, so that there is something to gather and release."""
-        return any(w is Spread.SHARDED and a.size > 1 for w, a in zip(self.plan.param.spread, self.mesh.axes, strict=True))
+        """True when PARAM rests elsewhere than in the full buffer, so that there is something to fetch and release."""
+        return self.plan.param.away or any(
+            w is Spread.SHARDED and a.size > 1 for w, a in zip(self.plan.param.spread, self.mesh.axes, strict=True)
+        )
 
     @property
     def title(self) -> str:
@@ -189,6 +256,16 @@ class Unit:
                     f"{param.device}); the engine's optimizer would no longer update it. Choose dtype and device before, or through the "
                     "configuration, and write values in place (param.data.copy_(...))"
                 )
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether memory or a place on a drive exists for the rest gradient."""
+        return self.grad is not None or StateKind.GRAD in self.stored
+
+    def note_gradient(self, grad: torch.Tensor) -> None:
+        """The rest gradient on the drive is now ``grad``."""
+        if StateKind.GRAD in self.stored:
+            self.grad_square = square_sum(grad)
 
     # -- state machines ------------------------------------------------------------------------------------------------
     def move(self, state: UnitState) -> None:
@@ -249,10 +326,27 @@ class Unit:
         return len(self.done) == len(self.params)
 
     def start_gather(self) -> collectives.Transfer:
-        """Fill the full buffer from the shards over the axis that PARAM is cut on."""
-        group = next(g for way, g in zip(self.plan.param.spread, self.mesh.groups, strict=True) if way is Spread.SHARDED and g.size > 1)
-        shard = self.shard if self.shard.device == self.full.device else self.shard.to(self.full.device)
-        return collectives.all_gather(self.full, shard, group)
+        """Fill the full buffer: from the tier where the shard rests, then over the axis that PARAM is cut on."""
+        cut = [g for way, g in zip(self.plan.param.spread, self.mesh.groups, strict=True) if way is Spread.SHARDED and g.size > 1]
+        start, stop = self.range_of(StateKind.PARAM)
+        own = self.full[start:stop]
+        if StateKind.PARAM in self.stored:
+            self.stored[StateKind.PARAM].load(own)
+        elif self.shard.device != own.device or not cut:
+            own.copy_(self.shard, non_blocking=True)
+        else:
+            own = self.shard
+        return collectives.all_gather(self.full, own, cut[0]) if cut else collectives.Transfer([])
+
+    def read_ahead(self) -> bool:
+        """Start reading the shard from its drive for a later fetch; False when it is not there, or no staging buffer is free."""
+        stored = self.stored.get(StateKind.PARAM)
+        return stored is not None and self.state is UnitState.ABSENT and stored.read_ahead()
+
+    def forget_ahead(self) -> None:
+        """What was read ahead will not be fetched."""
+        if StateKind.PARAM in self.stored:
+            self.stored[StateKind.PARAM].forget_ahead()
 
     def fetch_whole(self) -> None:
         """Gather at once, without schedule or agreement: for construction and teardown, where every rank does the same."""
@@ -262,7 +356,7 @@ class Unit:
             self.ready()
 
     def local_part(self, position: int) -> torch.Tensor:
-        """This rank's resting part of one parameter, flat (possibly empty)."""
+        """This rank's resting part of one parameter, flat (possibly empty); not-a-number while it rests on a drive."""
         start, stop = self.range_of(StateKind.PARAM)
         lo, hi = self.layout.overlap(self.layout.segments[position], start, stop)
         return self.shard[lo - start : max(lo, hi) - start] if lo < hi else self.shard[:0]
@@ -271,15 +365,23 @@ class Unit:
         """Make the resting copies (shard, master) of one parameter follow its full values, which are here."""
         segment = self.layout.segments[position]
         values = self.full[segment.offset : segment.stop]
-        base, end = self.range_of(StateKind.PARAM)
-        lo, hi = self.layout.overlap(segment, base, end)
-        if self.movable and lo < hi:
-            self.shard[lo - base : hi - base].copy_(values[lo - segment.offset : hi - segment.offset])
-        if self.master is not None:
-            start, stop = self.range_of(StateKind.OPTIM)
+        kinds = [StateKind.PARAM] if self.movable else []
+        if self.master is not None and not self._master_is_param:
+            kinds.append(StateKind.OPTIM)
+        for kind in kinds:
+            start, stop = self.range_of(kind)
             lo, hi = self.layout.overlap(segment, start, stop)
-            if lo < hi and self.master.dtype != self.full.dtype:
-                self.master[lo - start : hi - start].copy_(values[lo - segment.offset : hi - segment.offset])
+            if lo < hi:
+                with self.values(kind, write=True) as resting:
+                    resting[lo - start : hi - start].copy_(values[lo - segment.offset : hi - segment.offset])
+
+    def publish_part(self, start: int, values: torch.Tensor) -> None:
+        """Make PARAM at rest hold ``values`` (any floating dtype), which begin at flat index ``start``."""
+        at = start - self.range_of(StateKind.PARAM)[0]
+        if StateKind.PARAM in self.stored:
+            self.stored[StateKind.PARAM].put(values, start=at)
+        else:
+            self.shard[at : at + values.numel()].copy_(values)
 
     def forget(self, param: nn.Parameter) -> None:
         """``param`` no longer belongs to this unit."""
@@ -289,6 +391,7 @@ class Unit:
     def strip(self) -> None:
         """Keep the resting parameters only; the unit belongs to nobody and can still be gathered."""
         self.plan = self.plan.frozen()
+        self._unstore(StateKind.GRAD, StateKind.OPTIM)
         self.master = self.grad = self.partial = None
         self.grad_filled = False
         self.grad_state = GradState.EMPTY
@@ -302,9 +405,15 @@ class Unit:
         """Give every byte back; the unit is dead afterwards."""
         self.params = []
         self._views = []
+        self._unstore(*self.stored)
         self.full = self.shard = torch.empty(0)
         self.master = self.grad = self.partial = None
         self.fetcher = None
+
+    def _unstore(self, *kinds: StateKind) -> None:
+        for kind in kinds:
+            if kind in self.stored:
+                self.stored.pop(kind).drop()
 
     @property
     def idle(self) -> bool:
@@ -362,3 +471,14 @@ class Unit:
 
     def fetch_on_demand(self) -> bool:
         return self.fetcher is not None and self.fetcher.fetch_on_demand(self)
+
+
+def square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum of squares in float64, from a norm in fp32 or wider."""
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return torch.linalg.vector_norm(values, dtype=wide).double().square()
+
+
+def _nothing(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Stands for values that are elsewhere: ``numel`` elements that read as not-a-number and refuse to be written."""
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype).expand(numel)

@@ -170,6 +170,38 @@ def _zero_probes() -> dict[str, Probe]:
     }
 
 
+def _offload_probes() -> dict[str, Probe]:
+    drive = {"device": "nvme", "nvme_path": WORKDIR}
+    on_host = {"device": "cpu"}
+    optim, param = base(3, zero={"offload_optimizer": drive}), base(3, zero={"offload_param": {**drive, "max_in_cpu": 0}})
+    old = base(3, zero={"cpu_offload": True})
+    block, other = "zero_optimization.offload_", f"{WORKDIR}/elsewhere"
+    return {
+        "zero_optimization.sub_group_size": Probe(optim, 4096),
+        "zero_optimization.cpu_offload": Probe(base(3), value=True),
+        "zero_optimization.cpu_offload_param": Probe(base(3), value=True),
+        "zero_optimization.cpu_offload_use_pin_memory": Probe(old, value=False),
+        f"{block}optimizer": Probe(base(3), on_host),
+        f"{block}optimizer.device": Probe(optim, "cpu"),
+        f"{block}optimizer.nvme_path": Probe(optim, other),
+        f"{block}optimizer.buffer_count": Probe(optim, 2),
+        f"{block}optimizer.pin_memory": Probe(optim, value=False),
+        f"{block}optimizer.ratio": Probe(base(3, zero={"offload_optimizer": on_host}), 0.4),
+        f"{block}param": Probe(base(3), on_host),
+        f"{block}param.device": Probe(param, "cpu"),
+        f"{block}param.nvme_path": Probe(param, other),
+        f"{block}param.buffer_count": Probe(param, 2),
+        f"{block}param.buffer_size": Probe(param, 8),
+        f"{block}param.max_in_cpu": Probe(param, 100_000),
+        f"{block}param.pin_memory": Probe(param, value=False),
+        "aio.block_size": Probe(optim, 8192),
+        "aio.queue_depth": Probe(optim, 4),
+        "aio.intra_op_parallelism": Probe(optim, 2),
+        "memory.host_limit": Probe(base(3), "900GiB"),
+        "memory.device_limit": Probe(base(3), "900GiB"),
+    }
+
+
 def _report_probes() -> dict[str, Probe]:
     reported = base(steps_per_print=1)
     return {
@@ -236,6 +268,7 @@ PROBES: dict[str, Probe] = {
     "zero_optimization": Probe(base(drop=("zero_optimization",)), value=True),
     **_under("zero_optimization", _zero_probes()),
     **_under("activation_checkpointing", _activation_probes()),
+    **_offload_probes(),
     **_report_probes(),
     **_monitor_probes("csv_monitor"),
     **_monitor_probes("tensorboard"),
@@ -252,6 +285,10 @@ INERT_PROBES: dict[str, Probe] = {
         base(activation_checkpointing={"partition_activations": True, "number_checkpoints": 3}), value=True, scenario="recompute"
     ),
     "activation_checkpointing.partition_activations": Probe(base(), value=True, scenario="recompute"),
+    **{
+        f"zero_optimization.offload_optimizer.{name}": Probe(base(3, zero={"offload_optimizer": {"device": "cpu"}}), value=True)
+        for name in ("pipeline_read", "pipeline_write", "fast_init")
+    },
     "zero_optimization.grad_hooks": Probe(base(3), value=True),
     "pipeline.<any>": Probe(base(3), 3, path="pipeline.of_my_own"),
     "checkpoint.writer": Probe(base(3), {"type": "PYTHON"}),

@@ -256,10 +256,9 @@ def test_all_auto_files_are_for_an_integration(config: dict[str, Any]) -> None:
 
 
 REFUSED = {
-    "zero_optimization.offload_optimizer.device": {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}
+    "zero_optimization.offload_optimizer.super_offload": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}
     },
-    "zero_optimization.offload_param.device": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     "compression_training": {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
     "autotuning.enabled": {"autotuning": {"enabled": True, "fast": False}},
     "data_efficiency.enabled": {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},

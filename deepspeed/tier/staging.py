@@ -1,0 +1,115 @@
+"""A few aligned host buffers that everything between memory and a drive passes through."""
+
+from collections import deque
+from typing import Protocol
+
+import torch
+
+from deepspeed.observe.log import logger
+from deepspeed.tier.aligned import ALIGN, aligned_empty
+
+
+class Finishing(Protocol):
+    """A transfer that still reads a buffer."""
+
+    def wait(self) -> None: ...
+
+    def done(self) -> bool: ...
+
+
+class Staging:
+    """Hands out byte buffers, normally ``count`` at most; a buffer that is given back with a transfer is free when that has ended.
+
+    Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is better than a
+    hang. ``pin`` asks for page-locked memory; where the system refuses it, ordinary memory serves, and one line in the log says so.
+    """
+
+    def __init__(self, count: int, *, pin: bool = False) -> None:
+        self._count = max(1, count)
+        self._pin = pin
+        self._free: list[torch.Tensor] = []
+        self._busy: deque[tuple[torch.Tensor, Finishing]] = deque()
+        self._out = 0
+
+    @property
+    def room(self) -> bool:
+        """Whether a buffer could be taken without waiting for anything and without exceeding the count."""
+        self._reap()
+        return bool(self._free) or self._out + len(self._busy) < self._count
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the buffers that are free or still being written from."""
+        return sum(b.numel() for b in self._free) + sum(b.numel() for b, _ in self._busy)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A uint8 buffer of at least ``nbytes`` bytes that begins at a multiple of 4096."""
+        self._reap()
+        chosen = self._fitting(nbytes)
+        while chosen is None and self._busy and self._total() >= self._count and not self._free:
+            self._retire()
+            chosen = self._fitting(nbytes)
+        if chosen is None:
+            # What is too small for this one gives its place to it.
+            while self._free and self._total() >= self._count:
+                self._free.pop()
+            chosen = self._make(nbytes)
+        self._out += 1
+        return chosen
+
+    def give(self, buffer: torch.Tensor, *, after: Finishing | None = None) -> None:
+        """Take ``buffer`` back, for the next user when ``after`` has ended."""
+        self._out -= 1
+        if after is not None:
+            self._busy.append((buffer, after))
+        elif self._total() < self._count:
+            self._free.append(buffer)
+
+    def settle(self) -> None:
+        """Wait for every transfer; raises the first failure when all have ended."""
+        failure: BaseException | None = None
+        while self._busy:
+            try:
+                self._retire()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def clear(self) -> None:
+        """Settle, and give the memory back."""
+        try:
+            self.settle()
+        finally:
+            self._free.clear()
+
+    def _total(self) -> int:
+        return self._out + len(self._busy) + len(self._free)
+
+    def _fitting(self, nbytes: int) -> torch.Tensor | None:
+        found = min((i for i, b in enumerate(self._free) if b.numel() >= nbytes), key=lambda i: self._free[i].numel(), default=None)
+        return None if found is None else self._free.pop(found)
+
+    def _reap(self) -> None:
+        while self._busy and self._busy[0][1].done():
+            self._retire()
+
+    def _retire(self) -> None:
+        buffer, transfer = self._busy.popleft()
+        try:
+            transfer.wait()
+        finally:
+            if self._total() < self._count:
+                self._free.append(buffer)
+
+    def _make(self, nbytes: int) -> torch.Tensor:
+        size = -(-max(nbytes, 1) // ALIGN) * ALIGN
+        if self._pin:
+            try:
+                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                if buffer.data_ptr() % ALIGN == 0:
+                    return buffer
+            except RuntimeError as error:
+                logger.warning("page-locked memory for staging is refused (%s); ordinary memory serves, copies are slower", error)
+            self._pin = False
+        return aligned_empty(size)

@@ -1,0 +1,129 @@
+"""A flat tensor that rests on a drive."""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from deepspeed.tier.aio import Transfer
+from deepspeed.tier.aligned import ALIGN
+from deepspeed.tier.drive import Drive
+from deepspeed.tier.staging import Staging
+
+
+class Stored:
+    """``numel`` elements of ``dtype`` in a region of ``drive``; reads and writes pass through the drive's staging buffers.
+
+    A write goes on in the background; whatever touches the same tensor next waits for it. Failures surface there, or at ``settle``.
+    """
+
+    def __init__(self, drive: Drive, numel: int, dtype: torch.dtype, *, staging: Staging | None = None) -> None:
+        self.drive, self.numel, self.dtype = drive, numel, dtype
+        self.staging = staging or drive.staging
+        self._region = drive.reserve(numel * dtype.itemsize)
+        self._writes: list[tuple[Transfer, int, int]] = []
+        self._ahead: deque[tuple[Transfer, torch.Tensor, int, int]] = deque()
+
+    def put(self, values: torch.Tensor, *, start: int = 0) -> None:
+        """Store ``values`` (any device, any floating dtype) at element ``start``."""
+        for lo, hi in self._pieces(start, start + values.numel()):
+            buffer, inside = self._window(lo, hi)
+            inside.copy_(values[lo - start : hi - start])
+            self.staging.give(buffer, after=self.write_from(inside, start=lo))
+
+    def load(self, out: torch.Tensor, *, start: int = 0) -> None:
+        """Copy the elements from ``start`` on into ``out`` (any device), using what was read ahead."""
+        end = start + out.numel()
+        if self._ahead and (self._ahead[0][2] != start or start + out.numel() < self._ahead[-1][3]):
+            self.forget_ahead()
+        self._wait_for_writes(start, end)
+        waiting = deque(p for p in self._pieces(start, end) if not self._ahead or p[0] >= self._ahead[-1][3])
+        while self._ahead or waiting:
+            while waiting and (not self._ahead or self.staging.room):
+                self._start(*waiting.popleft())
+            transfer, buffer, lo, hi = self._ahead.popleft()
+            try:
+                transfer.wait()
+                out[lo - start : hi - start].copy_(self._inside(buffer, lo, hi))
+            finally:
+                self.staging.give(buffer)
+
+    def read_ahead(self) -> bool:
+        """Start reading as much as there is room for; False when nothing could be started. For a later ``load`` of everything."""
+        if self._ahead or any(not transfer.done() for transfer, _, _ in self._writes):
+            return bool(self._ahead)
+        self.settle()
+        for piece in self._pieces(0, self.numel):
+            if not self.staging.room:
+                break
+            self._start(*piece)
+        return bool(self._ahead)
+
+    def forget_ahead(self) -> None:
+        """Give back what was read ahead and is not wanted."""
+        while self._ahead:
+            transfer, buffer, _, _ = self._ahead.popleft()
+            self.staging.give(buffer, after=transfer)
+
+    @contextlib.contextmanager
+    def open(self, *, write: bool) -> Iterator[torch.Tensor]:
+        """Everything in host memory for a while; with ``write`` what it holds at the end is stored."""
+        values = torch.empty(self.numel, dtype=self.dtype)
+        self.load(values)
+        yield values
+        if write:
+            self.put(values)
+
+    def read_into(self, out: torch.Tensor, *, start: int) -> Transfer:
+        """Start reading elements into ``out``, host memory of the caller's own."""
+        self._wait_for_writes(start, start + out.numel())
+        return self.drive.read(self._region, start * self.dtype.itemsize, out)
+
+    def write_from(self, values: torch.Tensor, *, start: int) -> Transfer:
+        """Start writing ``values``, host memory that stays untouched until the transfer has ended."""
+        stop = start + values.numel()
+        self.forget_ahead()
+        self._wait_for_writes(start, stop)
+        transfer = self.drive.write(self._region, start * self.dtype.itemsize, values)
+        self._writes.append((transfer, start, stop))
+        return transfer
+
+    def settle(self) -> None:
+        """Wait for the writes under way. Raises TransferError when one failed."""
+        self._wait_for_writes(0, self.numel)
+
+    def drop(self) -> None:
+        """The values are not needed any more; the space is."""
+        self.forget_ahead()
+        with contextlib.suppress(OSError):
+            self.settle()
+        self.drive.free(self._region)
+
+    def _wait_for_writes(self, start: int, stop: int) -> None:
+        # Whole pages: two writes that share one must not overtake each other.
+        slack = ALIGN // self.dtype.itemsize
+        for entry in [w for w in self._writes if w[1] < stop + slack and start < w[2] + slack or w[0].done()]:
+            self._writes.remove(entry)
+            entry[0].wait()
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        each = max(1, self.drive.piece_bytes // self.dtype.itemsize)
+        while start < stop:
+            end = min(stop, (start // each + 1) * each)
+            yield start, end
+            start = end
+
+    def _start(self, lo: int, hi: int) -> None:
+        buffer, inside = self._window(lo, hi)
+        self._ahead.append((self.drive.read(self._region, lo * self.dtype.itemsize, inside), buffer, lo, hi))
+
+    def _window(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = self.staging.take((hi - lo) * self.dtype.itemsize + ALIGN)
+        return buffer, self._inside(buffer, lo, hi)
+
+    def _inside(self, buffer: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+        # The same place within a page as in the file, so that whole pages can bypass the page cache.
+        width = self.dtype.itemsize
+        shift = lo * width % ALIGN
+        return buffer[shift : shift + (hi - lo) * width].view(self.dtype)

@@ -1,0 +1,108 @@
+"""Where the states of one engine's units rest besides the device: host memory, page-locked where that helps, and drives."""
+
+import torch
+
+from deepspeed.observe.log import logger
+from deepspeed.tier.drive import AioSettings, Drive
+from deepspeed.tier.staging import Staging
+from deepspeed.tier.stored import Stored
+from deepspeed.zero.plan import OffloadPlan
+
+_GRAD_BUFFERS = 3  # one filled by a reduction while two are written
+
+
+class Tiers:
+    """Places for shards. Drives are opened when the first state comes to rest there."""
+
+    def __init__(self, plan: OffloadPlan, device: torch.device) -> None:
+        self.plan = plan
+        self.device = device
+        self._drives: dict[str, Drive] = {}
+        self._grad_staging: Staging | None = None
+        self._host_param_left = plan.host_param_numel
+        self._pin_failed = False
+
+    # -- host memory -----------------------------------------------------------------------------------------------------
+    def to_host(self, values: torch.Tensor, *, pin: bool) -> torch.Tensor:
+        """A copy of ``values`` in host memory; page-locked when asked for and possible, so that transfers run beside the compute."""
+        home = self.host_empty(values.numel(), values.dtype, pin=pin)
+        return home.copy_(values)
+
+    def host_empty(self, numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+        """``numel`` uninitialised elements of host memory, as in :meth:`to_host`."""
+        if pin and self.device.type != "cpu" and not self._pin_failed:
+            try:
+                return torch.empty(numel, dtype=dtype, pin_memory=True)
+            except RuntimeError as error:
+                self._pin_failed = True
+                logger.warning("page-locked memory for offload is refused (%s); ordinary memory serves, transfers are slower", error)
+        return torch.empty(numel, dtype=dtype)
+
+    # -- drives --------------------------------------------------------------------------------------------------------------
+    def store_param(self, numel: int, dtype: torch.dtype) -> Stored | None:
+        """A place on the drive for a parameter shard; None while ``max_in_cpu`` has room for it in host memory."""
+        if numel <= self._host_param_left:
+            self._host_param_left -= numel
+            return None
+        return Stored(self._param_drive(dtype.itemsize), numel, dtype)
+
+    def store_optim(self, numel: int, dtype: torch.dtype) -> Stored:
+        """A place on the drive for optimizer state."""
+        return Stored(self.optim_drive(), numel, dtype)
+
+    def store_grad(self, numel: int, dtype: torch.dtype) -> Stored:
+        """A place on the drive for a rest gradient."""
+        if self._grad_staging is None:
+            self._grad_staging = Staging(_GRAD_BUFFERS, pin=self._pins(pin=self.plan.pin_optim))
+        return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
+
+    def optim_drive(self) -> Drive:
+        """The drive behind ``offload_optimizer``."""
+        plan = self.plan
+        return self._open(
+            "zero_optimization.offload_optimizer.nvme_path", plan.optim_folder, staging=plan.optim_buffers, pin=plan.pin_optim
+        )
+
+    def _param_drive(self, width: int) -> Drive:
+        plan = self.plan
+        piece = plan.param_piece_numel * width
+        label = "zero_optimization.offload_param.nvme_path"
+        return self._open(label, plan.param_folder, staging=plan.param_buffers, pin=plan.pin_param, piece_bytes=piece)
+
+    def _open(self, label: str, folder: str, *, staging: int, pin: bool, piece_bytes: int = 1 << 30) -> Drive:
+        if label not in self._drives:
+            aio = AioSettings(self.plan.block_bytes, self.plan.queue_depth, self.plan.threads)
+            self._drives[label] = Drive(folder, label=label, aio=aio, staging=staging, piece_bytes=piece_bytes, pin=self._pins(pin=pin))
+        return self._drives[label]
+
+    def _pins(self, *, pin: bool) -> bool:
+        return pin and self.device.type != "cpu"
+
+    @property
+    def drives(self) -> list[Drive]:
+        """The drives in use."""
+        return list(self._drives.values())
+
+    def describe(self) -> list[str]:
+        """One clause per place in use, for the log."""
+        said = []
+        for label, drive in self._drives.items():
+            block = label.split(".")[1]
+            buffers = self.plan.param_buffers if block == "offload_param" else self.plan.optim_buffers
+            window = self.plan.param_piece_numel if block == "offload_param" else self.plan.tile_numel
+            way = "O_DIRECT" if drive.direct else "page cache"
+            how = f"{drive.backend}, {way}, {self.plan.block_bytes} bytes x {self.plan.queue_depth}, {self.plan.threads} threads"
+            said.append(f"{block} on {drive.folder} ({how}; {buffers} buffers of at most {window:,} elements)")
+        pins = {"parameters": self.plan.pin_param, "optimizer state": self.plan.pin_optim}
+        wanted = [what for what, pin in pins.items() if pin]
+        effect = "" if self.device.type != "cpu" else " (no effect: the device is the host)"
+        limits = [
+            f"memory.{k}_limit {v / 2**20:,.0f} MiB" for k, v in (("host", self.plan.host_limit), ("device", self.plan.device_limit)) if v
+        ]
+        return [*said, *limits, f"page-locked memory for {' and '.join(wanted) or 'nothing'}{effect}"]
+
+    def close(self) -> None:
+        """Give every drive's space back; what rested there is gone."""
+        for drive in self._drives.values():
+            drive.close()
+        self._drives.clear()
