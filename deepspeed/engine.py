@@ -20,7 +20,7 @@ from deepspeed.engine_pending import EnginePending
 from deepspeed.engine_timing import EngineTiming
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
-from deepspeed.observe.log import log_dist
+from deepspeed.observe.log import log_dist, logger
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
 from deepspeed.zero.access import GatheredParameters
 from deepspeed.zero.budget import MemoryPlan
@@ -29,6 +29,7 @@ from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
+from deepspeed.zero.relocate import Relocation
 from deepspeed.zero.step import StepRules, take_step
 from deepspeed.zero.unit import Unit
 from deepspeed.zero.weights import consolidated_state_dict
@@ -74,6 +75,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         self._backwards = 0
         self._norm: float | None = None
         self._held = contextlib.ExitStack()  # what lasts as long as this engine: process settings, metric files
+        self._relocation, self._lent = Relocation(parts.units, views, optimizer), False
         self._start_timing(config)
         self._tie_to_runtime()
 
@@ -414,6 +416,30 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
 
     save_fp16_model = save_16bit_model
 
+    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
+        """Move the states named in ``include`` (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
+
+        What rests in host memory or on a drive already stays there, and so do parameters that are whole on every rank. Raises
+        UsageError inside a forward or backward, ValueError for another device than "cpu" (or "none": nothing happens).
+        """
+        self._check_alive()
+        place = getattr(device, "value", device)
+        if place == "none":
+            logger.warning("offload_states(device='none') moves nothing")
+            return
+        if place != "cpu":
+            raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
+        self.settle_gradients()
+        self._relocation.leave(include, pin=pin_memory and self.device.type != "cpu")
+        self._lent = True
+        if self.device.type != "cpu":
+            get_accelerator().empty_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what ``offload_states`` moved."""
+        self._relocation.come_back()
+        self._lent = False
+
     # -- errors and the end -----------------------------------------------------------------------------------------------------
     def _recover(self) -> None:
         """What an error in a backward or a step leaves is of no use: drop it, and start the accumulation window anew."""
@@ -431,6 +457,8 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
     def _check_alive(self) -> None:
         if self._destroyed:
             raise UsageError("this engine was destroyed; call deepspeed.initialize again")
+        if self._lent:
+            raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
         if self.tiles is not None:
             self.tiles.check_whole()
 
@@ -446,6 +474,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         """
         if self._destroyed:
             return
+        self._relocation.come_back()
         self._destroyed = True
         self._held.close()
         self._parts.hooks.remove()

@@ -30,12 +30,6 @@ class EnginePending:
     ) -> NoReturn:
         raise_not_yet("engine.load_checkpoint")
 
-    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> NoReturn:
-        raise_not_yet("engine.offload_states")
-
-    def reload_states(self, non_blocking: bool = False) -> NoReturn:
-        raise_not_yet("engine.reload_states")
-
     def train_batch(self, data_iter: Any = None) -> NoReturn:
         raise_not_yet("engine.train_batch (pipeline engine)")
 

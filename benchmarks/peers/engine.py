@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import os
+import tempfile
 from types import ModuleType
 from typing import Any
 
@@ -9,22 +11,32 @@ from measure import Step
 from models import ADAMW, Workload, build_model
 from torch import Tensor
 
-VARIANTS = ("default", "torch_adam", "no_init")
+VARIANTS = ("default", "torch_adam", "no_init", "cpu", "nvme")
 
 
 def config_for(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
-    """bf16 + AdamW, no clipping, one micro-batch a step. Variants: torch_adam (torch's AdamW), no_init (whole model, then sharded)."""
+    """bf16 + AdamW, no clipping, one micro-batch a step.
+
+    Variants: torch_adam (torch's AdamW), no_init (whole model, then sharded), cpu and nvme (parameters and optimizer state offloaded;
+    nvme to the folder DS_BENCH_NVME, default the system's folder for temporary files).
+    """
     if args.variant not in VARIANTS:
         raise SystemExit(f"unknown variant {args.variant!r}; known: {', '.join(VARIANTS)}")
     params: dict[str, Any] = {**ADAMW, "betas": list(ADAMW["betas"])}
     if args.variant == "torch_adam":
         params["torch_adam"] = True
+    zero: dict[str, Any] = {"stage": args.level}
+    if args.variant in ("cpu", "nvme"):
+        place = {"device": args.variant, "pin_memory": False}
+        if args.variant == "nvme":
+            place["nvme_path"] = os.environ.get("DS_BENCH_NVME", tempfile.gettempdir())
+        zero |= {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0} if args.variant == "nvme" else place}
     return {
         "train_micro_batch_size_per_gpu": workload.micro_batch,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 1_000_000,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": args.level},
+        "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": params},
     }
 

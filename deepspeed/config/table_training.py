@@ -146,7 +146,7 @@ _ZERO = {
     "zero_optimization.elastic_checkpoint": inert(
         "Write state that another number of ranks can read.", "the engine does not write checkpoints in this release"
     ),
-    "zero_optimization.sub_group_size": honoured("Elements per tile of an update that rests on a drive; absent means 4,194,304."),
+    "zero_optimization.sub_group_size": honoured("Elements per tile of an update that rests on a drive; absent means 2,097,152."),
     "zero_optimization.ignore_unused_parameters": not_yet(
         "Accept trainable parameters without a gradient; they count as zeros.", "the check for unused parameters"
     ),

@@ -1,5 +1,6 @@
 """Import path of asynchronous IO."""
 
-from deepspeed.builders import AsyncIOBuilder
+from deepspeed.native.builders import AsyncIOBuilder
+from deepspeed.tier.handle import aio_handle
 
-__all__ = ["AsyncIOBuilder"]
+__all__ = ["AsyncIOBuilder", "aio_handle"]

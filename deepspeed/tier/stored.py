@@ -29,8 +29,12 @@ class Stored:
         """Store ``values`` (any device, any floating dtype) at element ``start``."""
         for lo, hi in self._pieces(start, start + values.numel()):
             buffer, inside = self._window(lo, hi)
-            inside.copy_(values[lo - start : hi - start])
-            self.staging.give(buffer, after=self.write_from(inside, start=lo))
+            transfer = None
+            try:
+                inside.copy_(values[lo - start : hi - start])
+                transfer = self.write_from(inside, start=lo)
+            finally:
+                self.staging.give(buffer, after=transfer)
 
     def load(self, out: torch.Tensor, *, start: int = 0) -> None:
         """Copy the elements from ``start`` on into ``out`` (any device), using what was read ahead."""
@@ -116,7 +120,11 @@ class Stored:
 
     def _start(self, lo: int, hi: int) -> None:
         buffer, inside = self._window(lo, hi)
-        self._ahead.append((self.drive.read(self._region, lo * self.dtype.itemsize, inside), buffer, lo, hi))
+        try:
+            self._ahead.append((self.drive.read(self._region, lo * self.dtype.itemsize, inside), buffer, lo, hi))
+        except BaseException:
+            self.staging.give(buffer)
+            raise
 
     def _window(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         buffer = self.staging.take((hi - lo) * self.dtype.itemsize + ALIGN)

@@ -86,13 +86,16 @@ def build(
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype)
     tiers = Tiers(plan.offload, rules.device)
     fitted = _fitted(model, parts.units, plan, mesh, rules=rules, policy=policy)
-    units = []
+    units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
         unit = _lay_out(index, spec, row, mesh, rules=rules, groups=group_of or {})
         unit.adopt(_values(unit, mesh, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
             mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=not plan.regular.param.sharded)
         units.append(unit)
+        if rules.device.type == "cpu":
+            heap.passed(2 * unit.layout.numel * spec.dtype.itemsize)
+    heap.trim()
     _move_buffers(model, mesh, rules)
     runtime = Runtime(units, plan, mesh, policy=policy, device=rules.device)
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)

@@ -112,6 +112,7 @@ class Init:
         self._tiers = Tiers(offload, self.device)
         if self.device.type == "cpu":
             hostmem.return_large_blocks()
+        self._heap = hostmem.HeapTrimmer()
         self._open: dict[int, nn.Module] = {}
         self._dirty: list[Unit] = []
         self._hooks: list[Any] = []
@@ -222,6 +223,8 @@ class Init:
             Unit.view(values, layout.segments[0]).copy_(param)
             collectives.broadcast(values, self._mesh.world)
             unit.adopt(values, dtype, keep_master=False, tiers=self._tiers)
+        if self.device.type == "cpu":
+            self._heap.passed(2 * values.nbytes)
         unit.fetcher = self
         mark_zero_parameter(param, unit, 0, name=name)
 

@@ -29,43 +29,74 @@ def _round_up(nbytes: int) -> int:
 class Turns:
     """Lets an optimizer take one step in several turns, each over some of its tensors.
 
-    Every turn begins with the groups' own numbers (a step count, say) as they were before the step, and must leave the same: an
-    optimizer that gathers something over all parameters cannot work in turns. Raises UsageError for such a one.
+    Every turn begins with the numbers of the groups and of the optimizer itself (a step count, say) as they were before the step, and
+    must leave the same: an optimizer that gathers something over all parameters cannot work in turns. Raises UsageError for such.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._before = [_numbers(group) for group in optimizer.param_groups]
-        self._after: list[dict[str, Any]] | None = None
+        self._before = [_numbers(holder) for holder in self._holders()]
+        self._after: list[dict[str, Any]] = [{} for _ in self._before]
 
     def take(self, views: list[OptimView]) -> None:
         """One call of ``step`` that sees the parameters of ``views`` only."""
         groups = self._optimizer.param_groups
         lists = [group["params"] for group in groups]
-        for index, (group, before) in enumerate(zip(groups, self._before, strict=True)):
-            group.update(before)
+        for holder, before in zip(self._holders(), self._before, strict=True):
+            _put_back(holder, before)
+        for index, group in enumerate(groups):
             group["params"] = [v.param for v in views if v.group == index]
         try:
             self._optimizer.step()
         finally:
             for group, params in zip(groups, lists, strict=True):
                 group["params"] = params
-        used = {v.group for v in views}
-        now = [_numbers(group) if i in used else {} for i, group in enumerate(groups)]
-        for index, (ours, earlier) in enumerate(zip(now, self._after or [{}] * len(now), strict=True)):
-            if ours and earlier and ours != earlier:
-                changed = ", ".join(k for k in ours if ours[k] != earlier.get(k))
-                raise UsageError(
-                    f"{type(self._optimizer).__name__} keeps {changed} over all parameters of group {index}, so it cannot update them "
-                    'piece by piece; use offload_optimizer.device "cpu", or another optimizer'
-                )
-        self._after = [ours or earlier for ours, earlier in zip(now, self._after or [{}] * len(now), strict=True)]
-        for group, after in zip(groups, self._after, strict=True):
-            group.update(after)
+        used = {v.group for v in views} | {len(groups)}
+        for index, holder in enumerate(self._holders()):
+            if index in used:
+                self._settle(index, _numbers(holder))
+        for holder, after in zip(self._holders(), self._after, strict=True):
+            if after:
+                _put_back(holder, after)
+
+    def _holders(self) -> list[dict[str, Any]]:
+        """What may hold numbers of its own: the groups, then the optimizer's attributes."""
+        return [*self._optimizer.param_groups, vars(self._optimizer)]
+
+    def _settle(self, index: int, now: dict[str, Any]) -> None:
+        earlier = self._after[index]
+        changed = [k for k in now if k not in earlier or not _same(now[k], earlier[k])] if earlier else []
+        if changed:
+            where = f"of group {index}" if index < len(self._optimizer.param_groups) else "of the optimizer"
+            raise UsageError(
+                f"{type(self._optimizer).__name__} keeps {', '.join(changed)} {where} over all parameters, so it cannot update them "
+                'piece by piece; use offload_optimizer.device "cpu", or another optimizer'
+            )
+        self._after[index] = now
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float))}
+def _numbers(holder: dict[str, Any]) -> dict[str, Any]:
+    """Copies of the numbers in ``holder``, as plain values or tensors."""
+    found = {k: v for k, v in holder.items() if isinstance(v, (int, float, torch.Tensor))}
+    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def _put_back(holder: dict[str, Any], numbers: dict[str, Any]) -> None:
+    """Make the numbers of ``holder`` those of ``numbers``: the same tensors with the old values, nothing that came later."""
+    for key in [k for k, v in holder.items() if isinstance(v, (int, float, torch.Tensor)) and k not in numbers]:
+        del holder[key]
+    for key, value in numbers.items():
+        held = holder.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.shape == value.shape:
+            held.detach().copy_(value)
+        else:
+            holder[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return bool(a == b)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ class Driver(Protocol):
 
     def update(self) -> None: ...
 
+    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None: ...
+
+    def reload_states(self, non_blocking: bool = False) -> None: ...
+
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> torch.Tensor: ...
 
     def current_loss_scale(self) -> float: ...
@@ -120,6 +124,14 @@ class DeepSpeedOptimizer:
         self._driver.load_scaler_state(state["loss_scaler"])
         self.overflow = state["overflow"]
         self._driver.runtime.publish(self._driver.runtime.units)
+
+    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
+        """``engine.offload_states``."""
+        self._driver.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """``engine.reload_states``."""
+        self._driver.reload_states(non_blocking)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

@@ -95,7 +95,7 @@ class OffloadPlan:
     host_param_numel: int = 0
     optim_folder: str = ""
     optim_buffers: int = 4
-    tile_numel: int = 1 << 22
+    tile_numel: int = 1 << 21
     device_share: float = 0.0
     pin_param: bool = True
     pin_optim: bool = True

@@ -13,6 +13,7 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.observe import hostmem
 from deepspeed.zero.agreement import Agreement, Decision, Kind, Request
 from deepspeed.zero.gradients import GradientPolicy, Gradients
 from deepspeed.zero.plan import Spread, StateKind, ZeroPlan
@@ -296,6 +297,12 @@ class Runtime:
             if unit.movable and unit.users == 0 and unit.pins == 0 and unit.state is not UnitState.ABSENT and not self.second_order:
                 self._discard(unit)
         self.second_order = False
+        self._trim()
+
+    def _trim(self) -> None:
+        """Where memory is the point, give back what the heap keeps of it."""
+        if self.device.type == "cpu" and any(u.stored for u in self.units):
+            hostmem.HeapTrimmer().trim()
 
     def _forget_ahead(self) -> None:
         for unit in self.units if self._reads_ahead else ():
@@ -315,6 +322,7 @@ class Runtime:
     def publish(self, units: list[Unit]) -> None:
         """After an update: bring PARAM of ``units`` in line with OPTIM, and let no older fetch survive."""
         started = []
+        self._trim()
         for unit in units:
             unit.version += 1
             if unit.movable and unit.idle and unit.state is not UnitState.ABSENT:

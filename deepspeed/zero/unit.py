@@ -110,7 +110,7 @@ class Unit:
         self.tiers: Tiers | None = None
         # Sum of the squares of a rest gradient that is on the drive.
         self.grad_square: torch.Tensor | None = None
-        self._master_is_param = False
+        self.master_is_param = False
         self._views: list[torch.Tensor] = []
         self._void: torch.Tensor | None = None
         self._own_uses = 0
@@ -179,8 +179,8 @@ class Unit:
             self.master = _nothing(stop - start, wide)
             return
         home = self.optim_device
-        self._master_is_param = self.shard.dtype == wide and self.shard.device == home and StateKind.PARAM not in self.stored
-        if self._master_is_param:
+        self.master_is_param = self.shard.dtype == wide and self.shard.device == home and StateKind.PARAM not in self.stored
+        if self.master_is_param:
             base, _ = self.range_of(StateKind.PARAM)
             self.master = self.shard[start - base : stop - base]
         elif home == self.device:
@@ -366,7 +366,7 @@ class Unit:
         segment = self.layout.segments[position]
         values = self.full[segment.offset : segment.stop]
         kinds = [StateKind.PARAM] if self.movable else []
-        if self.master is not None and not self._master_is_param:
+        if self.master is not None and not self.master_is_param:
             kinds.append(StateKind.OPTIM)
         for kind in kinds:
             start, stop = self.range_of(kind)

@@ -57,6 +57,7 @@ LAYERS = {
     **dict.fromkeys(REEXPORTS, 8),
     "deepspeed.launcher": 9,
     "deepspeed.verify": 9,
+    "deepspeed.nvme": 9,
     "deepspeed.report": 9,
     "deepspeed": 9,
 }

@@ -4,7 +4,7 @@ from tests.budget.source import PACKAGE, ROOT, functions, modules
 
 FILE_LINES = 600
 FUNCTION_LINES = 60
-PACKAGE_LINES = 26_500  # the design aims at 15,000; the typed keys and the launcher are 6,500 of these, native builds, IO and tiers 4,000
+PACKAGE_LINES = 27_000  # the design aims at 15,000; the typed keys and the launcher are 6,500 of these, native builds, IO, tiers and their tools 4,500
 
 # "path": (lines allowed, reason)
 LONG_FILES: dict[str, tuple[int, str]] = {}
