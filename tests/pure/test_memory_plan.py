@@ -1,0 +1,330 @@
+"""The memory plan: numbers computed by hand, and the settings that fit within a limit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deepspeed.config import load_config
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero.budget import Line, MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
+from deepspeed.zero.fit import Fitted, Limits, fit
+from deepspeed.zero.plan import Tier, ZeroPlan, make_plan
+
+N = 1000  # elements of a unit
+DRIVE = {"device": "nvme", "nvme_path": "/drive"}
+PARAMS = {**DRIVE, "max_in_cpu": 0}
+
+
+def plan_of(zero: dict[str, Any], ranks: int = 1, **changes: Any) -> ZeroPlan:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"prefetch_bucket_size": 0, **zero}, **changes}
+    return make_plan(load_config(config, world_size=ranks), ranks)
+
+
+def sizes(plan: ZeroPlan, *numels: int, width: int = 2, frozen: tuple[int, ...] = ()) -> list[UnitSize]:
+    return [UnitSize(n, width, plan.row(trainable=i not in frozen, persistent=False)) for i, n in enumerate(numels)]
+
+
+def lines(plan: ZeroPlan, units: list[UnitSize], ways: tuple[int, ...] = (1,), *, shared: bool = False, **widths: int) -> dict[str, Line]:
+    found = memory_plan(units, ways, plan.offload, Widths(**widths), prefetch=plan.prefetch_numel, shared=shared)
+    return {line.what: line for line in found.lines}
+
+
+# -- by hand -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_sharded_in_16_bit() -> None:
+    """2 + 4 + 12 bytes an element, all on the device, and one more local sum while the window is open."""
+    plan = plan_of({"stage": 0})
+    found = lines(plan, sizes(plan, N, N))
+    assert found["parameters"] == Line("parameters", device=2 * N * 2)
+    assert found["gradients"] == Line("gradients", device=2 * N * 4)
+    assert found["optimizer state"] == Line("optimizer state", device=2 * N * 12)
+    assert found["gradients on their way"].device == 2 * N * 4
+    assert "units gathered at once" not in found and "staging buffers" not in found
+
+
+def test_an_fp32_parameter_is_its_own_master() -> None:
+    plan = plan_of({"stage": 0})
+    assert lines(plan, sizes(plan, N, width=4))["optimizer state"].device == N * 8
+    plan = plan_of({"stage": 1, "offload_optimizer": {"device": "cpu"}})
+    assert lines(plan, sizes(plan, N, width=4))["optimizer state"] == Line("optimizer state", host=N * 12)
+
+
+def test_sharded_over_four_ranks() -> None:
+    """Everything at rest is a quarter, rounded up; the two largest units are whole at times, three gradients travel."""
+    plan = plan_of({"stage": 3}, 4)
+    found = lines(plan, sizes(plan, N + 1, N), (4,))
+    assert found["parameters"].device == (251 + 250) * 2
+    assert found["gradients"].device == (251 + 250) * 4
+    assert found["optimizer state"].device == (251 + 250) * 12
+    assert found["units gathered at once"].device == (N + 1) * 2
+    assert found["gradients on their way"].device == 3 * (N + 1) * 2
+
+
+def test_prefetch_adds_at_most_two_typical_units() -> None:
+    for prefetch, ahead in ((100, 100), (10**9, 2 * N)):
+        plan = plan_of({"stage": 3, "prefetch_bucket_size": prefetch}, 2)
+        found = lines(plan, sizes(plan, N, N, N, 5 * N), (2,))
+        assert found["units gathered at once"].device == (5 * N + ahead) * 2
+
+
+def test_only_gradients_and_state_are_sharded() -> None:
+    plan = plan_of({"stage": 2}, 4)
+    found = lines(plan, sizes(plan, N), (4,))
+    assert [found[k].device for k in ("parameters", "gradients", "optimizer state")] == [2 * N, N, 3 * N]
+    assert "units gathered at once" not in found and found["gradients on their way"].device == 3 * 2 * N
+
+
+def test_two_axes() -> None:
+    """Shard groups of two on four ranks: halves of everything. Secondary shards: halves of parameters, quarters of the rest."""
+    plan = plan_of({"stage": 3, "mics_shard_size": 2}, 4)
+    found = lines(plan, sizes(plan, N), (2, 2))
+    assert [found[k].device for k in ("parameters", "gradients", "optimizer state")] == [N, 2 * N, 6 * N]
+    plan = plan_of({"stage": 3, "zero_hpz_partition_size": 2}, 4)
+    found = lines(plan, sizes(plan, N), (2, 2))
+    assert [found[k].device for k in ("parameters", "gradients", "optimizer state")] == [N, N, 3 * N]
+
+
+def test_frozen_units_have_parameters_only() -> None:
+    plan = plan_of({"stage": 0})
+    found = lines(plan, sizes(plan, N, 7, frozen=(0,)))
+    assert found["parameters"].device == (N + 7) * 2 and found["gradients"].device == 7 * 4 and found["optimizer state"].device == 7 * 12
+    found = lines(plan, sizes(plan, N, frozen=(0,)))
+    assert set(found) == {"parameters"}
+
+
+def test_offloaded_to_the_host() -> None:
+    plan = plan_of({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 2)
+    found = lines(plan, sizes(plan, N), (2,))
+    assert found["parameters"] == Line("parameters", host=N)
+    assert found["gradients"] == Line("gradients", host=N * 2)
+    assert found["optimizer state"] == Line("optimizer state", host=N * 6)
+    assert found["units gathered at once"] == Line("units gathered at once", device=N * 2)
+    assert "staging buffers" not in found
+
+
+def test_offloaded_to_the_drive() -> None:
+    """A tile holds master and slots of 400 elements, three of them; parameters pass in pieces of 100 elements, two at once."""
+    zero = {
+        "stage": 3,
+        "sub_group_size": 400,
+        "offload_optimizer": {**DRIVE, "buffer_count": 3},
+        "offload_param": {**PARAMS, "buffer_count": 2, "buffer_size": 100},
+    }
+    plan = plan_of(zero, 2)
+    found = lines(plan, sizes(plan, N, 4 * N), (2,))
+    assert found["parameters"] == Line("parameters", drive=5 * N)
+    assert found["gradients"] == Line("gradients", host=5 * N // 2 * 4)
+    assert found["optimizer state"] == Line("optimizer state", drive=5 * N // 2 * 12)
+    assert found["staging buffers"] == Line("staging buffers", host=3 * 400 * 12 + 2 * 100 * 2)
+
+
+def test_buffers_are_no_larger_than_what_passes_through_them() -> None:
+    plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "offload_param": PARAMS})
+    found = lines(plan, sizes(plan, N, 10))
+    assert found["staging buffers"].host == 4 * N * 12 + 4 * N * 2  # four of five buffers: three shards ahead and the one in use
+
+
+def test_gradients_on_the_drive_need_buffers_of_a_whole_shard() -> None:
+    plan = plan_of({"stage": 3, "sub_group_size": 100, "offload_optimizer": {**DRIVE, "buffer_count": 2}}, 2)
+    units = [replace(u, row=gradients_on_drive(u.row)) for u in sizes(plan, N)]
+    found = lines(plan, units, (2,))
+    assert found["gradients"] == Line("gradients", drive=N // 2 * 4)
+    assert found["staging buffers"].host == 2 * 100 * (12 + 4) + 3 * (N // 2) * 4
+
+
+def test_gradients_move_only_where_the_state_is_on_the_drive() -> None:
+    for block in ({}, {"offload_optimizer": {"device": "cpu"}}):
+        row = plan_of({"stage": 3, **block}).regular
+        assert gradients_on_drive(row) is row
+    frozen = plan_of({"stage": 3, "offload_optimizer": DRIVE}).regular.frozen()
+    assert gradients_on_drive(frozen) is frozen
+
+
+def test_max_in_cpu_fills_up_with_the_first_shards() -> None:
+    plan = plan_of({"stage": 3, "offload_param": {**DRIVE, "max_in_cpu": 1200}})
+    found = lines(plan, sizes(plan, N, N, 200, 1))
+    assert found["parameters"] == Line("parameters", host=1200 * 2, drive=1001 * 2)
+
+
+def test_wider_accumulation_wire_and_slots() -> None:
+    plan = plan_of({"stage": 3}, 2)
+    found = lines(plan, sizes(plan, N), (2,), accumulate=2, slots=4, wire=4)
+    assert (
+        found["gradients"].device == N
+        and found["optimizer state"].device == N // 2 * 8
+        and found["gradients on their way"].device == 12 * N
+    )
+
+
+def test_on_a_machine_without_accelerator_everything_is_host_memory() -> None:
+    plan = plan_of({"stage": 3, "offload_optimizer": DRIVE}, 2)
+    units = sizes(plan, N)
+    apart = memory_plan(units, (2,), plan.offload, Widths(), prefetch=0, shared=False)
+    shared = memory_plan(units, (2,), plan.offload, Widths(), prefetch=0, shared=True)
+    assert shared.device == 0 and shared.host == apart.host + apart.device and shared.drive == apart.drive
+    assert apart.device and apart.host and apart.drive
+
+
+def test_the_table_is_for_people() -> None:
+    found = MemoryPlan((Line("parameters", device=3 << 20, host=1 << 20, drive=2048 << 20),), shared=False)
+    head, row, total = found.table().splitlines()
+    assert head.split() == ["model", "states", "of", "one", "rank", "device", "host", "drive"]
+    assert row.split() == ["parameters", "3", "MiB", "1", "MiB", "2,048", "MiB"]
+    assert total.split() == ["together", "3", "MiB", "1", "MiB", "2,048", "MiB"]
+    assert len({len(line) for line in (head, row, total)}) == 1
+    shared = replace(found, shared=True).table().splitlines()
+    assert shared[1].split() == ["parameters", "-", "4", "MiB", "2,048", "MiB"]
+    assert shared[2].split() == ["together", "-", "4", "MiB", "2,048", "MiB"]
+
+
+# -- limits --------------------------------------------------------------------------------------------------------------------------
+
+
+def fitted(plan: ZeroPlan, units: list[UnitSize], limits: Limits, *, ways: tuple[int, ...] = (1,), shared: bool = True) -> Fitted:
+    return fit(plan, units, ways, Widths(), limits, shared=shared)
+
+
+def refusal(plan: ZeroPlan, units: list[UnitSize], limits: Limits, *, shared: bool = True) -> str:
+    with pytest.raises(DeepSpeedConfigError) as told:
+        fitted(plan, units, limits, shared=shared)
+    return str(told.value)
+
+
+def test_without_limits_nothing_moves() -> None:
+    plan = plan_of({"stage": 3, "offload_optimizer": DRIVE})
+    units = sizes(plan, N)
+    assert fitted(plan, units, Limits()).rows == [u.row for u in units]
+
+
+def test_gradients_move_to_the_drive_when_only_that_is_missing() -> None:
+    plan = plan_of({"stage": 3, "sub_group_size": 1000, "offload_optimizer": DRIVE, "offload_param": PARAMS})
+    units = sizes(plan, *[N] * 200)
+    kept = fitted(plan, units, Limits())
+    moved = fitted(plan, units, Limits(host=kept.memory.host - 1))
+    assert [row.grad.tier for row in moved.rows if row.grad] == [Tier.NVME] * 200
+    assert moved.memory.host < kept.memory.host and moved.memory.drive > kept.memory.drive
+    exactly = fitted(plan, units, Limits(host=kept.memory.host))
+    assert exactly.rows == kept.rows, "what fits exactly fits"
+
+
+def test_what_is_in_use_already_counts() -> None:
+    plan = plan_of({"stage": 3})
+    units = sizes(plan, N)
+    need = fitted(plan, units, Limits()).memory.host
+    fitted(plan, units, Limits(host=need + 10_000, host_used=10_000))
+    said = refusal(plan, units, Limits(host=need + 10_000, host_used=10_001))
+    assert "memory.host_limit" in said and "parameters" in said
+
+
+_ADVICE = {
+    "optimizer to the drive": ({"stage": 3}, 60_000_000, "offload_optimizer"),
+    "both to the drive": ({"stage": 3}, 30_000_000, "offload_param"),
+    "the rest of max_in_cpu": ({"stage": 3, "offload_optimizer": DRIVE, "offload_param": DRIVE}, 25_000_000, "max_in_cpu 0"),
+}
+
+
+@pytest.mark.parametrize("name", _ADVICE)
+def test_the_advice_really_fits(name: str) -> None:
+    """Parse the advice, put it into the configuration, and the plan fits within the very same limit."""
+    zero, limit, words = _ADVICE[name]
+    plan = plan_of({**zero, "sub_group_size": 100_000})
+    units = sizes(plan, *[100_000] * 100)
+    limits = Limits(host=limit)
+    said = refusal(plan, units, limits)
+    assert words in said and "It fits with" in said and "MiB of host memory" in said, said
+    better = plan_of({**zero, "sub_group_size": 100_000, **settings_in(said, zero)})
+    found = fitted(better, sizes(better, *[100_000] * 100), limits)
+    assert found.memory.host <= limit
+
+
+def settings_in(said: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """The zero_optimization keys that an advice names."""
+    advice = said.split("It fits with ")[1]
+    changes: dict[str, Any] = {}
+    for block in ("offload_optimizer", "offload_param"):
+        for device in ("cpu", "nvme"):
+            if f'zero_optimization.{block}.device "{device}"' in advice:
+                changes[block] = {"device": device, **({"nvme_path": "/drive"} if device == "nvme" else {})}
+    if "max_in_cpu 0" in advice:
+        changes["offload_param"] = {**zero.get("offload_param", {}), **changes.get("offload_param", {}), "max_in_cpu": 0}
+    if "sub_group_size 1048576" in advice:
+        changes["sub_group_size"] = 1 << 20
+    if "buffer_count 2" in advice:
+        for block in ("offload_optimizer", "offload_param"):
+            if block in {**zero, **changes}:
+                changes[block] = {**zero.get(block, {}), **changes.get(block, {}), "buffer_count": 2}
+    return changes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("start", ["none", "cpu", "nvme"])
+def test_every_advice_fits(stage: int, width: int, start: str) -> None:
+    """For a whole range of limits: it fits, or the advice that is given fits, or nothing does."""
+    block = {"none": {}, "cpu": {"offload_optimizer": {"device": "cpu"}}, "nvme": {"offload_optimizer": DRIVE}}[start]
+    zero = {"stage": stage, **block}
+    plan = plan_of(zero, 2)
+    units = sizes(plan, *[1_000_000] * 30, width=width)
+    outcomes = set()
+    for limit in range(5_000_000, 600_000_000, 17_000_000):
+        try:
+            found = fitted(plan, units, Limits(host=limit), ways=(2,))
+            assert found.memory.host <= limit
+            outcomes.add("fits")
+        except DeepSpeedConfigError as error:
+            said = str(error)
+            if "It fits with" not in said:
+                outcomes.add("no")
+                assert "raise the limit or use more ranks" in said
+                continue
+            outcomes.add("advice")
+            better = plan_of({**zero, **settings_in(said, zero)}, 2)
+            after = fitted(better, sizes(better, *[1_000_000] * 30, width=width), Limits(host=limit), ways=(2,))
+            assert after.memory.host <= limit, said
+    assert {"fits", "no"} <= outcomes
+
+
+def test_impossible_limits_say_the_least_that_is_possible() -> None:
+    plan = plan_of({"stage": 3})
+    said = refusal(plan, sizes(plan, 10**9), Limits(host=1 << 20))
+    assert "It fits with" not in said and "raise the limit or use more ranks" in said and "memory.host_limit is 1 MiB" in said
+
+
+def test_the_device_has_its_own_limit() -> None:
+    plan = plan_of({"stage": 3})
+    units = sizes(plan, *[N] * 1000)
+    said = refusal(plan, units, Limits(device=4_000_000, device_used=100), shared=False)
+    assert "memory.device_limit" in said and 'offload_optimizer.device "cpu"' in said and "of the device" in said, said
+    better = plan_of({"stage": 3, **settings_in(said, {})})
+    assert fitted(better, sizes(better, *[N] * 1000), Limits(device=4_000_000, device_used=100), shared=False).memory.device <= 4_000_000
+
+
+def test_parameters_that_stay_whole_are_not_sent_away() -> None:
+    plan = plan_of({"stage": 2}, 2)
+    with pytest.raises(DeepSpeedConfigError) as told:
+        fit(plan, sizes(plan, 1_000_000), (2,), Widths(), Limits(device=100), shared=False)
+    assert "offload_param" not in str(told.value)
+
+
+# -- configuration -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [(3 << 30, 3 << 30), ("3GiB", 3 << 30), ("3 GiB", 3 << 30), ("500MB", 500_000_000), ("1.5gib", 3 << 29), ("7", 7)]
+)
+def test_limits_may_be_text(text: str | int, nbytes: int) -> None:
+    assert plan_of({"stage": 3}, memory={"host_limit": text}).offload.host_limit == nbytes
+    assert plan_of({"stage": 3}, memory={"device_limit": text}).offload.device_limit == nbytes
+
+
+@pytest.mark.parametrize("text", ["three", "3 apples", -1, 0, "0GiB", True, [], "", "1e9GiB", "-3GiB", float("nan"), float("inf")])
+def test_nonsense_limits_are_refused(text: Any) -> None:
+    with pytest.raises(DeepSpeedConfigError, match="host_limit"):
+        plan_of({"stage": 3}, memory={"host_limit": text})
+
+
+def test_no_limit_is_no_limit() -> None:
+    for memory in ({}, {"memory": {}}, {"memory": {"host_limit": None}}):
+        assert plan_of({"stage": 3}, **memory).offload.host_limit == 0
