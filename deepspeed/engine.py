@@ -357,9 +357,9 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         """Where offloaded states rest, in words."""
         return self._parts.tiers.describe()
 
-    def attached(self, view: OptimView, *, write: bool = False) -> contextlib.AbstractContextManager[None]:
+    def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> contextlib.AbstractContextManager[None]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
-        return self.tiles.attached(view, write=write) if self.tiles is not None else contextlib.nullcontext()
+        return self.tiles.attached(view, write=write, publish=publish) if self.tiles is not None else contextlib.nullcontext()
 
     def optimizer_state(self, view: OptimView) -> dict[str, Any]:
         return self.basic_optimizer.state.get(view.param, {}) if self.basic_optimizer is not None else {}

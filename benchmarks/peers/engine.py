@@ -30,7 +30,9 @@ def config_for(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
         place = {"device": args.variant, "pin_memory": False}
         if args.variant == "nvme":
             place["nvme_path"] = os.environ.get("DS_BENCH_NVME", tempfile.gettempdir())
-        zero |= {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0} if args.variant == "nvme" else place}
+        # The reference needs a buffer for every parameter in flight; these are the smallest sizes that it trains with.
+        drive = {"max_in_cpu": 0, "buffer_count": 16, "buffer_size": 25_000_000}
+        zero |= {"offload_optimizer": place, "offload_param": {**place, **drive} if args.variant == "nvme" else place}
     return {
         "train_micro_batch_size_per_gpu": workload.micro_batch,
         "gradient_accumulation_steps": 1,

@@ -88,6 +88,7 @@ class Stored:
         """Start writing ``values``, host memory that stays untouched until the transfer has ended."""
         stop = start + values.numel()
         self.forget_ahead()
+        self._heal(start, stop)
         self._wait_for_writes(start, stop)
         transfer = self.drive.write(self._region, start * self.dtype.itemsize, values)
         self._writes.append((transfer, start, stop))
@@ -104,12 +105,19 @@ class Stored:
             self.settle()
         self.drive.free(self._region)
 
+    def _heal(self, start: int, stop: int) -> None:
+        """Forget failed writes of values that are about to be written again."""
+        for entry in [w for w in self._writes if start <= w[1] and w[2] <= stop and w[0].done()]:
+            with contextlib.suppress(OSError):
+                entry[0].wait()
+            self._writes.remove(entry)
+
     def _wait_for_writes(self, start: int, stop: int) -> None:
         # Whole pages: two writes that share one must not overtake each other.
         slack = ALIGN // self.dtype.itemsize
         for entry in [w for w in self._writes if w[1] < stop + slack and start < w[2] + slack or w[0].done()]:
+            entry[0].wait()  # one that failed stays, so that nobody reads what it should have replaced
             self._writes.remove(entry)
-            entry[0].wait()
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         each = max(1, self.drive.piece_bytes // self.dtype.itemsize)

@@ -213,10 +213,12 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the full gradient of ``param`` before the step (same ``value`` on every rank)."""
     place = _place(param)
-    if place is None or not place[0].holds_gradient:
+    if place is None or not place[0].has_owner():
         return
     unit, _, segment = place
     unit.owner().settle_gradients()
+    if not unit.holds_gradient:
+        return
     with torch.no_grad(), unit.values(StateKind.GRAD, write=True) as grad:
         _store(unit, segment, grad, StateKind.GRAD, value=value.to(grad.device) / _grad_factor(unit))
         unit.note_gradient(grad)
@@ -328,20 +330,31 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Write this rank's part of the master; the model sees it from the next step on."""
+    """Write this rank's part of the master; the model sees it from the next step on, in fp32 at once."""
     place = _place(param)
     if place is None or place[0].master is None:
         return
-    with torch.no_grad(), place[0].values(StateKind.OPTIM, write=True) as master:
-        _part(place[0], place[2], master.detach(), StateKind.OPTIM).copy_(value.reshape(-1))
+    unit, _, segment = place
+    # In memory fp32 parameters are their own master; where they are two, both change.
+    both = unit.full.dtype == unit.master.dtype and not unit.master_is_param  # type: ignore[union-attr]
+    start, stop = unit.range_of(StateKind.OPTIM)
+    lo, hi = unit.layout.overlap(segment, start, stop)
+    with torch.no_grad():
+        with unit.values(StateKind.OPTIM, write=True) as master:
+            _part(unit, segment, master.detach(), StateKind.OPTIM).copy_(value.reshape(-1))
+        if both and lo < hi:
+            unit.publish_part(lo, value.reshape(-1))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write this rank's part of the gradient."""
     place = _place(param)
-    if place is None or not place[0].holds_gradient:
+    if place is None or not place[0].has_owner():
         return
     unit, _, segment = place
+    unit.owner().settle_gradients()
+    if not unit.holds_gradient:
+        return
     with unit.values(StateKind.GRAD, write=True) as grad:
         _part(unit, segment, grad, StateKind.GRAD).copy_(value.reshape(-1) / _grad_factor(unit))
         unit.note_gradient(grad)

@@ -179,8 +179,8 @@ class OptimTiles:
             )
 
     @contextlib.contextmanager
-    def attached(self, view: OptimView, *, write: bool = False) -> Iterator[None]:
-        """Inside, weights and slots of ``view`` are in memory; with ``write`` they and the parameters are stored at the end.
+    def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[None]:
+        """Inside, weights and slots of ``view`` are in memory; with ``write`` they are stored at the end, with ``publish`` in PARAM too.
 
         Views that rest in memory anyway are left alone.
         """
@@ -193,14 +193,12 @@ class OptimTiles:
         try:
             yield
         finally:
-            self._detach(loaded, write=write)
+            self._detach(loaded, write=write, publish=publish)
 
     def adopt_state(self) -> None:
         """Bring slots that the optimizer has made, or loaded, to the drive."""
         for tile in self._tiles:
-            state = self._optimizer.state.get(tile.view.param)
-            if state:
-                self._make_slots(tile)
+            self._make_slots(tile)
 
     # -- one tile ------------------------------------------------------------------------------------------------------------
     def _start(self, tile: _Tile, *, gradient: bool) -> _Loaded:
@@ -239,11 +237,11 @@ class OptimTiles:
             for part, values in still:
                 part.copy_(values)
         except BaseException:
-            self._detach(loaded, write=False)
+            self._detach(loaded, write=False, publish=False)
             raise
         finally:
             view.param.grad = None
-        self._detach(loaded, write=True)
+        self._detach(loaded, write=True, publish=True)
 
     def _attach(self, loaded: _Loaded) -> None:
         view = loaded.tile.view
@@ -254,12 +252,14 @@ class OptimTiles:
         for slot in loaded.tile.slots:
             state[slot.key].data = loaded.slots[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
 
-    def _detach(self, loaded: _Loaded, *, write: bool) -> None:
+    def _detach(self, loaded: _Loaded, *, write: bool, publish: bool) -> None:
         tile, view = loaded.tile, loaded.tile.view
         transfers: list[Transfer] = []
         try:
             if write:
                 transfers = self._store(loaded)
+            if publish:
+                view.unit.publish_part(view.start, loaded.master)
         finally:
             view.param.data = _away(loaded.master.dtype, view.param.shape)
             self._void_slots(tile)
@@ -279,7 +279,6 @@ class OptimTiles:
                 if state[slot.key].data_ptr() != inside.data_ptr():  # the optimizer put a new tensor there
                     inside.copy_(state[slot.key])
             transfers.append(tile.region.write_from(loaded.slots, start=0))
-        unit.publish_part(view.start, loaded.master)
         return transfers
 
     def _make_slots(self, tile: _Tile) -> None:

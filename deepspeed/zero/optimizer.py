@@ -20,7 +20,7 @@ class Driver(Protocol):
     runtime: Runtime
     tiles: OptimTiles | None
 
-    def attached(self, view: OptimView, *, write: bool = False) -> AbstractContextManager[None]: ...
+    def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> AbstractContextManager[None]: ...
 
     def update(self) -> None: ...
 
@@ -119,7 +119,7 @@ class DeepSpeedOptimizer:
             self._driver.tiles.adopt_state()
         with torch.no_grad():
             for view, value in zip(self._views, saved, strict=True):
-                with self._driver.attached(view, write=True):
+                with self._driver.attached(view, write=True, publish=True):
                     view.param.copy_(value)
         self._driver.load_scaler_state(state["loss_scaler"])
         self.overflow = state["overflow"]

@@ -195,7 +195,12 @@ class Runtime:
             self._start_gather(unit).wait()
             return
         unit.allocate()
-        unit.transfer = self._start_gather(unit)
+        try:
+            unit.transfer = self._start_gather(unit)
+        except BaseException:
+            unit.ready()
+            unit.release()  # nothing has arrived
+            raise
         if guest:
             self.counters.guest_collectives += 1
             self._discard(unit)

@@ -1,0 +1,352 @@
+"""State that rests on a drive is read, edited, saved and loaded exactly as state in memory."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
+from deepspeed.verify.models import Case
+from deepspeed.verify.reference import trainable
+from tests.dist.test_offload_parity import CASES, PRECISION, Plan, check, compare, gradients_on_drive, same, snapshot, variants
+from tests.harness.pool import RankPool
+from tests.harness.training import here, make_config, outcome, start, train_step
+
+pytestmark = pytest.mark.timeout(120)
+# a scale that does not overflow, so that there are slots after the first step
+HALF: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 256.0}}
+WAYS = ("one buffer", "grads nvme", "half nvme")
+EDITED = ("inp.weight", "inp.bias", "layers.0.up.weight", "layers.1.norm.bias", "head.weight")
+
+
+def told(tensor: Tensor | None) -> list[float]:
+    """Values for comparison; -7 for None."""
+    return [-7.0] if tensor is None else [float(tensor.numel()), *tensor.detach().float().reshape(-1).tolist()]
+
+
+def backward(engine: Any, case: Case, step: int) -> None:
+    """One micro-batch without its step."""
+    engine.backward(case.seeded_loss(engine, here(step))[0])
+
+
+def noise(like: Tensor, seed: int) -> Tensor:
+    return 0.1 * torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.dtype)
+
+
+def read_everything(engine: Any, case: Case) -> list[float]:
+    """Every getter before the first backward, after it, after the step, and after two more."""
+    values: list[float] = []
+    params = trainable(engine.module)
+
+    def read() -> None:
+        for name in EDITED:
+            param = params[name]
+            for tensor in (safe_get_full_fp32_param(param), safe_get_local_fp32_param(param)):
+                values.extend(told(tensor))
+            values.extend(told(safe_get_full_grad(param)))
+            values.extend(told(safe_get_local_grad(param)))
+            for key in ("exp_avg", "exp_avg_sq", "nothing"):
+                values.extend(told(safe_get_full_optimizer_state(param, key)))
+                values.extend(told(safe_get_local_optimizer_state(param, key)))
+
+    read()
+    for step in range(3):
+        backward(engine, case, step)
+        read()
+        engine.step()
+        read()
+    return values
+
+
+def edit_full(engine: Any, case: Case) -> list[float]:
+    """Every full setter between steps."""
+    params, values = trainable(engine.module), list[float]()
+    train_step(engine, case, 0)
+    for step in range(1, 4):
+        backward(engine, case, step)
+        for number, name in enumerate(EDITED):
+            grad = safe_get_full_grad(params[name])
+            assert grad is not None
+            if (number + step) % 2:
+                safe_set_full_grad(params[name], grad * 0.5 + noise(grad, number))
+            values += told(safe_get_full_grad(params[name]))
+        engine.step()
+        values.append(engine.get_global_grad_norm())
+        for number, name in enumerate(EDITED):
+            param = params[name]
+            master = safe_get_full_fp32_param(param)
+            assert master is not None
+            safe_set_full_fp32_param(param, master + noise(master, number))
+            for key in ("exp_avg", "exp_avg_sq"):
+                slot = safe_get_full_optimizer_state(param, key)
+                assert slot is not None
+                safe_set_full_optimizer_state(param, slot + noise(slot, number + 9).abs(), key)
+    return values
+
+
+def edit_local(engine: Any, case: Case) -> list[float]:
+    """Every local setter between steps."""
+    params, values = trainable(engine.module), list[float]()
+    train_step(engine, case, 0)
+    for step in range(1, 4):
+        backward(engine, case, step)
+        for number, name in enumerate(EDITED):
+            grad = safe_get_local_grad(params[name])
+            assert grad is not None
+            safe_set_local_grad(params[name], grad * 0.5 + noise(grad, number))
+            values += told(safe_get_local_grad(params[name]))
+        engine.step()
+        values.append(engine.get_global_grad_norm())
+        for number, name in enumerate(EDITED):
+            param = params[name]
+            master = safe_get_local_fp32_param(param)
+            assert master is not None
+            safe_set_local_fp32_param(param, master + noise(master, number))
+            for key in ("exp_avg", "exp_avg_sq"):
+                slot = safe_get_local_optimizer_state(param, key)
+                assert slot is not None
+                safe_set_local_optimizer_state(param, slot + noise(slot, number + 9).abs(), key)
+    return values
+
+
+def edit_gathered(engine: Any, case: Case) -> list[float]:
+    """Weights through GatheredParameters (each rank holds other values; one wins) and a whole state dict."""
+    params = dict(engine.module.named_parameters())
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        train_step(engine, case, step)
+        with deepspeed.zero.GatheredParameters([params[n] for n in EDITED[:3]], modifier_rank=engine.mesh.size - 1), torch.no_grad():
+            for number, name in enumerate(EDITED[:3]):
+                params[name].add_(noise(params[name], 100 * rank + number))
+        with deepspeed.zero.GatheredParameters(engine.module.parameters()), torch.no_grad():
+            params["head.weight"].fill_(55.0)  # read only: lost
+    whole = {name: noise(torch.empty(param.ds_shape), number) for number, (name, param) in enumerate(params.items())}
+    train_step(engine, case, 3)
+    engine.load_module_state_dict(whole)
+    values = []
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        values += [float(torch.equal(params[n], v.to(params[n].dtype))) for n, v in whole.items()]
+    assert all(values), values
+    return values + train_step(engine, case, 4)
+
+
+def run(loop: Callable[[Any, Case], list[float]], precision: str, stage: int, folder: str) -> list[str]:
+    """Differences to what the same calls do without offload."""
+    ways = WAYS if stage == 3 else ("tiles", "grads tiles")
+    return compare(Plan(stage=stage, loop=loop, config=HALF if precision == "fp16" else PRECISION[precision]), folder, ways)
+
+
+@pytest.mark.parametrize(
+    ("loop", "precision"),
+    [
+        (read_everything, "bf16"),
+        (edit_full, "fp32"),
+        (edit_full, "fp16"),
+        (edit_local, "bf16"),
+        (edit_gathered, "fp32"),
+        (edit_gathered, "bf16"),
+    ],
+)
+def test_as_in_memory(pool2: RankPool, tmp_path: Path, loop: Callable[[Any, Case], list[float]], precision: str) -> None:
+    check(pool2.run(run, loop, precision, 3, str(tmp_path)))
+
+
+@pytest.mark.parametrize("loop", [read_everything, edit_full, edit_local])
+def test_as_in_memory_at_lower_stages(pool2: RankPool, tmp_path: Path, loop: Callable[[Any, Case], list[float]]) -> None:
+    check(pool2.run(run, loop, "bf16", 2, str(tmp_path)))
+
+
+# -- saving and loading --------------------------------------------------------------------------------------------------------------
+
+
+def engine_for(way: str, folder: str, **config: Any) -> Any:
+    """An engine over the wide model."""
+    variant = variants(folder)[way]
+    with gradients_on_drive(forced=variant.grads):
+        return start(CASES["wide"]().build().train(), make_config(3, zero=variant.zero, **config))
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Saved and read again, as a checkpoint does."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def continues(ways: tuple[str, str], precision: str, folder: str) -> list[str]:
+    """Train two steps under the first way, save, train on; load under the second way and train on: the same bits."""
+    case = CASES["wide"]()
+    engine = engine_for(ways[0], folder, **PRECISION[precision])
+    for step in range(2):
+        train_step(engine, case, step)
+    saved = through_a_file(engine.optimizer.state_dict())
+    for step in range(2, 4):
+        train_step(engine, case, step)
+    wanted = snapshot(engine)
+    # into the same engine, which has gone on
+    engine.optimizer.load_state_dict(through_a_file(saved))
+    bad = []
+    for step in range(2, 4):
+        train_step(engine, case, step)
+    bad += [f"same engine: {k}" for k, v in snapshot(engine).items() if not same(wanted[k], v)]
+    engine.destroy()
+    engine = engine_for(ways[1], folder, **PRECISION[precision])
+    engine.optimizer.load_state_dict(saved)
+    for step in range(2, 4):
+        train_step(engine, case, step)
+    found = snapshot(engine)
+    bad += [f"new engine: {k}" for k in wanted if k not in found or not same(wanted[k], found[k])]
+    engine.destroy()
+    return bad
+
+
+@pytest.mark.parametrize(
+    ("ways", "precision"),
+    [
+        (("grads nvme", "grads nvme"), "fp16"),
+        (("one buffer", "one buffer"), "bf16"),
+        (("half nvme", "half nvme"), "fp32"),
+        (("none", "both nvme"), "bf16"),
+        (("both nvme", "none"), "fp32"),
+    ],
+)
+def test_optimizer_state_round_trip(pool2: RankPool, tmp_path: Path, ways: tuple[str, str], precision: str) -> None:
+    check(pool2.run(continues, ways, precision, str(tmp_path)))
+
+
+def rewound(way: str, folder: str) -> list[str]:
+    """A state from before the first step, loaded after some steps, is a fresh start."""
+    case = CASES["wide"]()
+    engine = engine_for(way, folder)
+    first = through_a_file(engine.optimizer.state_dict())
+    for step in range(2):
+        train_step(engine, case, step)
+    wanted = snapshot(engine)
+    engine.optimizer.load_state_dict(first)
+    for step in range(2):
+        train_step(engine, case, step)
+    found = snapshot(engine)
+    engine.destroy()
+    return [k for k in wanted if k not in found or not same(wanted[k], found[k])]
+
+
+@pytest.mark.parametrize("way", ["none", "one buffer", "both nvme", "half nvme"])
+def test_state_from_before_the_first_step(pool2: RankPool, tmp_path: Path, way: str) -> None:
+    check(pool2.run(rewound, way, str(tmp_path)))
+
+
+def wrong_layout(folder: str) -> list[str]:
+    """A state that was cut otherwise is refused, and the engine goes on as if nothing had been tried."""
+    case = CASES["wide"]()
+    engine = engine_for("one buffer", folder)
+    train_step(engine, case, 0)
+    saved = through_a_file(engine.optimizer.state_dict())
+    saved["fp32_flat"] = saved["fp32_flat"][:-1]
+    before = snapshot(engine)
+    said = outcome(lambda: engine.optimizer.load_state_dict(saved))
+    bad = [] if "another layout" in said else [said]
+    bad += [k for k, v in snapshot(engine).items() if not same(before[k], v)]
+    engine.destroy()
+    return bad
+
+
+def test_a_state_that_does_not_fit_is_refused(pool2: RankPool, tmp_path: Path) -> None:
+    check(pool2.run(wrong_layout, str(tmp_path)))
+
+
+# -- never stale ---------------------------------------------------------------------------------------------------------------------
+
+
+def what_is_away(folder: str) -> list[str]:
+    """What can be reached without a getter is not-a-number and refuses writes, before and after steps."""
+    case = CASES["wide"]()
+    engine = engine_for("grads nvme", folder)
+    bad = []
+    for step in range(2):
+        train_step(engine, case, step)
+        away = {f"master {i}": p for i, p in enumerate(engine.optimizer.fp32_partitioned_groups_flat)}
+        for number, state in enumerate(engine.optimizer.state.values()):
+            away |= {f"{k} {number}": v for k, v in state.items() if v.dim()}
+        away |= {f"shard {u.name}": u.shard for u in engine.runtime.units if u.movable}
+        for name, tensor in away.items():
+            if tensor.numel() and not bool(tensor.detach().isnan().all()):
+                bad.append(f"{name} shows numbers")
+            if tensor.numel() > 1 and "RuntimeError" not in outcome(lambda t=tensor: t.detach().add_(1)):
+                bad.append(f"{name} can be written")
+        for name, param in engine.module.named_parameters():
+            if param._ds_unit.movable and not outcome(lambda p=param: p.sum().item()) and not bool(param.detach().isnan().all()):
+                bad.append(f"parameter {name} shows numbers")
+    model = engine.module
+    engine.destroy()
+    bad += [n for n, p in model.named_parameters() if not bool(p.detach().isfinite().all()) or p.untyped_storage().nbytes() == 0]
+    return bad
+
+
+def test_released_values_are_never_stale(pool2: RankPool, tmp_path: Path) -> None:
+    check(pool2.run(what_is_away, str(tmp_path)))
+
+
+def zeroed(way: str, folder: str, setter: str) -> list[str]:
+    """Gradients set to zero right after the backward, while reductions may be under way, are zero at the step."""
+    case = CASES["wide"]()
+    engine = engine_for(way, folder)
+    bad = []
+    for step in range(3):
+        backward(engine, case, step)
+        for param in reversed(list(trainable(engine.module).values())):
+            if setter == "local":
+                start_, stop = 0, safe_get_local_fp32_param(param).numel()  # type: ignore[union-attr]
+                safe_set_local_grad(param, torch.zeros(stop - start_))
+            else:
+                safe_set_full_grad(param, torch.zeros(param.ds_shape))
+        engine.step()
+        if engine.get_global_grad_norm() != 0.0:
+            bad.append(f"step {step}: the norm is {engine.get_global_grad_norm()}")
+    engine.destroy()
+    return bad
+
+
+@pytest.mark.parametrize("setter", ["full", "local"])
+@pytest.mark.parametrize("way", ["none", "grads nvme"])
+def test_setting_gradients_waits_for_their_reduction(pool2: RankPool, tmp_path: Path, way: str, setter: str) -> None:
+    check(pool2.run(zeroed, way, str(tmp_path), setter))
+
+
+def reused_model(folder: str) -> list[str]:
+    """A destroyed engine gives the model back whole; a second engine over it goes on as if the first had been in memory."""
+    case, results = CASES["wide"](), []
+    for way in ("none", "grads nvme"):
+        variant = variants(folder)[way]
+        model = case.build().train()
+        for stage, steps in ((3, 2), (2, 2)):
+            zero = {k: v for k, v in variant.zero.items() if stage == 3 or k != "offload_param"}
+            engine = start(model, make_config(stage, zero=zero))
+            for step in range(steps):
+                train_step(engine, case, step)
+            engine.destroy()
+        with torch.no_grad():
+            results.append({n: p.detach().clone() for n, p in model.named_parameters()} | {"out": model(torch.ones(2, 6))})
+    return [k for k in results[0] if not same(results[0][k], results[1][k])]
+
+
+def test_the_model_is_whole_after_destroy(pool2: RankPool, tmp_path: Path) -> None:
+    check(pool2.run(reused_model, str(tmp_path)))
