@@ -1,4 +1,4 @@
-# make train | test | lint | bench   each sets up .venv first, once.
+# make train | train-nvme | test | lint | bench   each sets up .venv first, once.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -11,7 +11,7 @@ CONFIG ?= examples/configs/zero3.json
 TEST_LIMIT ?= 1800
 PYTEST_ARGS ?=
 
-.PHONY: venv train test lint bench clean
+.PHONY: venv train train-nvme test lint bench clean
 
 venv: $(STAMP)
 
@@ -26,6 +26,10 @@ $(STAMP): pyproject.toml setup.py
 
 train: venv
 	$(BIN)/deepspeed --num_gpus $(RANKS) examples/train_gpt.py --deepspeed --deepspeed_config $(CONFIG)
+
+# One billion parameters, states on the drive, a hard limit of 3 GiB; NVME is a folder on the drive (default: a temporary one).
+train-nvme: venv
+	$(BIN)/python benchmarks/nvme.py train $(if $(NVME),--folder $(NVME))
 
 test: venv
 	OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest tests $(PYTEST_ARGS)

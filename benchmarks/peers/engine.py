@@ -11,7 +11,7 @@ from measure import Step
 from models import ADAMW, Workload, build_model
 from torch import Tensor
 
-VARIANTS = ("default", "torch_adam", "no_init", "cpu", "nvme")
+VARIANTS = ("default", "torch_adam", "no_init", "cpu", "nvme", "nvme_no_init")
 
 
 def config_for(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
@@ -26,13 +26,16 @@ def config_for(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     if args.variant == "torch_adam":
         params["torch_adam"] = True
     zero: dict[str, Any] = {"stage": args.level}
-    if args.variant in ("cpu", "nvme"):
-        place = {"device": args.variant, "pin_memory": False}
-        if args.variant == "nvme":
+    tier = args.variant.removesuffix("_no_init")
+    if tier in ("cpu", "nvme"):
+        place = {"device": tier, "pin_memory": False}
+        if tier == "nvme":
             place["nvme_path"] = os.environ.get("DS_BENCH_NVME", tempfile.gettempdir())
-        # The reference needs a buffer for every parameter in flight; these are the smallest sizes that it trains with.
-        drive = {"max_in_cpu": 0, "buffer_count": 16, "buffer_size": 25_000_000}
-        zero |= {"offload_optimizer": place, "offload_param": {**place, **drive} if args.variant == "nvme" else place}
+        if getattr(args, "prefetch", None) is not None:
+            zero["stage3_prefetch_bucket_size"] = args.prefetch
+        # The reference needs a buffer as large as the largest parameter for every one in flight.
+        drive = {"max_in_cpu": 0, "buffer_count": 64, "buffer_size": 25_000_000}
+        zero |= {"offload_optimizer": place, "offload_param": {**place, **drive} if tier == "nvme" else place}
     return {
         "train_micro_batch_size_per_gpu": workload.micro_batch,
         "gradient_accumulation_steps": 1,
@@ -46,7 +49,7 @@ def config_for(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
 def build_step(package: ModuleType, args: argparse.Namespace, workload: Workload) -> Step:
     """The step of an engine made by ``package.initialize``; at level 3 the model is constructed sharded."""
     config = config_for(args, workload)
-    sharded = args.level == 3 and args.variant != "no_init"
+    sharded = args.level == 3 and not args.variant.endswith("no_init")
     with package.zero.Init(config_dict_or_path=config) if sharded else contextlib.nullcontext():
         model = build_model(workload)
     engine, _, _, _ = package.initialize(model=model, model_parameters=model.parameters(), config=config)

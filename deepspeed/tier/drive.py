@@ -55,7 +55,7 @@ class Drive:
         self._file = _open_arena(folder, label)
         self._engine = AioEngine(queue_depth=aio.queue_depth, block_bytes=-(-aio.block_bytes // ALIGN) * ALIGN, threads=aio.threads)
         self.staging = Staging(staging, pin=pin)
-        self._end = 0
+        self._end = self._allocated = 0
         self._free: dict[int, list[Region]] = {}
         self.read_bytes = 0
         self.written_bytes = 0
@@ -82,10 +82,16 @@ class Drive:
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if self._free.get(size):
             return self._free[size].pop()
-        self._file.allocate(self._end + size)
+        self.expect(size)
         region = Region(self._end, size)
         self._end += size
         return region
+
+    def expect(self, nbytes: int) -> None:
+        """Allocate room for ``nbytes`` more bytes now, for regions that will be reserved later."""
+        if self._end + nbytes > self._allocated:
+            self._file.allocate(self._end + nbytes)
+            self._allocated = self._end + nbytes
 
     def free(self, region: Region) -> None:
         """``region`` may be reserved again."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed.errors import UsageError
+from deepspeed.optim.base import slot_bytes
 from deepspeed.tier.aio import Transfer
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.stored import Stored
@@ -154,6 +155,10 @@ class OptimTiles:
         self._staging = tiers.optim_drive().staging
         self._torn = False
         self.adopt_state()
+        # The first update makes the slots; a drive without room for them must say so before it.
+        missing = [t.view.stop - t.view.start for t in self._tiles if not t.slots]
+        each = slot_bytes(optimizer)
+        tiers.optim_drive().expect(sum(each * numel + 2 * ALIGN for numel in missing) if each else 0)
 
     def step(self, factor: float, turns: Turns) -> None:
         """Update every tile with its gradient times ``factor``, and the parameters with it."""

@@ -1,4 +1,4 @@
-"""State that rests on a drive is read, edited, saved and loaded exactly as state in memory."""
+"""State that rests on a drive is read, edited, saved and loaded exactly as state in memory, and takes the room that was planned."""
 
 import io
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import deepspeed
+from deepspeed.tier.staging import Staging
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -350,3 +351,69 @@ def reused_model(folder: str) -> list[str]:
 
 def test_the_model_is_whole_after_destroy(pool2: RankPool, tmp_path: Path) -> None:
     check(pool2.run(reused_model, str(tmp_path)))
+
+
+# -- what is held, against the plan ---------------------------------------------------------------------------------------------------
+
+PAGE = 4096
+
+
+def plan_against_reality(folder: str, way: str, precision: dict[str, Any]) -> list[str]:
+    """What rests on drives and what the staging buffers hold at most, against the plan of before the start."""
+    case, bad, peak = CASES["wide"](), [], dict[int, int]()
+    with pytest.MonkeyPatch.context() as patch:
+        real_take, real_give = Staging.take, Staging.give
+        out: dict[int, int] = {}
+
+        def take(self: Staging, nbytes: int) -> torch.Tensor:
+            buffer = real_take(self, nbytes)
+            out[id(self)] = out.get(id(self), 0) + buffer.numel()
+            peak[id(self)] = max(peak.get(id(self), 0), out[id(self)] + self.held_bytes)
+            return buffer
+
+        def give(self: Staging, buffer: torch.Tensor, *, after: Any = None) -> None:
+            out[id(self)] -= buffer.numel()
+            real_give(self, buffer, after=after)
+
+        patch.setattr(Staging, "take", take)
+        patch.setattr(Staging, "give", give)
+        engine = engine_for(way, folder, **precision)
+        for step in range(3):
+            train_step(engine, case, step)
+    planned = {line.what: line for line in engine.memory_plan().lines}
+    held = sum(d.used_bytes for d in engine._parts.tiers.drives)
+    regions = 3 * len(engine.runtime.units) + 3 * len(engine._views)
+    if not planned_drive(engine) <= held <= planned_drive(engine) + regions * 2 * PAGE:
+        bad.append(f"the drive holds {held}, planned {planned_drive(engine)}")
+    buffers = 20 * 5 * PAGE  # a page or so for each part of each buffer
+    if sum(peak.values()) > planned["staging buffers"].host + buffers:
+        bad.append(f"staging held {sum(peak.values())}, planned {planned['staging buffers'].host}")
+    engine.destroy()
+    return bad
+
+
+def planned_drive(engine: Any) -> int:
+    return int(engine.memory_plan().drive)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["both nvme", "one buffer", "tiles", "some in cpu", "grads nvme", "half nvme"])
+def test_the_plan_is_kept(pool1: RankPool, tmp_path: Path, way: str, precision: dict[str, Any]) -> None:
+    check(pool1.run(plan_against_reality, str(tmp_path), way, precision))
+
+
+def inference(folder: str) -> list[str]:
+    """Parameters on the drive without any optimizer."""
+    case, outputs = CASES["wide"](), []
+    for way in ("none", "pieces"):
+        config = make_config(3, zero=variants(folder)[way].zero, optimizer=None)
+        engine = start(case.build(), config)
+        engine.eval()
+        with torch.no_grad():
+            outputs += [case.seeded_loss(engine, here(step))[0] for step in range(3)]
+        engine.destroy()
+    return [f"forward {i}" for i in range(3) if not torch.equal(outputs[i], outputs[3 + i])]
+
+
+def test_forward_only(pool2: RankPool, tmp_path: Path) -> None:
+    check(pool2.run(inference, str(tmp_path)))
