@@ -41,10 +41,11 @@ class Tiers:
     # -- drives --------------------------------------------------------------------------------------------------------------
     def store_param(self, numel: int, dtype: torch.dtype) -> Stored | None:
         """A place on the drive for a parameter shard; None while ``max_in_cpu`` has room for it in host memory."""
+        drive = self._param_drive(dtype.itemsize)  # a wrong folder is said also when nothing goes there yet
         if numel <= self._host_param_left:
             self._host_param_left -= numel
             return None
-        return Stored(self._param_drive(dtype.itemsize), numel, dtype)
+        return Stored(drive, numel, dtype)
 
     def store_optim(self, numel: int, dtype: torch.dtype) -> Stored:
         """A place on the drive for optimizer state."""

@@ -1,0 +1,199 @@
+"""Models that are born on a drive, states that are lent and come back, and the gate that users run themselves."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.errors import UsageError
+from deepspeed.verify import offload
+from deepspeed.verify.cli import main
+from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.models import case_named
+from tests.harness.lockstep import equal
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(180)
+NOWHERE = {"device": "nvme", "nvme_path": "/no/such/drive", "max_in_cpu": 0}
+WIDTH = 192  # weights beyond the size that is worth a page on a drive
+
+
+class Wide(nn.Module):
+    """Blocks whose weights rest on the drive while the model is built; an init pass touches every one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.apply(self._draw)
+
+    def _draw(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.1)
+            module.weight.data.mul_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def _train(engine: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = (engine(x) - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _config(folder: str, *, away: bool) -> dict[str, Any]:
+    drive = {"device": "nvme", "nvme_path": folder}
+    zero = {"offload_optimizer": drive, "offload_param": {**drive, "max_in_cpu": 0}} if away else {}
+    return make_config(3, zero={**zero, "param_persistence_threshold": 1000})
+
+
+def born_on_a_drive() -> list[str]:
+    problems = []
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = []
+        for away in (False, True):
+            torch.manual_seed(3)
+            config = _config(folder, away=away)
+            with deepspeed.zero.Init(remote_device="nvme" if away else None, config_dict_or_path=config):
+                model = Wide()
+            if away:
+                held = {type(s).__name__ for p in model.parameters() for s in p._ds_unit.stored.values()}
+                if held != {"Stored"}:
+                    problems.append(f"the weights do not rest on the drive: {held}")
+            engine = start(model, config)
+            outcomes.append((_train(engine), full_parameters(model)))
+            engine.destroy()
+        if outcomes[0][0] != outcomes[1][0] or not equal(outcomes[0][1], outcomes[1][1]):
+            problems.append("a model born on a drive trains differently")
+        problems += [f"{name} is left behind" for name in map(str, Path(folder).iterdir())]
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_born_on_a_drive_trains_to_the_same_bits(world: int, request: pytest.FixtureRequest) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    assert pool.run(born_on_a_drive) == [[]] * world
+
+
+@pytest.mark.parametrize(
+    ("remote", "config", "words"),
+    [
+        ("nvme", None, "needs a folder on the drive"),
+        ("tape", None, "the places are 'cpu' and 'nvme'"),
+        (
+            "nvme",
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/such/drive"}}},
+            "is the drive mounted",
+        ),
+    ],
+)
+def test_zero_init_says_what_its_drive_needs(remote: str, config: dict[str, Any] | None, words: str, pool1: RankPool) -> None:
+    assert words in pool1.run(_init_fault, remote, config)[0]
+
+
+def _init_fault(remote: str, config: dict[str, Any] | None) -> str:
+    try:
+        with deepspeed.zero.Init(remote_device=remote, config_dict_or_path=config):
+            Wide()
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+def lend(stage: int) -> list[str]:
+    problems = []
+    case = case_named("plain")
+    case_engine, plain = (start(case.build(), make_config(stage)) for _ in range(2))
+    for step in range(4):
+        if step == 2:
+            case_engine.offload_states()
+            for act in (lambda: train_step(case_engine, case, 2), case_engine.step):
+                try:
+                    act()
+                    problems.append("a lent engine works")
+                except UsageError as error:
+                    problems += [] if "reload_states" in str(error) else [str(error)]
+            case_engine.reload_states()
+        if train_step(case_engine, case, step) != train_step(plain, case, step):
+            problems.append(f"losses differ at step {step}")
+    if not equal(full_parameters(case_engine.module), full_parameters(plain.module)):
+        problems.append("parameters differ")
+    case_engine.optimizer.offload_states(include=["optim_states"])
+    case_engine.optimizer.reload_states()
+    for device, error in (("nvme", ValueError), ("none", None)):
+        try:
+            case_engine.offload_states(device=device)
+            problems += [f"{device} is accepted"] if error else []
+        except ValueError:
+            problems += [] if error else [f"{device} is refused"]
+    case_engine.offload_states()
+    case_engine.destroy()  # also while its states are away
+    plain.destroy()
+    return problems
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lent_states_come_back(stage: int, pool2: RankPool) -> None:
+    assert pool2.run(lend, stage) == [[], []]
+
+
+def build() -> nn.Module:
+    """A user's model for the gate."""
+    return Wide()
+
+
+def build_with_random_draws() -> nn.Module:
+    """A model that no tier can repeat."""
+    model = Wide()
+    model.register_forward_pre_hook(lambda _, args: (args[0] + torch.rand(1, generator=_ENTROPY),))
+    return model
+
+
+_ENTROPY = torch.Generator()
+_ENTROPY.seed()
+
+
+def test_the_gate_passes_on_a_users_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "c.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "train_batch_size": 64}))
+    status = main(["offload", "--model", f"{__name__}:build", "--config", str(config), "--steps", "2", "--folder", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert status == 0 and out.count("equal to the last bit") == 2 and "all equal" in out, out
+
+
+def test_the_gate_names_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["offload", "--model", f"{__name__}:build_with_random_draws", "--steps", "1", "--ranks", "1"]) == 1
+    assert "differs after step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--folder", "/no/such/folder"], "is no folder"),
+        (["--steps", "0"], "at least 1"),
+        (["--model", "no_such_module:build"], "no_such_module"),
+        (["--config", "/no/such/file.json"], "/no/such/file.json"),
+    ],
+)
+def test_the_gate_refuses_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["offload", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_difference_is_found_whatever_differs() -> None:
+    base: list[offload.Digests] = [[{"a": "1", "b": "2"}], [{"a": "1", "b": "2"}]]
+    other: list[offload.Digests] = [[{"a": "1", "b": "2"}], [{"a": "1"}]]
+    assert offload.first_difference(base, base) == "" and offload.first_difference(base, other) == "b differs after step 1 on rank 1"
