@@ -21,9 +21,9 @@ class _AutoBlock(NestingBlock):
 class AioConfig(Block):
     """``aio``: reads and writes of NVMe offload. ``thread_count`` is an old name that nothing ever read."""
 
-    block_size: Positive = 1_048_576
-    queue_depth: Positive = 8
-    intra_op_parallelism: Positive = 1
+    block_size: Int = Field(default=1_048_576, ge=1, le=1 << 30)
+    queue_depth: Int = Field(default=8, ge=1, le=4096)
+    intra_op_parallelism: Int = Field(default=1, ge=1, le=256)
     thread_count: Positive = 1
     single_submit: Flag = False
     overlap_events: Flag = True

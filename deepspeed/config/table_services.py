@@ -24,7 +24,7 @@ def _details(gate: str, prefix: str, meanings: Mapping[str, str]) -> dict[str, K
 
 
 _AIO = {
-    "aio.block_size": honoured("Size of one IO request in bytes."),
+    "aio.block_size": honoured("Size of one IO request in bytes, rounded up to a multiple of 4096."),
     "aio.queue_depth": honoured("IO requests under way at once; absent means 32."),
     "aio.intra_op_parallelism": honoured("Threads for transfers that the kernel's queue cannot take."),
     "aio.single_submit": inert("Hand requests to the kernel one by one instead of in batches.", "requests go in batches as they come"),
