@@ -3,6 +3,7 @@
     python benchmarks/nvme.py train --layers 51 --steps 5        the headline: 1.0 billion parameters in 3 GiB
     python benchmarks/nvme.py depth --layers 12 48               the peak must not grow with depth
     python benchmarks/nvme.py speed                              the step against compute alone and the drive's bandwidth
+    python benchmarks/nvme.py train --layers 6 --trace t.json    a timeline of phases, tiles, reads and writes (chrome://tracing)
 
 The limit is a memory cgroup where one can be made (page cache counts there too), else resident memory is watched and the run is
 stopped above it. The data are the Python sources of the standard library.
@@ -63,6 +64,11 @@ def child(args: argparse.Namespace) -> None:
     corpus = Corpus(args.context, seed=0)
     losses, forwards, updates, steps = [], [], [], []
     drives = engine._parts.tiers.drives
+    timeline = Timeline(drives) if args.trace else None
+    if timeline is not None:
+        for name in ("forward", "backward", "step"):
+            timeline.phase(engine, name, "engine")
+        timeline.phase(engine.tiles, "_update", "tiles")
     moved = []
     for _ in range(args.steps):
         before = sum(d.read_bytes + d.written_bytes for d in drives)
@@ -92,7 +98,72 @@ def child(args: argparse.Namespace) -> None:
         "plan_host_mib": round(engine.memory_plan().host / MIB),
         "backend": drives[0].backend if drives else "-",
     }
+    if timeline is not None:
+        found["update_with_transfers_under_way"] = round(timeline.write(args.trace), 3)
     print(json.dumps(found))
+
+
+class Timeline:
+    """Spans of the engine's phases and of transfers, as a Chrome trace; which part of the update had transfers under way."""
+
+    def __init__(self, drives: list[Any]) -> None:
+        self.spans: list[tuple[str, str, float, float]] = []
+        self._open: list[tuple[str, Any, float]] = []
+        self._stop = threading.Event()
+        for drive in drives:
+            for verb in ("read", "write"):
+                setattr(drive, verb, self._watched(getattr(drive, verb), verb))
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watched(self, start: Any, verb: str) -> Any:
+        def begin(*args: Any) -> Any:
+            transfer = start(*args)
+            self._open.append((verb, transfer, time.monotonic()))
+            return transfer
+
+        return begin
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.0005):
+            for entry in [e for e in list(self._open) if e[1].done()]:
+                self._open.remove(entry)
+                self.spans.append(("drive", entry[0], entry[2], time.monotonic()))
+
+    def phase(self, owner: Any, name: str, row: str) -> None:
+        """Record every call of the method ``name`` of ``owner``."""
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.monotonic()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.spans.append((row, name.strip("_"), begin, time.monotonic()))
+
+        setattr(owner, name, timed)
+
+    def write(self, path: str) -> float:
+        """Write the trace; the share of the tiles' update time during which a read or write was under way."""
+        self._stop.set()
+        self._watcher.join()
+        rows = {row: i for i, row in enumerate(dict.fromkeys(s[0] for s in self.spans))}
+        events = [
+            {"name": name, "ph": "X", "ts": begin * 1e6, "dur": (end - begin) * 1e6, "pid": 0, "tid": rows[row]}
+            for row, name, begin, end in self.spans
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+        updates = [(b, e) for row, _, b, e in self.spans if row == "tiles"]
+        busy = sorted((b, e) for row, _, b, e in self.spans if row == "drive")
+        covered = 0.0
+        for begin, end in updates:
+            at = begin
+            for b, e in busy:
+                lo, hi = max(at, b), min(end, e)
+                if lo < hi:
+                    covered += hi - lo
+                    at = hi
+        return covered / max(sum(e - b for b, e in updates), 1e-9)
 
 
 class Limit:
@@ -151,6 +222,7 @@ def run(args: argparse.Namespace, layers: int, *, in_memory: bool = False, limit
     command = [sys.executable, __file__, "child", "--folder", args.folder, "--limit", str(bound.mib), "--layers", str(layers)]
     command += ["--width", str(args.width), "--context", str(args.context), "--steps", str(args.steps)]
     command += ["--in-memory"] if in_memory else []
+    command += ["--trace", args.trace] if args.trace else []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=bound.enter)
     watcher = threading.Thread(target=bound.watch, args=(process,))
     watcher.start()
@@ -200,6 +272,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--timeout", type=float, default=3000)
     parser.add_argument("--in-memory", action="store_true")
+    parser.add_argument("--trace", default="", help="write a Chrome trace there")
     args = parser.parse_args()
     if args.what == "child":
         args.layers = args.layers[0]

@@ -69,8 +69,8 @@ class Drive:
 
     @property
     def direct(self) -> bool:
-        """Whether the drive's filesystem lets transfers bypass the page cache."""
-        return self._file.direct
+        """Whether transfers bypass the page cache: the filesystem allows it, and native code makes use of it."""
+        return self._file.direct and self.backend != "python"
 
     @property
     def used_bytes(self) -> int:
