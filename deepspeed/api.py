@@ -213,7 +213,10 @@ def _choose_optimizer(
         base = client(parameters)
     elif cfg.optimizer is not None:
         mark_muon_parameters(model.named_parameters())
-        base = build_optimizer(cfg.optimizer.type, cfg.optimizer.params, parameters=parameters)
+        block = cfg.zero.offload_optimizer
+        # With a share on the device the class must know both places.
+        host = block is not None and block.ratio == 1.0
+        base = build_optimizer(cfg.optimizer.type, cfg.optimizer.params, parameters=parameters, offload=host)
     else:
         base = None
     if base is None:
