@@ -143,6 +143,11 @@ def _assemble(
         groups = group_index(base.param_groups) if base is not None else None
         if base is not None:
             check_fresh(base)
+        if plan.offload.device_share and getattr(base, "host_only", False) and device.type != "cpu":
+            raise OptimizerConfigError(
+                f"zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which {type(base).__name__} "
+                "cannot do; set ratio to 1, or use the Fused class of the same name"
+            )
         parts = build(model, plan, mesh, rules=rules, policy=_policy(cfg, mesh), group_of=groups)
         views = build_views(parts.units, len(base.param_groups), tile_numel=plan.offload.tile_numel) if base is not None else []
         if base is not None:

@@ -361,6 +361,10 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
         return self.tiles.attached(view, write=write, publish=publish) if self.tiles is not None else contextlib.nullcontext()
 
+    def whole_state(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the client's optimizer may save and load its state, drive or not."""
+        return self.tiles.whole_state() if self.tiles is not None else contextlib.nullcontext()
+
     def optimizer_state(self, view: OptimView) -> dict[str, Any]:
         return self.basic_optimizer.state.get(view.param, {}) if self.basic_optimizer is not None else {}
 
@@ -483,6 +487,8 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         for view in self._views:
             view.param.grad = None
         self._views.clear()
+        if self.tiles is not None:
+            self.tiles.close()
         dismantle(self._parts)
         if self.basic_optimizer is not None:
             self.basic_optimizer.state.clear()

@@ -205,7 +205,10 @@ def byte_count(value: Any) -> Any:
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
         if not found or found[2].lower() not in _UNITS:
             raise ValueError(f'must be bytes or a text such as "3GiB" or "500MB", not {value!r}')
-        value = int(float(found[1]) * _UNITS[found[2].lower()])
+        size = float(found[1]) * _UNITS[found[2].lower()]
+        if size > 2**63:
+            raise ValueError(f"must be below 8 EiB, not {value!r}")
+        value = int(size)
     count = whole_number(value)
     if count < 1:
         raise ValueError(f"must be at least 1 byte, not {count}")

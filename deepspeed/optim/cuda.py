@@ -225,6 +225,10 @@ def _run(
         own = _submit(op, [rows[i] for i in indices], numbers.of(indices))
         if own is not None:
             ratios.update(zip(indices, own.unbind(), strict=True))
+    for written in (column for index, column in enumerate(columns) if index != 1 and column is not None):
+        for tensor in written:
+            assert tensor is not None
+            torch.autograd.graph.increment_version(tensor)  # what autograd saved of the old values must not be used
     return [ratios[i] for i in sorted(ratios)]
 
 

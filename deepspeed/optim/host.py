@@ -18,6 +18,7 @@ from deepspeed.native.ops import CPU_ADAGRAD, CPU_ADAM, CPU_LION
 from deepspeed.native.spec import OpSpec
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GRADIENT = 1  # its place among the tensors of every kernel: the only one that is not written
 _GRAIN = 1 << 18  # elements below which a second thread costs more than it saves
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -42,7 +43,7 @@ def _kernel(op: OpSpec, symbol: str) -> Callable[..., int] | None:
 @functools.cache
 def _threads(process: int, count: int) -> ThreadPoolExecutor:
     """Threads of this process (a forked child gets its own); a ctypes call leaves the interpreter to the others."""
-    return ThreadPoolExecutor(count, thread_name_prefix=f"deepspeed-{process}")
+    return ThreadPoolExecutor(count, thread_name_prefix=f"deepspeed-{count}-threads-of-{process}")
 
 
 def usable(op: OpSpec, master: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -79,7 +80,10 @@ def _run(function: Callable[..., int], tensors: list[torch.Tensor | None], codes
     if threads == 1:
         piece(0)
     else:
-        list(_threads(os.getpid(), threads).map(piece, range(0, count, each)))
+        list(_threads(os.getpid(), torch.get_num_threads()).map(piece, range(0, count, each)))
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and index != _GRADIENT:
+            torch.autograd.graph.increment_version(tensor)  # what autograd saved of the old values must not be used
 
 
 def _codes(grad: torch.Tensor, moment: torch.Tensor, out: torch.Tensor | None) -> list[int]:

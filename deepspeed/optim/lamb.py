@@ -1,7 +1,6 @@
 """LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning")."""
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class Lamb(GroupStep, torch.optim.Optimizer):
     """
 
     elementwise = False
-    _ratios: Sequence[torch.Tensor] = ()
+    _ratios: dict[torch.Tensor, torch.Tensor]
 
     def __init__(
         self,
@@ -64,12 +63,12 @@ class Lamb(GroupStep, torch.optim.Optimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """Trust ratios of the last step, one per updated parameter in group order; empty before the first step."""
-        return [float(ratio) for ratio in self._ratios]
+        ratios = vars(self).get("_ratios", {})
+        return [float(ratios[p]) for group in self.param_groups for p in group["params"] if p in ratios]
 
     def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
         ratios = self._cuda_group(params, grads, group) or [self._update(p, g, group) for p, g in zip(params, grads, strict=True)]
-        first = group is self.param_groups[0]
-        self._ratios = ratios if first else [*self._ratios, *ratios]
+        vars(self).setdefault("_ratios", {}).update(zip(params, ratios, strict=True))
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]

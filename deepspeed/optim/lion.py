@@ -53,7 +53,8 @@ class Lion(GroupStep, torch.optim.Optimizer):
             host.lion_step(param, grad, moment, lr=float(lr), betas=group["betas"], weight_decay=group["weight_decay"])
             return
         grad = grad.to(moment.dtype)
-        update = torch.lerp(moment, grad, 1 - beta1).sign_()
+        blend = torch.lerp(moment, grad, 1 - beta1)
+        update = torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of not-a-number is 0
         if param.dtype == moment.dtype:
             param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
         else:

@@ -92,7 +92,8 @@ def cpu_lion(
         host.lion_step(master, grad, exp_avg, lr=lr, betas=betas, weight_decay=weight_decay, grad_scale=grad_scale, out=out)
         return
     wide, moment = grad.float() * grad_scale, exp_avg.float()
-    master.mul_(1 - lr * weight_decay).add_(torch.lerp(moment, wide, 1 - beta1).sign_(), alpha=-lr)
+    blend = torch.lerp(moment, wide, 1 - beta1)
+    master.mul_(1 - lr * weight_decay).add_(torch.where(blend.isnan(), blend, blend.sign()), alpha=-lr)
     _finish(master, out, (exp_avg, moment.lerp_(wide, 1 - beta2)))
 
 

@@ -190,6 +190,10 @@ class DirectFile:
             os.ftruncate(self._plain, before)  # gives back the part that there was room for
             raise _failure(error.errno or errno.EIO, f"reserving {nbytes} bytes", self.path) from error
 
+    def clear(self) -> None:
+        """Give all of its disk space back; what it held is gone."""
+        os.ftruncate(self._plain, 0)
+
     def close(self) -> None:
         """Close it, when the transfers under way are done."""
         fds, self._plain, self._direct = (self._plain, self._direct), -1, -1  # no new ones from here on

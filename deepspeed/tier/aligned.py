@@ -19,7 +19,7 @@ def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     count = math.prod(sizes)
     if count == 0:
-        return torch.empty(sizes, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype, device="cpu")
     # its own mapping: goes back to the system when the tensor dies, and the allocator keeps no fragments of it
     pages = mmap.mmap(-1, -(-count * dtype.itemsize // ALIGN) * ALIGN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if len(pages) >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):

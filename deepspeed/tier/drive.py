@@ -55,7 +55,7 @@ class Drive:
         self._file = _open_arena(folder, label)
         self._engine = AioEngine(queue_depth=aio.queue_depth, block_bytes=-(-aio.block_bytes // ALIGN) * ALIGN, threads=aio.threads)
         self.staging = Staging(staging, pin=pin)
-        self._end = self._allocated = 0
+        self._end = self._allocated = self._expected = self._in_use = 0
         self._free: dict[int, list[Region]] = {}
         self.read_bytes = 0
         self.written_bytes = 0
@@ -78,24 +78,36 @@ class Drive:
         return self._end
 
     def reserve(self, nbytes: int) -> Region:
-        """Space for ``nbytes`` bytes, allocated on the drive now: a full drive shows here and not in the middle of a step."""
+        """Space for ``nbytes`` bytes, out of what ``expect`` has allocated while that lasts, else allocated on the drive now."""
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+        self._in_use += 1
         if self._free.get(size):
             return self._free[size].pop()
-        self.expect(size)
+        self._expected = max(0, self._expected - size)
+        self._grow(size)
         region = Region(self._end, size)
         self._end += size
         return region
 
     def expect(self, nbytes: int) -> None:
-        """Allocate room for ``nbytes`` more bytes now, for regions that will be reserved later."""
-        if self._end + nbytes > self._allocated:
-            self._file.allocate(self._end + nbytes)
-            self._allocated = self._end + nbytes
+        """Allocate room for ``nbytes`` more bytes now: a full drive shows here and not in the middle of a step."""
+        self._expected += nbytes
+        self._grow(0)
+
+    def _grow(self, nbytes: int) -> None:
+        wanted = self._end + nbytes + self._expected
+        if wanted > self._allocated:
+            self._file.allocate(wanted)
+            self._allocated = wanted
 
     def free(self, region: Region) -> None:
-        """``region`` may be reserved again."""
+        """``region`` may be reserved again; with the last one in use all the space goes back to the drive."""
         self._free.setdefault(region.nbytes, []).append(region)
+        self._in_use -= 1
+        if self._in_use == 0 and self._file.size:
+            self._file.clear()
+            self._free.clear()
+            self._end = self._allocated = self._expected = 0
 
     def read(self, region: Region, start: int, out: torch.Tensor) -> Transfer:
         """Start filling ``out`` (a host tensor) from byte ``start`` of ``region``."""
@@ -123,6 +135,10 @@ def _end(engine: AioEngine, file: DirectFile) -> None:
 
 def _make_folder(folder: str, label: str) -> None:
     path = Path(folder)
+    if path.is_file():
+        raise UsageError(f"{label} {folder!r} is a file; name a folder on the drive")
+    if folder.startswith("~"):
+        raise UsageError(f"{label} {folder!r}: '~' is not replaced here; write the whole path")
     try:
         path.mkdir(exist_ok=True)
     except FileNotFoundError:

@@ -106,7 +106,7 @@ class Staging:
         size = -(-max(nbytes, 1) // ALIGN) * ALIGN
         if self._pin:
             try:
-                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
                 if buffer.data_ptr() % ALIGN == 0:
                     return buffer
             except RuntimeError as error:

@@ -73,7 +73,7 @@ class Stored:
     @contextlib.contextmanager
     def open(self, *, write: bool) -> Iterator[torch.Tensor]:
         """Everything in host memory for a while; with ``write`` what it holds at the end is stored."""
-        values = torch.empty(self.numel, dtype=self.dtype)
+        values = torch.empty(self.numel, dtype=self.dtype, device="cpu")
         self.load(values)
         yield values
         if write:

@@ -19,11 +19,12 @@ _GRAD_BUFFERS = 3  # (tiers.py)
 
 @dataclass(frozen=True)
 class UnitSize:
-    """One unit as the plan sees it: elements, bytes an element at rest, its row."""
+    """One unit as the plan sees it: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold."""
 
     numel: int
     width: int
     row: UnitPlan
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def memory_plan(
     if moving:
         ahead = min(prefetch, _GATHERED_AHEAD * moving[len(moving) // 2].numel) * moving[0].width
         sums.add("units gathered at once", Tier.DEVICE, moving[0].numel * moving[0].width + ahead)
-    sums.add("gradients on their way", Tier.DEVICE, _travelling(units, widths))
+    sums.add("gradients on their way", Tier.DEVICE, _travelling(units, widths) + (0 if shared else _landing(units, ways, widths)))
     sums.add("staging buffers", Tier.HOST, _staging(units, ways, offload, widths))
     return MemoryPlan(tuple(sums.lines()), shared)
 
@@ -147,6 +148,12 @@ def _travelling(units: Sequence[UnitSize], widths: Widths) -> int:
     return (_FLYING + 1) * max((u.numel * (widths.wire or u.width) for u in trained), default=0)
 
 
+def _landing(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths) -> int:
+    """Reduced gradients on the device that go elsewhere next."""
+    away = [_share(u.numel, u.row.grad.spread, ways) for u in units if u.row.grad is not None and u.row.grad.away]
+    return (_FLYING + 1) * max(away, default=0) * widths.accumulate
+
+
 def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
     """Buffers between memory and the drives."""
     total = 0
@@ -158,7 +165,8 @@ def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPla
     grads = [_share(u.numel, u.row.grad.spread, ways) for u in units if u.row.grad is not None and u.row.grad.tier is Tier.NVME]
     if tiles:
         each = 4 + widths.slots + (widths.accumulate if grads else 0)
-        total += offload.optim_buffers * min(max(tiles), offload.tile_numel) * each
+        whole = max(u.largest for u in units if u.row.optim is not None)
+        total += offload.optim_buffers * max(whole, min(max(tiles), offload.tile_numel)) * each
     return total + _GRAD_BUFFERS * max(grads, default=0) * widths.accumulate
 
 

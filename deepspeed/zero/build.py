@@ -21,7 +21,7 @@ from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.local import expose, mark_zero_parameter
 from deepspeed.zero.partition import UnitSpec, partition
-from deepspeed.zero.plan import Spread, UnitPlan, ZeroPlan
+from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.tiers import Tiers
 from deepspeed.zero.unit import Unit
@@ -86,6 +86,7 @@ def build(
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype)
     tiers = Tiers(plan.offload, rules.device)
     fitted = _fitted(model, parts.units, plan, mesh, rules=rules, policy=policy)
+    _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
         unit = _lay_out(index, spec, row, mesh, rules=rules, groups=group_of or {})
@@ -106,20 +107,44 @@ def _fitted(
     model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: ZeroMesh, *, rules: BuildRules, policy: GradientPolicy
 ) -> Fitted:
     """The rows of the units, within the limits of the plan. Every rank finds the same ones: the fullest host decides."""
-    sizes = [UnitSize(s.numel, s.rest.itemsize, row) for s, row in zip(specs, rows_of(plan, specs), strict=True)]
+    whole = rules.granularity is Granularity.PARAMETER
+    sizes = [
+        UnitSize(s.numel, s.rest.itemsize, row, max(p.numel() for p in s.params) if whole else 0)
+        for s, row in zip(specs, rows_of(plan, specs), strict=True)
+    ]
     widths = Widths(policy.accum.itemsize, rules.slot_bytes, policy.comm.itemsize if policy.comm else 0)
     shared = rules.device.type == "cpu"
-    used = collectives.gather_objects((_other_memory(model), 0 if shared else get_accelerator().memory_allocated()), mesh.world)
+    on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _held(model, on_host=False))
+    used = collectives.gather_objects((max(0, hostmem.rss_bytes() - _held(model, on_host=True)), on_device), mesh.world)
     limits = Limits(plan.offload.host_limit, plan.offload.device_limit, max(h for h, _ in used), max(d for _, d in used))
     return fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
 
 
-def _other_memory(model: nn.Module) -> int:
-    """Bytes this process holds beside the model's parameters, which are about to find new places."""
+def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: ZeroMesh, *, width: int) -> None:
+    """Open the drives on every rank, or raise on every rank: one that has none must not leave the others waiting. Collective."""
+    if not any(state is not None and state.tier is Tier.NVME for row in fitted.rows for state in (row.param, row.optim)):
+        return
+    own = tiers.open(fitted.rows, fitted.memory, width=width)
+    said = collectives.gather_objects(str(own or ""), mesh.world)
+    wrong = {rank: text for rank, text in zip(mesh.world.ranks, said, strict=True) if text}
+    if wrong:
+        tiers.close()
+        if own is not None:
+            raise own
+        rank, text = next(iter(wrong.items()))
+        raise UsageError(f"rank {rank}: {text}")
+
+
+def _held(model: nn.Module, *, on_host: bool) -> int:
+    """Bytes of the model's parameters, which are about to find new places."""
     owners = {id(u): u.shard for p in model.parameters() if (u := getattr(p, "_ds_unit", None)) is not None}
     plain = [p for p in model.parameters() if not hasattr(p, "_ds_unit")]
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*owners.values(), *plain) if t.device.type == "cpu"}
-    return max(0, hostmem.rss_bytes() - sum(held.values()))
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (*owners.values(), *plain)
+        if (t.device.type == "cpu") is on_host
+    }
+    return sum(held.values())
 
 
 def rows_of(plan: ZeroPlan, specs: list[UnitSpec]) -> list[UnitPlan]:

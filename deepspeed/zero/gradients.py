@@ -54,6 +54,10 @@ class Gradients:
         self.hold = False
         # One finite/non-finite probe per reduced partial, on the device: read only when a step overflows.
         self._probes: list[tuple[int, torch.Tensor]] = []
+        for unit in units:
+            if unit.tiers is not None and unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
+                start, stop = unit.range_of(StateKind.GRAD)
+                unit.stored[StateKind.GRAD] = unit.tiers.store_grad(stop - start, self._accum_dtype(unit))
 
     # -- local side --------------------------------------------------------------------------------------------------------
     def pack(self, unit: Unit, position: int) -> None:
@@ -143,6 +147,9 @@ class Gradients:
         start, stop = unit.range_of(StateKind.GRAD)
         dtype, filled = self._accum_dtype(unit), unit.grad_filled
         unit.grad_filled = True
+        elsewhere = unit.plan.grad.tier is Tier.NVME or unit.optim_device != unit.device
+        if filled and elsewhere and any(flying is unit for flying, _, _ in self._flying):
+            self.land_all()  # what it must be added to is still on its way there
         if unit.plan.grad.tier is Tier.NVME:
             return self._rest_on_drive(unit, stop - start, dtype, filled=filled)
         if unit.grad is None:
@@ -157,12 +164,7 @@ class Gradients:
         return _Target(unit.grad.to(unit.device) if filled else torch.empty(stop - start, dtype=dtype, device=unit.device), filled)
 
     def _rest_on_drive(self, unit: Unit, numel: int, dtype: torch.dtype, *, filled: bool) -> "_Target":
-        assert unit.tiers is not None
-        if StateKind.GRAD not in unit.stored:
-            unit.stored[StateKind.GRAD] = unit.tiers.store_grad(numel, dtype)
         stored = unit.stored[StateKind.GRAD]
-        if filled and any(flying is unit for flying, _, _ in self._flying):
-            self.land_all()
         if unit.device.type == "cpu":
             buffer = stored.staging.take(numel * dtype.itemsize)
             target = _Target(buffer[: numel * dtype.itemsize].view(dtype), filled, buffer)

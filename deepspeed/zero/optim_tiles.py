@@ -6,6 +6,7 @@ optimizer knows show their shapes and read as not-a-number. The user's optimizer
 
 import contextlib
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.optim.base import slot_bytes
 from deepspeed.tier.aio import Transfer
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.stored import Stored
@@ -36,15 +36,18 @@ class Turns:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._before = [_numbers(holder) for holder in self._holders()]
-        self._after: list[dict[str, Any]] = [{} for _ in self._before]
+        self._before = {name: _numbers(holder) for name, holder in self._holders().items()}
+        self._after: dict[str, dict[str, Any]] = {}
 
     def take(self, views: list[OptimView]) -> None:
         """One call of ``step`` that sees the parameters of ``views`` only."""
         groups = self._optimizer.param_groups
         lists = [group["params"] for group in groups]
-        for holder, before in zip(self._holders(), self._before, strict=True):
-            _put_back(holder, before)
+        for name, holder in self._holders().items():
+            if name in self._before:
+                _put_back(holder, self._before[name])
+            else:
+                self._drop(name)
         for index, group in enumerate(groups):
             group["params"] = [v.param for v in views if v.group == index]
         try:
@@ -52,52 +55,103 @@ class Turns:
         finally:
             for group, params in zip(groups, lists, strict=True):
                 group["params"] = params
-        used = {v.group for v in views} | {len(groups)}
-        for index, holder in enumerate(self._holders()):
-            if index in used:
-                self._settle(index, _numbers(holder))
-        for holder, after in zip(self._holders(), self._after, strict=True):
-            if after:
-                _put_back(holder, after)
+        idle = {f"group {i}" for i in range(len(groups))} - {f"group {v.group}" for v in views}
+        for name, holder in self._holders().items():
+            if name not in idle:
+                self._settle(name, _numbers(holder))
+        for name, holder in self._holders().items():
+            if name in self._after:
+                _put_back(holder, self._after[name])
 
-    def _holders(self) -> list[dict[str, Any]]:
-        """What may hold numbers of its own: the groups, then the optimizer's attributes."""
-        return [*self._optimizer.param_groups, vars(self._optimizer)]
+    def _holders(self) -> dict[str, dict[str, Any]]:
+        """What may hold numbers of its own: the groups, the optimizer's attributes, dicts among those, state that is nobody's."""
+        own = vars(self._optimizer)
+        found = {f"group {i}": group for i, group in enumerate(self._optimizer.param_groups)}
+        found["the optimizer"] = own
+        found |= {f"its {k}": v for k, v in own.items() if isinstance(v, dict) and not _TORCHS.match(k) and not _by_tensor(v)}
+        shared = {k: v for k, v in self._optimizer.state.items() if not isinstance(k, torch.Tensor)}
+        return found | {f"its state[{k!r}]": v if isinstance(v, dict) else _Cell(self._optimizer.state, k) for k, v in shared.items()}
 
-    def _settle(self, index: int, now: dict[str, Any]) -> None:
-        earlier = self._after[index]
-        changed = [k for k in now if k not in earlier or not _same(now[k], earlier[k])] if earlier else []
+    def _drop(self, name: str) -> None:
+        """Take away a dict that an earlier turn of this step has made."""
+        own: dict[Any, Any] = vars(self._optimizer)
+        state: dict[Any, Any] = self._optimizer.state
+        for key in [k for k in own if f"its {k}" == name]:
+            del own[key]
+        for key in [k for k in state if not isinstance(k, torch.Tensor) and f"its state[{k!r}]" == name]:
+            del state[key]
+
+    def _settle(self, name: str, now: dict[str, Any]) -> None:
+        earlier = self._after.get(name)
+        changed = [k for k in now if k not in earlier or not _same(now[k], earlier[k])] if earlier is not None else []
         if changed:
-            where = f"of group {index}" if index < len(self._optimizer.param_groups) else "of the optimizer"
             raise UsageError(
-                f"{type(self._optimizer).__name__} keeps {', '.join(changed)} {where} over all parameters, so it cannot update them "
-                'piece by piece; use offload_optimizer.device "cpu", or another optimizer'
+                f"{type(self._optimizer).__name__} keeps {', '.join(map(str, changed))} of {name} over all parameters, so it cannot update "
+                'them piece by piece, and this update was cut short; use offload_optimizer.device "cpu", or another optimizer'
             )
-        self._after[index] = now
+        self._after[name] = now
+
+
+_TORCHS = re.compile("state|defaults|param_groups|_optimizer.*")
+
+
+def _by_tensor(mapping: dict[Any, Any]) -> bool:
+    """Whether the entries belong to single parameters."""
+    return any(isinstance(key, torch.Tensor) for key in mapping)
+
+
+class _Cell(dict[str, Any]):
+    """One entry of a mapping, as a holder of its own."""
+
+    def __init__(self, home: Any, key: Any) -> None:
+        super().__init__({"value": home[key]})
+        self._home, self._key = home, key
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._home[self._key] = value
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self._home[self._key]
 
 
 def _numbers(holder: dict[str, Any]) -> dict[str, Any]:
     """Copies of the numbers in ``holder``, as plain values or tensors."""
-    found = {k: v for k, v in holder.items() if isinstance(v, (int, float, torch.Tensor))}
-    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+    return {k: _copy(v) for k, v in holder.items() if k != "params" and _is_number(v)}
+
+
+def _is_number(value: Any) -> bool:
+    """A number, a tensor, or a short list of them."""
+    if isinstance(value, (list, tuple)):
+        return 0 < len(value) <= 16 and all(isinstance(v, (int, float, torch.Tensor)) for v in value)
+    return isinstance(value, (int, float, torch.Tensor))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_copy(v) for v in value])
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _put_back(holder: dict[str, Any], numbers: dict[str, Any]) -> None:
     """Make the numbers of ``holder`` those of ``numbers``: the same tensors with the old values, nothing that came later."""
-    for key in [k for k, v in holder.items() if isinstance(v, (int, float, torch.Tensor)) and k not in numbers]:
+    for key in [k for k, v in holder.items() if k != "params" and _is_number(v) and k not in numbers]:
         del holder[key]
     for key, value in numbers.items():
         held = holder.get(key)
         if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.shape == value.shape:
             held.detach().copy_(value)
         else:
-            holder[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            holder[key] = _copy(value)
 
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    return bool(a == b)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)
 
 
 @dataclass(frozen=True)
@@ -154,11 +208,9 @@ class OptimTiles:
         self._by_view = {id(t.view): t for t in self._tiles}
         self._staging = tiers.optim_drive().staging
         self._torn = False
+        self._whole_state = False
+        self._guards = [optimizer.register_state_dict_pre_hook(self._guard), optimizer.register_load_state_dict_pre_hook(self._guard)]
         self.adopt_state()
-        # The first update makes the slots; a drive without room for them must say so before it.
-        missing = [t.view.stop - t.view.start for t in self._tiles if not t.slots]
-        each = slot_bytes(optimizer)
-        tiers.optim_drive().expect(sum(each * numel + 2 * ALIGN for numel in missing) if each else 0)
 
     def step(self, factor: float, turns: Turns) -> None:
         """Update every tile with its gradient times ``factor``, and the parameters with it."""
@@ -174,6 +226,31 @@ class OptimTiles:
             for loaded in ahead:
                 self._staging.give(loaded.buffer, after=_Several(loaded.transfers))
         self._torn = False
+
+    def _guard(self, *_: Any) -> None:
+        if not self._whole_state:
+            raise UsageError(
+                "this optimizer's state rests on a drive, and its own state_dict() and load_state_dict() see nothing of it; call them on "
+                "the optimizer that deepspeed.initialize returned"
+            )
+
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Inside, the optimizer's own state_dict and load_state_dict may be called: the caller sees to what is on the drive."""
+        self._whole_state = True
+        try:
+            yield
+        finally:
+            self._whole_state = False
+
+    def close(self) -> None:
+        """Let go of the optimizer."""
+        for guard in self._guards:
+            guard.remove()
+
+    def tear(self) -> None:
+        """An update was cut short on another rank: nobody can go on."""
+        self._torn = True
 
     def check_whole(self) -> None:
         """Raise UsageError when an earlier update was cut short: some parameters have moved, others have not."""
@@ -222,15 +299,27 @@ class OptimTiles:
             grad_shift = slots_at + _round_up(slot_bytes) + grad_at * grad_width % ALIGN
         buffer = self._staging.take(max(slots_at + slot_bytes, grad_shift + numel * grad_width))
         weights = buffer[shift : shift + numel * width].view(master.dtype)
-        transfers = [master.read_into(weights, start=at)]
         slots = buffer[slots_at : slots_at + slot_bytes]
-        if tile.region is not None:
-            transfers.append(tile.region.read_into(slots, start=0))
-        gradients = None
-        if grad is not None:
-            gradients = buffer[grad_shift : grad_shift + numel * grad_width].view(grad.dtype)
-            transfers.append(grad.read_into(gradients, start=grad_at))
-        return _Loaded(tile, buffer, weights, slots, gradients, transfers)
+        gradients = buffer[grad_shift : grad_shift + numel * grad_width].view(grad.dtype) if grad is not None else None
+        loaded = _Loaded(tile, buffer, weights, slots, gradients, [])
+        with self._given_back_on_error(loaded):
+            loaded.transfers.append(master.read_into(weights, start=at))
+            if tile.region is not None:
+                loaded.transfers.append(tile.region.read_into(slots, start=0))
+            if grad is not None and gradients is not None:
+                loaded.transfers.append(grad.read_into(gradients, start=grad_at))
+        return loaded
+
+    @contextlib.contextmanager
+    def _given_back_on_error(self, loaded: _Loaded) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for transfer in loaded.transfers:
+                with contextlib.suppress(OSError):
+                    transfer.wait()
+            self._staging.give(loaded.buffer)
+            raise
 
     def _update(self, loaded: _Loaded, factor: float, turns: Turns) -> None:
         view = loaded.tile.view
@@ -250,8 +339,9 @@ class OptimTiles:
 
     def _attach(self, loaded: _Loaded) -> None:
         view = loaded.tile.view
-        for transfer in loaded.transfers:
-            transfer.wait()
+        with self._given_back_on_error(loaded):
+            for transfer in loaded.transfers:
+                transfer.wait()
         view.param.data = loaded.master.view(view.param.shape)
         state = self._optimizer.state.get(view.param, {})
         for slot in loaded.tile.slots:
@@ -315,4 +405,4 @@ class OptimTiles:
 
 
 def _away(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype).expand(tuple(shape))
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device="cpu").expand(tuple(shape))

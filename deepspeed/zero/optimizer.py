@@ -22,6 +22,8 @@ class Driver(Protocol):
 
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> AbstractContextManager[None]: ...
 
+    def whole_state(self) -> AbstractContextManager[None]: ...
+
     def update(self) -> None: ...
 
     def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None: ...
@@ -92,7 +94,8 @@ class DeepSpeedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the base optimizer's over its master ranges, the masters, and the loss scaler."""
-        base = self.optimizer.state_dict()
+        with self._driver.whole_state():
+            base = self.optimizer.state_dict()
         places = {id(p): i for i, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         weights = []
         for view in self._views:
@@ -114,7 +117,8 @@ class DeepSpeedOptimizer:
         saved = state["fp32_flat"]
         if len(saved) != len(self._views) or any(a.shape != v.param.shape for a, v in zip(saved, self._views, strict=False)):
             raise ValueError("this optimizer state was saved under another layout (ranks, sharding or model); it does not fit here")
-        self.optimizer.load_state_dict(state["base_optimizer_state"])
+        with self._driver.whole_state():
+            self.optimizer.load_state_dict(state["base_optimizer_state"])
         if self._driver.tiles is not None:
             self._driver.tiles.adopt_state()
         with torch.no_grad():

@@ -179,23 +179,26 @@ def _tiers(zero: ZeroConfig) -> tuple[Tier, Tier, Tier]:
     return param, Tier.HOST if optim is not Tier.DEVICE else Tier.DEVICE, optim
 
 
+_LEAST_PIECE = 4096  # elements: what travels to a drive is at least a few pages
+
+
 def _offload(config: DeepSpeedConfig) -> OffloadPlan:
     zero, aio = config.zero, config.aio
     param, optim = zero.offload_param or OffloadParamConfig(), zero.offload_optimizer or OffloadOptimizerConfig()
     default = OffloadPlan()
     return OffloadPlan(
         param_folder=param.nvme_path or "",
-        param_buffers=int(param.buffer_count),
-        param_piece_numel=int(param.buffer_size),
+        param_buffers=max(1, int(param.buffer_count)),
+        param_piece_numel=max(_LEAST_PIECE, int(param.buffer_size)),
         host_param_numel=int(param.max_in_cpu),
         optim_folder=optim.nvme_path or "",
-        optim_buffers=int(optim.buffer_count),
+        optim_buffers=max(1, int(optim.buffer_count)),
         # The field's default (1e9) would hold whole small models; a window of a few megabytes feeds any drive.
-        tile_numel=int(zero.sub_group_size) if "sub_group_size" in zero.model_fields_set else default.tile_numel,
+        tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size)) if "sub_group_size" in zero.model_fields_set else default.tile_numel,
         device_share=1.0 - float(optim.ratio),
         pin_param=param.pin_memory,
         pin_optim=optim.pin_memory,
-        block_bytes=int(aio.block_size),
+        block_bytes=-(-int(aio.block_size) // 4096) * 4096,
         queue_depth=int(aio.queue_depth) if "queue_depth" in aio.model_fields_set else default.queue_depth,
         threads=int(aio.intra_op_parallelism),
         host_limit=config.memory.host_limit or 0,

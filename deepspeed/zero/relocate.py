@@ -28,7 +28,7 @@ class Relocation:
         self._homes: list[Callable[[], None]] = []
         self.away: set[OffloadStateTypeEnum] = set()
 
-    def leave(self, include: Iterable[OffloadStateTypeEnum] | None, *, pin: bool) -> None:
+    def leave(self, include: Iterable[OffloadStateTypeEnum] | OffloadStateTypeEnum | str | None, *, pin: bool) -> None:
         """Move the named states (None: all) to host memory; parameters that are whole on every rank stay.
 
         Raises UsageError while the model is in use.
@@ -37,7 +37,9 @@ class Relocation:
             raise UsageError(
                 "offload_states() was called inside a forward or backward, or inside GatheredParameters; call it between steps"
             )
-        wanted = set(OffloadStateTypeEnum) if include is None else {OffloadStateTypeEnum(state) for state in include}
+        # a single state may stand alone, by name or as the enum
+        named = [include] if isinstance(include, str) else list(OffloadStateTypeEnum if include is None else include)
+        wanted = {OffloadStateTypeEnum(state) for state in named}
         self.away |= wanted
         for unit in self._units:
             if OffloadStateTypeEnum.lp_params in wanted or (unit.master_is_param and OffloadStateTypeEnum.hp_params in wanted):
@@ -125,8 +127,8 @@ class Relocation:
 
 def _to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
     try:
-        home = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
     except RuntimeError as error:
         logger.warning("page-locked memory is refused (%s); ordinary memory serves", error)
-        home = torch.empty(tensor.shape, dtype=tensor.dtype)
+        home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return home.copy_(tensor)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_tiles import OptimTiles, Turns
@@ -59,10 +60,29 @@ def take_step(
     factor = after
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
-    _update(optimizer, views, tiles, factor)
+    if tiles is None or runtime.mesh.size == 1:
+        _update(optimizer, views, tiles, factor)
+    else:
+        _update_together(runtime, optimizer, views, tiles, factor)
     runtime.publish(units)
     runtime.gradients.clear()
     return StepResult(norm, overflow=False)
+
+
+def _update_together(runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles, factor: float) -> None:
+    """The update, and an error on every rank when one rank's drive fails in it: the others would wait for it for ever. Collective."""
+    failure: Exception | None = None
+    try:
+        _update(optimizer, views, tiles, factor)
+    except Exception as error:  # whatever it is, the others must hear of it
+        failure = error
+    said = collectives.gather_objects(str(failure or ""), runtime.mesh.world)
+    if failure is not None:
+        raise failure
+    for rank, text in zip(runtime.mesh.world.ranks, said, strict=True):
+        if text:
+            tiles.tear()
+            raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
 
 
 def _update(optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles | None, factor: float) -> None:

@@ -2,11 +2,14 @@
 
 import torch
 
+from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
+from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.drive import AioSettings, Drive
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.stored import Stored
-from deepspeed.zero.plan import OffloadPlan
+from deepspeed.zero.budget import MemoryPlan
+from deepspeed.zero.plan import OffloadPlan, Tier, UnitPlan
 
 _GRAD_BUFFERS = 3  # one filled by a reduction while two are written
 
@@ -32,11 +35,28 @@ class Tiers:
         """``numel`` uninitialised elements of host memory, as in :meth:`to_host`."""
         if pin and self.device.type != "cpu" and not self._pin_failed:
             try:
-                return torch.empty(numel, dtype=dtype, pin_memory=True)
+                return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._pin_failed = True
                 logger.warning("page-locked memory for offload is refused (%s); ordinary memory serves, transfers are slower", error)
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def open(self, rows: list[UnitPlan], memory: MemoryPlan, *, width: int) -> Exception | None:
+        """Open the drives that ``rows`` need, with room for what the plan puts there; what is wrong with them, None when nothing is.
+
+        ``width``: bytes of a parameter at rest.
+        """
+        slack = len(rows) * 16 * ALIGN  # regions end with pages
+        param = sum(line.drive for line in memory.lines if line.what == "parameters")
+        try:
+            if any(row.param.tier is Tier.NVME for row in rows):
+                self._param_drive(width).expect(param + slack)
+            if any(row.optim is not None and row.optim.tier is Tier.NVME for row in rows):
+                self.optim_drive().expect(memory.drive - param + slack)
+        except (UsageError, OSError) as error:
+            self.close()
+            return error
+        return None
 
     # -- drives --------------------------------------------------------------------------------------------------------------
     def store_param(self, numel: int, dtype: torch.dtype) -> Stored | None:
@@ -100,6 +120,7 @@ class Tiers:
         limits = [
             f"memory.{k}_limit {v / 2**20:,.0f} MiB" for k, v in (("host", self.plan.host_limit), ("device", self.plan.device_limit)) if v
         ]
+        limits = [f"{text} (no effect: the device is the host)" if "device" in text and effect else text for text in limits]
         return [*said, *limits, f"page-locked memory for {' and '.join(wanted) or 'nothing'}{effect}"]
 
     def close(self) -> None:

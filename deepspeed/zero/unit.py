@@ -260,7 +260,7 @@ class Unit:
     @property
     def holds_gradient(self) -> bool:
         """Whether memory or a place on a drive exists for the rest gradient."""
-        return self.grad is not None or StateKind.GRAD in self.stored
+        return self.grad is not None or (StateKind.GRAD in self.stored and self.grad_filled)
 
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient on the drive is now ``grad``."""
@@ -481,4 +481,4 @@ def square_sum(values: torch.Tensor) -> torch.Tensor:
 
 def _nothing(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Stands for values that are elsewhere: ``numel`` elements that read as not-a-number and refuse to be written."""
-    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device="cpu").expand(numel)

@@ -292,6 +292,7 @@ def _check_optim(unit: Any, home: str, *, pinned: bool, tied: bool) -> None:
 
 @pytest.mark.parametrize("name", ["optim cpu", "optim nvme"])
 def test_offload_takes_the_states_off_the_device(name: str, tmp_path: Path) -> None:
+    matmul_workspaces()
     held = {}
     for which in ("none", name):
         synchronize()
