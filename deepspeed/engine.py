@@ -20,6 +20,7 @@ from deepspeed.engine_pending import EnginePending
 from deepspeed.engine_timing import EngineTiming
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
+from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
 from deepspeed.zero.access import GatheredParameters
@@ -75,6 +76,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         self._backwards = 0
         self._norm: float | None = None
         self._held = contextlib.ExitStack()  # what lasts as long as this engine: process settings, metric files
+        self._over_limit = False
         self._relocation, self._lent = Relocation(parts.units, views, optimizer), False
         self._start_timing(config)
         self._tie_to_runtime()
@@ -179,6 +181,22 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         self.global_samples += samples
         self.skipped_steps += result.overflow
         self._scaler.update(result.overflow)
+        self._watch_memory()
+
+    def _watch_memory(self) -> None:
+        """Say once when this rank holds more than ``memory.host_limit``: activations or the user's own data, since states are planned."""
+        limit = self._config.memory.host_limit
+        if limit is None or self._over_limit or (held := hostmem.rss_bytes()) <= limit:
+            return
+        self._over_limit = True
+        logger.warning(
+            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were planned at %d MiB, so the rest "
+            "is activations, data or other objects: use smaller batches, activation checkpointing or fewer loader workers",
+            self.global_rank,
+            held >> 20,
+            limit >> 20,
+            self.memory_plan().host >> 20,
+        )
 
     def _skips_nonfinite(self) -> bool:
         return self._config.bf16.check_grad_overflow or not self.bfloat16_enabled()

@@ -1,5 +1,6 @@
 """Faults that a review of the tiers found, each by the guarantee that it broke."""
 
+import logging
 import os
 import tempfile
 import threading
@@ -12,6 +13,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
+from deepspeed.observe.log import logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import host
 from deepspeed.tier.drive import AioSettings, Drive
@@ -258,3 +260,28 @@ def _fault_of(place: str) -> str:
     except UsageError as error:
         return str(error)
     return "no error"
+
+
+def _over_the_limit() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    case, real = case_named("plain"), hostmem.rss_bytes
+    engine = start(case.build(), make_config(3, memory={"host_limit": real() + (1 << 30)}))
+    try:
+        train_step(engine, case, 0)
+        quiet = [text for text in said if "more than memory.host_limit" in text]
+        hostmem.rss_bytes = lambda: real() + (2 << 30)
+        for step in (1, 2):
+            train_step(engine, case, step)
+    finally:
+        hostmem.rss_bytes = real
+        logger.removeHandler(handler)
+        engine.destroy()
+    told = [text for text in said if "more than memory.host_limit" in text]
+    return [] if not quiet and len(told) == 1 else [f"before: {quiet}; after: {told}"]
+
+
+def test_memory_beyond_the_limit_is_said_once(pool1: RankPool) -> None:
+    assert pool1.run(_over_the_limit) == [[]]
