@@ -13,7 +13,7 @@ namespace {
 using namespace ds;
 
 struct Settings {
-    float step, beta1, beta2, eps, decay, keep, grad_scale, sqrt_correct2;
+    float step, one1, one2, eps, decay, keep, grad_scale, sqrt_correct2;
 };
 
 struct RawArgs {
@@ -36,7 +36,7 @@ struct Adam {
         Moment* __restrict exp_avg = static_cast<Moment*>(a.exp_avg);
         Moment* __restrict exp_avg_sq = static_cast<Moment*>(a.exp_avg_sq);
         Out* __restrict out = static_cast<Out*>(a.out);
-        const float scale = a.s.grad_scale, one1 = 1.0f - a.s.beta1, one2 = 1.0f - a.s.beta2, beta2 = a.s.beta2, eps = a.s.eps;
+        const float scale = a.s.grad_scale, one1 = a.s.one1, one2 = a.s.one2, beta2 = 1.0f - one2, eps = a.s.eps;
         const float decay = a.s.decay, keep = a.s.keep, step = -a.s.step, root = a.s.sqrt_correct2;
         const bool coupled = decay != 0.0f;
         const int64_t count = a.count;
@@ -62,13 +62,15 @@ struct Adam {
 extern "C" {
 
 // Dtype codes: 0 fp32, 1 bf16, 2 fp16; -1 for no rounded output. Returns 0, or 1 for an unknown code (nothing is changed then).
+// The betas come in double: 1 - 0.999 taken in fp32 is off by 5e-5 of itself.
 // step = lr / (1 - beta1^t) and sqrt_correct2 = sqrt(1 - beta2^t), or lr and 1 without bias correction. decay is added to the
 // gradient (L2); keep = 1 - lr * decay multiplies the weight instead (decoupled): at most one of them does something.
 int ds_adam_step(int64_t count, float* master, const void* grad, void* exp_avg, void* exp_avg_sq, void* out, int grad_code, int moment_code,
-                 int out_code, float step, float beta1, float beta2, float eps, float decay, float keep, float grad_scale,
+                 int out_code, float step, double beta1, double beta2, float eps, float decay, float keep, float grad_scale,
                  float sqrt_correct2) {
     const RawArgs args{count, master, grad, exp_avg, exp_avg_sq, out,
-                       Settings{step, beta1, beta2, eps, decay, keep, grad_scale, sqrt_correct2}};
+                       Settings{step, static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), eps, decay, keep, grad_scale,
+                                sqrt_correct2}};
     return ds::by_codes<Adam>(args, grad_code, moment_code, out_code);
 }
 }

@@ -15,7 +15,7 @@ struct RawArgs {
     const void* grad;
     void* exp_avg;
     void* out;
-    float lr, beta1, beta2, keep, grad_scale;
+    float lr, one1, one2, keep, grad_scale;
 };
 
 template <class Grad, class Moment, class Out>
@@ -27,7 +27,7 @@ struct Work {
         const Grad* __restrict grad = static_cast<const Grad*>(a.grad);
         Moment* __restrict exp_avg = static_cast<Moment*>(a.exp_avg);
         Out* __restrict out = static_cast<Out*>(a.out);
-        const float lr = a.lr, one1 = 1.0f - a.beta1, one2 = 1.0f - a.beta2, keep = a.keep, scale = a.grad_scale;
+        const float lr = a.lr, one1 = a.one1, one2 = a.one2, keep = a.keep, scale = a.grad_scale;
         const int64_t count = a.count;
         for (int64_t i = 0; i < count; ++i) {
             const float g = Grad::get(grad[i]) * scale;
@@ -49,8 +49,8 @@ extern "C" {
 
 // keep = 1 - lr * weight_decay. Codes and result as in ds_adam_step.
 int ds_lion_step(int64_t count, float* master, const void* grad, void* exp_avg, void* out, int grad_code, int moment_code, int out_code,
-                 float lr, float beta1, float beta2, float keep, float grad_scale) {
-    const RawArgs args{count, master, grad, exp_avg, out, lr, beta1, beta2, keep, grad_scale};
+                 float lr, double beta1, double beta2, float keep, float grad_scale) {
+    const RawArgs args{count, master, grad, exp_avg, out, lr, static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), keep, grad_scale};
     return ds::by_codes<Work>(args, grad_code, moment_code, out_code);
 }
 }

@@ -12,7 +12,7 @@ struct AdamRule {
     float one1, one2, beta2, eps, decay;
 
     __device__ AdamRule(const Settings& s, const Row& own)
-        : row(own), one1(1.0f - s.beta1), one2(1.0f - s.beta2), beta2(s.beta2), eps(s.eps), decay(s.decay) {}
+        : row(own), one1(s.one1), one2(s.one2), beta2(1.0f - s.one2), eps(s.eps), decay(s.decay) {}
 
     __device__ __forceinline__ void operator()(float& param, float grad, float& first, float& second) const {
         const float own = grad * row.scale;

@@ -32,7 +32,7 @@ struct MomentRule {
     float weights = 0.0f, updates = 0.0f;
 
     __device__ MomentRule(const Settings& s, const Row& row, bool inside)
-        : direction(s, row, inside), scale(row.scale), one1(1.0f - s.beta1), one2(1.0f - s.beta2), beta2(s.beta2) {}
+        : direction(s, row, inside), scale(row.scale), one1(s.one1), one2(s.one2), beta2(1.0f - s.one2) {}
 
     __device__ __forceinline__ void operator()(float& param, float grad, float& first, float& second) {
         const float g = grad * scale;

@@ -11,7 +11,7 @@ struct LionRule {
     Row row;
     float one1, one2;
 
-    __device__ LionRule(const Settings& s, const Row& own) : row(own), one1(1.0f - s.beta1), one2(1.0f - s.beta2) {}
+    __device__ LionRule(const Settings& s, const Row& own) : row(own), one1(s.one1), one2(s.one2) {}
 
     __device__ __forceinline__ void operator()(float& param, float grad, float& first, float&) const {
         const float g = grad * row.scale;

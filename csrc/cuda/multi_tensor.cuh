@@ -51,7 +51,7 @@ struct Settings {
     const Row* rows;
     const float* found_inf;
     Row row;
-    float beta1, beta2, eps, decay;
+    float one1, one2, eps, decay;
     int out_code;
 };
 
@@ -249,7 +249,7 @@ inline cudaError_t begin(const Call& call, Settings* settings) {
     const cudaError_t error = cudaSetDevice(call.device);
     if (error != cudaSuccess) return error;
     const Plan plan{call.lr, call.scale, call.beta1, call.beta2, call.weight_decay, call.decoupled, call.bias_correction};
-    *settings = Settings{nullptr, call.found_inf, Row{}, static_cast<float>(call.beta1), static_cast<float>(call.beta2),
+    *settings = Settings{nullptr, call.found_inf, Row{}, static_cast<float>(1.0 - call.beta1), static_cast<float>(1.0 - call.beta2),
                          static_cast<float>(call.eps), static_cast<float>(call.decoupled ? 0.0 : call.weight_decay), call.out_code};
     if (call.steps == nullptr && call.device_lr == nullptr && call.device_scale == nullptr) {
         settings->row = make_row(plan, call.step, call.lr, call.scale);

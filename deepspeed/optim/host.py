@@ -21,11 +21,11 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GRADIENT = 1  # its place among the tensors of every kernel: the only one that is not written
 _GRAIN = 1 << 18  # elements below which a second thread costs more than it saves
 
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+_P, _I, _F, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_double
 _SIGNATURES = {
-    "ds_adam_step": [ctypes.c_int64, *[_P] * 5, *[_I] * 3, *[_F] * 8],
+    "ds_adam_step": [ctypes.c_int64, *[_P] * 5, *[_I] * 3, _F, _D, _D, *[_F] * 5],
     "ds_adagrad_step": [ctypes.c_int64, *[_P] * 4, *[_I] * 3, *[_F] * 4],
-    "ds_lion_step": [ctypes.c_int64, *[_P] * 4, *[_I] * 3, *[_F] * 5],
+    "ds_lion_step": [ctypes.c_int64, *[_P] * 4, *[_I] * 3, _F, _D, _D, _F, _F],
 }
 
 

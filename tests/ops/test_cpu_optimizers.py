@@ -121,6 +121,26 @@ def test_rounding_is_torchs_for_every_kind_of_number(dtype: torch.dtype) -> None
     assert torch.equal(out.view(torch.int16)[known], expected.view(torch.int16)[known])
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
+def test_adam_is_as_close_to_the_formula_as_torch(scale: float) -> None:
+    """Measured against double precision: a 1 - beta taken in fp32 is 20 times further away."""
+    draw = torch.Generator().manual_seed(1)
+    start, gradients = 0.02 * torch.randn(20_000, generator=draw), [scale * torch.randn(20_000, generator=draw) for _ in range(5)]
+    ours, first, second = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    found: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in (torch.float32, torch.float64):
+        param = torch.nn.Parameter(start.to(dtype))
+        reference = torch.optim.AdamW([param], lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, foreach=False)
+        for grad in gradients:
+            param.grad = grad.to(dtype)
+            reference.step()
+        found[dtype] = param.detach().double()
+    for step, grad in enumerate(gradients, start=1):
+        host.adam_step(ours, grad, first, second, step=step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    error, theirs = ((x - found[torch.float64]).abs().mean() for x in (ours.double(), found[torch.float32]))
+    assert error <= 1.2 * theirs, (error, theirs)
+
+
 def test_the_gradient_is_scaled_first() -> None:
     scaled, plain = tensors(), tensors()
     scaled[1].mul_(1024)
