@@ -53,3 +53,11 @@ class CUDAMismatchException(BuildError):
 
 class InvalidStateError(DeepSpeedError, RuntimeError):
     """An internal state machine was asked for an illegal move."""
+
+
+class CheckpointError(DeepSpeedError, RuntimeError):
+    """A checkpoint is incomplete, damaged, of another model, or cannot be written; nothing was loaded or replaced."""
+
+
+class PlainStateError(CheckpointError, TypeError):
+    """State for a checkpoint holds what cannot be stored without pickle; every place is named."""

@@ -219,6 +219,12 @@ class CPULionBuilder(TorchCPUOpBuilder):
     NAME, BUILD_VAR, SPEC = "cpu_lion", "DS_BUILD_CPU_LION", ops.CPU_LION
 
 
+class CPUChecksumBuilder(TorchCPUOpBuilder):
+    """CRC-32C of host memory, which checkpoints are checked by."""
+
+    NAME, BUILD_VAR, SPEC = "cpu_checksum", "DS_BUILD_CPU_CHECKSUM", ops.CPU_CHECKSUM
+
+
 class AsyncIOBuilder(TorchCPUOpBuilder):
     """Asynchronous file IO; ``load().aio_handle(...)``."""
 
@@ -271,6 +277,7 @@ _CLASSES = (
     CPUAdamBuilder,
     CPUAdagradBuilder,
     CPULionBuilder,
+    CPUChecksumBuilder,
     FusedAdamBuilder,
     FusedLambBuilder,
     FusedLionBuilder,

@@ -7,6 +7,7 @@ _EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 CPU_ADAM = OpSpec("cpu_adam", ("cpu/adam.cpp",), flags=_EXACT)
 CPU_ADAGRAD = OpSpec("cpu_adagrad", ("cpu/adagrad.cpp",), flags=_EXACT)
 CPU_LION = OpSpec("cpu_lion", ("cpu/lion.cpp",), flags=_EXACT)
+CPU_CHECKSUM = OpSpec("cpu_checksum", ("cpu/crc32c.cpp",), instead="tables and torch")
 _AIO = ("aio/aio.cpp", "aio/libaio.cpp", "aio/threads.cpp", "aio/uring.cpp")
 ASYNC_IO = OpSpec("async_io", _AIO, instead="plain reads and writes on Python threads")
 ASYNC_IO_MODULE = "deepspeed.tier.handle"

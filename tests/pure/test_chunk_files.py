@@ -1,0 +1,431 @@
+"""Chunk files: what was appended is what is read, by whole pieces that were checked; whatever is wrong has a name and leaves nothing."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.checkpoint import checksum, files
+from deepspeed.checkpoint.checksum import crc32c
+from deepspeed.checkpoint.files import ChunkReader, ChunkWriter, Placement
+from deepspeed.errors import CheckpointError
+from deepspeed.tier import aio
+
+PIECE = files.PIECE_BYTES
+SIZES = (0, 1, 63, 64, 65, 4095, 4096, 4097, 0, 100_000)
+Wrote = tuple[list[torch.Tensor], list[Placement]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """As in a manifest."""
+
+    file: str
+    offset: int
+    extent: int
+    crcs: tuple[int, ...]
+
+
+def box(place: Placement, file: str = "a.bin") -> Box:
+    return Box(file, place.offset, place.extent, place.crcs)
+
+
+def drawn(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def written(folder: Path, sizes: tuple[int, ...], file: str = "a.bin") -> Wrote:
+    values = [drawn(size, index) for index, size in enumerate(sizes)]
+    with ChunkWriter(folder / file) as writer:
+        assert [writer.append(each) for each in values] == list(range(len(sizes)))
+        return values, writer.close()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Pieces and buffers of a few pages: many of them in little time."""
+    monkeypatch.setattr(files, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(files, "_BUFFER_BYTES", 16384)
+    return 8192
+
+
+@pytest.fixture(params=["native", "python", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """On a disk, with and without native code; and on a filesystem without O_DIRECT."""
+    if request.param == "python":
+        monkeypatch.setattr(checksum, "_native", lambda: None)
+        monkeypatch.setattr(aio, "try_load", lambda op: None)
+    if request.param == "memory":
+        if not os.path.isdir("/dev/shm"):
+            pytest.skip("no filesystem in memory")
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as inside:
+            yield Path(inside)
+    else:
+        yield tmp_path
+
+
+def forget(path: Path) -> None:
+    """Out of the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+# --- what is written ---
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_was_appended_is_read(folder: Path, *, cached: bool) -> None:
+    values, places = written(folder, SIZES)
+    (folder / "a.bin").read_bytes() if cached else forget(folder / "a.bin")
+    outs = [torch.full_like(each, 3) for each in values]
+    with ChunkReader(folder) as reader:
+        reader.read_many([(box(place), 0, out, "w") for place, out in zip(places, outs, strict=True)])
+    assert all(map(torch.equal, outs, values))
+
+
+def test_every_byte_belongs_to_one_box_and_one_checksum(folder: Path) -> None:
+    values, places = written(folder, SIZES)
+    content = (folder / "a.bin").read_bytes()
+    assert len(content) % 4096 == 0 and len(content) - sum(SIZES) < 4096 + 64 * len(SIZES)
+    assert [p.offset for p in places] == [sum(p.extent for p in places[:i]) for i in range(len(places))]
+    assert sum(p.extent for p in places) == len(content)
+    for each, place in zip(values, places, strict=True):
+        lies = content[place.offset : place.offset + place.extent]
+        assert place.offset % 64 == 0 and lies == bytes(each.tolist()).ljust(place.extent, b"\0")
+        assert place.crcs == tuple(crc32c(lies[at : at + PIECE]) for at in range(0, place.extent, PIECE))
+
+
+@pytest.mark.parametrize("nbytes", [PIECE - 4097, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 64])
+def test_boxes_about_the_size_of_a_piece(tmp_path: Path, nbytes: int) -> None:
+    values, places = written(tmp_path, (100, nbytes, 5))
+    assert all(len(place.crcs) == -(-place.extent // PIECE) for place in places)
+    out = torch.empty_like(values[1])
+    with ChunkReader(tmp_path) as reader:
+        reader.read(box(places[1]), 0, out, "w")
+    assert torch.equal(out, values[1])
+
+
+def test_an_empty_file_and_an_empty_box(tmp_path: Path) -> None:
+    assert written(tmp_path, ()) == ([], []) and (tmp_path / "a.bin").stat().st_size == 0
+    _, places = written(tmp_path, (0,), "b.bin")
+    assert places == [Placement(0, 0, ())] and (tmp_path / "b.bin").stat().st_size == 0
+
+
+def test_a_box_may_come_in_parts_of_any_dtype(folder: Path, small_pieces: int) -> None:
+    parts = [drawn(40).view(torch.float32), drawn(30_002).view(torch.bfloat16), torch.tensor([True]), torch.empty(0, dtype=torch.int64)]
+    with ChunkWriter(folder / "a.bin") as writer:
+        writer.append(drawn(10))
+        writer.begin()
+        for part in parts:
+            writer.add(part)
+        assert writer.end() == 1
+        places = writer.close()
+    with ChunkWriter(folder / "b.bin") as writer:
+        writer.append(drawn(10))
+        writer.append(torch.cat([part.view(torch.uint8) for part in parts]))
+        assert writer.close() == places
+    assert (folder / "a.bin").read_bytes() == (folder / "b.bin").read_bytes()
+
+
+def test_values_may_change_as_soon_as_they_were_added(tmp_path: Path, small_pieces: int) -> None:
+    buffer, expected = torch.empty(5000, dtype=torch.uint8), []
+    with ChunkWriter(tmp_path / "a.bin") as writer:
+        writer.begin()
+        for index in range(50):
+            expected.append(buffer.copy_(drawn(5000, index)).clone())
+            writer.add(buffer)
+            buffer.zero_()
+        writer.end()
+        (place,) = writer.close()
+    out = torch.empty(250_000, dtype=torch.uint8)
+    with ChunkReader(tmp_path) as reader:
+        reader.read(box(place), 0, out, "w")
+    assert torch.equal(out, torch.cat(expected))
+
+
+@pytest.mark.parametrize("expect", [1, 100_000, 10_000_000])
+def test_room_that_was_reserved_is_a_guess(tmp_path: Path, expect: int) -> None:
+    with ChunkWriter(tmp_path / "a.bin", expect_bytes=expect) as writer:
+        writer.append(drawn(100_000))
+        writer.close()
+    assert (tmp_path / "a.bin").stat().st_size == writer.nbytes == 102_400
+
+
+def test_a_rate_bounds_the_time_from_below_and_may_be_lifted(tmp_path: Path, small_pieces: int) -> None:
+    begin = time.monotonic()
+    with ChunkWriter(tmp_path / "a.bin", rate_bytes=400_000) as writer:
+        writer.append(drawn(100_000))
+        writer.close()
+    assert time.monotonic() - begin > 0.15
+    with ChunkWriter(tmp_path / "b.bin", rate_bytes=1) as writer:
+        writer.append(drawn(16384))
+        writer.rate_bytes = 0
+        writer.append(drawn(16384))
+        writer.close()
+    assert time.monotonic() - begin < 30
+
+
+def test_a_file_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    written(tmp_path, (10,))
+    before = (tmp_path / "a.bin").read_bytes()
+    with pytest.raises(CheckpointError, match="a.bin cannot be written: File exists"):
+        ChunkWriter(tmp_path / "a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == before
+
+
+def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), ChunkWriter(tmp_path / "a.bin") as writer:
+        writer.append(drawn(10_000_000))
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+    writer.abort()
+    for wrong in (writer.begin, writer.close, lambda: writer.add(drawn(1))):
+        with pytest.raises(ValueError, match="a.bin"):
+            wrong()
+
+
+def test_calls_out_of_order_and_other_tensors_are_refused(tmp_path: Path) -> None:
+    with ChunkWriter(tmp_path / "a.bin") as writer:
+        with pytest.raises(ValueError, match="outside of a box"):
+            writer.add(drawn(1))
+        writer.begin()
+        for wrong in (writer.begin, writer.close):
+            with pytest.raises(ValueError, match="still open"):
+                wrong()
+        with pytest.raises(ValueError, match="contiguous"):
+            writer.add(torch.zeros(4, 4).t())
+        writer.end()
+
+
+def test_a_box_that_is_left_open_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="still open"), ChunkWriter(tmp_path / "a.bin") as writer:
+        writer.begin()
+    assert not list(tmp_path.iterdir())
+
+
+FULL = """
+import resource, signal, sys, torch
+from deepspeed.checkpoint.files import ChunkWriter
+from deepspeed.errors import CheckpointError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (6 << 20, resource.RLIM_INFINITY))
+try:
+    with ChunkWriter(sys.argv[1], expect_bytes=int(sys.argv[2])) as writer:
+        for _ in range(8):
+            writer.append(torch.ones(1 << 20))
+except CheckpointError as error:
+    sys.stdout.write(str(error))
+"""
+
+
+@pytest.mark.parametrize("expect", [0, 32 << 20])
+@pytest.mark.parametrize("backend", ["auto", "threads"])
+def test_no_more_room_is_said_with_advice_and_leaves_no_file(tmp_path: Path, expect: int, backend: str) -> None:
+    own = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "DS_AIO_BACKEND": backend}
+    command = [sys.executable, "-c", FULL, str(tmp_path / "a.bin"), str(expect)]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "a.bin cannot be written: File too large; files may not grow that far" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_while_writing_is_named(tmp_path: Path, small_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(transfer: aio.Transfer) -> int:
+        return -errno.ENOSPC
+
+    message = "a.bin cannot be written: No space left on device; the filesystem is full"
+    with pytest.raises(CheckpointError, match=message), ChunkWriter(tmp_path / "a.bin") as writer:
+        monkeypatch.setattr(aio.Transfer, "_settle", full)
+        writer.append(drawn(1_000_000))
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+
+
+# --- what is read ---
+
+
+def test_any_range_of_a_box_and_of_many(folder: Path, small_pieces: int) -> None:
+    values, places = written(folder, (70_000, 100, 5, 8192, 30_000, 64))
+    wanted, expected = [], []
+    for seed in range(200):
+        index = seed % len(values)
+        lo, hi = sorted(int(n) for n in torch.randint(0, values[index].numel() + 1, (2,), generator=torch.Generator().manual_seed(seed)))
+        wanted.append((box(places[index]), lo, torch.full((hi - lo,), 9, dtype=torch.uint8), f"w{index}"))
+        expected.append(values[index][lo:hi])
+    with ChunkReader(folder) as reader:
+        reader.read_many(wanted)
+        assert all(torch.equal(out, right) for (_, _, out, _), right in zip(wanted, expected, strict=True))
+        for each in wanted[:20]:
+            each[2].zero_()
+            reader.read(*each)
+        assert all(torch.equal(out, right) for (_, _, out, _), right in zip(wanted, expected, strict=True))
+
+
+def test_only_the_pieces_of_the_range_are_read(tmp_path: Path, small_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (place,) = written(tmp_path, (100 * small_pieces,))
+    forget(tmp_path / "a.bin")
+    asked: list[tuple[int, int]] = []
+    real = aio.AioEngine.read
+
+    def read(engine: aio.AioEngine, file: aio.DirectFile, offset: int, tensor: torch.Tensor) -> aio.Transfer:
+        asked.append((offset, tensor.numel()))
+        return real(engine, file, offset, tensor)
+
+    monkeypatch.setattr(aio.AioEngine, "read", read)
+    with ChunkReader(tmp_path) as reader:
+        reader.read(box(place), 10 * small_pieces + 5, torch.empty(small_pieces, dtype=torch.uint8), "w")
+    assert asked in ([(10 * small_pieces, 2 * small_pieces)], [])  # none where the page cache cannot be emptied
+
+
+def test_neighbouring_small_boxes_are_one_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, places = written(tmp_path, (100,) * 500)
+    count = [0]
+    real = ChunkReader._begin
+
+    def begin(reader: ChunkReader, *rest: object) -> object:
+        count[0] += 1
+        return real(reader, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ChunkReader, "_begin", begin)
+    outs = [torch.empty_like(each) for each in values]
+    with ChunkReader(tmp_path) as reader:
+        reader.read_many([(box(place), 0, out, "w") for place, out in zip(places, outs, strict=True)][::-1])
+    assert count == [1] and all(map(torch.equal, outs, values))
+
+
+def test_many_files_are_read_with_few_open(tmp_path: Path) -> None:
+    wrote = [written(tmp_path, (100, 200), f"{index}.bin") for index in range(70)]
+    outs = [torch.empty(200, dtype=torch.uint8) for _ in wrote]
+    with ChunkReader(tmp_path) as reader:
+        before = len(os.listdir("/proc/self/fd"))
+        reader.read_many([(box(places[1], f"{i}.bin"), 0, out, "w") for i, ((_, places), out) in enumerate(zip(wrote, outs, strict=True))])
+        assert len(os.listdir("/proc/self/fd")) - before <= 3 * files._OPEN_FILES
+    assert all(torch.equal(out, values[1]) for out, (values, _) in zip(outs, wrote, strict=True))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# --- what is wrong ---
+
+
+def test_a_flipped_byte_anywhere_is_refused_by_the_name_of_its_tensor(folder: Path, small_pieces: int) -> None:
+    values, places = written(folder, (100, 20_000, 64, 0, 5000, 1))
+    path = folder / "a.bin"
+    content = bytearray(path.read_bytes())
+    with ChunkReader(folder) as reader:
+        for at in [*range(0, len(content), 97), len(content) - 1]:
+            content[at] ^= 1
+            path.write_bytes(content)
+            outs = [torch.full_like(each, 0) for each in values]
+            hit = next(i for i, place in enumerate(places) if place.offset <= at < place.offset + place.extent)
+            with pytest.raises(CheckpointError, match=f"a.bin is damaged between bytes .* where tensor {hit} lies"):
+                reader.read_many([(box(p), 0, out, f"tensor {i}") for i, (p, out) in enumerate(zip(places, outs, strict=True))])
+            assert all(torch.equal(out, v) for out, v in list(zip(outs, values, strict=True))[:hit])
+            assert not bool(outs[hit][places[hit].extent // 8192 * 8192 :].any()) or at < places[hit].offset + 8192
+            content[at] ^= 1
+        path.write_bytes(content)
+        reader.read_many([(box(p), 0, v, "whole again") for p, v in zip(places, values, strict=True)])
+
+
+def test_no_byte_of_a_damaged_piece_is_handed_over(tmp_path: Path) -> None:
+    _, (place,) = written(tmp_path, (3 * PIECE,))
+    with (tmp_path / "a.bin").open("r+b") as file:
+        file.seek(PIECE + 17)
+        file.write(b"\0\1\2\3")
+    out = torch.zeros(3 * PIECE, dtype=torch.uint8)
+    with ChunkReader(tmp_path) as reader:
+        with pytest.raises(CheckpointError, match=f"between bytes {PIECE} and {2 * PIECE}"):
+            reader.read(box(place), 0, out, "w")
+        assert not out[PIECE:].any()
+        reader.read(box(place), 2 * PIECE, out[:PIECE], "w")  # the reader goes on
+
+
+Harm = Callable[[Path], object]
+HARMS: dict[str, tuple[Harm, str]] = {
+    "missing": (Path.unlink, "a.bin, where layer.w lies, cannot be read: No such file or directory; it is missing"),
+    "empty": (lambda path: path.write_bytes(b""), "a.bin is cut: it has 0 bytes, layer.w lies up to byte 102400"),
+    "cut": (lambda path: os.truncate(path, 102_399), "a.bin is cut: it has 102399 bytes, layer.w lies up to byte 102400"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "a.bin is not a regular file"),
+    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "a.bin is not a regular file"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, harm: str) -> None:
+    values, (place,) = written(tmp_path, (100_000,))
+    act, message = HARMS[harm]
+    act(tmp_path / "a.bin")
+    with ChunkReader(tmp_path) as reader, pytest.raises(CheckpointError, match=message):
+        reader.read(box(place), 0, values[0], "layer.w")
+
+
+def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, (place,) = written(tmp_path, (100,))
+
+    def refuse(path: Path, *, writable: bool = True) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "DirectFile", refuse)  # the superuser may read everything
+    with (
+        ChunkReader(tmp_path) as reader,
+        pytest.raises(CheckpointError, match="layer.w lies, cannot be read: Permission denied; this user"),
+    ):
+        reader.read(box(place), 0, values[0], "layer.w")
+
+
+def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:
+    values, (place,) = written(tmp_path, (100_000,))
+    with ChunkReader(tmp_path) as reader:
+        reader.read(box(place), 0, values[0], "w")
+        os.truncate(tmp_path / "a.bin", 8192)
+        with pytest.raises(CheckpointError, match="a.bin"):
+            reader.read(box(place), 0, values[0], "w")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "lo", "nbytes", "message"),
+    [
+        (Box("../a.bin", 0, 4096, (0,)), 0, 1, "impossible place"),
+        (Box("a.bin", -64, 4096, (0,)), 0, 1, "impossible place"),
+        (Box("a.bin", 0, 4096, ()), 0, 1, "impossible place"),
+        (Box("a.bin", 0, 4096, (0,)), 4000, 97, "bytes 4000 to 4097 are not in its box of 4096"),
+        (Box("a.bin", 0, 4096, (0,)), -1, 2, "bytes -1 to 1 are not in its box"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(tmp_path: Path, wrong: Box, lo: int, nbytes: int, message: str) -> None:
+    written(tmp_path, (100,))
+    with ChunkReader(tmp_path) as reader, pytest.raises(CheckpointError, match=message):
+        reader.read(wrong, lo, torch.empty(nbytes, dtype=torch.uint8), "layer.w")
+
+
+def test_only_bytes_are_filled(tmp_path: Path) -> None:
+    _, (place,) = written(tmp_path, (100,))
+    with ChunkReader(tmp_path) as reader:
+        for out in (torch.empty(4), torch.empty(4, 2, dtype=torch.uint8).t()):
+            with pytest.raises(ValueError, match="layer.w: bytes go to contiguous uint8 tensors"):
+                reader.read(box(place), 0, out, "layer.w")
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    values = torch.zeros(1 << 20, dtype=torch.uint8)
+    with ChunkWriter(tmp_path / "a.bin") as writer:
+        writer.begin()
+        for _ in range(160):
+            writer.add(values)
+        writer.end()
+        (place,) = writer.close()
+    with ChunkReader(tmp_path) as reader:
+        for lo in range(0, 160 << 20, 1 << 20):
+            reader.read(box(place), lo, values, "w")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 90 << 10
