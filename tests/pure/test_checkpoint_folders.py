@@ -1,0 +1,125 @@
+"""A checkpoint has its name when it is whole, never before; what died on the way is skipped, said, and cleared away."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deepspeed.checkpoint import folders
+from deepspeed.errors import CheckpointError
+
+
+def whole(save_dir: Path, tag: str) -> Path:
+    folder = folders.begin(save_dir, tag)
+    (folder / "manifest.json").write_text(tag)
+    final = folders.publish(folder, tag)
+    time.sleep(0.002)  # manifests are ordered by time
+    return final
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", "..", ".x", "latest", "a\0b"])
+def test_tags_that_are_no_folder_names_are_refused(tag: str) -> None:
+    with pytest.raises(CheckpointError, match="tag"):
+        folders.check_tag(tag)
+
+
+def test_a_save_has_no_name_before_it_is_whole(tmp_path: Path) -> None:
+    folder = folders.begin(tmp_path / "new" / "dir", "t")
+    assert folders.complete_tags(folder.parent) == [] and folders.unfinished(folder.parent) == [folder]
+    (folder / "manifest.json").write_text("x")
+    assert folders.publish(folder, "t") == folder.parent / "t"
+    assert folders.unfinished(folder.parent) == [] and [p.name for p in folders.complete_tags(folder.parent)] == ["t"]
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_checkpoint_of_the_same_tag_is_replaced(tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    if not swap:
+        monkeypatch.setattr(folders, "_swap", lambda a, b: False)
+    whole(tmp_path, "t").joinpath("old").write_text("")
+    whole(tmp_path, "t")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t"] and [p.name for p in (tmp_path / "t").iterdir()] == ["manifest.json"]
+
+
+def test_a_replacement_that_died_between_two_renames_gives_the_old_one_back(tmp_path: Path) -> None:
+    os.rename(whole(tmp_path, "t"), tmp_path / ".t.replaced-abc123")
+    folders.write_latest(tmp_path, "t")
+    assert folders.find_checkpoint(tmp_path) == tmp_path / "t"
+
+
+def test_what_a_dead_process_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    mine = folders.begin(tmp_path, "t")
+    dead = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{dead_pid()}-")
+    other = tmp_path / ".t.saving-another.host-1-abc"
+    dead.mkdir()
+    other.mkdir()
+    again = folders.begin(tmp_path, "u")
+    assert not dead.exists() and other.exists() and mine.exists() and again.exists()
+
+
+def test_latest_decides_and_a_tag_decides_before_it(tmp_path: Path) -> None:
+    for tag in ("a", "b", "c"):
+        whole(tmp_path, tag)
+    folders.write_latest(tmp_path, "b")
+    assert folders.find_checkpoint(tmp_path) == tmp_path / "b"
+    assert folders.find_checkpoint(tmp_path, "a") == tmp_path / "a"
+
+
+def test_without_latest_the_newest_complete_one_is_found(tmp_path: Path) -> None:
+    whole(tmp_path, "z")
+    whole(tmp_path, "a")
+    folders.begin(tmp_path, "later")
+    assert folders.find_checkpoint(tmp_path) == tmp_path / "a"
+
+
+def test_nothing_is_found_in_an_empty_or_missing_folder(tmp_path: Path) -> None:
+    assert folders.find_checkpoint(tmp_path) is None
+    assert folders.find_checkpoint(tmp_path / "missing") is None
+
+
+def test_a_named_checkpoint_that_is_not_there_lists_the_others(tmp_path: Path) -> None:
+    whole(tmp_path, "good")
+    (tmp_path / "half").mkdir()
+    with pytest.raises(CheckpointError, match="gone is not there; complete ones here: good"):
+        folders.find_checkpoint(tmp_path, "gone")
+    folders.write_latest(tmp_path, "half")
+    with pytest.raises(CheckpointError, match="half, which .*latest names, is not a complete checkpoint"):
+        folders.find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"../../etc", b"\xff\xfe", b"", b"a/b"])
+def test_a_latest_that_names_no_folder_is_refused(tmp_path: Path, content: bytes) -> None:
+    whole(tmp_path, "good")
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        folders.find_checkpoint(tmp_path)
+
+
+def test_pruning_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> None:
+    for tag in ("a", "b", "c", "d"):
+        whole(tmp_path, tag)
+    folders.write_latest(tmp_path, "a")
+    assert folders.prune(tmp_path, 2) == ["b"]
+    assert sorted(p.name for p in folders.complete_tags(tmp_path)) == ["a", "c", "d"]
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest"
+    folders.write_atomically(path, b"old")
+
+    def broken(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="space"):
+        folders.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["latest"]
