@@ -1,15 +1,30 @@
-"""Data loaders of the engine: a distributed ``DataLoader`` and an endless wrapper."""
+"""Data loaders of the engine: a distributed ``DataLoader`` and an endless wrapper, both with a position that can be saved."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed.comm import get_rank, get_world_size, is_initialized
+from deepspeed.data.position import (
+    Order,
+    Position,
+    SamplerOrder,
+    Share,
+    SharedOrder,
+    StreamOrder,
+    check_position,
+    drop_batches,
+    refuse_drawn,
+    worker_seed,
+)
+from deepspeed.data.sampler import ResumableSampler, WatchedSampler, is_stateful, length_of
 from deepspeed.device import get_accelerator
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 
 # The original default of two processes for each accelerator. Here loading stays in this process unless workers are asked
 # for: forked workers and device contexts do not mix, and a dataset in memory is slower through them.
@@ -17,12 +32,18 @@ _DEFAULT_WORKERS = 0
 
 
 class RepeatingLoader:
-    """Endless iterator over ``loader``; it starts again, with the next epoch's shuffle, when the loader is exhausted."""
+    """Endless iterator over ``loader``; it starts again, with the next epoch's shuffle, when the loader is exhausted.
+
+    Its position is that of ``loader`` where that one keeps a position. Any other loader must give the same batches again: the batches
+    of the running round are read once more and dropped.
+    """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self._epoch = 0
-        self._iterator = iter(loader)
+        self._batches = 0  # of the running round
+        self._skip = 0
+        self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> "RepeatingLoader":
         return self
@@ -32,31 +53,74 @@ class RepeatingLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._restart()
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            raise DeepSpeedConfigError("RepeatingLoader: the loader has no batch at all; give it data or set drop_last to false.") from None
+        if self._iterator is None:
+            self._begin()
+        for last in (False, True):
+            try:
+                batch = next(self._iterator)  # type: ignore[arg-type]
+            except StopIteration:
+                if last:
+                    break
+                self._epoch += 1
+                self._begin()
+            else:
+                self._batches += 1
+                return batch
+        raise DeepSpeedConfigError("RepeatingLoader: the loader has no batch at all; give it data or set drop_last to false.")
 
-    def _restart(self) -> None:
-        self._epoch += 1
+    def _begin(self) -> None:
         # our own loader advances its sampler itself; a plain DataLoader would repeat one shuffle for ever
         sampler = None if isinstance(self.loader, DeepSpeedDataLoader) else getattr(self.loader, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
+        if self._epoch and isinstance(sampler, DistributedSampler):
             sampler.set_epoch(self._epoch)
         self._iterator = iter(self.loader)
+        drop_batches(self._iterator, self._skip)
+        self._batches, self._skip = self._skip, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out: the loader's own, or round and batches, in plain values."""
+        if isinstance(self.loader, DeepSpeedDataLoader):
+            return self.loader.state_dict()
+        inner = self.loader.state_dict() if is_stateful(self.loader) else None  # type: ignore[attr-defined]
+        waiting = self._iterator is None
+        return {"round": self._epoch, "batches": self._skip if waiting else self._batches, "world_size": _ranks(), "loader": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at ``state``, also in the middle of an iteration; raises CheckpointError where that cannot be exact."""
+        if isinstance(self.loader, DeepSpeedDataLoader):
+            self.loader.load_state_dict(state)
+            return
+        if not {"round", "batches", "world_size", "loader"} <= set(state):
+            raise CheckpointError("This is no position of a RepeatingLoader over a plain loader; wrap the loader that saved it.")
+        stateful = is_stateful(self.loader) and state["loader"] is not None
+        if state["batches"] and not stateful:
+            refuse_drawn(getattr(self.loader, "sampler", None))
+            refuse_drawn(getattr(getattr(self.loader, "batch_sampler", None), "sampler", None))
+            if state["world_size"] != _ranks():
+                raise CheckpointError(
+                    f"The data position was saved on {state['world_size']} ranks and here are {_ranks()}; a plain loader can only be "
+                    "continued on as many. Pass training_data to deepspeed.initialize for a loader that any number of ranks can continue."
+                )
+        if stateful:
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+        self._epoch, self._batches = state["round"], state["batches"]
+        self._skip = 0 if stateful else state["batches"]
+        self._iterator = None
 
 
 class DeepSpeedDataLoader:
     """Batches of ``batch_size`` samples for this data-parallel rank.
 
-    Map-style datasets get a shuffling ``DistributedSampler`` over ``data_parallel_world_size`` ranks, unless ``data_sampler``
-    is given; iterable datasets must split themselves. Every ``iter`` is a new epoch with a new shuffle.
-    ``tput_timer`` (see ``observe.timers.ThroughputTimer``) starts with each batch. ``deepspeed_dataloader_config`` is accepted
-    for its curriculum keys, which this release does not read.
+    Map-style datasets get a shuffling ``DistributedSampler`` over ``data_parallel_world_size`` ranks (``ResumableSampler``, whose text
+    says what padding does), unless ``data_sampler`` is given; iterable datasets must split themselves. Every pass is a new epoch with a
+    new shuffle; it begins at its first batch. ``tput_timer`` (see ``observe.timers.ThroughputTimer``) starts with each batch.
+    ``deepspeed_dataloader_config`` is accepted for its curriculum keys, which this release does not read.
+
+    The position (``state_dict``) counts batches handed out, not those that workers fetched ahead; a batch counts at once. With the
+    default sampler it can be loaded on another number of ranks and with another batch size: the rest of the epoch then holds every
+    remaining sample once. A sampler or iterable dataset of the user's is restored by its own ``state_dict`` and ``load_state_dict``;
+    without them it must give the same order again, and is read past what was handed out, on as many ranks. Passes leave the global
+    random numbers alone. Numbers drawn inside worker processes are not replayed: workers of a continued epoch have seeds of their own.
     """
 
     def __init__(
@@ -82,20 +146,32 @@ class DeepSpeedDataLoader:
         self.tput_timer = tput_timer
         self.collate_fn = collate_fn
         self.deepspeed_dataloader_config = deepspeed_dataloader_config or {}
-        self._epoch = 0
-        self._stream: Iterator[Any] | None = None
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
-            data_sampler = _sampler(dataset, data_parallel_world_size, data_parallel_rank)
-        self.data_sampler = data_sampler
         workers = _DEFAULT_WORKERS if num_local_io_workers is None else num_local_io_workers
+        world_size = _ranks() if data_parallel_world_size is None else data_parallel_world_size
+        rank = (get_rank() if is_initialized() else 0) if data_parallel_rank is None else data_parallel_rank
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = ResumableSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
+        self.data_sampler = data_sampler
+        self._share = Share(world_size, rank, batch_size)
+        self._order, sampler = _order(dataset, data_sampler, self._share, workers)
+        self._seed = torch.initial_seed()
+        # of its own, so that beginning a pass (anew, after loading) never draws from the global generator
+        self._generator = torch.Generator()
+        self._next = Position()
+        self._running: Position | None = None
+        self._loads = 0
+        # A sampler's or dataset's own state between two epochs may mean "nothing left": an empty first pass is then made again.
+        self._maybe_spent = False
+        self._stream: Iterator[Any] | None = None
         self.dataloader = DataLoader(
             dataset,
             batch_size=batch_size,
-            sampler=data_sampler,
+            sampler=sampler,
             num_workers=workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory and get_accelerator().device_name() != "cpu",
             drop_last=dataloader_drop_last,
+            generator=self._generator,
         )
 
     @property
@@ -104,28 +180,52 @@ class DeepSpeedDataLoader:
         return self.data_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Number of the epoch that the next ``iter`` begins; it decides the shuffle."""
-        self._epoch = epoch
+        """Number of the epoch that the next pass begins; it decides the shuffle. The epoch of a loaded position goes on where it was."""
+        if epoch != self._next.epoch:
+            self._next = Position(epoch)
 
     def __len__(self) -> int:
-        """Batches of one epoch on this rank."""
+        """Batches of one whole epoch on this rank, also when the next pass is the rest of one."""
         return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.data_sampler, DistributedSampler):
-            self.data_sampler.set_epoch(self._epoch)
-        self._epoch += 1
-        return self._batches(iter(self.dataloader))
-
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A pass over the next epoch, or over the rest of the one whose position was loaded."""
+        batches: Iterator[Any] | None = None
+        position, loads = Position(), self._loads
         while True:
             if self.tput_timer is not None:
                 self.tput_timer.start()
+            if batches is None or loads != self._loads:  # a position loaded meanwhile holds for passes that already run
+                batches = None  # first end the old workers
+                loads = self._loads
+                position, batches = self._begin()
             try:
                 batch = next(batches)
             except StopIteration:
+                if self._maybe_spent and self._running is position:
+                    self._maybe_spent = False
+                    batches = self._fetch()
+                    continue
+                if self._running is position:
+                    self._running = None
                 return
+            self._maybe_spent = False
+            self._order.handed_out(position)
             yield batch
+
+    def _begin(self) -> tuple[Position, Iterator[Any]]:
+        self._running = position = self._next
+        self._next = Position(position.epoch + 1)
+        self._generator.manual_seed(worker_seed(self._seed, position, self._share.rank))
+        drop = self._order.begin(position)
+        batches = self._fetch()
+        drop_batches(batches, drop)
+        return position, batches
+
+    def _fetch(self) -> Iterator[Any]:
+        # torch draws the workers' seed into a tensor on the default device, which must be the generator's
+        with contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+            return iter(self.dataloader)
 
     def __next__(self) -> Any:
         """Next batch of one running epoch, for clients that call ``next`` on the loader itself."""
@@ -137,10 +237,48 @@ class DeepSpeedDataLoader:
             self._stream = None
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out by the pass begun last, in plain values.
 
-def _sampler(dataset: Dataset[Any], world_size: int | None, rank: int | None) -> DistributedSampler[Any]:
-    if world_size is None:
-        world_size = get_world_size() if is_initialized() else 1
-    if rank is None:
-        rank = get_rank() if is_initialized() else 0
-    return DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
+        ``epoch`` and ``samples`` (handed out of it by all ranks together; every rank hands out equally many batches) are the same on
+        every rank. So is all else, except ``inner``, the state of a sampler or iterable dataset of the user's, where that differs.
+        After the last batch but before the pass has ended the position is the end of that epoch: the pass to come is empty.
+        """
+        position = self._running or self._next
+        return {
+            "epoch": position.epoch,
+            "samples": position.samples,
+            "seed": self._seed,
+            "world_size": self._share.world_size,
+            "batch_size": self.batch_size,
+            "order": self._order.facts(),
+            "inner": self._order.state(running=self._running is not None),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at ``state``: the next pass, or one that runs now, is the rest of that epoch.
+
+        With the default sampler any rank's state does for every rank of any number. Raises CheckpointError, and changes nothing, when the
+        rest cannot be exact: another dataset or sampler, or another layout where only the user's own code knows how data are split.
+        """
+        check_position(state, self._order)
+        self._order.load(state)
+        self._seed = state["seed"]
+        self._next = Position(state["epoch"], state["samples"])
+        self._running = None
+        self._maybe_spent = state["inner"] is not None and not state["samples"]
+        self._loads += 1
+
+
+def _order(dataset: Any, sampler: Any, share: Share, workers: int) -> tuple[Order, Any]:
+    """Who decides the order, and the sampler for torch's DataLoader."""
+    if isinstance(sampler, ResumableSampler):
+        return SharedOrder(sampler, Share(sampler.num_replicas, sampler.rank, share.batch_size)), sampler
+    if sampler is None:
+        return StreamOrder(dataset, share, workers), None
+    watched = WatchedSampler(sampler, share.batch_size)
+    return SamplerOrder(watched, share, length_of(dataset)), watched
+
+
+def _ranks() -> int:
+    return get_world_size() if is_initialized() else 1
