@@ -1,0 +1,369 @@
+"""Checkpoints written by DeepSpeed 0.19.8 are read exactly, in any range, or refused with the name of what is wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed.checkpoint.legacy import ReferenceSource, open_reference
+from deepspeed.checkpoint.source import Key, whole
+from deepspeed.checkpoint.unpickle import load_restricted, materialize
+from deepspeed.errors import CheckpointError
+
+ARCHIVE = Path(__file__).parents[1] / "data" / "reference_checkpoints.tar.xz"
+with tarfile.open(ARCHIVE) as _archive:
+    CASES = sorted({Path(member.name).parts[0] for member in _archive})
+GROUPS = [["embed.weight", "body.weight"], ["scale", "body.bias", "norm.weight", "norm.bias"]]
+TAG = "global_step3"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reference")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def expected(root: Path, case: str) -> tuple[dict[Key, torch.Tensor], dict[str, Any]]:
+    facts = json.loads((root / case / "expected.json").read_text())
+    tensors = {}
+    for key, array in np.load(root / case / "expected.npz").items():
+        state, _, name = key.partition("|")
+        value = torch.from_numpy(np.asarray(array))
+        tensors[state, name] = value.view(torch.bfloat16) if name in facts["bf16_names"] and value.dtype == torch.int16 else value
+    if facts["case"].get("exclude"):
+        tensors = {k: v for k, v in tensors.items() if k[0] != "param"}
+    return tensors, facts
+
+
+def opened(root: Path, case: str, suffix: str = "") -> ReferenceSource:
+    return open_reference(root / case / "saved" / f"{TAG}{suffix}").with_groups(GROUPS if "fused" not in case else [sum(GROUPS, [])])
+
+
+def agree(source: ReferenceSource, wanted: dict[Key, torch.Tensor]) -> None:
+    assert source.entries.keys() == wanted.keys()
+    for key, value in wanted.items():
+        found = whole(source, key)
+        assert found.dtype == value.dtype, key
+        assert found.shape == value.shape, key
+        assert torch.equal(found.view(-1).view(torch.uint8), value.contiguous().view(-1).view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_is_the_one_that_was_trained(root: Path, case: str) -> None:
+    source = opened(root, case)
+    assert source.kind == "deepspeed-0.19"
+    agree(source, expected(root, case)[0])
+
+
+def converted() -> list[str]:
+    with tarfile.open(ARCHIVE) as archive:
+        return sorted({Path(m.name).parts[0] for m in archive if m.name.endswith("_universal")} - {"s2_bf16_r2_round_robin"})
+
+
+@pytest.mark.parametrize("case", converted())
+def test_universal_folders_hold_the_same(root: Path, case: str) -> None:
+    source = opened(root, case, "_universal")
+    assert source.kind == "universal"
+    agree(source, expected(root, case)[0])
+    plain = opened(root, case).facts
+    for fact in ("engine", "optimizer", "lr_scheduler", "shared", "config", "world"):
+        assert source.facts[fact] == plain[fact], fact
+    wrapped = "wrapper" in case
+    assert source.facts["loss_scaler"] == (None if wrapped else plain["loss_scaler"])
+
+
+def test_a_conversion_that_mixed_parameters_up_is_refused(root: Path) -> None:
+    with pytest.raises(CheckpointError, match="round_robin_gradients.*mixes parameters up"):
+        opened(root, "s2_bf16_r2_round_robin", "_universal")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counters_schedules_and_client_state_come_along(root: Path, case: str) -> None:
+    facts, (_, wanted) = opened(root, case).facts, expected(root, case)
+    assert facts["engine"] == {k: wanted[k] for k in ("global_steps", "global_samples", "skipped_steps", "micro_steps")}
+    assert facts["lr_scheduler"] == wanted["lr_scheduler"]
+    assert facts["shared"] == {"head.weight": "embed.weight"}
+    assert facts["world"] == {"size": wanted["case"]["ranks"]}
+    assert facts["config"]["gradient_clipping"] == 1.0
+    client = facts["client_state"]
+    assert list(client) == ["epoch", "history", "mask", "numbers", "best", "args"]
+    assert client["epoch"] == 2
+    assert client["history"] == [0.5, (1, "x"), None]
+    assert torch.equal(client["mask"], torch.arange(5))
+    assert np.array_equal(client["numbers"], np.arange(3.0))
+    assert type(client["best"]) is np.float32
+    assert client["args"] == Namespace(lr=0.1, dtype=torch.bfloat16, size=torch.Size([2, 3]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_optimizer_is_known_by_parameter_name(root: Path, case: str) -> None:
+    found, (_, wanted) = opened(root, case).facts, expected(root, case)
+    names = [group["names"] for group in found["optimizer"]["groups"]]
+    if "fused" in case:
+        assert sorted(names[0]) == sorted(sum(GROUPS, []))
+    else:
+        assert [sorted(group) for group in names] == [sorted(group) for group in GROUPS]
+    if "elastic" not in case:
+        assert [group["options"]["lr"] for group in found["optimizer"]["groups"]] == wanted["lr"]
+        assert all("params" not in group["options"] for group in found["optimizer"]["groups"])
+    steps = {name: float(slots["step"]) for name, slots in found["optimizer"]["scalars"].items()}
+    # The wrapper of unsharded low precision takes a step with zero gradients when it is made.
+    extra = wanted["case"]["stage"] == 0 and wanted["case"]["dtype"] != "fp32"
+    taken = wanted["global_steps"] - wanted["skipped_steps"] + extra
+    assert steps == ({} if "sgd" in case else {name: taken for group in names for name in group})
+    if wanted["case"]["dtype"] == "fp16":
+        scaler = found["loss_scaler"]
+        assert scaler["dynamic"] is True
+        assert scaler["cur_scale"] == wanted["loss_scale"] == 32.0
+        assert (scaler["cur_iter"], scaler["last_overflow_iter"], scaler["scale_window"]) == (3, 1, 2)
+
+
+@pytest.mark.parametrize("case", ["s0_bf16_r2", "s1_fp32_r2", "s2_fp32_r4", "s3_bf16_r4", "s3_fp32_r2_subgroups"])
+def test_any_range_equals_the_slice(root: Path, case: str) -> None:
+    source = opened(root, case)
+    for key, value in expected(root, case)[0].items():
+        flat = value.reshape(-1)
+        for start in range(0, flat.numel(), 5):
+            for length in (1, 4, 11, 50):
+                out = torch.empty(min(length, flat.numel() - start), dtype=flat.dtype)
+                source.read(key, out, start=start)
+                assert torch.equal(out, flat[start : start + length]), (key, start, length)
+        with pytest.raises(ValueError, match=f"is {flat.numel()} elements"):
+            source.read(key, torch.empty(2, dtype=flat.dtype), start=flat.numel() - 1)
+    with pytest.raises(CheckpointError, match="has no master of nothing"):
+        source.read(("master", "nothing"), torch.empty(1))
+
+
+def test_unsharded_masters_are_named_by_their_values(root: Path) -> None:
+    for case in ("s0_bf16_r1", "s0_bf16_r2", "s0_fp16_r2", "s0_bf16_r1_sgd", "s0_fp16_r1_fused"):
+        agree(open_reference(root / case / "saved" / TAG), expected(root, case)[0])
+
+
+def test_unsharded_state_without_a_sure_name_is_never_given_one(root: Path) -> None:
+    found = open_reference(root / "s0_fp32_r2" / "saved" / TAG)
+    states = {name for state, name in found.entries if state == "optim.exp_avg"}
+    assert states == {"embed.weight", "scale", *(f"unnamed parameter {i} of group 1" for i in (1, 2, 3)), "unnamed parameter 1 of group 0"}
+    assert {name for state, name in found.entries if state in ("master", "param")} == set(sum(GROUPS, [])) | {"base.weight", "base.bias"}
+    with pytest.raises(CheckpointError, match=r"groups of \[2, 4\] parameters, this optimizer of \[6\]"):
+        found.with_groups([sum(GROUPS, [])])
+    with pytest.raises(CheckpointError, match=r"scale is \(1,\), and parameter 0 of optimizer group 0 is \(13, 7\)"):
+        found.with_groups([["scale", "body.weight"], GROUPS[1]])
+
+
+def test_a_whole_model_in_one_group_is_named_by_its_order(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"module": model.state_dict(), "buffer_names": [], "optimizer": optimizer.state_dict(), "global_steps": 1, "param_shapes": None}
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    source = open_reference(tmp_path)
+    for name, p in model.named_parameters():
+        assert torch.equal(whole(source, ("master", name)), p)
+        assert torch.equal(whole(source, ("optim.exp_avg", name)), optimizer.state[p]["exp_avg"])
+
+
+@pytest.mark.parametrize("groups", [None, [sum(GROUPS, [])]], ids=["by value", "by name"])
+def test_flat_unsharded_groups_are_cut(root: Path, tmp_path: Path, groups: list[list[str]] | None) -> None:
+    """The wrapper of fused optimizers keeps one flat master per group; a real file is rewritten that way."""
+    tensors, _ = expected(root, "s0_bf16_r1")
+    state = materialize(load_restricted(root / "s0_bf16_r1" / "saved" / TAG / "mp_rank_00_model_states.pt"))
+    del state["optimizer"]["fp32_groups"]
+    names = sum(GROUPS, [])
+    states = ("master", "optim.exp_avg", "optim.exp_avg_sq")
+    flat = {s: torch.cat([*(tensors[s, n].flatten() for n in names), torch.zeros(3)]) for s in states}
+    state["optimizer"]["fp32_groups_flat"] = [flat["master"]]
+    slots = {"step": torch.tensor(3.0), "exp_avg": flat["optim.exp_avg"], "exp_avg_sq": flat["optim.exp_avg_sq"]}
+    state["optimizer"]["optimizer_state_dict"] = {"state": {0: slots}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    source = open_reference(tmp_path, groups=groups)
+    agree(source, tensors)
+    assert sorted(source.facts["optimizer"]["groups"][0]["names"]) == sorted(names)
+
+
+# -- damage --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(root: Path, tmp_path: Path) -> Any:
+    def make(case: str, suffix: str = "") -> Path:
+        return Path(shutil.copytree(root / case / "saved" / f"{TAG}{suffix}", tmp_path / "copy"))
+
+    return make
+
+
+@pytest.mark.parametrize("case", ["s1_fp32_r2", "s2_fp32_r4", "s3_fp32_r3", "s3_bf16_r4"])
+def test_a_missing_rank_is_named(copy: Any, case: str) -> None:
+    folder = copy(case)
+    files = sorted(folder.glob("*optim_states.pt"))
+    files[0].rename(folder / "kept")
+    with pytest.raises(CheckpointError, match=r"lacks the optimizer state file of rank\(s\) 0"):
+        open_reference(folder)
+    (folder / "kept").rename(files[0])
+    files[-1].unlink()
+    with pytest.raises(CheckpointError, match=f"has {len(files) - 1} optimizer state files, but was written by {len(files)} ranks"):
+        open_reference(folder)
+    for file in files[:-1]:
+        file.unlink()
+    with pytest.raises(CheckpointError, match="has no optimizer state files"):
+        open_reference(folder)
+
+
+def test_a_missing_model_file_is_named(copy: Any) -> None:
+    folder = copy("s3_fp32_r3")
+    (folder / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="has 2 model state files, but was written by 3 ranks"):
+        open_reference(folder)
+    for file in folder.glob("*model_states.pt"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        open_reference(folder)
+
+
+@pytest.mark.parametrize("case", ["s0_bf16_r2", "s1_fp32_r2", "s3_fp32_r3"])
+def test_a_file_cut_at_any_place_is_refused_by_name(copy: Any, case: str) -> None:
+    folder = copy(case)
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        for length in (0, 1, 3, 30, len(content) // 3, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:length])
+            with pytest.raises(CheckpointError, match=file.name):
+                open_reference(folder)
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("case", ["s0_bf16_r2", "s1_fp32_r2", "s3_bf16_r2"])
+def test_a_changed_byte_is_refused_by_name_or_changes_nothing(copy: Any, root: Path, case: str) -> None:
+    """Bytes all over every file; those that zip does not use may change."""
+    folder, wanted = copy(case), expected(root, case)[0]
+    silent = 0
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        for at in range(7, len(content), 13 * 29):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 0x41]) + content[at + 1 :])
+            try:
+                agree(open_reference(folder, groups=GROUPS), wanted)
+                silent += 1
+            except CheckpointError as error:
+                assert file.name in str(error) or folder.name in str(error)
+        file.write_bytes(content)
+    assert silent < 200
+
+
+def rewrite(path: Path, change: Any) -> None:
+    state = materialize(load_restricted(path))
+    state.get("optimizer_state_dict", {}).pop("loss_scaler", None)  # stand-ins are not for writing
+    state.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)
+    change(state)
+    torch.save(state, path)
+
+
+def test_sizes_that_do_not_fit_are_named(copy: Any) -> None:
+    folder = copy("s1_fp32_r2")
+    model, optim = folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    before = model.read_bytes()
+
+    def grow(state: Any) -> None:
+        state["param_shapes"][0]["body.weight"] = torch.Size([7, 70])
+
+    rewrite(model, grow)
+    with pytest.raises(CheckpointError, match="group 0 has 140 elements in its optimizer state files, its parameters 581"):
+        open_reference(folder)
+    model.write_bytes(before)
+
+    def shorten(state: Any) -> None:
+        slots = state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        slots["exp_avg"] = slots["exp_avg"][:-1].clone()
+
+    rewrite(optim, shorten)
+    with pytest.raises(CheckpointError, match=rf"{optim.name} has optim.exp_avg of (embed|body).weight of shape \(69,\)"):
+        open_reference(folder)
+
+
+def test_frozen_parameters_without_a_slice_are_named(copy: Any) -> None:
+    folder = copy("s3_fp32_r3")
+    rewrite(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state["frozen_param_fragments"].pop("base.weight"))
+    with pytest.raises(CheckpointError, match="32 of the 49 elements of param of base.weight"):
+        open_reference(folder)
+
+
+def test_missing_files_of_a_universal_folder_are_named(copy: Any) -> None:
+    folder = copy("s2_fp32_r2", "_universal")
+    (folder / "zero" / "norm.bias" / "exp_avg.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks optim.exp_avg of norm.bias"):
+        open_reference(folder)
+    shutil.rmtree(folder / "zero" / "norm.bias")
+    with pytest.raises(CheckpointError, match="trained parameter norm.bias is missing"):
+        open_reference(folder)
+    shutil.rmtree(folder / "zero")
+    with pytest.raises(CheckpointError, match="has no optimizer state files"):
+        open_reference(folder)
+
+
+def test_layouts_that_are_not_read_are_said(copy: Any) -> None:
+    folder = copy("s1_fp32_r2")
+    for name, words in {
+        "layer_00-model_states.pt": "pipeline or of experts",
+        "layer_0_expert_3_mp_rank_00_model_states.pt": "pipeline or of experts",
+        "mp_rank_01_model_states.pt": "tensor or pipeline parallelism",
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "for the same rank",
+    }.items():
+        (folder / name).touch()
+        with pytest.raises(CheckpointError, match=words):
+            open_reference(folder)
+        (folder / name).unlink()
+    open_reference(folder)
+    (folder / "offloaded_tensors").mkdir()
+    with pytest.raises(CheckpointError, match="swap files"):
+        open_reference(folder)
+
+
+def test_other_files_of_torch_are_no_checkpoint(tmp_path: Path) -> None:
+    for content in ({}, [], {"module": {}}, {"module": 3, "global_steps": 1}, {"module": {}, "global_steps": "x"}, torch.ones(2)):
+        torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
+        with pytest.raises(CheckpointError):
+            open_reference(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_reference(tmp_path / "nothing")
+
+
+READ_ENDS = """
+import sys
+from pathlib import Path
+import torch
+from deepspeed.checkpoint.legacy import open_reference
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+before = peak()
+source = open_reference(Path(sys.argv[1]))
+for key, described in source.entries.items():
+    out = torch.empty(1000)
+    source.read(key, out, start=described.shape[0] - 1000)
+    assert out.sum() == 1000
+sys.stdout.write(str(peak() - before))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the peak of a process")
+def test_reading_needs_memory_for_what_is_asked_only(tmp_path: Path) -> None:
+    big = {f"layer{i}.weight": torch.ones(1 << 22) for i in range(16)}
+    torch.save({"module": big, "buffer_names": [], "optimizer": None, "global_steps": 1}, tmp_path / "mp_rank_00_model_states.pt")
+    call = [sys.executable, "-c", READ_ENDS, str(tmp_path)]
+    done = subprocess.run(
+        call, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 40 << 20  # of 256 MB

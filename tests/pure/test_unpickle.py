@@ -1,0 +1,400 @@
+"""Files of torch.save are read without executing anything: what is plain comes back, what is not is refused by name."""
+
+import copyreg
+import io
+import os
+import pickle
+import struct
+import zipfile
+from argparse import Namespace
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.checkpoint.unpickle import Record, Stored, load_restricted, materialize
+from deepspeed.errors import CheckpointError
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """A command that leaves a trace; checks afterwards that it never ran."""
+    trace = tmp_path / "executed"
+    yield lambda: f"touch {trace}"
+    assert not trace.exists()
+
+
+def packed(path: Path, content: bytes, **records: bytes) -> Path:
+    """A file of torch.save with this pickle inside."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", content)
+        archive.writestr("x/byteorder", b"little")
+        for name, value in records.items():
+            archive.writestr(f"x/data/{name.removeprefix('r')}", value)
+    return path
+
+
+def refused(path: Path, content: bytes, words: str, **records: bytes) -> None:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        materialize(load_restricted(packed(path / "file.pt", content, **records)))
+    assert "file.pt" in str(caught.value)
+
+
+class Calls:
+    """Pickles as a call."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+# -- what is plain -------------------------------------------------------------------------------------------------------------
+
+PLAIN = [
+    {"a": [1, 2.5, True, None, "x", b"y", b"", 2**80, -1, 3 + 4j], 1: (1, (2,), ()), "s": {1, 2}, "f": frozenset({3})},
+    OrderedDict([("b", 1), ("a", OrderedDict())]),
+    {"args": Namespace(lr=0.1, inner=Namespace(x=[1])), "path": Path("a/b"), "pure": PurePosixPath("c")},
+    [torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1), torch.Size([1, 2])],
+    [np.float32(1.5), np.int64(3), np.bool_(True), np.arange(6.0).reshape(2, 3), np.array(["a", "bc"]), np.array([1], ">i4")],
+    [np.asfortranarray(np.arange(6).reshape(2, 3)), np.zeros((0, 2)), np.array(7), np.arange(3, dtype=np.uint8)],
+    Counter({3: 2}),
+    bytearray(b"abc"),
+]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray | np.generic):
+        return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype and a.requires_grad == b.requires_grad
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+@pytest.mark.parametrize("value", PLAIN, ids=lambda v: type(v).__name__)
+def test_plain_values_come_back(tmp_path: Path, value: Any, protocol: int) -> None:
+    torch.save(value, tmp_path / "file.pt", pickle_protocol=protocol)
+    assert equal(materialize(load_restricted(tmp_path / "file.pt")), value)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", [d for d in vars(torch).values() if isinstance(d, torch.dtype)], ids=str)
+def test_tensors_of_any_dtype_come_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    if str(dtype).startswith(("torch.qu", "torch.qi")):
+        pytest.skip("quantized tensors are not read")
+    bits = torch.arange(dtype.itemsize * 6, dtype=torch.uint8)
+    if dtype == torch.bool:
+        bits %= 2
+    try:
+        value = bits.view(dtype)
+        torch.save(value, tmp_path / "file.pt")
+    except (RuntimeError, TypeError, KeyError, AttributeError):
+        pytest.skip("torch writes no such tensor")
+    found = load_restricted(tmp_path / "file.pt")
+    assert isinstance(found, Stored)
+    assert found.dtype == dtype
+    assert torch.equal(found.tensor().view(torch.uint8), bits)
+    part = torch.empty(3, dtype=dtype)
+    found.read(part, start=2)
+    assert torch.equal(part.view(torch.uint8), bits.view(6, -1)[2:5].reshape(-1))
+
+
+def test_views_keep_their_values_and_parameters_their_flag(tmp_path: Path) -> None:
+    base = torch.arange(24.0)
+    tied = torch.nn.Parameter(torch.ones(2))
+    odd = torch.ones(3)
+    odd.note = "an attribute"  # type: ignore[attr-defined]
+    value = {
+        "part": base[5:9],
+        "turned": base.view(4, 6).t(),
+        "strided": base[1::3],
+        "scalar": torch.tensor(2.0),
+        "empty": torch.zeros(0, 3),
+        "tied": [tied, tied],
+        "odd": odd,
+    }
+    torch.save(value, tmp_path / "file.pt")
+    stored = load_restricted(tmp_path / "file.pt")
+    found = materialize(stored)
+    assert equal({**found, "odd": None}, {**value, "odd": None})
+    assert torch.equal(found["odd"], odd)
+    assert found["tied"][0] is found["tied"][1]
+    for name in ("part", "turned", "strided"):
+        flat = value[name].reshape(-1)  # type: ignore[union-attr]
+        for start in range(flat.numel()):
+            out = torch.empty(flat.numel() - start, dtype=torch.float64)
+            stored[name].read(out, start=start)
+            assert torch.equal(out, flat[start:].double())
+
+
+def test_foreign_objects_are_only_their_attributes(tmp_path: Path) -> None:
+    content = (
+        b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n)\x81}(X\x09\x00\x00\x00cur_scaleG@\x00\x00\x00\x00\x00\x00\x00"
+        b"X\x09\x00\x00\x00__class__K\x01X\x0c\x00\x00\x00__setstate__K\x02ub."
+    )
+    found = load_restricted(packed(tmp_path / "file.pt", content))
+    assert type(found) is Record
+    assert found.state == {"cur_scale": 2.0, "__class__": 1, "__setstate__": 2}
+    level = b"\x80\x02cdeepspeed.runtime.zero.config\nZeroStageEnum\nK\x03\x85R."
+    assert load_restricted(packed(tmp_path / "level.pt", level)) == 3
+
+
+# -- what is not ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    "call",
+    [
+        (os.system,),
+        (eval,),
+        (exec,),
+        (getattr, os, "system"),
+        (__import__,),
+        (torch.load,),
+        (torch.hub.load,),
+        (np.load,),
+        (copyreg._reconstructor, dict, object, None),  # type: ignore[attr-defined]
+        (pickle.loads,),
+        (io.open,),
+        (Path.unlink,),
+        (type, "X", (), {}),
+    ],
+    ids=lambda call: call[0].__name__,
+)
+def test_a_call_of_anything_else_is_refused_by_name(
+    tmp_path: Path, canary: Callable[[], str], call: tuple[Any, ...], protocol: int
+) -> None:
+    function, *rest = call
+    if os in rest:  # modules do not pickle; what getattr would be given does not matter
+        rest = ["os", "system"]
+    content = pickle.dumps({"x": [Calls(function, *(rest or [canary()]))]}, protocol=protocol)
+    refused(tmp_path, content, "is refused|needs .*(system|eval|exec|getattr|__import__|load|_reconstructor|open|unlink|type)")
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+NAMES = [
+    "collections\nOrderedDict.__class__",
+    "collections\nOrderedDict.__init__.__globals__",
+    "torch\nSize.__class__",
+    "torch\nSize.__reduce__",
+    "deepspeed.runtime.zero.config\nZeroStageEnum.__class__",
+    "deepspeed.utils.tensor_fragment\nos",
+    "deepspeed.runtime.fp16.loss_scaler\nlogger",
+    "torch._utils\n_rebuild_device_tensor_from_numpy",
+    "torch.storage\n_load_from_bytes",
+    "torch._utils\n_rebuild_wrapper_subclass",
+    "torch\nos",
+    "torch\n__builtins__",
+    "torch\n",
+    "builtins\nset.__class__",
+    "pathlib\nos",
+    "_codecs\nlookup",
+    "argparse\n_os",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    module, _, attribute = name.partition("\n")
+    refused(tmp_path, b"\x80\x02c" + name.encode() + b"\n.", "which is not among the classes|malformed")
+    refused(tmp_path, b"\x80\x04" + text(module) + text(attribute) + b"\x93.", "which is not among the classes|malformed")
+
+
+def test_operations_that_torch_never_writes_are_refused(tmp_path: Path, canary: Callable[[], str]) -> None:
+    copyreg.add_extension("os", "system", 0x7E)
+    try:
+        cached = io.BytesIO(b"\x80\x02\x82\x7e.")
+        assert pickle.load(cached) is os.system  # now the registry has a cached entry
+        refused(tmp_path, b"\x80\x02\x82\x7e" + text(canary()) + b"\x85R.", "EXT1 .* is refused")
+        refused(tmp_path, b"\x80\x02\x83\x7e\x00" + text(canary()) + b"\x85R.", "EXT2 .* is refused")
+    finally:
+        copyreg.remove_extension("os", "system", 0x7E)
+        copyreg._extension_cache.pop(0x7E, None)  # type: ignore[attr-defined]
+    command = canary().encode()
+    refused(tmp_path, b"(S'" + command + b"'\nios\nsystem\n.", "STRING .* is refused")
+    refused(tmp_path, b"(" + text(canary()) + b"ios\nsystem\n.", "INST .* is refused")
+    refused(tmp_path, b"(cos\nsystem\n" + text(canary()) + b"o.", "needs os.system")
+    refused(tmp_path, b"(ccollections\nOrderedDict\n" + text(canary()) + b"o.", "OBJ .* is refused")
+    refused(tmp_path, b"\x80\x04ccollections\nOrderedDict\n)}\x92.", "NEWOBJ_EX .* is refused")
+    refused(tmp_path, b"Pos.system\n.", "PERSID .* is refused")
+    refused(tmp_path, b"\x80\x02]0.", "POP .* is refused")
+
+
+def test_calls_and_states_of_the_wrong_things_are_refused(tmp_path: Path) -> None:
+    ordered, scaler = b"ccollections\nOrderedDict\n", b"cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\n"
+    for content, words in {
+        scaler + b")R.": "a call of .*LossScaler is refused",
+        b"ctorch\nFloatStorage\n)R.": "a call of torch.FloatStorage is refused",
+        b"cnumpy\nndarray\n)R.": "a call of numpy.ndarray is refused",
+        ordered + b")\x81.": "OrderedDict made from 0 values is refused",
+        scaler + b"K\x01\x85\x81.": "LossScaler made from 1 values is refused",
+        ordered + b")RN)R.": "malformed|is refused",
+        ordered + b")R)R.": "a call of OrderedDict is refused",
+        b"]" + b")R.": "a call of list is refused",
+        text("x") + b")R.": "a call of str is refused",
+        ordered + b"}b.": "malformed",  # a state for the class itself
+        b"]}b.": "malformed",
+        scaler + b")\x81K\x01b.": "attributes that are no dict",
+        scaler + b")\x81N}" + text("a") + b"K\x01s\x86b.": "attributes that are no dict",
+        scaler + b")\x81}K\x01K\x02sb.": "attributes that are no dict",
+        b"cnumpy\ndtype\n" + text("O8") + b"\x85R(K\x03" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb.": "numpy dtype 'O8'",
+        b"cnumpy\ndtype\n"
+        + text("i4,O")
+        + b"\x85R(K\x03"
+        + text("<")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb.": "numpy dtype|malf",
+        b"}]K\x01s.": "malformed",
+        b"]K\x01" + b"R.": "malformed|is refused",
+    }.items():
+        refused(tmp_path, b"\x80\x02" + content, words)
+
+
+def storage(count: bytes = b"K\x04", kind: bytes = b"ctorch\nFloatStorage\n", key: str = "0") -> bytes:
+    return b"(" + text("storage") + kind + text(key) + text("cpu") + count + b"tQ"
+
+
+def tensor(held: bytes, offset: bytes = b"K\x00", shape: bytes = b"K\x04\x85", stride: bytes = b"K\x01\x85") -> bytes:
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + held + offset + shape + stride + b"\x89ccollections\nOrderedDict\n)RtR."
+
+
+def test_tensors_that_do_not_fit_their_bytes_are_refused(tmp_path: Path) -> None:
+    values = np.arange(4, dtype=np.float32).tobytes()
+    assert load_restricted(packed(tmp_path / "ok.pt", tensor(storage()), r0=values)).tensor().tolist() == [0, 1, 2, 3]
+    minus, huge = b"J\xff\xff\xff\xff", b"\x8a\x08" + struct.pack("<q", 2**60)
+    for content, words in {
+        tensor(storage(b"K\x05")): "has 16 bytes where 20 are stated",
+        tensor(storage(minus)): "malformed",
+        tensor(storage(huge)): "bytes where",
+        tensor(storage(key="7")): "lacks its record 'data/7'",
+        tensor(storage(key="../../x")): "lacks its record",
+        tensor(storage(kind=b"ctorch\nfloat32\n")): "external object",
+        tensor(storage(kind=b"ccollections\nOrderedDict\n")): "external object",
+        tensor(storage(), offset=b"K\x01"): "does not fit",
+        tensor(storage(), offset=minus): "malformed",
+        tensor(storage(), shape=b"K\x05\x85"): "does not fit",
+        tensor(storage(), stride=b"K\x02\x85"): "does not fit",
+        tensor(storage(), stride=minus + b"\x85"): "malformed",
+        tensor(storage(), shape=minus + b"\x85"): "malformed",
+        tensor(storage(), shape=huge + b"\x85", stride=b"K\x00\x85"): "does not fit",  # a few bytes that ask for exabytes
+        tensor(storage(), shape=b"\x88\x85"): "malformed",
+        tensor(storage(), shape=b"K\x02K\x02\x86"): "malformed",
+        tensor(b"N"): "malformed",
+    }.items():
+        refused(tmp_path, content, words, r0=values)
+
+
+def test_broken_streams_are_refused(tmp_path: Path) -> None:
+    for content in (
+        *(b"", b".", b"\x80\x02", b"\x80\x02K\x01", b"\x80\x02K\x01K\x02.", b"\x80\x02K\x01.K\x02.", b"\x80\x02(.", b"\x80\x02t."),
+        *(b"\x80\x02h\x05.", b"\x80\x02q\x00.", b"\x80\x02R.", b"\x80\x02b.", b"\x80\x02(K\x01K\x02R.", b"\x80\x02}(K\x01u.", b"\xff"),
+        *(b"\x80\x02]}\x85R.", b"\x80\x02}]K\x01s.", b"\x80\x02}(]K\x01u.", b"\x80\x02X\xff\xff\xff\x7fabc."),
+        *(b"\x80\x02Q.", b"\x80\x04\x93.", b"\x80\x02(q\x00h\x00.", b"\x80\x02K\x01(\x85."),
+    ):
+        refused(tmp_path, content, "malformed|is refused")
+
+
+def test_values_that_contain_themselves_or_are_deep_do_not_hang(tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    torch.save({"x": loop}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="nested too deeply, or contains itself"):
+        materialize(load_restricted(tmp_path / "file.pt"))
+    deep = b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        materialize(load_restricted(packed(tmp_path / "deep.pt", deep)))
+
+
+PARTS = {"a": [1, (2, "x")], "o": OrderedDict(b=1), "n": np.float32(1), "s": {1}, "p": Path("a"), "z": torch.Size([1])}
+REAL = pickle.dumps(PARTS, protocol=2)
+
+
+@given(st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=6))
+@settings(max_examples=400, deadline=None)
+def test_a_mutated_pickle_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]) -> None:
+    content = bytearray(REAL)
+    for at, value in changes:
+        content[at] = value
+    path = packed(tmp_path_factory.getbasetemp() / "mutated.pt", bytes(content))
+    try:
+        materialize(load_restricted(path))
+    except CheckpointError as error:
+        assert str(error)
+
+
+@given(st.binary(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_refused_or_plain(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = packed(tmp_path_factory.getbasetemp() / "random.pt", b"\x80\x02" + content + b".")
+    try:
+        load_restricted(path)
+    except CheckpointError as error:
+        assert str(error)
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_torch_does_not_write_today_are_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"file\.pt is in torch's format from before 1\.6"):
+        load_restricted(path)
+    for content, words in {b"": "is empty", b"PK\3\4 and no more": "is truncated or damaged", b"{}": "is not a file of torch.save"}.items():
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"file\.pt {words}"):
+            load_restricted(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", "x")
+    with pytest.raises(CheckpointError, match="not one that torch.save wrote"):
+        load_restricted(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", pickle.dumps([0] * 1000, protocol=2))
+    with pytest.raises(CheckpointError, match="no readable beginning"):
+        load_restricted(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", pickle.dumps([], protocol=2))
+        archive.writestr("x/byteorder", "big")
+    with pytest.raises(CheckpointError, match="other byte order"):
+        load_restricted(path)
+
+
+def test_checksums_of_tensors_are_verified_where_torch_wrote_them(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    value = torch.arange(1000.0)
+    torch.save(value, path)
+    good = path.read_bytes()
+    at = good.index(value.numpy().tobytes())
+    path.write_bytes(good[: at + 2001] + b"\xff" + good[at + 2002 :])
+    with pytest.raises(CheckpointError, match="checksum of its record 'data/0' does not match"):
+        load_restricted(path).read(torch.empty(1))
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(value, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(load_restricted(path).tensor(), value)
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save(torch.arange(100_000.0), path)
+    found = load_restricted(path)
+    os.truncate(path, 1000)
+    with pytest.raises(CheckpointError, match="damaged|shorter|truncated"):
+        found.tensor()
