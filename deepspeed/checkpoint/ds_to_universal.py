@@ -1,0 +1,58 @@
+"""``ds_to_universal``: kept for scripts that call it. A checkpoint of this package loads at any world size without a conversion.
+
+A folder in DeepSpeed's layout does too; converting it once saves reading its many files again.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed.checkpoint.folders import LATEST_UNIVERSAL, write_atomically
+from deepspeed.checkpoint.opening import open_checkpoint
+from deepspeed.checkpoint.rewrite import write_checkpoint
+from deepspeed.errors import DeepSpeedError
+from deepspeed.observe.log import logger
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; options about workers and intermediate files have no effect, because there are none."""
+    parser = argparse.ArgumentParser(prog="ds_to_universal", description=__doc__)
+    parser.add_argument("--input_folder", required=True, help="a tag's folder")
+    parser.add_argument("--output_folder", required=True, help="the folder to write")
+    parser.add_argument("--num_extract_workers", type=int, default=4, help="no effect")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="no effect")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="no effect")
+    parser.add_argument("--no_strict", action="store_true", help="no effect: what is missing is said when the checkpoint is loaded")
+    parser.add_argument("--inject_missing_state", action="store_true", help="no effect")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace | None = None) -> None:
+    """Write ``input_folder`` as a checkpoint of this package to ``output_folder``, and ``latest_universal`` beside it.
+
+    Raises CheckpointError, OSError.
+    """
+    args = parse_arguments() if args is None else args
+    out = Path(args.output_folder)
+    source = open_checkpoint(Path(args.input_folder))
+    try:
+        if source.kind == "deepspeed-checkpoint":
+            logger.warning("%s loads at any world size as it is; converting it only makes a copy", source.path)
+        write_checkpoint(source, out.parent, out.name, latest=False)
+    finally:
+        source.close()
+    write_atomically(out.parent / LATEST_UNIVERSAL, out.name.encode())
+
+
+def _program() -> int:
+    try:
+        main()
+    except (DeepSpeedError, OSError) as error:
+        sys.stderr.write(f"ds_to_universal: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_program())

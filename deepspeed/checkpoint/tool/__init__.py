@@ -1,0 +1,1 @@
+"""The ``ds_checkpoint`` command; see ``cli``."""

@@ -1,0 +1,59 @@
+"""Checkpoints in the format of torch.distributed.checkpoint, written without a process group, one tensor in memory at a time."""
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from deepspeed.checkpoint.weights import Stream
+
+
+class StreamPlanner(DefaultSavePlanner):
+    """Plans with tensors that have no memory, and reads each one's values when its turn has come."""
+
+    def __init__(self, streams: dict[str, Stream], told: Callable[[int], None]) -> None:
+        super().__init__()
+        self._streams = streams
+        self._told = told
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The values of one item."""
+        values = self._streams.get(write_item.index.fqn)
+        if write_item.type == WriteItemType.BYTE_IO or values is None:
+            return super().resolve_data(write_item)
+        self._told(values.nbytes)
+        return values.whole()
+
+
+def _expanded(stream: Stream) -> torch.Tensor:
+    """A stand-in with shape and dtype whose one element takes the place of all."""
+    return torch.zeros((), dtype=stream.dtype).expand(stream.shape)
+
+
+def write_dcp(out: Path, tree: dict[str, Any], told: Callable[[int], None]) -> None:
+    """Write ``tree`` (nested dicts of Stream, numbers, str, lists) to the folder ``out``.
+
+    Nested names are joined by dots, as torch.distributed.checkpoint does. Holds up to three times the largest tensor. Raises OSError.
+    """
+    streams: dict[str, Stream] = {}
+
+    def stand_in(value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            return {k: stand_in(v, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
+        if isinstance(value, Stream):
+            streams[path] = value
+            return _expanded(value)
+        return value
+
+    state = stand_in(tree, "")
+    # One file per tensor: the writer keeps everything that goes into a file until the file is complete.
+    writer = torch_checkpoint.FileSystemWriter(os.fspath(out), single_file_per_rank=False, sync_files=True, thread_count=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is intended
+        torch_checkpoint.save(state, storage_writer=writer, planner=StreamPlanner(streams, told), no_dist=True)

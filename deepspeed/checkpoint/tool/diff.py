@@ -1,0 +1,102 @@
+"""``ds_checkpoint diff``: two checkpoints, or a checkpoint and a model file, tensor by tensor."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.tool.common import opened, progress, say
+from deepspeed.checkpoint.tool.models import model_file, open_model
+from deepspeed.checkpoint.weights import Stream, shared_names, stream, weight_keys
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor. ``verdict``: "equal", "different", "missing" (only in the first) or "extra" (only in the second)."""
+
+    name: str
+    verdict: str
+    detail: str = ""
+
+
+def _label(key: tuple[str, str]) -> str:
+    return f"{key[0]} {key[1]}"
+
+
+def compare(a: Stream, b: Stream) -> Row:
+    """One tensor of each side. Values are compared in the second's dtype where that is the narrower one."""
+    if a.shape != b.shape:
+        return Row(a.name, "different", f"shape {list(a.shape)} and {list(b.shape)}")
+    rounded = a.dtype != b.dtype
+    worst, count, at = 0.0, 0, 0
+    step = _CHUNK_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)
+    for start in range(0, a.numel, step):
+        size = min(step, a.numel - start)
+        left, right = torch.empty(size, dtype=a.dtype), torch.empty(size, dtype=b.dtype)
+        a.read(start, left)
+        b.read(start, right)
+        if rounded:
+            narrow = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
+            left, right = left.to(narrow), right.to(narrow)
+        if torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
+            continue
+        apart = ~((left == right) | ((left != left) & (right != right)))
+        found = int(apart.sum())
+        if found:
+            gaps = (left[apart].double() - right[apart].double()).abs().nan_to_num(nan=float("inf"))
+            at = at if count else start + int(apart.int().argmax())
+            worst, count = max(worst, float(gaps.max())), count + found
+    if count:
+        return Row(a.name, "different", f"{count} of {a.numel} elements, max abs diff {worst:.6g}, first at {at}")
+    return Row(a.name, "equal", f"after rounding {a.dtype} and {b.dtype} to the narrower".replace("torch.", "") if rounded else "")
+
+
+def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
+    """All tensors by state and name; those inside client and RNG state only where both sides keep them as tensors."""
+    return {_label(k): stream(source, k, name=_label(k)) for k in source.entries if plain or k[0] != "plain"}
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and model_file(path) is None
+
+
+def rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> Iterator[Row]:
+    """Every tensor of either side; ``mine`` and ``other`` by name. A tied weight may be there once, or by each of its names."""
+    shared = shared_names(source)
+    with progress("diff", sum(s.nbytes for s in mine.values())) as told:
+        for name, values in mine.items():
+            if name in other:
+                yield compare(values, other[name])
+            elif not any(alias in other for alias, real in shared.items() if real == name):
+                yield Row(name, "missing", "only in the first")
+            told(values.nbytes)
+        for name, values in other.items():
+            if name not in mine:
+                real = mine.get(shared.get(name, ""))
+                row = compare(real, values) if real is not None else Row(name, "extra", "only in the second")
+                yield Row(name, row.verdict, row.detail)
+
+
+def run(path_a: Path, path_b: Path, *, tag: str | None, tag_b: str | None, quiet: bool) -> int:
+    """Print a line per tensor; 0 when all are equal, else 1."""
+    counts = dict.fromkeys(("equal", "different", "missing", "extra"), 0)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(opened(path_a, tag))
+        if _is_checkpoint(path_b):
+            second = stack.enter_context(opened(path_b, tag_b or tag))
+            both_own = source.kind == second.kind == "deepspeed-checkpoint"
+            mine, other = _everything(source, plain=both_own), _everything(second, plain=both_own)
+        else:
+            mine = {k[1]: stream(source, k) for k in weight_keys(source)}
+            other = open_model(path_b)
+        for row in rows(source, other, mine):
+            counts[row.verdict] += 1
+            if not quiet or row.verdict != "equal":
+                say(f"{row.verdict:<9} {row.name}{f'  ({row.detail})' if row.detail else ''}")
+    say(", ".join(f"{number} {word}" for word, number in counts.items()))
+    return 1 if sum(counts.values()) > counts["equal"] else 0

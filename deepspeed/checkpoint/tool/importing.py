@@ -1,0 +1,20 @@
+"""``ds_checkpoint import``: a checkpoint in DeepSpeed's own layout as one of this package's."""
+
+from pathlib import Path
+
+from deepspeed.checkpoint.rewrite import write_checkpoint
+from deepspeed.checkpoint.tool.common import opened, progress, say
+from deepspeed.checkpoint.weights import stream, total_bytes
+from deepspeed.errors import CheckpointError
+
+
+def run(path: Path, out: Path, *, tag: str | None, as_tag: str | None) -> int:
+    """Convert; 0. Raises CheckpointError when the tag is there already."""
+    with opened(path, tag) as source:
+        name = as_tag or source.path.name
+        if (out / name).exists():
+            raise CheckpointError(f"{out / name} is there already; name another folder, or another tag with --as")
+        with progress("import", total_bytes(stream(source, key) for key in source.entries)) as told:
+            final = write_checkpoint(source, out, name, told=told)
+        say(f"wrote {final}: {sum(k[0] != 'plain' for k in source.entries)} tensors from {source.kind}")
+    return 0

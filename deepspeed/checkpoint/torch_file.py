@@ -1,0 +1,96 @@
+"""A file for ``torch.load`` that is filled tensor by tensor: a whole model never has to be in memory to be written.
+
+torch lays the file out without values (``torch.serialization.skip_data``); each tensor's bytes then go to their place in the zip
+archive, which stores them as they are.
+"""
+
+import contextlib
+import os
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+
+from deepspeed.checkpoint.folders import sync_folder
+
+_PIECE = 8 << 20  # elements that are copied at once
+_LOCAL_HEADER = 30  # bytes; the lengths of name and extra field are in its last four
+
+
+class TorchFile:
+    """``path`` as a dict of tensors. ``shapes``: (dtype, shape) by name, in order; ``aliases``: further names for those.
+
+    The file has its name when the context ends without an error; before, nothing at ``path`` has changed. Raises OSError.
+    """
+
+    def __init__(
+        self, path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, aliases: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = path
+        self._shapes = dict(shapes)
+        self._aliases = dict(aliases or {})
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._file: BinaryIO | None = None
+        self._offsets: dict[str, int] = {}
+
+    def __enter__(self) -> "TorchFile":
+        # Memory that nobody touches costs none.
+        state = {n: torch.empty(shape, dtype=dtype, device="cpu") for n, (dtype, shape) in self._shapes.items()}
+        named = {n: state[self._aliases[n]] if n in self._aliases else state[n] for n in (*state, *self._aliases)}
+        with torch.serialization.skip_data():
+            torch.save(named, self._partial)
+        places = _places(self._partial)
+        stored = [n for n in self._shapes if state[n].untyped_storage().nbytes()]
+        kept = sorted((int(name), at) for name, at in places.items())
+        # Storages are numbered as they are met; empty ones have numbers too.
+        by_number = dict(kept)
+        numbers = iter(sorted(by_number))
+        for name in self._shapes:
+            number = next(numbers)
+            if name in stored:
+                self._offsets[name] = by_number[number]
+        self._file = self._partial.open("r+b")
+        return self
+
+    def write(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
+        """Elements from ``start`` on of one tensor, in row-major order; on any device, in any dtype."""
+        assert self._file is not None
+        dtype, _ = self._shapes[name]
+        flat = values.detach().reshape(-1)
+        for at in range(0, flat.numel(), _PIECE):
+            # Always a copy: memory that numpy has seen can never be given back, and that of a gathered unit must be.
+            piece = flat[at : at + _PIECE].to(device="cpu", dtype=dtype, copy=True)
+            self._file.seek(self._offsets[name] + (start + at) * dtype.itemsize)
+            self._file.write(piece.view(torch.uint8).numpy().data)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._file is not None
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+            if kind is not None:
+                with contextlib.suppress(OSError):
+                    self._partial.unlink()
+        if kind is None:
+            os.replace(self._partial, self.path)
+            sync_folder(self.path.parent)
+
+
+def _places(path: Path) -> dict[str, int]:
+    """Byte offset of every storage in a file of torch, by its number."""
+    found = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for info in archive.infolist():
+            parts = info.filename.split("/")
+            if len(parts) >= 2 and parts[-2] == "data" and parts[-1].isdigit():
+                file.seek(info.header_offset + _LOCAL_HEADER - 4)
+                name, extra = struct.unpack("<HH", file.read(4))
+                found[parts[-1]] = info.header_offset + _LOCAL_HEADER + name + extra
+    return found

@@ -1,0 +1,350 @@
+"""``ds_checkpoint export``: what other programs read is exactly what was trained, in bounded memory, whole or absent."""
+
+import json
+import os
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.checkpoint.rewrite import write_checkpoint
+from deepspeed.checkpoint.safetensors_file import read_safetensors
+from deepspeed.checkpoint.source import whole
+from deepspeed.checkpoint.tool import export
+from deepspeed.checkpoint.tool.cli import main
+from deepspeed.checkpoint.tool.common import appearing, opened
+from deepspeed.checkpoint.tool.reference_layout import each_cuts, sub_groups, whole_group_cuts
+from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, plan_shards, write_weights
+from deepspeed.checkpoint.weights import Stream, stream
+from deepspeed.errors import CheckpointError
+from tests.pure.checkpoint_samples import SHAPES, Memory, checkpoint, sample
+
+ROOT = Path(__file__).parents[2]
+
+
+def exported(tmp_path: Path, *options: str, **kwargs: object) -> Path:
+    checkpoint(tmp_path / "ckpt", **kwargs)
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), *options]) == 0
+    return tmp_path / "out"
+
+
+def expected(dtype: torch.dtype | None, *, frozen: bool = True) -> dict[str, torch.Tensor]:
+    tensors = sample().tensors
+    found = {n: t.to(dtype or torch.bfloat16) for (s, n), t in tensors.items() if s == "master"}
+    found |= {n: t.to(dtype) if dtype and t.is_floating_point() else t for (s, n), t in tensors.items() if s == "buffer"}
+    return found | {n: t.to(dtype or t.dtype) for (s, n), t in tensors.items() if s == "param" and frozen}
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and found[name].shape == value.shape
+        assert torch.equal(found[name], value), name
+
+
+# --- Hugging Face ---
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16", "fp16", "fp32"])
+def test_safetensors_read_by_the_original_library(tmp_path: Path, dtype: str) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    out = exported(tmp_path, "--format", "hf", "--dtype", dtype)
+    assert_same(load_file(out / "model.safetensors"), expected(export.DTYPES[dtype]))
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_shards_have_an_index_that_accounts_for_every_byte(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    out = exported(tmp_path, "--format", "hf", "--max-shard-size", "180B", "--exclude-frozen")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    total = len(files)
+    assert total > 2 and files == [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    loaded = {name: load_file(out / name) for name in files}
+    wanted = expected(None, frozen=False)
+    assert_same({n: t for part in loaded.values() for n, t in part.items()}, wanted)
+    assert all(name in loaded[file] for name, file in index["weight_map"].items())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in wanted.values())
+    assert {p.name for p in out.iterdir()} == {*files, "model.safetensors.index.json"}
+
+
+def test_tied_weights_are_written_once_for_safetensors_and_shared_in_torch_files(tmp_path: Path) -> None:
+    out = exported(tmp_path, "--format", "hf")
+    assert "head.weight" not in read_safetensors(out / "model.safetensors")
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "bin"), "--format", "torch"]) == 0
+    state = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
+    assert state["head.weight"].data_ptr() == state["emb.weight"].data_ptr()
+
+
+def test_fp32_torch_files_in_shards_index_tied_names_too(tmp_path: Path) -> None:
+    out = exported(tmp_path, "--format", "fp32", "--max-shard-size", "400B")
+    index = json.loads((out / "pytorch_model.bin.index.json").read_text())
+    state = {n: t for f in set(index["weight_map"].values()) for n, t in torch.load(out / f, weights_only=True).items()}
+    wanted = expected(torch.float32)
+    assert_same(state, {**wanted, "head.weight": wanted["emb.weight"]})
+    assert index["weight_map"]["head.weight"] == index["weight_map"]["emb.weight"]
+
+
+@pytest.mark.parametrize("form", ["hf", "fp32", "torch"])
+def test_diff_agrees_that_an_export_equals_its_checkpoint(tmp_path: Path, form: str) -> None:
+    out = exported(tmp_path, "--format", form, "--max-shard-size", "300B")
+    assert main(["diff", str(tmp_path / "ckpt"), str(out), "-q"]) == 0
+
+
+def test_diff_finds_one_changed_bit_of_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = exported(tmp_path, "--format", "hf")
+    content = bytearray((out / "model.safetensors").read_bytes())
+    content[-3] ^= 0x40
+    (out / "model.safetensors").write_bytes(content)
+    assert main(["diff", str(tmp_path / "ckpt"), str(out), "-q"]) == 1
+    assert "different " in capsys.readouterr().out
+
+
+def test_export_into_a_folder_with_files_needs_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = exported(tmp_path, "--format", "hf", "--max-shard-size", "200B")
+    (out / "config.json").write_text("{}")
+    assert main(["export", str(tmp_path / "ckpt"), str(out), "--format", "hf"]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "ckpt"), str(out), "--format", "hf", "--overwrite"]) == 0
+    assert {p.name for p in out.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_folder_that_is_being_written_never_shows_half_of_itself(tmp_path: Path) -> None:
+    for there in (False, True):
+        out = tmp_path / f"out{there}"
+        if there:
+            out.mkdir()
+        with pytest.raises(KeyboardInterrupt), appearing(out) as hidden:
+            (hidden / "file").write_text("half")
+            raise KeyboardInterrupt
+        assert out.exists() == there and not any(p.name.startswith(".") for p in tmp_path.iterdir())
+        with appearing(out) as hidden:
+            (hidden / "file").write_text("whole")
+        assert [p.name for p in out.iterdir()] == ["file"]
+
+
+class _Broken(Memory):
+    """Fails in the middle."""
+
+    def read(self, key: tuple[str, str], out: torch.Tensor, *, start: int = 0) -> None:
+        if key[1] == "l2.weight":
+            raise KeyboardInterrupt
+        super().read(key, out, start=start)
+
+
+@pytest.mark.parametrize("kind", [SAFETENSORS, TORCH])
+def test_an_interrupted_export_leaves_the_older_files_and_nothing_half_written(tmp_path: Path, kind: tuple[str, str]) -> None:
+    good, bad = sample(), _Broken(sample().tensors, sample().facts)
+    write_weights([stream(good, k) for k in good.entries if k[0] == "master"], tmp_path, kind, max_shard_bytes=200)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with pytest.raises(KeyboardInterrupt):
+        write_weights([stream(bad, k) for k in bad.entries if k[0] == "master"], tmp_path, kind, max_shard_bytes=None)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1000, None])
+def test_shards_keep_order_and_respect_the_limit(limit: int | None) -> None:
+    streams = [Stream(str(i), torch.float32, (n,), lambda start, out: None) for i, n in enumerate((3, 50, 0, 7, 25, 1))]
+    shards = plan_shards(streams, limit)
+    assert [s.name for shard in shards for s in shard] == [s.name for s in streams]
+    assert all(len(shard) == 1 or sum(s.nbytes for s in shard) <= (limit or 10**9) for shard in shards)
+    assert limit is not None or len(shards) == 1
+
+
+def test_chunks_of_a_stream_join_to_the_tensor() -> None:
+    values = torch.arange(1000.0)
+    source = Memory({("master", "w"): values.view(10, 100)}, {})
+    found = stream(source, ("master", "w"), dtype=torch.float64)
+    assert torch.equal(torch.cat([c.clone() for c in found.chunks(8 * 77)]), values.double())
+    assert torch.equal(found.whole(), values.double().view(10, 100))
+
+
+# --- torch.distributed.checkpoint ---
+
+
+def test_dcp_is_read_back_by_torch(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    out = exported(tmp_path, "--format", "dcp", "--dtype", "fp32")
+    dcp_to_torch_save(out, tmp_path / "all.pt")
+    state = torch.load(tmp_path / "all.pt", weights_only=False)
+    wanted = expected(torch.float32)
+    assert_same(state["model"], {**wanted, "head.weight": wanted["emb.weight"]})
+    tensors = sample().tensors
+    for name in SHAPES:
+        assert torch.equal(state["optim"]["state"][name]["exp_avg"], tensors["optim.exp_avg", name])
+        assert state["optim"]["state"][name]["step"] == 3.0
+    assert [g["params"] for g in state["optim"]["param_groups"]] == [["emb.weight", "l1.weight"], ["l1.bias", "l2.weight", "one"]]
+    assert state["engine"]["global_steps"] == 3
+    target = {"model": {"l1.weight": torch.zeros(7, 6)}}
+    with pytest.warns(UserWarning, match="torch.distributed"):
+        dcp.load(target, checkpoint_id=out, no_dist=True)
+    assert torch.equal(target["model"]["l1.weight"], tensors["master", "l1.weight"])
+
+
+# --- DeepSpeed's layout ---
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("numels", [[5], [13, 1, 7, 0, 40], [1, 1, 1], [64, 64]])
+def test_cuts_cover_every_element_once_and_padding_is_at_the_end(world: int, numels: list[int]) -> None:
+    members = [(f"p{i}", n) for i, n in enumerate(numels)]
+    for cut in (whole_group_cuts, each_cuts):
+        flats = [cut(members, rank, world) for rank in range(world)]
+        assert len({f.numel for f in flats}) == 1
+        for name, numel in members:
+            spans = sorted((c.start, c.start + c.numel) for f in flats for c in f.cuts if c.name == name and c.numel)
+            assert [i for lo, hi in spans for i in range(lo, hi)] == list(range(numel))
+        for flat in flats:
+            taken = sorted(i for c in flat.cuts for i in range(c.at, c.at + c.numel))
+            assert len(set(taken)) == len(taken) and all(i < flat.numel - flat.padding for i in taken)
+    total = sum(numels)
+    slices = [whole_group_cuts(members, rank, world) for rank in range(world)]
+    assert sum(f.numel - f.padding for f in slices) == total and sum(f.numel for f in slices) % (2 * world) == 0
+
+
+def test_the_worked_example_of_117_elements() -> None:
+    first, second = (whole_group_cuts([("w", 117)], rank, 2) for rank in range(2))
+    assert (first.numel, first.padding, second.numel, second.padding) == (60, 0, 60, 3)
+
+
+def test_sub_groups_end_when_they_reach_the_limit() -> None:
+    members = [("a", 78), ("b", 42), ("c", 42)]
+    assert [[n for n, _ in run] for run in sub_groups(members, 2, 40)] == [["a", "b"], ["c"]]
+    assert [[n for n, _ in run] for run in sub_groups(members, 2, 39)] == [["a"], ["b", "c"]]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_goes_to_the_reference_layout_comes_back_bit_for_bit(tmp_path: Path, level: int, world: int, dtype: str) -> None:
+    config = {"zero_optimization": {"stage": level, "sub_group_size": 20}, **({"bf16": {"enabled": True}} if dtype == "bf16" else {})}
+    out = exported(tmp_path, "--format", "deepspeed", "--stage", str(level), "--world", str(world), config=config)
+    before = sample(config=config)
+    lost = {("param", "frozen.weight")} if level == 1 else set()  # that layout keeps frozen weights in the module only
+    if level == 0:  # torch's own state dict does not tell a tensor without dimensions from a number
+        lost = {("optim.exp_avg", "one"), ("optim.exp_avg_sq", "one")}
+    with opened(out) as source:
+        assert source.kind == "deepspeed-0.19"
+        assert set(before.entries) - set(source.entries) <= lost
+        for key in set(before.entries) - lost:
+            wanted = before.tensors[key]
+            assert torch.equal(whole(source, key), wanted), key
+        facts = source.facts
+        for name in ("global_steps", "global_samples", "skipped_steps"):
+            assert facts["engine"][name] == before.facts["engine"][name]
+        assert facts["client_state"]["mine"] == 5 and torch.equal(facts["client_state"]["values"], torch.arange(4))
+        assert [set(g["names"]) for g in facts["optimizer"]["groups"]] == [set(g["names"]) for g in before.facts["optimizer"]["groups"]]
+        assert facts["optimizer"]["groups"][0]["options"]["weight_decay"] == 0.1
+        assert all(float(facts["optimizer"]["scalars"][name]["step"]) == 3.0 for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("level", "world", "names"),
+    [
+        (0, 2, ["mp_rank_00_model_states.pt"]),
+        (2, 2, [*(f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(2)), "mp_rank_00_model_states.pt"]),
+        (3, 1, ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]),
+    ],
+)
+def test_file_names_are_those_of_the_reference(tmp_path: Path, level: int, world: int, names: list[str]) -> None:
+    out = exported(tmp_path, "--format", "deepspeed", "--stage", str(level), "--world", str(world))
+    assert sorted(p.name for p in (out / "global_step3").iterdir()) == names
+    assert (out / "latest").read_text() == "global_step3" and os.access(out / "zero_to_fp32.py", os.X_OK)
+
+
+def test_state_that_the_reference_layout_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = sample()
+    source.tensors["optim.row", "l1.weight"] = torch.zeros(7)
+    write_checkpoint(source, tmp_path / "ckpt", "t")
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--format", "deepspeed"]) == 2
+    assert "optim.row of l1.weight" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_round_robin_order_is_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "ckpt", config={"zero_optimization": {"stage": 2, "round_robin_gradients": True}})
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--format", "deepspeed"]) == 2
+    assert "round_robin_gradients" in capsys.readouterr().err
+
+
+def test_weights_alone_have_no_optimizer_for_the_reference_layout(tmp_path: Path) -> None:
+    source = sample()
+    source.facts["optimizer"] = {}
+    write_checkpoint(source, tmp_path / "ckpt", "t")
+    with opened(tmp_path / "ckpt") as found, pytest.raises(CheckpointError, match="no optimizer"):
+        export.reference_layout.write(found, tmp_path / "out", level=2, world=1, exclude_frozen=False)
+
+
+# --- memory ---
+
+MEMORY = """
+import resource, sys
+from deepspeed.checkpoint.tool import cli
+from deepspeed.checkpoint.tool import dcp  # its imports are no matter of this checkpoint
+import numpy
+def peak():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+status = cli.main(sys.argv[1:])
+sys.stderr.write(f"PEAK {peak() - before}\\n")
+sys.exit(status)
+"""
+TENSORS, ROWS = 12, 1024  # 12 tensors of 4 MiB in fp32 and their moments: 144 MiB, and a large one
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = sample(config={"zero_optimization": {"stage": 2}})
+    shapes = {f"w{i}": (ROWS, 1024) for i in range(TENSORS)} | {"big": (4 * ROWS, 1024)}
+    source.tensors.clear()
+    for name, shape in shapes.items():
+        for state in ("master", "optim.exp_avg", "optim.exp_avg_sq"):
+            source.tensors[state, name] = torch.full(shape, 0.5)
+    options = {"lr": 0.1}
+    source.facts["optimizer"] |= {"groups": [{"names": list(shapes), "options": options}], "scalars": {}}
+    source.facts["shared"] = {}
+    folder = tmp_path_factory.mktemp("large")
+    write_checkpoint(source, folder, "t")
+    return folder
+
+
+BIG = 4 * ROWS * 1024 * 4
+TOTAL = (TENSORS + 4) * ROWS * 1024 * 4
+SLACK = 24 << 20  # the reader's window of 32 MiB is not full, allocator and interpreter
+
+
+@pytest.mark.parametrize(
+    ("options", "shard"),
+    [
+        (["--format", "hf"], 0),
+        (["--format", "hf", "--dtype", "bf16", "--max-shard-size", "8MB"], 0),
+        (["--format", "torch", "--max-shard-size", "17MB"], 17 * 10**6),
+        (["--format", "dcp"], BIG),
+        (["--format", "deepspeed", "--stage", "3", "--world", "8"], prod((3, TOTAL)) // 8),
+    ],
+)
+def test_export_holds_at_most_two_tensors_and_a_shard(large: Path, tmp_path: Path, options: list[str], shard: int) -> None:
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }
+    command = [sys.executable, "-c", MEMORY, "export", str(large), str(tmp_path / "out"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stderr.split("PEAK ")[1])
+    sys.stdout.write(f"peak {peak / 2**20:.0f} MiB\n")
+    assert peak < 2 * BIG + shard + SLACK

@@ -1,0 +1,363 @@
+"""``ds_checkpoint``: damage has a name, differences are found, nothing is unpickled, and wrong usage is one sentence."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.checkpoint.checksum import crc32c
+from deepspeed.checkpoint.manifest import MANIFEST, Box, Manifest
+from deepspeed.checkpoint.own import read_manifest
+from deepspeed.checkpoint.pickled import save_pickled
+from deepspeed.checkpoint.plain import split
+from deepspeed.checkpoint.rewrite import write_checkpoint
+from deepspeed.checkpoint.tool.audit import scan
+from deepspeed.checkpoint.tool.cli import main
+from deepspeed.checkpoint.tool.verify import verify
+from deepspeed.checkpoint.weight_files import parse_size
+from tests.pure.checkpoint_samples import checkpoint, sample
+
+ROOT = Path(__file__).parents[2]
+DATA = "rank_00000.bin"
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    capsys.readouterr()
+    try:
+        status = main([str(a) for a in args])
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return status, out, err
+
+
+def rewrite(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST).write_bytes(manifest.to_bytes(crc32c))
+
+
+def edited(folder: Path, key: tuple[str, str], boxes: tuple[Box, ...]) -> None:
+    manifest = read_manifest(folder)
+    entry = manifest.entries[key]
+    manifest.entries[key] = type(entry)(entry.state, entry.name, entry.dtype, entry.shape, boxes)
+    rewrite(folder, manifest)
+
+
+# --- verify ---
+
+
+def test_a_whole_checkpoint_passes_by_either_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(tmp_path)
+    for path in (tmp_path, folder):
+        status, out, _ = run(capsys, "verify", path)
+        assert status == 0 and out.startswith(f"ok {folder}: ")
+
+
+def test_every_flipped_byte_is_found_and_its_tensor_named(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    content = (folder / DATA).read_bytes()
+    owners = [(b, e) for e in read_manifest(folder).entries.values() for b in e.boxes]
+    for at in range(0, len(content), 61):
+        (folder / DATA).write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+        (owner,) = [e for b, e in owners if b.offset <= at < b.offset + b.extent]
+        (wrong,) = verify(folder)
+        assert wrong.startswith(f"{owner.state} of {owner.name}: {DATA} at bytes ") and "checksum" in wrong
+
+
+def test_all_damaged_tensors_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(tmp_path)
+    content = bytearray((folder / DATA).read_bytes())
+    for key in (("master", "l1.bias"), ("optim.exp_avg", "emb.weight")):
+        content[read_manifest(folder).entries[key].boxes[0].offset] ^= 1
+    (folder / DATA).write_bytes(content)
+    status, out, _ = run(capsys, "verify", tmp_path)
+    assert status == 1 and "master of l1.bias" in out and "optim.exp_avg of emb.weight" in out
+
+
+@pytest.mark.parametrize("kept", [0, 100, -1])
+def test_a_cut_file_is_damage(tmp_path: Path, kept: int) -> None:
+    folder = checkpoint(tmp_path)
+    content = (folder / DATA).read_bytes()
+    (folder / DATA).write_bytes(content[:kept])
+    wrong = verify(folder)
+    assert f"has {len(content[:kept])} bytes, not {len(content)}" in wrong[0]
+    assert any("cut off" in sentence for sentence in wrong)
+
+
+def test_a_missing_file_names_what_it_held(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / DATA).unlink()
+    (wrong,) = verify(folder)
+    assert "No such file" in wrong and "master of emb.weight" in wrong
+
+
+def test_elements_stored_twice_or_never_are_damage(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    (box,) = read_manifest(folder).entries["master", "l1.bias"].boxes
+    edited(folder, ("master", "l1.bias"), (Box(DATA, box.offset, box.extent, 0, 5, box.crcs),))
+    assert "master of l1.bias: manifest.json: elements 5 to 7 of 7: is missing" in verify(folder)
+    edited(folder, ("master", "l1.bias"), (box, box))
+    wrong = verify(folder)
+    assert "master of l1.bias: manifest.json: elements 0 to 7 of 7: is stored 2 times" in wrong
+    assert any("overlaps" in sentence for sentence in wrong)
+
+
+def test_a_damaged_manifest_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(tmp_path)
+    content = (folder / MANIFEST).read_bytes()
+    for at in range(0, len(content), 97):
+        (folder / MANIFEST).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert run(capsys, "verify", folder)[0] == 1
+
+
+# --- info ---
+
+
+def test_info_tells_totals_counters_and_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path)
+    status, out, _ = run(capsys, "info", tmp_path, "--tensors")
+    assert status == 0
+    for words in ("global_steps 3", "2 ranks, trained in bfloat16", "ZeRO 2", "AdamW, 2 groups", "head.weight = emb.weight"):
+        assert words in out
+    assert [line.split() for line in out.splitlines() if line.startswith("master")][0] == ["master", "float32", "5", "170", "680", "B"]
+    assert any(line.split() == ["master", "float32", "13x6", "emb.weight"] for line in out.splitlines())
+
+
+# --- diff ---
+
+
+def test_equal_checkpoints_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "a")
+    checkpoint(tmp_path / "b", tag="other")
+    status, out, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "b", "-q")
+    assert (status, out) == (0, "19 equal, 0 different, 0 missing, 0 extra\n")
+
+
+def test_every_kind_of_difference_between_checkpoints_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(sample(), tmp_path / "a", "t")
+    other = sample()
+    other.tensors["master", "l1.weight"][2, 3] += 0.5
+    other.tensors["master", "extra"] = torch.ones(2)
+    del other.tensors["buffer", "scale"]
+    other.tensors["optim.exp_avg", "l1.bias"] = torch.zeros(8)
+    write_checkpoint(other, tmp_path / "b", "t")
+    status, out, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "b", "-q")
+    assert status == 1
+    assert "different master l1.weight  (1 of 42 elements, max abs diff 0.5, first at 15)" in out
+    assert "missing   buffer scale" in out and "extra     master extra" in out
+    assert "different optim.exp_avg l1.bias  (shape [7] and [8])" in out
+
+
+def test_nan_equals_nan_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("a", float("nan")), ("b", float("nan")), ("c", 1.0)):
+        source = sample()
+        source.tensors["master", "l1.bias"][0] = value
+        write_checkpoint(source, tmp_path / name, "t")
+    assert run(capsys, "diff", tmp_path / "a", tmp_path / "b")[0] == 0
+    status, out, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "c", "-q")
+    assert status == 1 and "max abs diff inf" in out
+
+
+def test_a_pickled_model_file_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "a")
+    flag = tmp_path / "executed"
+
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return (os.mkdir, (str(flag),))
+
+    torch.save({"emb.weight": Evil()}, tmp_path / "evil.bin")
+    (tmp_path / "raw.bin").write_bytes(pickle.dumps(Evil()))
+    for name in ("evil.bin", "raw.bin"):
+        status, _, err = run(capsys, "diff", tmp_path / "a", tmp_path / name)
+        assert status == 2 and "weights_only=True" in err
+    assert not flag.exists()
+
+
+# --- audit ---
+
+
+def test_audit_counts_no_opcode_in_what_loading_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path)
+    status, out, _ = run(capsys, "audit", tmp_path)
+    assert status == 0 and out.endswith("pickle opcodes: 0\n")
+    assert "for other programs, never read here: 3 files, plain values, loadable with weights_only=True" in out
+
+
+def test_the_files_for_other_programs_do_load_with_weights_only(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    stubs = sorted(folder.glob("*_states.pt"))
+    assert [p.name for p in stubs][-1] == "mp_rank_00_model_states.pt" and len(stubs) == 3
+    for path in stubs:
+        assert torch.load(path, weights_only=True)["ds_version"] and scan(path).loads_as_values
+
+
+def test_audit_finds_a_stub_that_calls_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(tmp_path)
+
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return (os.getcwd, ())
+
+    torch.save(Evil(), folder / "mp_rank_00_model_states.pt")
+    status, out, _ = run(capsys, "audit", tmp_path)
+    assert status == 1 and "NOT PLAIN" in out and "getcwd" in out
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_audit_finds_a_pickle_in_the_place_of_a_tensor_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], protocol: int) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / DATA).write_bytes(pickle.dumps({"a": [1, os.getcwd]}, protocol=protocol))
+    status, out, _ = run(capsys, "audit", folder)
+    assert status == 1 and "a pickle where tensors should be" in out
+
+
+def test_audit_of_the_reference_layout_counts_its_opcodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "a")
+    assert run(capsys, "export", tmp_path / "a", tmp_path / "b", "--format", "deepspeed")[0] == 0
+    status, out, _ = run(capsys, "audit", tmp_path / "b")
+    assert status == 1 and "deepspeed.runtime.zero.config ZeroStageEnum" in out and not out.endswith("opcodes: 0\n")
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    """A checkpoint whose saver chose to pickle a piece of client state."""
+    folder = checkpoint(tmp_path)
+    manifest = read_manifest(folder)
+    own = manifest.facts["ranks"][0]
+    encoded, rest = split({"mine": 5, "odd": Fraction(1, 3)}, name="client_state")
+    own |= {"client_state": encoded.json, "pickled": save_pickled(folder, 0, rest)}
+    rewrite(folder, manifest)
+    return folder
+
+
+def test_pickled_client_state_is_counted_and_never_opened_unasked(pickled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "audit", pickled)
+    assert status == 1 and "pickled_client_state_00000.pt" in out and "fractions Fraction" in out
+    status, out, _ = run(capsys, "info", pickled)
+    assert status == 0 and "allow_pickle" in out and "trained in bfloat16" in out
+    assert run(capsys, "verify", pickled)[0] == 0
+    out_folder = pickled.parent / "out"
+    assert run(capsys, "export", pickled, out_folder / "hf", "--format", "hf")[0] == 0
+    assert run(capsys, "export", pickled, out_folder / "ds", "--format", "deepspeed")[0] == 2
+    assert run(capsys, "export", pickled, out_folder / "ds", "--format", "deepspeed", "--allow-pickle")[0] == 0
+
+
+def test_damaged_pickled_client_state_is_found_without_opening_it(pickled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    victim = pickled / "pickled_client_state_00000.pt"
+    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
+    status, out, _ = run(capsys, "verify", pickled)
+    assert status == 1 and "pickled_client_state_00000.pt" in out
+    victim.unlink()
+    assert run(capsys, "verify", pickled)[0] == 1
+
+
+# --- prune ---
+
+
+def test_prune_keeps_the_newest_and_what_latest_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in range(5):
+        checkpoint(tmp_path, tag=f"global_step{step}")
+        os.utime(tmp_path / f"global_step{step}" / MANIFEST, (1000 + step, 1000 + step))
+    (tmp_path / "latest").write_text("global_step1")
+    (tmp_path / "notes").mkdir()
+    status, out, _ = run(capsys, "prune", tmp_path, "--keep-last", 2, "--dry-run")
+    assert status == 0 and "would remove global_step0" in out and "kept: global_step4, global_step3, global_step1" in out
+    assert len(list(tmp_path.iterdir())) == 8
+    assert run(capsys, "prune", tmp_path, "--keep-last", 2)[0] == 0
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"global_step1", "global_step3", "global_step4", "latest", "notes", "zero_to_fp32.py"}
+
+
+def test_prune_removes_what_a_dead_save_left_and_not_what_a_live_one_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed.checkpoint import folders
+
+    checkpoint(tmp_path)
+    live = folders.begin(tmp_path, "global_step9")
+    dead = tmp_path / live.name.replace(f"-{os.getpid()}-", "-99999999-")
+    dead.mkdir()
+    status, out, _ = run(capsys, "prune", tmp_path, "--keep-last", 1)
+    assert status == 0 and "left behind by a save that died" in out
+    assert live.is_dir() and not dead.exists()
+
+
+# --- usage ---
+
+
+@pytest.mark.parametrize("command", ["verify", "info", "audit", "diff", "export", "import", "prune"])
+def test_wrong_paths_are_one_sentence_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    more: dict[str, list[object]] = {
+        "diff": [tmp_path / "empty"],
+        "export": [tmp_path / "out", "--format", "hf"],
+        "import": [tmp_path / "out"],
+        "prune": ["--keep-last", 1],
+    }
+    for name in ("empty", "file", "missing"):
+        status, out, err = run(capsys, command, tmp_path / name, *more.get(command, []))
+        assert (status, out) == (2, "") and err.count("\n") == 1 and name in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_tag_names_those_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path)
+    status, _, err = run(capsys, "verify", tmp_path, "--tag", "global_step4")
+    assert status == 2 and "global_step4" in err and "global_step3" in err
+
+
+@pytest.mark.parametrize("args", [[], ["nonsense"], ["prune", "d"], ["prune", "d", "--keep-last", "0"], ["export", "a", "b"]])
+def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert run(capsys, *args)[0] == 2
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("7", 7), ("200mb", 2 * 10**8)])
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5XB", "1e9"])
+def test_malformed_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)
+
+
+def test_the_program_starts_from_a_source_tree(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, ROOT / "bin" / "ds_checkpoint", "verify", tmp_path], capture_output=True, text=True, timeout=90, env=env
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- import ---
+
+
+def test_import_brings_everything_and_loads_without_pickle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "a")
+    assert run(capsys, "export", tmp_path / "a", tmp_path / "b", "--format", "deepspeed")[0] == 0
+    assert run(capsys, "import", tmp_path / "b", tmp_path / "c")[0] == 0
+    assert run(capsys, "verify", tmp_path / "c")[0] == 0
+    assert run(capsys, "diff", tmp_path / "b", tmp_path / "c")[0] == 0
+    assert run(capsys, "audit", tmp_path / "c")[1].endswith("pickle opcodes: 0\n")
+    assert (tmp_path / "c" / "latest").read_text() == "global_step3"
+    assert json.loads((tmp_path / "c" / "global_step3" / MANIFEST).read_text())["facts"]["engine"]["global_steps"] == 3
+    assert run(capsys, "import", tmp_path / "b", tmp_path / "c")[0] == 2
+    assert run(capsys, "import", tmp_path / "b", tmp_path / "c", "--as", "again")[0] == 0
+
+
+def test_a_failed_import_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "a")
+    assert run(capsys, "export", tmp_path / "a", tmp_path / "b", "--format", "deepspeed")[0] == 0
+    victim = next((tmp_path / "b").rglob("bf16_zero_pp_rank_1*"))
+    victim.write_bytes(victim.read_bytes()[:-200])
+    status, _, err = run(capsys, "import", tmp_path / "b", tmp_path / "c")
+    assert status == 2 and victim.name in err
+    assert not (tmp_path / "c").exists() or not list((tmp_path / "c").iterdir())
