@@ -141,6 +141,7 @@ def _assemble(
         rules = _build_rules(cfg, model, base, device)
         _mark_leaves(cfg, model)
         groups = group_index(base.param_groups) if base is not None else None
+        order = names_by_group(model, base.param_groups) if base is not None else []
         if base is not None:
             check_fresh(base)
         if plan.offload.device_share and getattr(base, "host_only", False) and device.type != "cpu":
@@ -154,7 +155,7 @@ def _assemble(
             attach(base, views)
         scaler = build_loss_scaler(cfg)
         engine = DeepSpeedEngine(model, cfg, mesh=mesh, parts=parts, scaler=scaler, optimizer=base, views=views, device=device)
-        engine._local_rank, engine.monitor = local_rank, monitor
+        engine._local_rank, engine.monitor, engine._group_names = local_rank, monitor, order
         try:
             engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
             if data[0] is not None:
@@ -165,6 +166,12 @@ def _assemble(
         engine._held = undo.pop_all()
     report_start(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
+    """Names of the parameters of each optimizer group, in the caller's order, which files of DeepSpeed go by."""
+    names = {p: n for n, p in model.named_parameters()}
+    return [[names[p] for p in group["params"]] for group in groups]
 
 
 def _mention(cfg: DeepSpeedConfig) -> None:

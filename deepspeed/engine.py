@@ -5,7 +5,6 @@
 
 import contextlib
 import gc
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator
+from deepspeed.engine_checkpoint import EngineCheckpoint
 from deepspeed.engine_info import DTYPES, EngineInfo
 from deepspeed.engine_pending import EnginePending
 from deepspeed.engine_timing import EngineTiming
@@ -36,7 +36,7 @@ from deepspeed.zero.unit import Unit
 from deepspeed.zero.weights import consolidated_state_dict
 
 
-class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
+class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming, nn.Module):
     """Wraps ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
 
     def __init__(
@@ -79,6 +79,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         self._over_limit = False
         self._relocation, self._lent = Relocation(parts.units, views, optimizer), False
         self._start_timing(config)
+        self._start_checkpoints()
         self._tie_to_runtime()
 
     def _wrap(self, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -158,6 +159,8 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
             self._write_metrics(self.global_samples, lr=self.get_lr(), loss_scale=self.loss_scale() if self.fp16_enabled() else None)
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
+        if boundary:
+            self._saver.settle(wait=False)  # last, so that whoever catches a failed save has not lost a step
 
     def update(self) -> None:
         """One optimizer update from the gradients at hand: unscale, clip, step, publish; or skip it on overflow. Collective."""
@@ -421,23 +424,6 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         """Global rank of the first data-parallel member: the one whose values win and who writes whole weights."""
         return self.mesh.world.ranks[0]
 
-    def save_16bit_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
-        """Write all weights in the compute dtype to one file by the first rank. Collective.
-
-        False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is off.
-        """
-        if self.runtime.plan.regular.param.sharded and not self.zero_gather_16bit_weights_on_model_save():
-            log_dist("save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
-            return False
-        keep = self.mesh.world.index == 0
-        weights = consolidated_state_dict(self.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
-        if weights is not None:
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save(weights, os.path.join(save_dir, save_filename))
-        return True
-
-    save_fp16_model = save_16bit_model
-
     def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
         """Move the states named in ``include`` (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
 
@@ -476,9 +462,14 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         if self.runtime.in_backward and not inside_backward():
             self._recover()
 
-    def _check_alive(self) -> None:
+    def _check_destroyed(self) -> None:
         if self._destroyed:
             raise UsageError("this engine was destroyed; call deepspeed.initialize again")
+
+    def _check_alive(self) -> None:
+        self._check_destroyed()
+        if self._torn:
+            raise UsageError(f"{self._torn}, so the engine holds parts of two states; load a checkpoint that is whole")
         if self._lent:
             raise UsageError("states were moved away by offload_states(); call engine.reload_states() first")
         if self.tiles is not None:
@@ -496,6 +487,7 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         """
         if self._destroyed:
             return
+        failed = self._end_save()
         self._relocation.come_back()
         self._destroyed = True
         self._held.close()
@@ -515,6 +507,8 @@ class DeepSpeedEngine(EngineInfo, EnginePending, EngineTiming, nn.Module):
         self.runtime.window_ends = lambda: True
         self.runtime.on_backward = lambda: None
         destroy_zero_mesh(self.mesh)
+        if failed is not None:
+            raise failed
 
     def _report_progress(self) -> None:
         every = self._config.steps_per_print

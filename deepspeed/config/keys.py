@@ -16,6 +16,13 @@ KEYS: Mapping[str, Key] = MappingProxyType({**TRAINING, **SERVICES})
 # Keys of this package that the reference format does not have.
 EXTENSIONS = frozenset(
     {
+        "checkpoint.allow_pickle",
+        "checkpoint.async",
+        "checkpoint.client_files",
+        "checkpoint.keep_last",
+        "checkpoint.rate_limit",
+        "checkpoint.restore_data",
+        "checkpoint.restore_rng",
         "memory.device_limit",
         "memory.host_limit",
         "seed",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from deepspeed.config.values import Block, Bytes, Count, Flag, FrozenDict, Int, Names, NestingBlock, Num, PathText, Positive, Text, freeze
 
@@ -55,8 +55,12 @@ class CheckpointWriterConfig(Block):
     io_multiplier: Positive = 1
 
 
-class CheckpointConfig(NestingBlock):
-    """``checkpoint``: saving and loading."""
+# ``async`` is a keyword of Python, so the field cannot be written in a class body.
+_Asynchronous: type[NestingBlock] = create_model("_Asynchronous", __base__=NestingBlock, **{"async": (Flag, False)})  # type: ignore[call-overload]
+
+
+class CheckpointConfig(_Asynchronous):  # type: ignore[misc, valid-type]
+    """``checkpoint``: saving and loading. The last six keys, and ``async``, are extensions."""
 
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], BeforeValidator(_upper)] = "WARN"
     load_universal: Flag = False
@@ -64,6 +68,17 @@ class CheckpointConfig(NestingBlock):
     parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig)
     checkpoint_serialization: Flag = True
     writer: CheckpointWriterConfig | None = None
+    keep_last: Positive | None = None
+    rate_limit: Bytes | None = None
+    allow_pickle: Flag = False
+    client_files: Flag = True
+    restore_rng: Flag = True
+    restore_data: Flag = True
+
+    @property
+    def in_background(self) -> bool:
+        """The key ``async``."""
+        return bool(getattr(self, "async"))
 
 
 class DataStatesConfig(Block):

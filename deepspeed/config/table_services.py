@@ -151,25 +151,23 @@ _EXPERTS = {
     ),
 }
 
-_SAVES = "engine.save_checkpoint would read it; that is not in this release and says so when called"
+_FORMAT = "the engine writes a format of its own, in its own way"
 _CHECKPOINT = {
-    "checkpoint.load_universal": not_yet("Load checkpoints in the universal format.", "checkpoints are neither saved nor loaded"),
-    "checkpoint.checkpoint_serialization": not_yet(
-        "Write files in torch's zip format; false takes the older one.", "checkpoints are neither saved nor loaded"
-    ),
-    "checkpoint.tag_validation": not_yet(
-        "What to do when ranks save under different tags: WARN, IGNORE or FAIL.",
-        "checkpoints are neither saved nor loaded",
-        off=("IGNORE",),
-    ),
-    "checkpoint.writer.decoupled": not_yet(
-        "Write from a helper process while training goes on.", "checkpoints are neither saved nor loaded"
-    ),
+    "checkpoint.load_universal": inert("Load checkpoints in the universal format.", "every kind is recognised by its files"),
+    "checkpoint.checkpoint_serialization": inert("Write files in torch's zip format; false takes the older one.", _FORMAT),
+    "checkpoint.tag_validation": honoured("When ranks save under different tags: WARN and take the first rank's, IGNORE, or FAIL."),
+    "checkpoint.async": honoured("save_checkpoint copies the state and writes it while training goes on."),
+    "checkpoint.keep_last": honoured("Remove all but so many of the newest checkpoints after each save."),
+    "checkpoint.rate_limit": honoured("Most bytes a second that a rank writes in the background; absent for no limit."),
+    "checkpoint.allow_pickle": honoured("Save and load client state that needs pickle; loading it can run any code."),
+    "checkpoint.client_files": honoured("Write small *_states.pt files for programs that look for them."),
+    "checkpoint.restore_data": honoured("load_checkpoint brings the engine's data loader to where it was."),
+    "checkpoint.restore_rng": honoured("load_checkpoint restores the random number generators of each rank."),
+    "checkpoint.writer.decoupled": not_yet("Write from a helper process while training goes on.", "use checkpoint.async"),
     **_inert(
-        _SAVES,
+        _FORMAT,
         "checkpoint.",
         {
-            "use_node_local_storage": "Every node writes a whole copy of the model file, for disks that are not shared.",
             "parallel_write.pipeline_stage": "Deal the layer files of a pipeline stage out to its data-parallel ranks.",
             "writer": "How bytes reach the disk; null is torch.save.",
             "writer.type": "Implementation of the writer.",
@@ -180,12 +178,11 @@ _CHECKPOINT = {
             "writer.io_multiplier": "Files per writer.",
         },
     ),
-    "datastates_ckpt": not_yet(
-        "Options of the external DataStates checkpoint engine; false is off.", "checkpoints are neither saved nor loaded"
+    "checkpoint.use_node_local_storage": inert(
+        "Every node writes a whole copy of the model file, for disks that are not shared.", "every byte is written by one rank"
     ),
-    "datastates_ckpt.host_cache_size": not_yet(
-        "Host memory that the DataStates engine may use.", "checkpoints are neither saved nor loaded"
-    ),
+    "datastates_ckpt": not_yet("Options of the external DataStates checkpoint engine; false is off.", "use checkpoint.async"),
+    "datastates_ckpt.host_cache_size": not_yet("Host memory that the DataStates engine may use.", "use checkpoint.async"),
 }
 
 _OUTPUT = {

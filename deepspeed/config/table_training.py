@@ -141,10 +141,10 @@ _ZERO = {
     "zero_optimization.overlap_comm": honoured("Communicate beside computation; only false switches it off."),
     "zero_optimization.compute_grad_norm": honoured("Compute the norm of all gradients at each update; false saves a reduction."),
     "zero_optimization.load_from_fp32_weights": inert(
-        "Restore master weights from the fp32 copy in a checkpoint.", "the engine does not read checkpoints in this release"
+        "Restore master weights from the fp32 copy in a checkpoint.", "weights are saved in fp32 only, so there is no other copy"
     ),
     "zero_optimization.elastic_checkpoint": inert(
-        "Write state that another number of ranks can read.", "the engine does not write checkpoints in this release"
+        "Write state that another number of ranks can read.", "any number of ranks reads any checkpoint"
     ),
     "zero_optimization.sub_group_size": honoured("Elements per tile of an update that rests on a drive; absent means 2,097,152."),
     "zero_optimization.ignore_unused_parameters": not_yet(
@@ -181,7 +181,7 @@ _ZERO = {
     "zero_optimization.allgather_sequential": honoured("Gather little ahead: the same as a prefetch_bucket_size of 1."),
     "zero_optimization.memory_efficient_linear": inert("A leaner nn.functional.linear.", "gathered weights are not kept for backward"),
     "zero_optimization.pipeline_loading_checkpoint": inert(
-        "Ranks of a node read a checkpoint one after another.", "the engine does not read checkpoints in this release"
+        "Ranks of a node read a checkpoint one after another.", "every rank reads only its own part"
     ),
     "zero_optimization.override_module_apply": inert(
         "Module.apply gathers parameters.", "zero.Init always gathers what an initializer touches"

@@ -5,6 +5,10 @@
     ds_verify grads --model my_model:build --config ds_config.json     your model under your configuration
     ds_verify offload                                   device, cpu and nvme agree bit for bit on a small built-in model
     ds_verify offload --model my_model:build --config ds_config.json --folder /drive     on yours, on your drive
+    ds_verify data --save-n 4 --load-n 3 --workers 2    an epoch resumed on other ranks: no sample twice, none missing
+    ds_verify resume --steps 20 --at 10                 saved, ended and loaded training goes on bit for bit
+    ds_verify resume --ranks 4 --load-ranks 3           the state survives a change of the number of ranks
+    ds_verify crash --kills 200                         killed at random instants of a save: every resume finds a whole checkpoint
 
 Exit code: 0 all cells pass, 1 some cell fails, 2 the command or its files are wrong.
 """
@@ -16,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from deepspeed.config.parse import read_config_source
+from deepspeed.verify import crash, data, resume
 from deepspeed.verify.grads import KEPT_KEYS, STEPS, TOLERANCE, Cell, CellResult, matrix_cells, run_cell_on
 from deepspeed.verify.offload import STEPS as OFFLOAD_STEPS
 from deepspeed.verify.offload import built_in_cells, check_cell, user_cell
@@ -29,7 +34,7 @@ WIDTHS = (24, 5, 6, 7, 5, 8, 8, 8, 8, 6)
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds_verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{grads,offload}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{grads,offload,data,resume,crash}")
     grads = commands.add_parser(
         "grads",
         help="compare gradients, norms and parameters with plain one-process PyTorch",
@@ -55,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     offload.add_argument("--ranks", type=int, default=2, help="number of CPU ranks (default 2)")
     offload.add_argument("--steps", type=int, default=OFFLOAD_STEPS, help=f"optimizer steps per run (default {OFFLOAD_STEPS})")
     offload.add_argument("--time-limit", type=float, default=300.0, help="seconds one run may take (default 300)")
+    data.add_parser(commands)
+    resume.add_parser(commands)
+    crash.add_parser(commands)
     return parser
 
 
@@ -145,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_verify``; returns the exit code."""
     options = _parser().parse_args(argv)
     try:
-        return (run_offload if options.command == "offload" else run_grads)(options, sys.stdout)
+        parts = {"data": data.run, "resume": resume.run, "crash": crash.run}
+        return {"grads": run_grads, "offload": run_offload, **parts}[options.command](options, sys.stdout)
     except ValueError as error:  # DeepSpeedConfigError is one
         sys.stderr.write(f"ds_verify: {error}\n")
         return BAD_INPUT

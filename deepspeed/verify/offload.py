@@ -77,36 +77,40 @@ def tier_config(cell: OffloadCell, tier: str, folder: str, accumulation: int) ->
     return config
 
 
-def _digest(value: Tensor) -> str:
+def digest(value: Tensor) -> str:
+    """Equal for equal bits."""
     return hashlib.sha256(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _slot_names(engine: Any) -> list[str]:
     """Keys of tensor slots, the same list on every rank."""
-    mine = sorted({k for s in engine.basic_optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor) and v.dim() > 0})
+    states = [s for key, s in engine.basic_optimizer.state.items() if isinstance(key, Tensor)]
+    mine = sorted({k for s in states for k, v in s.items() if isinstance(v, Tensor) and v.dim() > 0})
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return sorted({name for names in everyone for name in names})
 
 
-def _states(engine: Any, losses: list[float]) -> dict[str, str]:
+def full_states(engine: Any, losses: list[float]) -> dict[str, str]:
+    """Digests of the losses and of every parameter, fp32 master and optimizer slot, whole. Collective."""
     found = {"the losses": repr(losses)}
     named: dict[str, nn.Parameter] = dict(engine.module.named_parameters())
-    found |= {name: _digest(value) for name, value in full_parameters(engine.module).items()}
+    found |= {name: digest(value) for name, value in full_parameters(engine.module).items()}
     slots = _slot_names(engine)
     for name, param in named.items():
         master = safe_get_full_fp32_param(param)
         if master is None:
             continue
-        found[f"{name} (fp32 master)"] = _digest(master)
+        found[f"{name} (fp32 master)"] = digest(master)
         for slot in slots:
             value = safe_get_full_optimizer_state(param, slot)
             if value is not None:
-                found[f"{name} ({slot})"] = _digest(value)
+                found[f"{name} ({slot})"] = digest(value)
     return found
 
 
-def _case(cell: OffloadCell) -> Case:
+def case_of(cell: OffloadCell) -> Case:
+    """The case of a cell, its batches in the dtype of the model."""
     case = load_user_case(cell.model, cell.config) if ":" in cell.model else case_named(cell.model)
     if not any((cell.config.get(block) or {}).get("enabled") for block in ("bf16", "fp16")):
         return case
@@ -125,7 +129,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def train_tier(cell: OffloadCell, tier: str, folder: str, steps: int) -> Digests:
     """Train on the ranks of this process group; the digests after each step. Collective."""
-    case = _case(cell)
+    case = case_of(cell)
     engine = deepspeed.initialize(model=case.build().train(), config=tier_config(cell, tier, folder, case.accumulation))[0]
     found: Digests = []
     for step in range(steps):
@@ -135,7 +139,7 @@ def train_tier(cell: OffloadCell, tier: str, folder: str, steps: int) -> Digests
                 losses.append(float(loss.detach()))
             engine_backward(engine, case, now)
             engine.step()
-        found.append(_states(engine, losses))
+        found.append(full_states(engine, losses))
     engine.destroy()
     return found
 
@@ -144,8 +148,8 @@ def first_difference(base: list[Digests], other: list[Digests]) -> str:
     """Where two runs part, by rank, step and tensor; empty when they agree to the last bit."""
     for step, _ in enumerate(base[0]):
         for rank, (ours, theirs) in enumerate(zip(other, base, strict=True)):
-            for name, digest in theirs[step].items():
-                if ours[step].get(name) != digest:
+            for name, wanted in theirs[step].items():
+                if ours[step].get(name) != wanted:
                     return f"{name} differs after step {step + 1} on rank {rank}"
     return ""
 

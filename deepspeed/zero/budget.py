@@ -95,6 +95,8 @@ def memory_plan(
         sums.add("units gathered at once", Tier.DEVICE, moving[0].numel * moving[0].width + ahead)
     sums.add("gradients on their way", Tier.DEVICE, _travelling(units, widths) + (0 if shared else _landing(units, ways, widths)))
     sums.add("staging buffers", Tier.HOST, _staging(units, ways, offload, widths))
+    if offload.save_copies:
+        sums.add("copies for asynchronous saves", Tier.HOST, sum(_saved_copy(u, prod(ways), widths) for u in units))
     return MemoryPlan(tuple(sums.lines()), shared)
 
 
@@ -146,6 +148,14 @@ def _travelling(units: Sequence[UnitSize], widths: Widths) -> int:
     if waiting:
         return waiting
     return (_FLYING + 1) * max((u.numel * (widths.wire or u.width) for u in trained), default=0)
+
+
+def _saved_copy(unit: UnitSize, ranks: int, widths: Widths) -> int:
+    """What this rank writes of a unit into a checkpoint, each byte being written by one rank; from a drive it is not copied first."""
+    optim = unit.row.optim
+    if (optim or unit.row.param).tier is Tier.NVME:
+        return 0
+    return -(-unit.numel // ranks) * (4 + widths.slots if optim is not None else unit.width)
 
 
 def _landing(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths) -> int:

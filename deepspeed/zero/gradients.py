@@ -213,6 +213,21 @@ class Gradients:
             ready.append(unit)
         return ready
 
+    def refill(self, unit: Unit) -> None:
+        """Give the unit a reduced gradient of zeros, whose values a checkpoint has."""
+        target = self._rest(unit)
+        target.memory.zero_()
+        self._flying.append((unit, SideTransfer(collectives.Transfer([]), self._streams, None), target))
+        self._land()
+        unit.move_grad(GradState.LOCAL)
+        unit.move_grad(GradState.REDUCED)
+
+    def take_partial(self, unit: Unit, partial: torch.Tensor, positions: set[int]) -> None:
+        """Make ``partial`` (flat, zero in the gaps) this rank's sum of the parameters at ``positions`` that no reduction has taken yet."""
+        unit.partial = partial
+        unit.fired = positions
+        unit.move_grad(GradState.LOCAL)
+
     def clear(self) -> None:
         """Drop every gradient; buffers of the rest gradients are kept for the next window."""
         self.land_all()

@@ -87,6 +87,7 @@ class OffloadPlan:
 
     ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of PARAM stays
     in host memory before the drive is used, ``device_share`` how much of OPTIM stays on the device. Limits are bytes; 0 for none.
+    ``save_copies``: saves keep a copy of the states in host memory while training goes on.
     """
 
     param_folder: str = ""
@@ -104,6 +105,7 @@ class OffloadPlan:
     threads: int = 1
     host_limit: int = 0
     device_limit: int = 0
+    save_copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,4 +205,5 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         threads=int(aio.intra_op_parallelism),
         host_limit=config.memory.host_limit or 0,
         device_limit=config.memory.device_limit or 0,
+        save_copies=config.checkpoint.in_background,
     )

@@ -1,5 +1,6 @@
 """Whole 16-bit weights out of a sharded model, unit by unit, on the first rank."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,24 +14,46 @@ def consolidated_state_dict(module: nn.Module, *, keep: bool, exclude_frozen: bo
 
     Every rank takes part; only ranks with ``keep`` get the dict, the others None. One unit is gathered at a time.
     """
-    copies: dict[int, torch.Tensor] = {}
-    for unit in _units(module):
-        unit.pin()
-        if keep:
-            for param in unit.params:
-                copies[id(param)] = param.detach().to("cpu", copy=True)
-        unit.unpin()
-    if not keep:
-        return None
+    tensors, aliases = state_names(module, exclude_frozen=exclude_frozen)
     found: dict[str, torch.Tensor] = {}
+    for name, values in whole_weights(module, tensors):
+        if keep:
+            found[name] = values.detach().to("cpu", copy=True)
+    return {**{n: found[n] for n in tensors}, **{n: found[real] for n, real in aliases.items()}} if keep else None
+
+
+def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by name, each once, and the further names of tied ones."""
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        if not (exclude_frozen and not param.requires_grad):
-            found[name] = copies[id(param)] if id(param) in copies else param.detach().to("cpu", copy=True)
+        if exclude_frozen and not param.requires_grad:
+            continue
+        if id(param) in first:
+            aliases[name] = first[id(param)]
+        else:
+            first[id(param)], tensors[name] = name, param
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
-    return found
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors, aliases
+
+
+def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each of ``tensors`` (of ``state_names``) with its whole values, one unit after the other; valid until the next one. Collective."""
+    names = {id(t): n for n, t in tensors.items()}
+    for unit in _units(module):
+        unit.pin()
+        try:
+            for param in unit.params:
+                if id(param) in names:
+                    yield names.pop(id(param)), param
+        finally:
+            unit.unpin()
+    for name in names.values():
+        yield name, tensors[name]
 
 
 def _units(module: nn.Module) -> list[Unit]:

@@ -30,6 +30,8 @@ LAYERS = {
     "deepspeed.zero.tiling": 2,
     "deepspeed.zero.budget": 2,
     "deepspeed.zero.fit": 2,
+    "deepspeed.checkpoint.boxes": 2,
+    "deepspeed.checkpoint.manifest": 2,
     "deepspeed.comm": 3,
     "deepspeed.dist": 3,
     "deepspeed.mesh.groups": 3,
@@ -49,6 +51,7 @@ LAYERS = {
     "deepspeed.moe": 6,
     "deepspeed.module_inject": 6,
     "deepspeed.engine": 7,
+    "deepspeed.engine_checkpoint": 7,
     "deepspeed.engine_info": 7,
     "deepspeed.engine_pending": 7,
     "deepspeed.engine_reports": 7,
@@ -57,6 +60,7 @@ LAYERS = {
     **dict.fromkeys(REEXPORTS, 8),
     "deepspeed.launcher": 9,
     "deepspeed.verify": 9,
+    "deepspeed.checkpoint.tool": 9,
     "deepspeed.nvme": 9,
     "deepspeed.report": 9,
     "deepspeed": 9,
@@ -65,12 +69,13 @@ LAYERS = {
 # (importer, imported): reason
 UPWARD: dict[tuple[str, str], str] = {}
 
-DISTRIBUTED_HOMES = ("deepspeed.comm", "deepspeed.mesh", "deepspeed.launcher", "deepspeed.verify")
+DISTRIBUTED_HOMES = ("deepspeed.comm", "deepspeed.mesh", "deepspeed.launcher", "deepspeed.verify", "deepspeed.checkpoint.tool.dcp")
 
 # Identifiers with the word that clients call by name.
 STAGE_NAMES = {
     "zero_optimization_stage",
     "zero_stage",
+    "ZERO_STAGE",
     "DeepSpeedZeroOptimizer_Stage3",
     "stage3_gather_16bit_weights_on_model_save",
     "gather_16bit_weights_on_model_save",

@@ -243,6 +243,20 @@ def _service_probes() -> dict[str, Probe]:
     }
 
 
+def _checkpoint_probes() -> dict[str, Probe]:
+    plain, behind = base(2), base(2, checkpoint={"async": True})
+    return {
+        "tag_validation": Probe(plain, "FAIL", scenario="checkpoint"),
+        "async": Probe(plain, value=True, scenario="checkpoint"),
+        "keep_last": Probe(plain, 1, scenario="checkpoint"),
+        "rate_limit": Probe(behind, "1GiB", scenario="checkpoint"),
+        "client_files": Probe(plain, value=False, scenario="checkpoint"),
+        "restore_data": Probe(plain, value=False, scenario="checkpoint"),
+        "restore_rng": Probe(plain, value=False, scenario="checkpoint"),
+        "allow_pickle": Probe(base(2, checkpoint={"allow_pickle": True}), value=False, scenario="odd client"),
+    }
+
+
 def _activation_probes() -> dict[str, Probe]:
     return {
         "cpu_checkpointing": Probe(base(), value=True, scenario="recompute"),
@@ -268,6 +282,7 @@ PROBES: dict[str, Probe] = {
     "zero_optimization": Probe(base(drop=("zero_optimization",)), value=True),
     **_under("zero_optimization", _zero_probes()),
     **_under("activation_checkpointing", _activation_probes()),
+    **_under("checkpoint", _checkpoint_probes()),
     **_offload_probes(),
     **_report_probes(),
     **_monitor_probes("csv_monitor"),
@@ -291,7 +306,14 @@ INERT_PROBES: dict[str, Probe] = {
     },
     "zero_optimization.grad_hooks": Probe(base(3), value=True),
     "pipeline.<any>": Probe(base(3), 3, path="pipeline.of_my_own"),
-    "checkpoint.writer": Probe(base(3), {"type": "PYTHON"}),
+    "checkpoint.writer": Probe(base(3), {"type": "PYTHON"}, scenario="checkpoint"),
+    **{
+        f"checkpoint.{name}": Probe(base(3), value, scenario="checkpoint")
+        for name, value in (("load_universal", True), ("checkpoint_serialization", False), ("use_node_local_storage", True))
+    },
+    "zero_optimization.load_from_fp32_weights": Probe(base(2), value=False, scenario="checkpoint"),
+    "zero_optimization.elastic_checkpoint": Probe(base(2), value=True, scenario="checkpoint"),
+    "zero_optimization.pipeline_loading_checkpoint": Probe(base(3), value=True, scenario="checkpoint"),
 }
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.activation import checkpointing as activation
+from deepspeed.checkpoint.save import RankFile
 from deepspeed.comm import trace
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, get_accelerator
@@ -158,6 +159,8 @@ SCENARIOS: dict[str, tuple[int, ...]] = {
     "diverge": (),  # the last rank skips a module
     "recompute": (),  # blocks run under deepspeed.checkpointing, configured from the same configuration
     "save": (),  # consolidated weights are written
+    "checkpoint": (),  # checkpoints are saved under tags that differ between ranks, and one is loaded
+    "odd client": (),  # a checkpoint with client state that needs pickle
 }
 
 
@@ -215,8 +218,28 @@ def _train(config: dict[str, Any], scenario: str, watch: _Watch, folder: Path) -
         out |= _end(engine, model)
         if scenario == "save":
             out["saved"] = engine.save_16bit_model(folder)
+        if scenario in ("checkpoint", "odd client"):
+            out |= _checkpoints(engine, folder, odd=scenario == "odd client")
     finally:
         engine.destroy()
+    return out
+
+
+def _checkpoints(engine: Any, folder: Path, *, odd: bool) -> Fingerprint:
+    place: list[Any] = [str(folder)]
+    dist.broadcast_object_list(place)
+    limits: list[int] = []
+    with mock.patch.object(RankFile, "limit", lambda _, rate: limits.append(rate)):
+        for index in range(3):
+            engine.save_checkpoint(place[0], f"t{index}" if odd else f"t{index}-{dist.get_rank()}", {"odd": {1}.union} if odd else {})
+    out: Fingerprint = {"limits": limits, "busy": engine._saver.busy}
+    torch.manual_seed(77)
+    list(engine.training_dataloader)
+    _, client = engine.load_checkpoint(place[0])
+    out |= {"random": torch.rand(1).item(), "data": str(engine.training_dataloader.state_dict())}
+    dist.barrier()
+    out |= {"client": sorted(client), "kept": sorted(p.name for p in Path(place[0]).rglob("*"))}
+    dist.barrier()  # the folder is the first rank's, and goes with its run
     return out
 
 

@@ -162,6 +162,18 @@ def test_wider_accumulation_wire_and_slots() -> None:
     )
 
 
+def test_copies_for_asynchronous_saves_are_what_each_rank_writes() -> None:
+    """Equal replicas share the writing; what rests on a drive is not copied; a frozen weight is copied as it is."""
+    background = {"checkpoint": {"async": True}}
+    for stage in (0, 1, 3):
+        plan = plan_of({"stage": stage}, 4, **background)
+        found = lines(plan, sizes(plan, N, N, frozen=(1,)), (4,))
+        assert found["copies for asynchronous saves"] == Line("copies for asynchronous saves", host=N // 4 * 12 + N // 4 * 2)
+    plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "offload_param": PARAMS}, 1, **background)
+    assert "copies for asynchronous saves" not in lines(plan, sizes(plan, N, N, frozen=(1,)))
+    assert "copies for asynchronous saves" not in lines(plan_of({"stage": 3}), sizes(plan_of({"stage": 3}), N))
+
+
 def test_on_a_machine_without_accelerator_everything_is_host_memory() -> None:
     plan = plan_of({"stage": 3, "offload_optimizer": DRIVE}, 2)
     units = sizes(plan, N)

@@ -1,0 +1,290 @@
+"""What one rank writes of an engine's state: parts of global tensors under their own names, each written by exactly one rank.
+
+Nothing here depends on the optimizer's class: every tensor slot it keeps is saved by its own name.
+"""
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.plan import Spread, StateKind, StatePlan
+from deepspeed.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class Part:
+    """``values`` (flat) are the elements from ``lo`` on, in row-major order, of the global tensor (state, name)."""
+
+    state: str
+    name: str
+    shape: tuple[int, ...]
+    lo: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class States:
+    """The state of one engine, wherever it rests. ``attached(view)`` brings a view's optimizer state into memory for a while.
+
+    ``groups``: names of the parameters of every optimizer group, in the order the user gave them in.
+    """
+
+    module: nn.Module
+    mesh: ZeroMesh
+    units: list[Unit]
+    views: list[OptimView]
+    optimizer: torch.optim.Optimizer | None
+    attached: Callable[..., AbstractContextManager[None]]
+    groups: list[list[str]]
+
+    def state_of(self, view: OptimView) -> dict[str, Any]:
+        """What the optimizer holds for ``view``."""
+        return self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
+
+    def views_of(self, unit: Unit) -> list[OptimView]:
+        return [v for v in self.views if v.unit is unit]
+
+
+def weights_of(unit: Unit) -> tuple[StateKind, str]:
+    """Which state holds the authoritative weights of a unit, and its name in a checkpoint."""
+    return (StateKind.OPTIM, "master") if unit.master is not None else (StateKind.PARAM, "param")
+
+
+def plan_of(unit: Unit, kind: StateKind) -> StatePlan:
+    """The row entry of a state that the unit has."""
+    plan = {StateKind.PARAM: unit.plan.param, StateKind.GRAD: unit.plan.grad, StateKind.OPTIM: unit.plan.optim}[kind]
+    assert plan is not None
+    return plan
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a state this rank writes: ranks that hold the same range divide it among themselves."""
+
+    start: int
+    stop: int
+    replicas: int
+    index: int
+
+    def takes(self, position: int) -> bool:
+        """Whether an indivisible thing with that number is this rank's to write."""
+        return position % self.replicas == self.index
+
+
+def share_of(unit: Unit, kind: StateKind) -> Share:
+    """This rank's share of its resting range. Whole parameters are dealt out one by one instead (``takes``)."""
+    plan = plan_of(unit, kind)
+    replicas, index = 1, 0
+    for way, axis in zip(plan.spread, unit.mesh.axes, strict=True):
+        if way is Spread.REPLICATED:
+            index = index * axis.size + axis.index
+            replicas *= axis.size
+    start, stop = unit.range_of(kind)
+    if unit.layout.granularity is Granularity.PARAMETER:
+        return Share(start, stop, replicas, index)
+    each = -(-(stop - start) // (replicas * ALIGNMENT_NUMEL)) * ALIGNMENT_NUMEL
+    return Share(min(stop, start + index * each), min(stop, start + (index + 1) * each), replicas, index)
+
+
+def overlaps(unit: Unit, share: Share) -> Iterator[tuple[int, Segment, int, int]]:
+    """(position, segment, lo, hi) in flat indices of everything in ``share`` that this rank writes."""
+    whole = unit.layout.granularity is Granularity.PARAMETER
+    for position, segment in enumerate(unit.layout.segments):
+        lo, hi = unit.layout.overlap(segment, share.start, share.stop)
+        if lo < hi and (not whole or share.takes(position)):
+            yield position, segment, lo, hi
+
+
+def weight_parts(states: States, *, exclude_frozen: bool) -> Iterator[Part]:
+    """Weights and optimizer slots of every unit; a part is valid until the next one is asked for."""
+    for unit in states.units:
+        kind, state = weights_of(unit)
+        share = share_of(unit, kind)
+        with unit.values(kind) as values:
+            base = unit.range_of(kind)[0]
+            for position, segment, lo, hi in overlaps(unit, share):
+                if not (exclude_frozen and kind is StateKind.PARAM and not unit.params[position].requires_grad):
+                    yield Part(state, segment.name, segment.shape, lo - segment.offset, values.detach()[lo - base : hi - base])
+            if states.mesh.world.index == 0:  # in nobody's range, but a complete checkpoint names them
+                for segment, param in zip(unit.layout.segments, unit.params, strict=True):
+                    if not segment.numel and not (exclude_frozen and kind is StateKind.PARAM and not param.requires_grad):
+                        yield Part(state, segment.name, segment.shape, 0, values.detach()[:0])
+        if kind is StateKind.OPTIM:
+            for view in states.views_of(unit):
+                with states.attached(view):
+                    yield from _slot_parts(unit, view, states.state_of(view), share)
+
+
+def is_elementwise(view: OptimView, value: Any) -> bool:
+    """Whether an optimizer slot has one element for every element of the view's weights."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.layout is not torch.strided:
+        return False
+    if view.unit.layout.granularity is Granularity.PARAMETER:
+        return value.shape == view.param.shape
+    return value.numel() == view.stop - view.start and value.dim() == 1
+
+
+def _slot_parts(unit: Unit, view: OptimView, state: dict[str, Any], share: Share) -> Iterator[Part]:
+    for slot, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        flat = value.detach().contiguous().view(-1)
+        if is_elementwise(view, value):
+            for _, segment, lo, hi in overlaps(unit, share):
+                lo, hi = max(lo, view.start), min(hi, view.stop)
+                if lo < hi:
+                    part = flat[lo - view.start : hi - view.start]
+                    yield Part(f"optim.{slot}", segment.name, segment.shape, lo - segment.offset, part)
+        elif unit.layout.granularity is Granularity.PARAMETER:
+            if any(s.name == view.name for _, s, _, _ in overlaps(unit, share)):
+                yield Part(f"optim.{slot}", view.name, tuple(value.shape), 0, flat)
+        elif share.index == 0:
+            yield Part(f"opaque.{slot}", view_key(view), tuple(value.shape), 0, flat)
+
+
+def view_key(view: OptimView) -> str:
+    """Name of a view for state that only the very same layout can take back."""
+    return f"{view.unit.name}:{view.group}:{view.start}-{view.stop}/{view.unit.layout.numel}"
+
+
+def covered(view: OptimView) -> list[str]:
+    """Names of the parameters that a view has a part of."""
+    return [s.name for s in view.unit.layout.segments if max(s.offset, view.start) < min(s.stop, view.stop)]
+
+
+def scalar_state(states: States) -> dict[str, dict[str, Any]]:
+    """Numbers the optimizer keeps per parameter (a step count), as JSON by parameter and slot; from the first of equal replicas."""
+    found: dict[str, dict[str, Any]] = {}
+    for view in states.views:
+        if share_of(view.unit, StateKind.OPTIM).index and view.unit.layout.granularity is Granularity.ELEMENT:
+            continue
+        own = {
+            slot: pack_scalar(value)
+            for slot, value in states.state_of(view).items()
+            if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (bool, int, float))
+        }
+        for name in covered(view):
+            if own:
+                found[name] = own
+    return found
+
+
+def odd_state(states: States) -> dict[str, Any]:
+    """Whatever else the optimizer keeps: per view neither tensors nor numbers, and entries that belong to no tensor."""
+    assert states.optimizer is not None
+    found: dict[str, Any] = {}
+    for view in states.views:
+        rest = {k: v for k, v in states.state_of(view).items() if not isinstance(v, (torch.Tensor, bool, int, float))}
+        if rest:
+            found[view_key(view)] = rest
+    shared = {k: v for k, v in states.optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    return {"views": found, "shared": shared} if found or shared else {}
+
+
+def pack_scalar(value: Any) -> Any:
+    """A number, or a tensor without dimensions, as JSON that keeps every bit."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().contiguous().view(1).view(torch.uint8).numpy().tobytes()
+        return {"dtype": str(value.dtype).removeprefix("torch."), "bytes": base64.b64encode(raw).decode()}
+    return value.hex() if isinstance(value, float) else value
+
+
+def unpack_scalar(packed: Any) -> Any:
+    """The inverse of ``pack_scalar``."""
+    if isinstance(packed, dict):
+        dtype = getattr(torch, packed["dtype"])
+        return torch.frombuffer(bytearray(base64.b64decode(packed["bytes"])), dtype=dtype).clone().view(())
+    return float.fromhex(packed) if isinstance(packed, str) else packed
+
+
+def gradient_parts(states: States) -> Iterator[Part]:
+    """Gradients of an accumulation window that is open: what is reduced already, and every rank's own sum of what is not."""
+    rank = states.mesh.world.index
+    for unit in states.units:
+        if unit.grad_filled:
+            share, base = share_of(unit, StateKind.GRAD), unit.range_of(StateKind.GRAD)[0]
+            with unit.values(StateKind.GRAD) as values:
+                for _, segment, lo, hi in overlaps(unit, share):
+                    yield Part("grad", segment.name, segment.shape, lo - segment.offset, values[lo - base : hi - base])
+        if unit.partial is not None:
+            for position in sorted(unit.fired):
+                segment = unit.layout.segments[position]
+                if segment.numel:
+                    yield Part(f"grad_partial@{rank}", segment.name, segment.shape, 0, unit.partial[segment.offset : segment.stop])
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a module's state, by their names there."""
+    found = {}
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def buffer_parts(buffers: dict[str, torch.Tensor], state: str) -> Iterator[Part]:
+    for name, buffer in buffers.items():
+        yield Part(state, name, tuple(buffer.shape), 0, buffer.detach().contiguous().view(-1))
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """``get_extra_state()`` of the modules that have one, by module path."""
+    return {path: m.get_extra_state() for path, m in extra_modules(module).items()}
+
+
+def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules with an extra state of their own, by path."""
+    return {path: m for path, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor that a complete checkpoint of this engine must hold, whether or not this rank has part of it."""
+
+    state: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Names:
+    """Parameters by name; tied names and the one they are stored under."""
+
+    weights: dict[str, Expected] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def names_of(states: States) -> Names:
+    """Every parameter's name and shape; ``aliases`` for the further names of tied ones."""
+    names = Names()
+    stored: dict[int, str] = {}
+    for unit in states.units:
+        _, state = weights_of(unit)
+        dtype = unit.master.dtype if unit.master is not None else unit.full.dtype
+        for param, segment in zip(unit.params, unit.layout.segments, strict=True):
+            names.weights[segment.name] = Expected(state, segment.shape, dtype)
+            stored[id(param)] = segment.name
+    for name, param in states.module.named_parameters(remove_duplicate=False):
+        if stored.get(id(param), name) != name:
+            names.aliases[name] = stored[id(param)]
+    return names
+
+
+def nbytes_of(states: States) -> int:
+    """Bytes of weights and slots that this rank will write, about: for progress."""
+    total = 0
+    for unit in states.units:
+        kind, _ = weights_of(unit)
+        share = share_of(unit, kind)
+        dtype = unit.master.dtype if unit.master is not None else unit.full.dtype
+        total += (share.stop - share.start) * dtype.itemsize
+    return total + sum(v.nbytes for view in states.views for v in states.state_of(view).values() if isinstance(v, torch.Tensor))

@@ -1,0 +1,201 @@
+"""Everything one rank puts into a checkpoint: tensors as parts, the rest as JSON."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.checksum import crc32c
+from deepspeed.checkpoint.collect import (
+    Part,
+    States,
+    buffer_parts,
+    extra_states,
+    gradient_parts,
+    names_of,
+    nbytes_of,
+    odd_state,
+    persistent_buffers,
+    scalar_state,
+    weight_parts,
+    weights_of,
+)
+from deepspeed.checkpoint.plain import Encoded, encode, split
+from deepspeed.checkpoint.rng import capture_rng
+from deepspeed.checkpoint.save import as_json
+from deepspeed.checkpoint.saver import Content, one_answer
+from deepspeed.errors import PlainStateError
+from deepspeed.version import __version__
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the engine adds to its tensors. ``engine`` is JSON; the others are plain state."""
+
+    tag: str
+    engine: dict[str, Any]
+    scheduler: Any
+    scaler: Any
+    data: Any
+    config: Any
+    client_state: dict[str, Any]
+    allow_pickle: bool
+    compute_dtype: str
+
+
+class _Plain:
+    """Plain state of one rank: JSON where it belongs, tensors as parts."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def add(self, value: Any, name: str) -> Any:
+        found = encode(value, name=name)
+        self.tensors |= found.tensors
+        return found.json
+
+    def parts(self) -> Iterator[Part]:
+        for name, tensor in self.tensors.items():
+            yield Part("plain", name, tuple(tensor.shape), 0, tensor.detach().contiguous().view(-1))
+
+
+def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: bool) -> Content:
+    """This rank's content. Collective: ranks compare buffers and client states, and an error of one is raised on all.
+
+    Raises PlainStateError for state that cannot be stored without pickle.
+    """
+    rank = states.mesh.world.index
+    plain = _Plain()
+    error: Exception | None = None
+    content, client, digest = Content(()), _Client(), None
+    try:
+        gathered = extras()
+        content.facts = _rank_facts(states, gathered, plain)
+        content.common = _common_facts(states, gathered, plain) if rank == 0 else {}
+        client = _Client.of(gathered)
+        digest = client.digest()
+    except Exception as failure:
+        error = failure
+    digests = _all_well(states, error, digest)
+    if rank == 0 or digests[rank] != digests[0]:
+        content.facts["client_state"] = client.stored(plain, "client_state" if rank == 0 else f"ranks/{rank}/client_state")
+        content.pickled = client.odd
+    apart = {id(u) for u in states.units if weights_of(u)[0] in u.stored}
+    near, away = ([u for u in states.units if (id(u) in apart) == there] for there in (False, True))
+    content.parts = itertools.chain(
+        weight_parts(replace(states, units=near), exclude_frozen=exclude_frozen),
+        _buffers(states, rank),
+        gradient_parts(states),
+        plain.parts(),
+    )
+    content.away = weight_parts(replace(states, units=away), exclude_frozen=exclude_frozen)
+    content.nbytes = nbytes_of(states)
+    return content
+
+
+def _all_well(states: States, error: Exception | None, digest: Any) -> list[Any]:
+    """Every rank's digest, or an error on every rank. Collective."""
+    said = one_answer(states.mesh, (None if error is None else f"{type(error).__name__}: {error}", digest))
+    if error is not None:
+        raise error
+    for rank, (text, _) in zip(states.mesh.world.ranks, said, strict=True):
+        if text is not None:
+            raise PlainStateError(f"rank {rank}: {text}")
+    return [own for _, own in said]
+
+
+def _rank_facts(states: States, extras: Extras, plain: _Plain) -> dict[str, Any]:
+    """What may differ from rank to rank, as JSON, without the client state."""
+    rank = states.mesh.world.index
+    facts: dict[str, Any] = {"rng": plain.add(capture_rng(), f"ranks/{rank}/rng"), "data": plain.add(extras.data, f"ranks/{rank}/data")}
+    facts["scalars"] = scalar_state(states)
+    odd = odd_state(states) if states.optimizer is not None else {}
+    if odd:
+        facts["odd"] = plain.add(odd, f"ranks/{rank}/optimizer")
+    return facts
+
+
+@dataclass
+class _Client:
+    """The client state of one rank. ``odd``: what of it needs pickle, by path."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+    encoded: Encoded | None = None
+    odd: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, extras: Extras) -> "_Client":
+        if not extras.allow_pickle:
+            return cls(extras.client_state, encode(extras.client_state, name="client_state"))
+        return cls(extras.client_state, *split(extras.client_state, name="client_state"))
+
+    def digest(self) -> Any:
+        """Equal for equal client states; never equal where there is something to pickle."""
+        if self.encoded is None or self.odd:
+            return object.__repr__(self)
+        return crc32c(as_json(self.encoded.json).encode()), [crc32c(t.contiguous()) for t in self.encoded.tensors.values()]
+
+    def stored(self, plain: _Plain, name: str) -> Any:
+        """Its JSON; tensors go to ``plain`` under ``name``."""
+        again, self.odd = split(self.state, name=name)
+        plain.tensors |= again.tensors
+        return again.json
+
+
+def _common_facts(states: States, extras: Extras, plain: _Plain) -> dict[str, Any]:
+    """What is the same on every rank."""
+    names = names_of(states)
+    return {
+        "saved": {
+            "tag": extras.tag,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "deepspeed": __version__,
+            "torch": torch.__version__,
+        },
+        "world": {"size": states.mesh.size, "compute_dtype": extras.compute_dtype},
+        "engine": extras.engine,
+        "shared": names.aliases,
+        "optimizer": _optimizer_facts(states, plain),
+        "lr_scheduler": plain.add(extras.scheduler, "lr_scheduler"),
+        "loss_scaler": plain.add(extras.scaler, "loss_scaler"),
+        "extra_state": plain.add(extra_states(states.module), "extra_state"),
+        "config": as_plain_config(extras.config),
+    }
+
+
+def _optimizer_facts(states: States, plain: _Plain) -> dict[str, Any] | None:
+    optimizer = states.optimizer
+    if optimizer is None:
+        return None
+    groups = [
+        {
+            "names": states.groups[index],
+            "options": plain.add({k: v for k, v in group.items() if k != "params"}, f"optimizer/{index}"),
+        }
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    return {"type": type(optimizer).__name__, "groups": groups}
+
+
+def as_plain_config(config: Any) -> Any:
+    """The configuration as JSON; what is not JSON in it becomes text."""
+    if isinstance(config, dict):
+        return {str(k): as_plain_config(v) for k, v in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [as_plain_config(v) for v in config]
+    if isinstance(config, float) and (config != config or config in (float("inf"), float("-inf"))):
+        return str(config)
+    return config if config is None or isinstance(config, (bool, int, float, str)) else str(config)
+
+
+def _buffers(states: States, rank: int) -> Iterator[Part]:
+    """The first rank's buffers, and another rank's where they differ from those."""
+    buffers = persistent_buffers(states.module)
+    digests = {name: crc32c(b.detach().cpu().contiguous()) if b.numel() else 0 for name, b in buffers.items()}
+    first = one_answer(states.mesh, digests)[0]
+    if rank == 0:
+        return buffer_parts(buffers, "buffer")
+    return buffer_parts({n: b for n, b in buffers.items() if digests[n] != first.get(n)}, f"buffer@{rank}")

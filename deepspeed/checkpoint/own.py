@@ -1,0 +1,169 @@
+"""Reading this package's own format: any range of any tensor, checksums verified, without a process group."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.boxes import faults, runs
+from deepspeed.checkpoint.checksum import crc32c
+from deepspeed.checkpoint.collect import unpack_scalar
+from deepspeed.checkpoint.files import ChunkReader, Wanted
+from deepspeed.checkpoint.manifest import MANIFEST, Box, Entry, Key, Manifest
+from deepspeed.checkpoint.pickled import load_pickled
+from deepspeed.checkpoint.plain import decode
+from deepspeed.checkpoint.source import Described, whole
+from deepspeed.errors import CheckpointError
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises CheckpointError when it is missing, damaged or of another version."""
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {folder} is no complete checkpoint") from error
+    return Manifest.from_bytes(content, where=str(path), checksum=crc32c)
+
+
+class OwnSource:
+    """A checkpoint of this package. ``rank``: whose client state ``facts`` shows, where ranks saved different ones.
+
+    ``allow_pickle``: load what the saver chose to pickle; else needing it is an error.
+    """
+
+    kind = "deepspeed-checkpoint"
+
+    def __init__(self, folder: Path, *, rank: int = 0, allow_pickle: bool = False) -> None:
+        self.path = folder
+        self.manifest = read_manifest(folder)
+        self._rank, self._allow_pickle = rank, allow_pickle
+        self._of_ranks: dict[tuple[int, str], Any] = {}
+        self._check_files()
+        self._reader = ChunkReader(folder)
+
+    @cached_property
+    def entries(self) -> dict[Key, Described]:
+        return {key: Described(e.dtype, e.shape) for key, e in self.manifest.entries.items()}
+
+    def read(self, key: Key, out: torch.Tensor, *, start: int = 0) -> None:
+        """See ``Source.read``."""
+        self.read_many([(key, out, start)])
+
+    def read_many(self, wanted: Iterable[tuple[Key, torch.Tensor, int]]) -> None:
+        """Many reads, in the order of the files. Raises CheckpointError as ``read``."""
+        self._reader.read_many([w for key, out, start in wanted for w in self._wanted(key, out, start)])
+
+    def _wanted(self, key: Key, out: torch.Tensor, start: int) -> list[Wanted]:
+        entry = self.manifest.entries.get(key)
+        what = f"{key[0]} of {key[1]}"
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no {what}")
+        if out.dtype != entry.dtype or start < 0 or start + out.numel() > entry.numel:
+            raise ValueError(f"{what} is {entry.numel} elements of {entry.dtype}, not {out.numel()} of {out.dtype} from {start} on")
+        width, raw, found, covered = entry.dtype.itemsize, out.view(-1).view(torch.uint8), [], 0
+        for box in entry.boxes:
+            for run in runs(entry.shape, lo=box.lo, hi=box.hi, start=box.start, part=box.shape):
+                lo, hi = max(run.globe, start), min(run.globe + run.numel, start + out.numel())
+                if lo < hi:
+                    target = raw[(lo - start) * width : (hi - start) * width]
+                    found.append(Wanted(box, (run.own + lo - run.globe) * width, target, what))
+                    covered += hi - lo
+        if covered != out.numel():
+            raise CheckpointError(f"{self.path / MANIFEST} has no bytes for part of {what}")
+        return found
+
+    def _check_files(self) -> None:
+        """Sizes, and that every tensor is covered exactly once: a manifest that contradicts itself is refused before anything is read."""
+        for name, nbytes in self.manifest.files.items():
+            path = self.path / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing: {_tensors_in(self.manifest, name)}; fetch it again, or use another checkpoint")
+            if path.stat().st_size != nbytes:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes, not {nbytes}: cut or replaced; it holds {_tensors_in(self.manifest, name)}"
+                )
+        for entry in self.manifest.entries.values():
+            for box in entry.boxes:
+                _check_box(entry, box, self.manifest.files, self.path)
+            wrong = faults(entry.numel, entry.spans())
+            if wrong:
+                what = "no bytes for" if wrong[0].times == 0 else "several places for"
+                raise CheckpointError(
+                    f"{self.path / MANIFEST} has {what} elements {wrong[0].lo} to {wrong[0].hi} of {entry.state} of {entry.name}"
+                )
+
+    # -- facts -----------------------------------------------------------------------------------------------------------------
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Decoded; see ``Source``. Raises CheckpointError when they are not what this release writes."""
+        try:
+            return self._facts()
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            where = self.path / MANIFEST
+            raise CheckpointError(f"{where} has facts this release does not understand: {type(error).__name__}: {error}") from error
+
+    def _facts(self) -> dict[str, Any]:
+        raw = self.manifest.facts
+        found = {k: raw.get(k) for k in ("saved", "engine", "config", "world")}
+        found["shared"] = raw.get("shared") or {}
+        found["optimizer"] = self._optimizer(raw.get("optimizer"))
+        for name in ("lr_scheduler", "loss_scaler", "extra_state"):
+            found[name] = self._plain(raw.get(name))
+        ranks = raw.get("ranks") or []
+        own = ranks[self._rank] if self._rank < len(ranks) else {}
+        found["client_state"] = self._client_state(own) if "client_state" in own else self._client_state(ranks[0] if ranks else {})
+        found["ranks"] = ranks
+        # Read now: what is damaged here must be refused before anything has changed, and while the ranks still compare their errors.
+        for rank in {0, self._rank}:
+            for name in ("rng", "data", "odd"):
+                self.rank_fact(rank, name)
+        return found
+
+    def rank_fact(self, rank: int, name: str) -> Any:
+        """What one rank saved under ``name`` ("rng", "data"), decoded; None when there is none."""
+        if (rank, name) not in self._of_ranks:
+            ranks = self.manifest.facts.get("ranks") or []
+            self._of_ranks[rank, name] = self._plain(ranks[rank].get(name)) if rank < len(ranks) else None
+        return self._of_ranks[rank, name]
+
+    def _optimizer(self, raw: dict[str, Any] | None) -> dict[str, Any]:
+        if raw is None:
+            return {}
+        groups = [{"names": g["names"], "options": self._plain(g["options"])} for g in raw["groups"]]
+        scalars = {name: {k: unpack_scalar(v) for k, v in row["values"].items()} for row in raw["scalars"] for name in row["names"]}
+        return {"type": raw["type"], "groups": groups, "scalars": scalars, "odd": self._plain(raw.get("odd"))}
+
+    def _plain(self, value: Any) -> Any:
+        return decode(value, lambda name: whole(self, ("plain", name)))
+
+    def _client_state(self, own: dict[str, Any]) -> dict[str, Any]:
+        pickled = None
+        if own.get("pickled"):
+            pickled = load_pickled(self.path, own["pickled"], allow=self._allow_pickle)
+        return decode(own.get("client_state"), lambda name: whole(self, ("plain", name)), pickled=pickled) or {}
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _tensors_in(manifest: Manifest, file: str) -> str:
+    names = [f"{e.state} of {e.name}" for e in manifest.entries.values() if any(b.file == file for b in e.boxes)]
+    return f"{', '.join(names[:4])}{f' and {len(names) - 4} more tensors' if len(names) > 4 else ''}" or "no tensor"
+
+
+def _check_box(entry: Entry, box: Box, files: dict[str, int], folder: Path) -> None:
+    nbytes = (box.hi - box.lo) * entry.dtype.itemsize
+    if box.file not in files or box.offset + box.extent > files[box.file] or nbytes > box.extent or box.lo > box.hi:
+        raise CheckpointError(f"{folder / MANIFEST} places {entry.state} of {entry.name} outside of {box.file}")
+    if box.start is None:
+        return
+    start, part = box.start, box.shape or ()
+    inside = len(start) == len(part) == len(entry.shape) and all(s + p <= n for s, p, n in zip(start, part, entry.shape, strict=True))
+    if not inside or box.hi > prod(part):
+        raise CheckpointError(f"{folder / MANIFEST} gives {entry.state} of {entry.name} a part outside of it: {part} at {start}")

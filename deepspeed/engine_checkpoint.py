@@ -1,0 +1,279 @@
+"""The engine's ``save_checkpoint`` and ``load_checkpoint``."""
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint import folders
+from deepspeed.checkpoint.collect import States
+from deepspeed.checkpoint.contents import Extras, content_of
+from deepspeed.checkpoint.loader import Loaded, load_into, open_everywhere
+from deepspeed.checkpoint.restore import LoadRules
+from deepspeed.checkpoint.saver import SaveOrder, Saver, agree, client_files, one_answer
+from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.torch_file import TorchFile
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.observe.log import log_dist, logger
+from deepspeed.zero.hooks import inside_backward
+from deepspeed.zero.weights import state_names, whole_weights
+
+if TYPE_CHECKING:
+    from deepspeed.mesh.groups import ZeroMesh
+    from deepspeed.zero.optim_view import OptimView
+    from deepspeed.zero.runtime import Runtime
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+class EngineCheckpoint:
+    """Mixin; the attributes come from the engine."""
+
+    module: nn.Module
+    mesh: "ZeroMesh"
+    runtime: "Runtime"
+    basic_optimizer: torch.optim.Optimizer | None
+    optimizer: Any
+    lr_scheduler: Any
+    training_dataloader: Any
+    attached: Any
+    _config: DeepSpeedConfig
+    _views: "list[OptimView]"
+    _group_names: list[list[str]]
+    _scaler: Any
+    _backwards: int
+    _gas: int
+    _managed: bool
+    micro_steps: int
+    _norm: float | None
+    _saver: Saver
+    _torn: str
+    loaded_checkpoint_dp_world_size: int | None
+    loaded_checkpoint_mp_world_size: int | None
+
+    def _start_checkpoints(self) -> None:
+        self._saver = Saver(self.mesh)
+        self._torn = ""
+        self._group_names = []
+        self.loaded_checkpoint_dp_world_size = self.loaded_checkpoint_mp_world_size = None
+
+    def load_universal_checkpoint(self) -> bool:
+        """The key ``checkpoint.load_universal``; every kind of checkpoint is recognised anyway."""
+        return self._config.checkpoint.load_universal
+
+    # -- save ----------------------------------------------------------------------------------------------------------------------
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that training needs to go on into ``save_dir/tag`` (default ``global_step{N}``); True. Collective.
+
+        ``client_state``: a dict of plain values, tensors and numpy arrays that ``load_checkpoint`` gives back. The checkpoint gets its
+        name when every byte is on the disk; ``latest`` then names it if ``save_latest``. With ``checkpoint.async`` the state of this
+        moment is written while training goes on, and a failure is raised by a later call. Raises CheckpointError (nothing was replaced),
+        PlainStateError for client state that needs pickle, ValueError for an empty ``save_dir``, UsageError inside a forward or backward.
+        """
+        self._check_alive()  # type: ignore[attr-defined]
+        if not str(save_dir):
+            raise ValueError("save_checkpoint needs a save_dir, and got an empty one")
+        if client_state is not None and not isinstance(client_state, dict):
+            raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
+        if self.runtime.depth or self.runtime.in_backward or inside_backward():
+            raise UsageError("save_checkpoint() was called inside a forward or backward of the model; call it between steps")
+        config = self._config.checkpoint
+        name = self._common_tag(tag)
+        self.settle_gradients()  # type: ignore[attr-defined]
+        state = client_state or {}
+        content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)
+        whole = not self.runtime.plan.regular.param.sharded
+        level, bf16 = self._config.zero_stage, self._config.bf16.enabled
+        order = SaveOrder(
+            Path(save_dir),
+            name,
+            latest=save_latest,
+            keep_last=config.keep_last,
+            rate_bytes=config.rate_limit or 0,
+            **({"extra": client_files(state, level=level, whole=whole, bf16=bf16)} if config.client_files else {}),
+        )
+        (self._saver.save_behind if config.in_background else self._saver.save)(order, content)
+        return True
+
+    def _common_tag(self, tag: str | None) -> str:
+        """One tag for all ranks."""
+        own = str(tag) if tag is not None else f"global_step{self.global_steps}"  # type: ignore[attr-defined]
+        said = one_answer(self.mesh, own)
+        if len(set(said)) > 1 and self._config.checkpoint.tag_validation != "IGNORE":
+            text = f"ranks save under different tags ({', '.join(dict.fromkeys(said))})"
+            if self._config.checkpoint.tag_validation == "FAIL":
+                raise CheckpointError(f"{text}, and checkpoint.tag_validation is FAIL; pass the same tag on every rank")
+            logger.warning("%s; the first rank's is taken", text)
+        return folders.check_tag(said[0])
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a background save has its name. Collective. Raises CheckpointError when it failed."""
+        self._saver.settle(wait=True)
+
+    def _end_save(self) -> CheckpointError | None:
+        """Wait for a background save at the end of the engine; its failure."""
+        try:
+            self._saver.settle(wait=True)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _states(self) -> States:
+        units = self.runtime.units
+        return States(self.module, self.mesh, units, self._views, self.basic_optimizer, self.attached, self._group_names)
+
+    def _extras(self, client_state: dict[str, Any], tag: str) -> Extras:
+        policy = self.runtime.gradients.policy
+        loader = self.training_dataloader
+        return Extras(
+            tag=tag,
+            engine={
+                **{name: getattr(self, name) for name in COUNTERS},
+                "backwards": self._backwards,
+                "window": self._gas,
+                "norm": self._norm if self._norm is None else float(self._norm).hex(),
+                "gradient_after": policy.after,
+            },
+            scheduler=_state_of(self.lr_scheduler),
+            scaler=self._scaler.state_dict(),
+            data=_state_of(loader),
+            config=self._config.source,
+            client_state=client_state,
+            allow_pickle=self._config.checkpoint.allow_pickle,
+            compute_dtype=self._config.compute_dtype,
+        )
+
+    def save_16bit_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
+        """Write all weights in the compute dtype to one file for ``torch.load`` by the first rank, a unit at a time. Collective.
+
+        False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is off. Raises
+        CheckpointError on every rank when the file cannot be written; an older one is intact then.
+        """
+        if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
+            log_dist("save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
+            return False
+        tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        with contextlib.ExitStack() as held:
+            file: TorchFile | None = None
+            error: OSError | None = None
+            try:
+                if self.mesh.world.index == 0:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    shapes = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+                    file = held.enter_context(TorchFile(path, shapes, aliases=aliases))
+            except OSError as failure:
+                error = failure
+            for name, values in whole_weights(self.module, tensors):  # every rank takes part, whatever has failed
+                if file is not None and error is None:
+                    try:
+                        file.write(name, values)
+                    except OSError as failure:
+                        error = failure
+            agree(self.mesh, error, f"writing {path}")
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # -- load ----------------------------------------------------------------------------------------------------------------------
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restore ``load_dir/tag`` (default: what ``latest`` names) under any number of ranks and any configuration. Collective.
+
+        Returns (path, client state); (None, None) with a warning when there is no checkpoint. Complete or refused: a missing, extra or
+        mis-shaped tensor is a CheckpointError that lists names, before anything has changed; ``load_module_strict`` False takes what
+        fits and says what was skipped. ``load_module_only`` leaves optimizer, schedule and counters alone. ``custom_load_fn(src, dst)``
+        puts a whole state dict into the module instead. Checkpoints of DeepSpeed 0.19 are read too.
+        """
+        self._check_destroyed()  # type: ignore[attr-defined]
+        self._saver.settle(wait=True)
+        if self.runtime.depth or self.runtime.in_backward or inside_backward():
+            raise UsageError("load_checkpoint() was called inside a forward or backward of the model; call it between steps")
+        source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=self._config.checkpoint.allow_pickle)
+        if source is None:
+            logger.warning("load_checkpoint: %s has no file 'latest' and no checkpoint; nothing was loaded", load_dir)
+            return None, None
+        optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
+        rules = LoadRules(strict=load_module_strict, optimizer=optimizer, module=custom_load_fn is None)
+        try:
+            loaded = load_into(self._states(), self.runtime, source, rules, self.mesh, begin=lambda: self._begin_loading(source))
+            if custom_load_fn is not None:
+                self.load_module_state_dict(loaded.state_dict(), load_module_strict, custom_load_fn)  # type: ignore[attr-defined]
+            self._torn = ""
+            self._take_facts(loaded, optimizer=optimizer, scheduler=load_lr_scheduler_states and not load_module_only)
+            if not load_module_only:
+                self._take_counters(loaded, window=optimizer)
+            return str(source.path), loaded.client_state()
+        finally:
+            source.close()
+
+    def _begin_loading(self, source: Source) -> None:
+        """From here on the engine changes, and is of no use until all of it has."""
+        self.zero_grad()  # type: ignore[attr-defined]
+        self._torn = f"loading {source.path} failed half way"
+
+    def _take_facts(self, loaded: Loaded, *, optimizer: bool, scheduler: bool) -> None:
+        facts = loaded.facts
+        if scheduler and self.lr_scheduler is not None and facts.get("lr_scheduler") is not None:
+            self.lr_scheduler.load_state_dict(facts["lr_scheduler"])
+        if not optimizer:
+            return
+        if facts.get("loss_scaler"):
+            self._scaler.load_state_dict(facts["loss_scaler"])
+        if self._config.checkpoint.restore_rng:
+            loaded.restore_rng()
+        data = loaded.data_position() if self._config.checkpoint.restore_data else None
+        if data is not None and hasattr(self.training_dataloader, "load_state_dict"):
+            self.training_dataloader.load_state_dict(data)
+
+    def _take_counters(self, loaded: Loaded, *, window: bool) -> None:
+        engine = loaded.facts.get("engine") or {}
+        for name in COUNTERS:
+            setattr(self, name, int(engine.get(name, 0)))
+        world = loaded.facts.get("world") or {}
+        self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = world.get("size"), 1
+        norm = engine.get("norm")
+        self._norm = float.fromhex(norm) if isinstance(norm, str) else norm
+        self._take_window(loaded, engine, taken=window)
+
+    def _take_window(self, loaded: Loaded, engine: dict[str, Any], *, taken: bool) -> None:
+        """The open accumulation window, if it is ``taken``; without it, or with windows of another length, counting begins at its start.
+
+        What is there of a window of another length counts for as many micro-batches of this one, so that the mean stays a mean.
+        """
+        done, length = int(engine.get("backwards") or 0) if taken else 0, int(engine.get("window") or self._gas)
+        factor = 1.0
+        if self._managed and (not taken or length != self._gas):
+            fits = min(done, self._gas - 1)
+            if fits < done:
+                logger.warning("the window of %d micro-batches has room for %d of the %d that were saved", self._gas, fits, done)
+            factor = length / self._gas * (fits / done if done else 1.0)
+            self.micro_steps += fits - self.micro_steps % self._gas
+            done = fits
+        if done:
+            factor *= float(engine["gradient_after"]) / self.runtime.gradients.policy.after
+            loaded.fill_gradients(self.runtime.gradients, factor=factor)
+            self._backwards = done
+
+
+def _state_of(thing: Any) -> Any:
+    """``state_dict()`` of a scheduler or loader that has one."""
+    return thing.state_dict() if thing is not None and hasattr(thing, "state_dict") else None

@@ -1,0 +1,273 @@
+"""A background save holds the state of its call, whatever training does meanwhile, and ends whole or not at all."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from deepspeed.checkpoint import files, folders, saver
+from deepspeed.checkpoint.opening import find_and_open
+from deepspeed.checkpoint.save import RankFile
+from deepspeed.checkpoint.source import whole
+from deepspeed.verify.ranks import _context, _enter_world, _free_port
+from tests.dist.test_checkpoint_damage import Net, same, state, train
+from tests.dist.test_checkpoint_full_disk import held
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+def engine_of(stage: int, *, seed: int = 3, zero: dict[str, Any] | None = None, **checkpoint: Any) -> Any:
+    torch.manual_seed(seed)
+    return start(Net().train(), make_config(stage, zero=zero or {}, checkpoint={"async": True, **checkpoint}))
+
+
+# -- the state of the call -------------------------------------------------------------------------------------------------------------
+
+
+def change_everything(engine: Any, client_state: dict[str, Any]) -> None:
+    """What training, and a careless user, may do right after the call."""
+    with torch.no_grad():
+        for buffer in engine.module.buffers():
+            buffer.add_(1)
+        for view in (p for group in engine.basic_optimizer.param_groups for p in group["params"]):
+            view.add_(1)
+            for value in engine.basic_optimizer.state.get(view, {}).values():
+                if isinstance(value, torch.Tensor):
+                    value.add_(1)
+    engine.basic_optimizer.param_groups[0]["lr"] = 123.0
+    client_state["tensor"].add_(1)
+    client_state["list"].append(4)
+    client_state["new"] = 1
+    torch.rand(3)
+
+
+def save_and_change(folder: str, stage: int, nvme: str | None) -> list[str]:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": nvme}} if nvme else {}
+    engine, bad = engine_of(stage, zero=zero), []
+    train(engine, 1)
+    saved = state(engine) if not nvme else []
+    client_state = {"tensor": torch.arange(5), "list": [1, 2, 3]}
+    with held() as gate:
+        engine.save_checkpoint(folder, tag="now", client_state=client_state)
+        if not nvme:
+            change_everything(engine, client_state)
+        for seed in (2, 3):
+            train(engine, seed)  # nothing waits for the writer
+        if Path(folder, "now").exists():
+            bad.append("it did not happen in the background")
+        gate.set()
+        engine.wait_for_checkpoint()
+    engine.destroy()
+    other = engine_of(stage, seed=4, zero=zero)
+    _, told = other.load_checkpoint(folder)
+    if not nvme and not same(saved, state(other)):
+        bad.append("it is not the state of the call")
+    if not nvme and (told["list"] != [1, 2, 3] or not torch.equal(told["tensor"], torch.arange(5)) or "new" in told):
+        bad.append(f"the client state is not that of the call: {told['list']} {told['tensor']}")
+    stub = torch.load(next(Path(folder, "now").glob("*_model_states.pt")), weights_only=True)
+    if not nvme and (stub["list"] != [1, 2, 3] or not torch.equal(stub["tensor"], torch.arange(5)) or "new" in stub):
+        bad.append("the files for other programs hold later client state")
+    if other.global_steps != 1 or other.basic_optimizer.param_groups[0]["lr"] == 123.0:
+        bad.append("the numbers are not those of the call")
+    other.destroy()
+    return bad
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_saved_state_is_that_of_the_call(pool2: RankPool, tmp_path: Path, stage: int) -> None:
+    assert pool2.run(save_and_change, str(tmp_path), stage, None) == [[], []]
+
+
+def test_states_on_a_drive_are_saved_as_they_were_at_the_call(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(save_and_change, str(tmp_path / "ck"), 3, str(tmp_path)) == [[], []]
+    assert pool2.run(save_now, str(tmp_path / "now"), 3, str(tmp_path)) == [None, None]
+    ours, other = find_and_open(tmp_path / "ck"), find_and_open(tmp_path / "now")
+    tensors = [key for key in ours.entries if key[0] != "plain"]
+    assert len(tensors) > 20 and all(torch.equal(whole(ours, key), whole(other, key)) for key in tensors)
+
+
+def save_now(folder: str, stage: int, nvme: str) -> None:
+    """The same training, saved in the foreground."""
+    engine = engine_of(stage, zero={"offload_optimizer": {"device": "nvme", "nvme_path": nvme}}, **{"async": False})
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+# -- one after the other -----------------------------------------------------------------------------------------------------------------
+
+
+def two_saves(folder: str) -> list[str]:
+    """What happened, in order, on this rank."""
+    events: list[str] = []
+    engine = engine_of(2)
+
+    begin, work, slow = saver.Saver._begin, saver.Saver._work, saver.drained
+
+    def begins(self: saver.Saver, order: saver.SaveOrder) -> Path:
+        events.append(f"{order.tag} begins")
+        return begin(self, order)
+
+    def works(self: saver.Saver, folder: Path, order: saver.SaveOrder, *rest: Any) -> None:
+        events.append(f"{order.tag} writes")
+        work(self, folder, order, *rest)
+        events.append(f"{order.tag} ends")
+
+    def drained(*args: Any) -> Iterator[Any]:
+        time.sleep(0.3)
+        yield from slow(*args)
+
+    with mock.patch.multiple(saver.Saver, _begin=begins, _work=works), mock.patch.object(saver, "drained", drained):
+        for tag in ("a", "b"):
+            engine.save_checkpoint(folder, tag=tag)
+        engine.wait_for_checkpoint()
+    engine.destroy()
+    return events
+
+
+def test_a_second_save_begins_when_the_first_has_ended(pool2: RankPool, tmp_path: Path) -> None:
+    wanted = [f"{tag} {what}" for tag in ("a", "b") for what in ("begins", "writes", "ends")]
+    assert pool2.run(two_saves, str(tmp_path)) == [wanted, wanted]
+    assert (tmp_path / "latest").read_text() == "b" and sorted(p.name for p in folders.complete_tags(tmp_path)) == ["a", "b"]
+
+
+# -- a bounded rate ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_is_kept(tmp_path: Path) -> None:
+    """On a clock that only sleeping moves: 24 MiB at 4 MiB a second, the first stage at once."""
+    clock, naps = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        clock[0] += seconds
+
+    fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    with mock.patch.object(files, "time", fake), files.ChunkWriter(tmp_path / "x", rate_bytes=4 * MIB) as writer:
+        for _ in range(6):
+            writer.append(torch.zeros(4 * MIB, dtype=torch.uint8))
+    assert 4.5 <= clock[0] <= 6.5 and len(naps) >= 40 and max(naps) <= 0.11
+
+
+def limits_of_a_save(folder: str, background: bool) -> list[int]:  # noqa: FBT001
+    found: list[int] = []
+    with mock.patch.object(RankFile, "limit", lambda self, rate: found.append(rate)):
+        engine = engine_of(1, rate_limit=MIB, **{"async": background})
+        engine.save_checkpoint(folder)
+        engine.destroy()
+    return found
+
+
+def test_the_configured_rate_holds_in_the_background_only(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(limits_of_a_save, str(tmp_path), True) == [[MIB], [MIB]]
+    assert pool2.run(limits_of_a_save, str(tmp_path), False) == [[], []]
+
+
+# -- the end of the process ----------------------------------------------------------------------------------------------------------------
+
+
+def save_twice(folder: str, *, seconds: float) -> None:
+    """One whole checkpoint, then a second that takes a while, in this process of one rank."""
+    engine = engine_of(1)
+    engine.save_checkpoint(folder, tag="a")
+    engine.wait_for_checkpoint()
+    slow = saver.drained
+
+    def drained(*args: Any) -> Iterator[Any]:
+        time.sleep(seconds)
+        yield from slow(*args)
+
+    saver.drained = drained
+    engine.save_checkpoint(folder, tag="b")
+
+
+_ENDS = """
+import os, sys
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
+from tests.dist.test_checkpoint_background import save_twice
+save_twice(sys.argv[1], seconds=1.0)
+raise SystemExit(3)
+"""
+
+
+def test_a_process_that_ends_right_after_the_call_still_finishes_its_save(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _ENDS, str(tmp_path), str(_free_port())]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr and (tmp_path / "latest").read_text() == "b"
+    source = find_and_open(tmp_path)
+    assert source.path.name == "b" and all(whole(source, key).numel() >= 0 for key in source.entries)
+
+
+def wait_for_the_signal(folder: str, seconds: float) -> None:
+    """A rank of its own, in the middle of a background save."""
+    with tempfile.TemporaryDirectory() as meeting:
+        _enter_world(0, 1, meeting, _free_port())
+        save_twice(folder, seconds=seconds)
+        Path(folder, "ready").touch()
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "takes", "latest"),
+    [(signal.SIGTERM, 30.0, "a"), (signal.SIGINT, 1.0, "b"), (signal.SIGKILL, 30.0, "a")],
+    ids=["terminated", "interrupted", "killed"],
+)
+def test_a_signal_during_a_background_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, number: signal.Signals, takes: float, latest: str
+) -> None:
+    """An interrupt ends Python in order, so the save is finished; the others end it at once, and the checkpoint before stays the newest."""
+    context: Any = _context()
+    process = context.Process(target=wait_for_the_signal, args=(str(tmp_path), takes), daemon=True)
+    process.start()
+    try:
+        end = time.monotonic() + 40
+        while not (tmp_path / "ready").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        process.join(40)
+        assert process.exitcode is not None and process.exitcode != 0
+    finally:
+        process.kill()
+        process.join()
+    source = find_and_open(tmp_path)
+    assert source.path.name == latest and all(whole(source, key).numel() >= 0 for key in source.entries)
+    if latest == "a":
+        left = folders.left_behind(tmp_path)
+        folders.begin(tmp_path, "c")
+        assert len(left) == 1 and not left[0].exists()
+
+
+def save_and_move_away(folder: str) -> list[str]:
+    """A relative save_dir means the working directory of the call."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        engine = engine_of(1)
+        with held() as gate:
+            engine.save_checkpoint("ck", tag="a")
+            os.chdir("/")
+            gate.set()
+            engine.destroy()
+        return sorted(os.listdir(folder))
+    finally:
+        os.chdir(before)
+
+
+def test_a_background_save_does_not_follow_the_process_into_another_folder(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(save_and_move_away, str(tmp_path)) == [["ck"], ["ck"]]
+    assert (tmp_path / "ck" / "latest").read_text() == "a"

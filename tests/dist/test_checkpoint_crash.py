@@ -1,0 +1,165 @@
+"""A save that dies at any instant leaves a whole checkpoint to resume from, says what it skipped, and the next save tidies up."""
+
+import functools
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.checkpoint import folders
+from deepspeed.verify.cli import main
+from deepspeed.verify.crash import CrashFailure, Job, Message, Witness, live
+
+pytestmark = pytest.mark.timeout(240)
+RANKS = 2
+
+# Where the first rank dies in its second save: the function, what its arguments match, before or after it has done its work; then the
+# step that a resume must find.
+POINTS: dict[str, tuple[str, str, str, int]] = {
+    "before the manifest": ("write_atomically", r"manifest\.json", "before", 1),
+    "after the manifest": ("write_atomically", r"manifest\.json", "after", 1),
+    "before it has its name": ("rename", r"\.saving-\S+ \S+/step\d", "before", 1),
+    "after it has its name": ("rename", r"\.saving-\S+ \S+/step\d", "after", 1),
+    "before latest names it": ("replace", r"/latest$", "before", 1),
+    "after latest names it": ("replace", r"/latest$", "after", 2),
+    "before the old one is removed": ("rename", r"\.removed-", "before", 2),
+    "when the old one has lost its name": ("rename", r"\.removed-", "after", 2),
+    "when the old one has lost its manifest": ("rmtree", r"\.removed-", "before", 2),
+}
+# The same tag again and again: the new one takes the old one's place.
+SAME_TAG: dict[str, tuple[str, str, str, int]] = {
+    "before they change places": ("_swap", r"newest", "before", 1),
+    "after they changed places": ("_swap", r"newest", "after", 2),
+    "before the old one is thrown away": ("discard", r"\.replaced-", "before", 2),
+    "when the old one has lost its manifest": ("rmtree", r"\.replaced-", "before", 2),
+}
+WITHOUT_EXCHANGE: dict[str, tuple[str, str, str, int]] = {
+    "before the first rename": ("rename", r"newest \S+\.replaced-", "before", 1),
+    "between the two renames": ("rename", r"newest \S+\.replaced-", "after", 1),
+    "after the second rename": ("rename", r"\.saving-\S+ \S+/newest", "after", 2),
+}
+
+
+def dying(real: Callable[..., Any], pattern: str, when: str, nth: int) -> Callable[..., Any]:
+    """``real``, but the process dies at its ``nth`` call with such arguments."""
+    seen: list[int] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        hit = re.search(pattern, " ".join(str(a) for a in args if not isinstance(a, bytes))) is not None
+        seen.extend([1] if hit else [])
+        if hit and len(seen) == nth and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if hit and len(seen) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return call
+
+
+def arm(point: tuple[str, str, str, int], exchange: str, nth: int, rank: int) -> None:
+    """Make the first rank die there."""
+    if exchange == "none":
+        folders._swap = lambda a, b: False
+    if rank == 0:
+        name, pattern, when, _ = point
+        owner: Any = folders if hasattr(folders, name) else folders.shutil if name == "rmtree" else os
+        setattr(owner, name, dying(getattr(owner, name), pattern, when, nth))
+
+
+def saved(message: Message) -> bool:
+    return message[0] == "saved"
+
+
+def never(message: Message) -> bool:
+    return False
+
+
+def crash_and_resume(job: Job, point: tuple[str, str, str, int], *, exchange: str = "kernel", nth: int = 2) -> None:
+    witness = Witness(Path(job.folder), job.background)
+    trapped = Job(**{**vars(job), "trap": functools.partial(arm, point, exchange, nth)})
+    told = live(trapped, witness, until=never)
+    steps = [m[1] for m in told if m[0] == "saving"]
+    assert steps == [1, 2] or job.background and steps == [1, 2, 3]  # training goes on until the thread comes there
+    again = live(job, witness, until=saved)
+    assert again[0][:2] == ("loaded", point[3])
+    left = [p.name for p in Path(job.folder).iterdir() if p.name.startswith(".")]
+    assert left == [] or job.background, left  # in the background the next save itself may be under way
+
+
+@pytest.mark.parametrize("where", POINTS)
+def test_killed_at_a_turning_point_of_a_save(where: str, tmp_path: Path) -> None:
+    # Pruning finds its first victim in the second save.
+    crash_and_resume(Job(str(tmp_path), RANKS, keep_last=1), POINTS[where], nth=1 if "old one" in where else 2)
+
+
+@pytest.mark.parametrize("where", ["after the manifest", "before latest names it"])
+def test_killed_at_a_turning_point_of_a_background_save(where: str, tmp_path: Path) -> None:
+    crash_and_resume(Job(str(tmp_path), RANKS, background=True), POINTS[where])
+
+
+@pytest.mark.parametrize("where", SAME_TAG)
+def test_killed_while_a_tag_is_overwritten(where: str, tmp_path: Path) -> None:
+    crash_and_resume(Job(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=1)
+
+
+@pytest.mark.parametrize("where", WITHOUT_EXCHANGE)
+def test_killed_while_a_tag_is_overwritten_where_names_cannot_be_exchanged(where: str, tmp_path: Path) -> None:
+    nth = 2 if "second" in where else 1
+    crash_and_resume(Job(str(tmp_path), 1, tag="newest"), WITHOUT_EXCHANGE[where], exchange="none", nth=nth)
+
+
+def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> None:
+    witness, job = Witness(tmp_path), Job(str(tmp_path), 1, tag="newest")
+    live(job, witness, until=saved)
+    for where in ("before they change places", "after they changed places"):
+        live(Job(**{**vars(job), "trap": functools.partial(arm, SAME_TAG[where], "kernel", 1)}), witness, until=never)
+    assert live(job, witness, until=saved)[0][1] >= 2
+    assert witness.skipped == 2
+
+
+def test_killed_at_random_instants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["crash", "--kills", "12", "--folder", str(tmp_path), "--seed", "5"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^12 kills: every resume found a whole checkpoint; \d+ unfinished saves skipped$", told, re.MULTILINE), told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (("loaded", 2, "state", "/d/step2", []), "had ended"),
+        (("loaded", 3, "other", "/d/step3", []), "gave rank 0 the state other"),
+        (("loaded", 3, "state", "/d/step2", []), "latest names step3"),
+        (("loaded", 3, "state", None, []), "found nothing"),
+        (("loaded", 3, "state", "/d/step3", ["nothing"]), "does not name .t.saving-x"),
+        (("saving", 3, "other"), "another state after the resume"),
+        (("saved", 4, 0.1), "left .t.saving-x behind"),
+        (("failed", "Traceback"), "rank 0 failed"),
+    ],
+)
+def test_the_gate_notices_a_wrong_resume(message: Message, words: str, tmp_path: Path) -> None:
+    (tmp_path / ".t.saving-x").mkdir()
+    witness = Witness(tmp_path, digests={(3, 0): "state"}, ended=3, left=[".t.saving-x"], expected="step3")
+    with pytest.raises(CrashFailure, match=words):
+        witness.hear(0, message)
+
+
+@pytest.mark.parametrize("arguments", [["--kills", "0"], ["--ranks", "0"], ["--folder", "/no/such"]])
+def test_wrong_input_is_a_sentence_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["crash", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("ds_verify: --")
+
+
+def test_what_a_dead_process_left_goes_even_when_its_number_lives_again(tmp_path: Path) -> None:
+    mine = folders.begin(tmp_path, "t")
+    host, _, born, _ = mine.name.removeprefix(".t.saving-").rsplit("-", 3)
+    left = [tmp_path / f".t.saving-{host}-{os.getpid()}-{int(born) + 1}-abc", tmp_path / f".latest.saving-{host}-{os.getpid()}-1-abc"]
+    left[0].mkdir()
+    left[1].write_text("half")
+    folders.begin(tmp_path, "u")
+    assert mine.exists() and not any(p.exists() for p in left)

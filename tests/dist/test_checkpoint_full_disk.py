@@ -1,0 +1,283 @@
+"""When a checkpoint cannot be written every rank says why and what to do, the one before it stays whole, and training goes on."""
+
+import contextlib
+import errno
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.checkpoint import folders, saver
+from deepspeed.verify.ranks import RankPool as OwnPool
+from tests.dist.test_checkpoint_damage import engine_of, same, state, train
+from tests.dist.test_offload_faults import file_size_limit
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, outcome, start
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[2]
+TINY = 8192  # bytes; far below what a rank writes
+BOTH = (0, 1)
+
+
+def background_engine() -> Any:
+    torch.manual_seed(3)
+    return start(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)).train(), make_config(2, checkpoint={"async": True}))
+
+
+def names(folder: str) -> list[str]:
+    return sorted(p.name for p in Path(folder).iterdir() if p.name != "zero_to_fp32.py")
+
+
+@contextlib.contextmanager
+def no_space(pattern: str) -> Iterator[None]:
+    """No small file whose name ends so can be written by this rank: the disk is full by then."""
+    real = folders.write_atomically
+
+    def write(path: Path, content: bytes, **options: Any) -> None:
+        if path.name.endswith(pattern):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, content, **options)
+
+    with mock.patch.object(folders, "write_atomically", write):
+        yield
+
+
+LIMITS: dict[str, Callable[[], Any]] = {
+    "data": functools.partial(file_size_limit, TINY),
+    "list": functools.partial(no_space, ".list"),
+    "manifest": functools.partial(no_space, "manifest.json"),
+}
+
+
+def fails_then_goes_on(folder: str, where: str, ranks: tuple[int, ...]) -> list[str]:
+    bad, engine = [], engine_of()
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="a")
+    saved = state(engine)
+    train(engine, 2)
+    before = state(engine)
+    with LIMITS[where]() if dist.get_rank() in ranks else contextlib.nullcontext():
+        said = outcome(lambda: engine.save_checkpoint(folder, tag="b"))
+    if "CheckpointError" not in said or folder not in said or not any(w in said for w in ("free space", "raise the limit")):
+        bad.append(f"it says {said!r}")
+    dist.barrier()
+    if names(folder) != ["a", "latest"]:
+        bad.append(f"it leaves {names(folder)}")
+    if not same(before, state(engine)):
+        bad.append("the failed save changed the engine")
+    train(engine, 3)
+    engine.save_checkpoint(folder, tag="b")
+    dist.barrier()
+    if names(folder) != ["a", "b", "latest"]:
+        bad.append(f"then there is {names(folder)}")
+    engine.load_checkpoint(folder, tag="a")
+    if not same(saved, state(engine)):
+        bad.append("the checkpoint before it was touched")
+    engine.destroy()
+    return bad
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks"), [("data", (0,)), ("data", (1,)), ("data", BOTH), ("list", (1,)), ("list", (0,)), ("manifest", (0,))]
+)
+def test_a_save_that_finds_no_space_fails_on_every_rank_and_leaves_nothing(
+    pool2: RankPool, tmp_path: Path, where: str, ranks: tuple[int, ...]
+) -> None:
+    assert pool2.run(fails_then_goes_on, str(tmp_path), where, ranks) == [[], []]
+
+
+# -- in the background -----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def held() -> Iterator[threading.Event]:
+    """Background saves begin to write when the event is set."""
+    gate, real = threading.Event(), saver.drained
+
+    def drained(*args: Any) -> Iterator[Any]:
+        gate.wait(30)
+        yield from real(*args)
+
+    with mock.patch.object(saver, "drained", drained):
+        yield gate
+
+
+def steps_until_it_is_told(engine: Any) -> tuple[int, str]:
+    """How many steps were done before one raised, and what that said."""
+    for count in range(400):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(count + 100 * dist.get_rank()))
+        engine.backward(engine(x).square().mean())
+        said = outcome(engine.step)
+        if said:
+            return count, said
+        time.sleep(0.01)
+    return -1, "nothing"
+
+
+def background_failure(folder: str, where: str, ranks: tuple[int, ...], told: str) -> list[Any]:
+    bad, engine = [], background_engine()
+    engine.save_checkpoint(folder, tag="a")
+    engine.wait_for_checkpoint()
+    with contextlib.ExitStack() as stack:
+        gate = stack.enter_context(held())
+        if said := outcome(lambda: engine.save_checkpoint(folder, tag="b")):
+            bad.append(f"the call itself fails: {said}")
+        if dist.get_rank() in ranks:
+            stack.enter_context(LIMITS[where]())
+        gate.set()
+        ways = {"step": lambda: steps_until_it_is_told(engine)[1], "wait": lambda: outcome(engine.wait_for_checkpoint)}
+        ways |= {"save": lambda: outcome(lambda: engine.save_checkpoint(folder, tag="c")), "destroy": lambda: outcome(engine.destroy)}
+        ways |= {"load": lambda: outcome(lambda: engine.load_checkpoint(folder, tag="a"))}
+        said = ways[told]()
+    if not all(w in said for w in ("CheckpointError", folder, "background save of checkpoint b", f"rank {ranks[0]}")):
+        bad.append(f"{told} says {said!r}")
+    dist.barrier()
+    if names(folder) != ["a", "latest"]:
+        bad.append(f"it leaves {names(folder)}")
+    if told == "destroy":
+        return bad
+    if said := outcome(engine.wait_for_checkpoint):
+        bad.append(f"it is told twice: {said!r}")
+    engine.save_checkpoint(folder, tag="d")
+    engine.destroy()
+    dist.barrier()
+    return bad if names(folder) == ["a", "d", "latest"] else [*bad, f"then there is {names(folder)}"]
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "told"),
+    [
+        ("data", (1,), "step"),
+        ("data", BOTH, "wait"),
+        ("list", (1,), "destroy"),
+        ("data", (0,), "destroy"),
+        ("manifest", (0,), "save"),
+        ("list", (0,), "load"),
+    ],
+)
+def test_a_background_save_that_fails_is_told_by_the_next_call_on_every_rank(
+    pool2: RankPool, tmp_path: Path, where: str, ranks: tuple[int, ...], told: str
+) -> None:
+    assert pool2.run(background_failure, str(tmp_path), where, ranks, told) == [[], []]
+
+
+def weights_after_a_failure(folder: str, fails: bool) -> list[torch.Tensor]:  # noqa: FBT001
+    """Weights after ten steps; with a failure that the loop catches where it is raised."""
+    engine = background_engine()
+    with no_space(".list") if fails else contextlib.nullcontext():
+        engine.save_checkpoint(folder, tag="a")
+        for step in range(10):
+            engine.backward(engine(torch.full((4, 8), step / 10.0)).square().mean())
+            outcome(engine.step)
+            time.sleep(0.03)
+        outcome(engine.destroy)
+    return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def test_training_goes_on_where_it_was_after_a_failure_was_caught(pool2: RankPool, tmp_path: Path) -> None:
+    with_failure = pool2.run(weights_after_a_failure, str(tmp_path / "full"), True)
+    without = pool2.run(weights_after_a_failure, str(tmp_path / "good"), False)
+    assert all(same(a, b) for a, b in zip(with_failure, without, strict=True))
+    assert not (tmp_path / "full" / "latest").exists() and (tmp_path / "good" / "latest").exists()
+
+
+# -- places where nothing can be saved --------------------------------------------------------------------------------------------------
+
+
+def refused_at_once(folders_of_ranks: list[str]) -> str:
+    engine = engine_of()
+    said = outcome(lambda: engine.save_checkpoint(folders_of_ranks[dist.get_rank()]))
+    train(engine, 1)
+    engine.destroy()
+    return said
+
+
+def test_a_save_dir_that_is_a_file_is_refused(pool2: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        for said in pool2.run(refused_at_once, [str(path)] * 2):
+            assert "CheckpointError" in said and str(path) in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_save_dir_that_cannot_be_made_is_refused(pool2: RankPool) -> None:
+    for said in pool2.run(refused_at_once, ["/proc/nowhere/x"] * 2):
+        assert "CheckpointError" in said and "/proc/nowhere" in said and "cannot be written" in said
+
+
+def test_a_save_dir_that_ranks_do_not_share_is_refused_and_left_clean(pool2: RankPool, tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for said in pool2.run(refused_at_once, [str(p) for p in paths]):
+        assert "CheckpointError" in said and "not shared" in said
+    assert [list(p.iterdir()) if p.exists() else [] for p in paths] == [[], []]
+
+
+# -- the real thing -----------------------------------------------------------------------------------------------------------------------
+
+
+def fills_the_disk(folder: str) -> list[str]:
+    """Fill the filesystem but for what one checkpoint takes; the next save must fail and the one after it work."""
+    bad, engine = [], engine_of()
+    engine.save_checkpoint(folder, tag="a")
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError), open(f"{folder}/ballast", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    dist.barrier()
+    said = outcome(lambda: engine.save_checkpoint(folder, tag="b"))
+    if not all(w in said for w in ("CheckpointError", folder, "No space left", "free space")):
+        bad.append(f"it says {said!r}")
+    dist.barrier()
+    if names(folder) != ["a", "ballast", "latest"]:
+        bad.append(f"it leaves {names(folder)}")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.unlink(f"{folder}/ballast")
+    dist.barrier()
+    train(engine, 1)
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="b")
+    engine.destroy()
+    return bad if names(folder) == ["a", "b", "latest"] else [*bad, f"then there is {names(folder)}"]
+
+
+def remounted_read_only(folder: str) -> list[str]:
+    engine = engine_of()
+    said = outcome(lambda: engine.save_checkpoint(folder, tag="c"))
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    fine = all(w in said for w in ("CheckpointError", folder, "Read-only", "save to another"))
+    return [] if fine and names(folder) == ["a", "b", "latest"] else [f"it says {said!r} and leaves {names(folder)}"]
+
+
+def on_a_small_disk(folder: str) -> None:
+    """In a process that has a small filesystem at ``folder``."""
+    with OwnPool(2) as pool:
+        bad = pool.run(fills_the_disk, folder)
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        bad += pool.run(remounted_read_only, folder)
+    sys.stdout.write(repr([b for b in bad if b]))
+
+
+def test_a_full_and_then_a_read_only_filesystem(tmp_path: Path) -> None:
+    script = f"from tests.dist.test_checkpoint_full_disk import on_a_small_disk; on_a_small_disk({str(tmp_path)!r})"
+    command = f'mount -t tmpfs -o size=1m small "{tmp_path}" && exec "{sys.executable}" -c "$SCRIPT"'
+    environment = {**os.environ, "SCRIPT": script, "PYTHONPATH": str(ROOT), "DS_LOG_LEVEL": "ERROR"}
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    done = subprocess.run(["unshare", "-m", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    if done.returncode in (1, 32) and "mount" in done.stderr:
+        pytest.skip("this user may not mount")
+    assert done.stdout == "[]", done.stdout + done.stderr

@@ -1,0 +1,388 @@
+"""Training that is saved and resumed goes on bit for bit: losses, weights, optimizer state, learning rates, generators, counters."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, case_named, regression_batch, seeded, squared_error
+from deepspeed.verify.resume import ResumeCell, built_in_cells, interrupted, resume_on_rank, seed_everything, snapshot, train_case
+from tests.harness.plain_optim import PlainOptimizer, UserElementwise
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES, here, make_config, start
+
+pytestmark = pytest.mark.timeout(120)
+STEPS, AT = 5, 3
+PRECISION: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
+}
+
+
+def identical(answers: list[str]) -> None:
+    """No rank met a difference."""
+    assert not any(answers), answers
+
+
+def resumes(engine_of: Callable[[], Any], case: Case, folder: str, *, cut: int = AT, last: int = STEPS) -> str:
+    """The first difference of a resumed run of ``case``."""
+
+    def begin(seed: int) -> Any:
+        engine = engine_of()
+        seed_everything(seed + dist.get_rank())
+        return engine
+
+    return interrupted(begin, lambda engine, numbers: train_case(engine, case, numbers), folder, cut=cut, last=last)
+
+
+# -- stage by stage ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", built_in_cells(), ids=lambda cell: cell.label)
+def test_every_stage_and_precision(pool2: RankPool, tmp_path: Path, cell: ResumeCell) -> None:
+    identical(pool2.run(resume_on_rank, cell, str(tmp_path), STEPS, AT))
+
+
+@pytest.mark.parametrize("cell", [c for c in built_in_cells((1, 3)) if c.label.split(" ", 2)[2] in ("fp32", "nvme")], ids=lambda c: c.label)
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_offload_with_an_open_window_on_one_rank(pool1: RankPool, tmp_path: Path, cell: ResumeCell, tier: str) -> None:
+    config = {**cell.config, **PRECISION["bf16"]}
+    identical(pool1.run(resume_on_rank, replace(cell, config=config, tier=tier, accumulation=2, cut=1), str(tmp_path), 4, 2))
+
+
+def window(stage: int, accumulation: int, cut: int, folder: str) -> str:
+    """A window that is cut after ``cut`` micro-batches."""
+    case = case_named("plain", accumulation=accumulation)
+    config = make_config(stage, gradient_accumulation_steps=accumulation, bf16={"enabled": True})
+    return resumes(lambda: start(case.build(), config), case, folder, cut=2 * accumulation + cut, last=4 * accumulation)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cut", [1, 3])
+def test_half_finished_windows(pool2: RankPool, tmp_path: Path, stage: int, cut: int) -> None:
+    identical(pool2.run(window, stage, 4, cut, str(tmp_path)))
+
+
+def unsynced(stage: int, cut: int, folder: str) -> str:
+    """Two backwards inside ``no_sync``, one outside; saved between two of them."""
+    case = case_named("used_twice")
+
+    def train(engine: Any, numbers: range) -> list[float]:
+        told = []
+        for number in numbers:
+            micro = number % 3
+            with engine.no_sync() if micro < 2 else contextlib.nullcontext():
+                told += train_backward(engine, case, number)
+            if micro == 2:
+                engine.step()
+        return told
+
+    def begin(seed: int) -> Any:
+        engine = start(case.build(), make_config(stage))
+        seed_everything(seed)
+        return engine
+
+    return interrupted(begin, train, folder, cut=3 + cut, last=9)
+
+
+def train_backward(engine: Any, case: Case, number: int) -> list[float]:
+    """One forward and backward."""
+    loss = case.seeded_loss(engine, here(number))[0]
+    engine.backward(loss)
+    return [float(loss.detach())]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cut", [1, 2])
+def test_windows_under_no_sync(pool2: RankPool, tmp_path: Path, stage: int, cut: int) -> None:
+    identical(pool2.run(unsynced, stage, cut, str(tmp_path)))
+
+
+def on_mesh(zero: dict[str, int], precision: str, folder: str) -> str:
+    """A window cut on a mesh of two axes."""
+    case = case_named("plain", accumulation=2)
+    config = make_config(3, zero=zero, gradient_accumulation_steps=2, **PRECISION[precision])
+    return resumes(lambda: start(case.build(), config), case, folder, cut=5, last=8)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["mics", "hpz"])
+def test_meshes_of_four_ranks(pool4: RankPool, tmp_path: Path, zero: dict[str, int], precision: str) -> None:
+    identical(pool4.run(on_mesh, zero, precision, str(tmp_path)))
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------------------------------
+
+
+class OddState(PlainOptimizer):
+    """A user's class whose state has everything: lists, text, None, flags, numbers, tensors of other shapes, and a global entry."""
+
+    defaults_of = {"lr": 1e-2, "names": ("a", "b"), "note": None}
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["history"] = [*state.get("history", []), len(state.get("history", []))]
+        state["word"], state["nothing"], state["flag"] = f"seen {len(state['history'])}", None, len(state["history"]) % 2 == 0
+        state["largest"] = max(state.get("largest", 0.0), float(g.abs().max()) if g.numel() else 0.0)
+        state["rows"] = state.get("rows", torch.zeros(p.shape[:1])) + (g.flatten(1).norm(dim=1) if g.ndim > 1 else g.abs())
+        state["count"] = state.get("count", torch.zeros((), dtype=torch.int64)) + 1
+        self.state["rounds"] = self.state.get("rounds", 0) + 1
+        group["note"] = state["word"]
+        p.sub_(group["lr"] * torch.tanh(g) / (1 + state["largest"] + 0.01 * len(state["history"])))
+
+
+class OddElements(UserElementwise):
+    """The same on parts of parameters."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["history"] = [*state.get("history", []), "step"]
+        state["sums"] = state.get("sums", torch.zeros(3)) + 1.0
+        super().update(p, g / (len(state["history"]) + state["sums"][0]), state, group)
+
+
+class Shampooish(PlainOptimizer):
+    """State of other shapes and dtypes than the parameter's, in whole tensors."""
+
+    defaults_of = {"lr": 1e-2}
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        flat = g.reshape(g.shape[0], -1) if g.ndim else g.reshape(1, 1)
+        state["left"] = state.get("left", torch.eye(flat.shape[0], dtype=torch.float64)) + (flat @ flat.T).double()
+        p.sub_(group["lr"] * torch.linalg.solve(state["left"], flat.double()).to(p.dtype).reshape(p.shape))
+
+
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "Lamb": {"lr": 1e-2},
+    "Lion": {"lr": 1e-3},
+    "Adagrad": {"lr": 1e-2},
+    "RMSprop": {"lr": 1e-2, "momentum": 0.5, "centered": True},
+    "Muon": {"lr": 1e-2},
+    "SGD": {"lr": 0.05, "momentum": 0.9},
+}
+CLIENT: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW_amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
+    "RAdam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
+    "Adamax": lambda groups: torch.optim.Adamax(groups, lr=1e-2),
+    "Rprop": lambda groups: torch.optim.Rprop(groups, lr=1e-2),
+    "OddState": OddState,
+    "OddElements": OddElements,
+    "Shampooish": Shampooish,
+}
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices, and the rest under another rate."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim < 2], "lr": 3e-3}]
+
+
+def with_optimizer(name: str, stage: int, folder: str) -> str:
+    """A resumed run under an optimizer of the configuration or of the client."""
+    case = case_named("plain")
+
+    def engine() -> Any:
+        model = case.build()
+        if name in CONFIGURED:
+            block = {"type": name, "params": CONFIGURED[name]}
+            return start(model, make_config(stage, optimizer=block, zero_allow_untested_optimizer=True))
+        config = make_config(stage, optimizer=None, zero_allow_untested_optimizer=True)
+        return start(model, config, optimizer=CLIENT[name](two_groups(model)))
+
+    return resumes(engine, case, folder)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", [*CONFIGURED, *CLIENT])
+def test_optimizers(pool2: RankPool, tmp_path: Path, name: str, stage: int) -> None:
+    identical(pool2.run(with_optimizer, name, stage, str(tmp_path)))
+
+
+# -- models --------------------------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """BatchNorm sees other data on every rank; a buffer that is not persistent, and an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.norm, self.head = nn.Linear(IN_FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, OUT_FEATURES)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.words: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return self.head(torch.relu(self.norm(self.inp(x)))) * (1 + self.calls)
+
+    def get_extra_state(self) -> Any:
+        return {"words": self.words}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.words = list(state["words"])
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    **{name: (lambda name=name: case_named(name)) for name in ("frozen", "tied", "unused", "odd_shapes", "mixed_dtype", "shared_module")},
+    "batch_norm": lambda: Case("batch_norm", seeded(Normed), regression_batch, squared_error),
+}
+
+
+def with_model(name: str, stage: int, precision: str, folder: str) -> str:
+    """A resumed run of one model."""
+    case = MODELS[name]()
+    config = make_config(stage, **PRECISION[precision])
+    return resumes(lambda: start(case.build(), config), case, folder)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(pool2: RankPool, tmp_path: Path, name: str, stage: int) -> None:
+    identical(pool2.run(with_model, name, stage, "fp32", str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["frozen", "tied", "odd_shapes", "batch_norm"])
+def test_models_in_bf16_on_three_ranks(pool3: RankPool, tmp_path: Path, name: str) -> None:
+    identical(pool3.run(with_model, name, 3, "bf16", str(tmp_path)))
+
+
+def extra_state(folder: str) -> list[str]:
+    """What a module says with ``get_extra_state`` comes back."""
+    engine = start(Normed(), make_config(2))
+    engine.module.words.append("kept")
+    engine.save_checkpoint(folder)
+    engine.module.words.clear()
+    engine.load_checkpoint(folder)
+    words = engine.module.words
+    engine.destroy()
+    return words
+
+
+def test_extra_state_of_modules(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(extra_state, str(tmp_path)) == [["kept"], ["kept"]]
+
+
+def born_sharded(precision: str, folder: str) -> str:
+    """A model that never was whole on any rank."""
+    case = case_named("plain")
+    config = make_config(3, **PRECISION[precision])
+
+    def engine() -> Any:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = case.build()
+        return start(model, config)
+
+    return resumes(engine, case, folder)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_models_of_zero_init(pool2: RankPool, tmp_path: Path, precision: str) -> None:
+    identical(pool2.run(born_sharded, precision, str(tmp_path)))
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------------------------
+
+OWN_SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_num_steps": 4, "warmup_max_lr": 0.02},
+    "WarmupDecayLR": {"total_num_steps": 9, "warmup_num_steps": 4, "warmup_max_lr": 0.02},
+    "WarmupCosineLR": {"total_num_steps": 9, "warmup_num_steps": 4},
+    "OneCycle": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 4},
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2},
+}
+TORCH_SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
+    "CosineAnnealingLR": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7),
+    "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)],
+        milestones=[2],
+    ),
+}
+
+
+def with_schedule(name: str, stage: int, folder: str) -> str:
+    """A resumed run under a schedule."""
+    case = case_named("plain")
+
+    def engine() -> Any:
+        if name in OWN_SCHEDULES:
+            return start(case.build(), make_config(stage, scheduler={"type": name, "params": OWN_SCHEDULES[name]}))
+        return start(case.build(), make_config(stage), lr_scheduler=TORCH_SCHEDULES[name])
+
+    return resumes(engine, case, folder)
+
+
+@pytest.mark.parametrize("name", [*OWN_SCHEDULES, *TORCH_SCHEDULES])
+def test_schedules(pool1: RankPool, tmp_path: Path, name: str) -> None:
+    identical(pool1.run(with_schedule, name, 2, str(tmp_path)))
+
+
+# -- engines -------------------------------------------------------------------------------------------------------------------------
+
+
+def without_optimizer(stage: int, folder: str) -> bool:
+    """An engine for inference saves its weights, and another one with other weights takes them."""
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage, optimizer=None))
+    engine.save_checkpoint(folder)
+    wanted = snapshot(engine)["params"]
+    engine.destroy()
+    model = case.build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    engine = start(model, make_config(stage, optimizer=None))
+    assert snapshot(engine)["params"] != wanted
+    engine.load_checkpoint(folder)
+    same = snapshot(engine)["params"] == wanted
+    engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_engines_without_an_optimizer(pool2: RankPool, tmp_path: Path, stage: int) -> None:
+    assert pool2.run(without_optimizer, stage, str(tmp_path)) == [True, True]
+
+
+def two_engines(folder: str) -> list[str]:
+    """Two engines under other stages in turns; each has its own folder, and both save behind the training."""
+    cases = [case_named("plain"), case_named("tied")]
+    behind = {"checkpoint": {"async": True}}
+    configs = [make_config(2, **behind), make_config(3, bf16={"enabled": True}, **behind)]
+    folders = [f"{folder}/{index}" for index in range(2)]
+
+    def pair() -> list[Any]:
+        return [start(case.build(), config) for case, config in zip(cases, configs, strict=True)]
+
+    def train(engines: list[Any], numbers: range) -> list[float]:
+        return [loss for n in numbers for e, case in zip(engines, cases, strict=True) for loss in train_case(e, case, range(n, n + 1))]
+
+    engines = pair()
+    train(engines, range(3))
+    for engine, place in zip(engines, folders, strict=True):
+        engine.save_checkpoint(place)
+    wanted = train(engines, range(3, 6)), [snapshot(e) for e in engines]
+    for engine in engines:
+        engine.destroy()
+    engines = pair()
+    for engine, place in zip(engines, folders, strict=True):
+        assert engine.load_checkpoint(place)[0] is not None
+    found = train(engines, range(3, 6)), [snapshot(e) for e in engines]
+    for engine in engines:
+        engine.destroy()
+    fields = ("params", "opt", "lr", "scaler")
+    wrong = [f for one, two in zip(wanted[1], found[1], strict=True) for f in fields if one[f] != two[f]]
+    return wrong + (["loss"] if wanted[0] != found[0] else [])
+
+
+def test_two_engines_in_one_process(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(two_engines, str(tmp_path)) == [[], []]
