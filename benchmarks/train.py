@@ -45,7 +45,7 @@ class Contender:
     def parse(cls, text: str) -> "Contender":
         """Raises ValueError where the peer is unknown or the level is not 0..3."""
         peer, *rest = text.split(":")
-        if not (ROOT / "benchmarks" / "peers" / f"{peer}.py").is_file() or peer in ("engine", "measure"):
+        if not (ROOT / "benchmarks" / "peers" / f"{peer}.py").is_file() or peer in ("engine", "measure", "checkpoint_rank"):
             raise ValueError(f"unknown peer {peer!r} in {text!r}; known: ours, fsdp2, ddp, reference")
         level = int(rest[0]) if rest and rest[0] else 3
         if level not in range(4):

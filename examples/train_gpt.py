@@ -142,23 +142,37 @@ def write_results(history: History, text: str, out: Path) -> None:
     pyplot.close(figure)
 
 
+def resume(engine: deepspeed.DeepSpeedEngine, history: History, save: str) -> None:
+    """Go on from the newest checkpoint in ``save``, if there is one: on any number of ranks, under any configuration."""
+    path, client = engine.load_checkpoint(save) if save and Path(save).is_dir() else (None, None)
+    if path is not None and client is not None:
+        history.train, history.validation = client["train"], client["validation"]
+        tqdm.write(f"going on from {path}, step {len(history.train)}")
+
+
 def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, history: History, args: argparse.Namespace) -> None:
     """The training loop: fills ``history`` and draws the progress bar on rank 0."""
     tokens_per_step, process = engine.train_batch_size() * args.context, psutil.Process()
-    history.validation.append((0, evaluate(engine, corpus)))
+    resume(engine, history, args.save)
+    first = len(history.train)
+    if not first:
+        history.validation.append((0, evaluate(engine, corpus)))
     trained_seconds = 0.0
-    with tqdm(total=args.steps, unit="step", disable=dist.get_rank() != 0, dynamic_ncols=True) as bar:
-        for step in range(args.steps):
+    with tqdm(total=args.steps, initial=first, unit="step", disable=dist.get_rank() != 0, dynamic_ncols=True) as bar:
+        for step in range(first, args.steps):
             start = time.perf_counter()
             history.train.append(train_step(engine, corpus, step))
             trained_seconds += time.perf_counter() - start
-            speed = tokens_per_step * (step + 1) / trained_seconds
+            speed = tokens_per_step * (step + 1 - first) / trained_seconds
             if (step + 1) % args.eval_interval == 0 or step + 1 == args.steps:
                 history.validation.append((step + 1, evaluate(engine, corpus)))
+                if args.save:
+                    engine.save_checkpoint(args.save, client_state={"train": history.train, "validation": history.validation})
             losses = f"loss {history.train[-1]:.3f} held-out {history.validation[-1][1]:.3f}"
             bar.set_postfix_str(f"{losses} {speed:,.0f} tok/s {process.memory_info().rss >> 20} MiB")
             bar.update()
-    history.seconds, history.tokens_per_second = round(trained_seconds, 2), round(tokens_per_step * args.steps / trained_seconds, 1)
+    done = max(0, args.steps - first)
+    history.seconds, history.tokens_per_second = round(trained_seconds, 2), round(tokens_per_step * done / max(trained_seconds, 1e-9), 1)
     history.peak_rss_mib = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
@@ -169,6 +183,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eval-interval", type=int, default=150, help="steps between two measurements on held-out files")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights, the batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the curve, its plot and the sample")
+    parser.add_argument("--save", default="", help="folder for checkpoints, one at each measurement; a run that finds one goes on from it")
     parser.add_argument("--sample-bytes", type=int, default=300, help="length of the text sample")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)

@@ -13,7 +13,7 @@ STEPS = 4
 pytestmark = pytest.mark.timeout(180)
 
 
-def _run(command: list[str], level: int, out: Path) -> list[float]:
+def _run(command: list[str], level: int, out: Path, *more: str) -> list[float]:
     job = [
         *command,
         "examples/train_gpt.py",
@@ -26,6 +26,7 @@ def _run(command: list[str], level: int, out: Path) -> list[float]:
         "8",
         "--out",
         str(out),
+        *more,
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(job, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -33,6 +34,17 @@ def _run(command: list[str], level: int, out: Path) -> list[float]:
     assert (out / f"loss_zero{level}.png").stat().st_size > 1000
     record = json.loads((out / f"loss_zero{level}.json").read_text())
     return [float(v) for v in record["train"]]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_curve_on_other_ranks_and_another_level(tmp_path: Path) -> None:
+    launcher = [sys.executable, "bin/deepspeed", "--num_gpus", "2"]
+    save = ("--save", str(tmp_path / "ckpt"), "--eval-interval", "2")
+    straight = _run(launcher, 2, tmp_path / "straight")
+    _run(launcher, 2, tmp_path / "first", *save, "--steps", "2")
+    assert _run(launcher, 2, tmp_path / "second", *save) == straight
+    (tmp_path / "ckpt" / "latest").write_text("global_step2")
+    alone = _run([sys.executable], 3, tmp_path / "alone", *save)
+    assert max(abs(a - b) for a, b in zip(alone, straight, strict=True)) < 5e-6
 
 
 def test_every_level_gives_the_same_curve_and_two_ranks_equal_one(tmp_path: Path) -> None:
