@@ -48,6 +48,7 @@ class EngineCheckpoint:
     _gas: int
     _managed: bool
     micro_steps: int
+    global_steps: int
     _norm: float | None
     _saver: Saver
     _torn: str
@@ -93,21 +94,21 @@ class EngineCheckpoint:
         state = client_state or {}
         content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)
         whole = not self.runtime.plan.regular.param.sharded
-        level, bf16 = self._config.zero_stage, self._config.bf16.enabled
+        level, bf16, first = self._config.zero_stage, self._config.bf16.enabled, self.mesh.world.index == 0
         order = SaveOrder(
             Path(save_dir),
             name,
             latest=save_latest,
             keep_last=config.keep_last,
             rate_bytes=config.rate_limit or 0,
-            **({"extra": client_files(state, level=level, whole=whole, bf16=bf16)} if config.client_files else {}),
+            **({"extra": client_files(state, level=level, whole=whole, bf16=bf16)} if config.client_files and first else {}),
         )
         (self._saver.save_behind if config.in_background else self._saver.save)(order, content)
         return True
 
     def _common_tag(self, tag: str | None) -> str:
         """One tag for all ranks."""
-        own = str(tag) if tag is not None else f"global_step{self.global_steps}"  # type: ignore[attr-defined]
+        own = str(tag) if tag is not None else f"global_step{self.global_steps}"
         said = one_answer(self.mesh, own)
         if len(set(said)) > 1 and self._config.checkpoint.tag_validation != "IGNORE":
             text = f"ranks save under different tags ({', '.join(dict.fromkeys(said))})"
@@ -145,6 +146,7 @@ class EngineCheckpoint:
                 "gradient_after": policy.after,
             },
             scheduler=_state_of(self.lr_scheduler),
+            scheduler_type=type(self.lr_scheduler).__name__ if self.lr_scheduler is not None else None,
             scaler=self._scaler.state_dict(),
             data=_state_of(loader),
             config=self._config.source,
@@ -166,20 +168,25 @@ class EngineCheckpoint:
         path = Path(save_dir) / save_filename
         with contextlib.ExitStack() as held:
             file: TorchFile | None = None
-            error: OSError | None = None
+            error: Exception | None = None  # of any kind: torch tells of a full disk by a RuntimeError
             try:
                 if self.mesh.world.index == 0:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
                     file = held.enter_context(TorchFile(path, shapes, aliases=aliases))
-            except OSError as failure:
+            except Exception as failure:
                 error = failure
             for name, values in whole_weights(self.module, tensors):  # every rank takes part, whatever has failed
                 if file is not None and error is None:
                     try:
                         file.write(name, values)
-                    except OSError as failure:
+                    except Exception as failure:
                         error = failure
+            try:
+                if error is None:
+                    held.close()  # the file gets its name before anybody is told that all is well
+            except Exception as failure:
+                error = failure
             agree(self.mesh, error, f"writing {path}")
         return True
 
@@ -214,13 +221,27 @@ class EngineCheckpoint:
         optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
         rules = LoadRules(strict=load_module_strict, optimizer=optimizer, module=custom_load_fn is None)
         try:
-            loaded = load_into(self._states(), self.runtime, source, rules, self.mesh, begin=lambda: self._begin_loading(source))
+            schedule = load_lr_scheduler_states and not load_module_only
+            loaded = load_into(
+                self._states(),
+                self.runtime,
+                source,
+                rules,
+                self.mesh,
+                check=lambda: self._check_schedule(source) if schedule else None,
+                begin=lambda: self._begin_loading(source),
+            )
             if custom_load_fn is not None:
                 self.load_module_state_dict(loaded.state_dict(), load_module_strict, custom_load_fn)  # type: ignore[attr-defined]
+            error: Exception | None = None
+            try:
+                self._take_facts(loaded, optimizer=optimizer, scheduler=schedule)
+                if not load_module_only:
+                    self._take_counters(loaded, window=optimizer)
+            except Exception as failure:  # a data position of other data, a damaged gradient: the other ranks must know
+                error = failure
+            agree(self.mesh, error, f"loading {source.path}")
             self._torn = ""
-            self._take_facts(loaded, optimizer=optimizer, scheduler=load_lr_scheduler_states and not load_module_only)
-            if not load_module_only:
-                self._take_counters(loaded, window=optimizer)
             return str(source.path), loaded.client_state()
         finally:
             source.close()
@@ -232,8 +253,8 @@ class EngineCheckpoint:
 
     def _take_facts(self, loaded: Loaded, *, optimizer: bool, scheduler: bool) -> None:
         facts = loaded.facts
-        if scheduler and self.lr_scheduler is not None and facts.get("lr_scheduler") is not None:
-            self.lr_scheduler.load_state_dict(facts["lr_scheduler"])
+        if scheduler:
+            self._take_schedule(facts.get("lr_scheduler"))
         if not optimizer:
             return
         if facts.get("loss_scaler"):
@@ -241,13 +262,41 @@ class EngineCheckpoint:
         if self._config.checkpoint.restore_rng:
             loaded.restore_rng()
         data = loaded.data_position() if self._config.checkpoint.restore_data else None
-        if data is not None and hasattr(self.training_dataloader, "load_state_dict"):
+        if data is None:
+            return
+        if not hasattr(self.training_dataloader, "load_state_dict"):
+            self._say_skipped("the data position; this engine has no loader that takes one")
+            return
+        try:
             self.training_dataloader.load_state_dict(data)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} With checkpoint.restore_data false the rest is loaded without it.") from error
+
+    def _check_schedule(self, source: Source) -> None:
+        saved, own = source.facts.get("lr_scheduler_type"), type(self.lr_scheduler).__name__
+        if saved and self.lr_scheduler is not None and saved != own:
+            raise CheckpointError(
+                f"checkpoint {source.path} has the state of a {saved}, this engine's schedule is a {own}, and nothing was loaded; use the "
+                "same schedule, or load_lr_scheduler_states=False"
+            )
+
+    def _take_schedule(self, state: Any) -> None:
+        if self.lr_scheduler is not None and state is not None:
+            self.lr_scheduler.load_state_dict(state)
+        elif self.lr_scheduler is not None:
+            self._say_skipped("the learning-rate schedule, of which the checkpoint has no state; it begins anew")
+        elif state is not None:
+            self._say_skipped("the learning-rate schedule; this engine has none")
+
+    def _say_skipped(self, what: str) -> None:
+        if self.mesh.world.index == 0:
+            logger.warning("load_checkpoint leaves out %s", what)
 
     def _take_counters(self, loaded: Loaded, *, window: bool) -> None:
         engine = loaded.facts.get("engine") or {}
         for name in COUNTERS:
             setattr(self, name, int(engine.get(name, 0)))
+        self.runtime.steps = int(engine.get("global_steps", 0))
         world = loaded.facts.get("world") or {}
         self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = world.get("size"), 1
         norm = engine.get("norm")
@@ -259,6 +308,8 @@ class EngineCheckpoint:
 
         What is there of a window of another length counts for as many micro-batches of this one, so that the mean stays a mean.
         """
+        if not engine.get("window"):  # of DeepSpeed, which saves between two windows and does not say how long they were
+            self.micro_steps = self.global_steps * self._gas
         done, length = int(engine.get("backwards") or 0) if taken else 0, int(engine.get("window") or self._gas)
         factor = 1.0
         if self._managed and (not taken or length != self._gas):

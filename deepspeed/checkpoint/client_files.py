@@ -5,12 +5,13 @@ They hold plain values and, where it is small, the client state: ``torch.load(..
 ``ds_checkpoint export`` and ``deepspeed.utils.zero_to_fp32`` get those out.
 """
 
+import contextlib
 import io
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed.checkpoint.manifest import Manifest
@@ -39,13 +40,12 @@ def write_client_files(folder: Path, manifest: Manifest, client_state: dict[str,
     content = _loadable({**header, **copy_for_later(client_state)}) or _loadable(header)
     assert content is not None
     names = ["mp_rank_00_model_states.pt"] if whole else [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(world)]
-    for name in names:
-        _write(folder / name, content)
+    _write(folder, names, content)
     optim = {"optimizer_state_dict": {"zero_stage": level, "partition_count": world, "ds_version": __version__}, "ds_version": __version__}
     content = _loadable(optim)
     assert content is not None
-    for rank in range(world if level else 0):
-        _write(folder / f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content)
+    begin = "bf16_" if bf16 else ""
+    _write(folder, [f"{begin}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world if level else 0)], content)
 
 
 def copy_for_later(client_state: dict[str, Any]) -> dict[str, Any]:
@@ -79,25 +79,35 @@ def _loadable(value: dict[Any, Any]) -> bytes | None:
             return None
         buffer.seek(0)
         torch.load(buffer, map_location="cpu", weights_only=True)
-    except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError, RuntimeError):
+    except Exception:  # whatever the user's own objects raise: these files do without them
         return None
     return buffer.getvalue()
 
 
 def _size(value: Any) -> int:
-    """Bytes of the tensors in it: a large state is not copied only to be refused."""
+    """Bytes of what may be large in it: such a state is not copied only to be refused."""
     if isinstance(value, torch.Tensor):
         return value.untyped_storage().nbytes()
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
     if isinstance(value, dict):
         return sum(_size(item) for item in value.values())
     return sum(_size(item) for item in value) if isinstance(value, (list, tuple)) else 0
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def _write(folder: Path, names: list[str], content: bytes) -> None:
+    """One file under all ``names`` where the filesystem has links, since they are as many as ranks."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            if name != names[0]:
+                os.link(folder / names[0], folder / name)
+                continue
+        with (folder / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def write_script(save_dir: Path) -> None:

@@ -4,9 +4,11 @@ Nothing here depends on the optimizer's class: every tensor slot it keeps is sav
 """
 
 import base64
+import bisect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +52,14 @@ class States:
         return self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
 
     def views_of(self, unit: Unit) -> list[OptimView]:
-        return [v for v in self.views if v.unit is unit]
+        return self._by_unit.get(id(unit), [])
+
+    @cached_property
+    def _by_unit(self) -> dict[int, list[OptimView]]:
+        found: dict[int, list[OptimView]] = {}
+        for view in self.views:
+            found.setdefault(id(view.unit), []).append(view)
+        return found
 
 
 def weights_of(unit: Unit) -> tuple[StateKind, str]:
@@ -94,7 +103,10 @@ def share_of(unit: Unit, kind: StateKind) -> Share:
     return Share(min(stop, start + index * each), min(stop, start + (index + 1) * each), replicas, index)
 
 
-def overlaps(unit: Unit, share: Share) -> Iterator[tuple[int, Segment, int, int]]:
+Overlap = tuple[int, Segment, int, int]
+
+
+def overlaps(unit: Unit, share: Share) -> Iterator[Overlap]:
     """(position, segment, lo, hi) in flat indices of everything in ``share`` that this rank writes."""
     whole = unit.layout.granularity is Granularity.PARAMETER
     for position, segment in enumerate(unit.layout.segments):
@@ -118,9 +130,10 @@ def weight_parts(states: States, *, exclude_frozen: bool) -> Iterator[Part]:
                     if not segment.numel and not (exclude_frozen and kind is StateKind.PARAM and not param.requires_grad):
                         yield Part(state, segment.name, segment.shape, 0, values.detach()[:0])
         if kind is StateKind.OPTIM:
+            ours = list(overlaps(unit, share))
             for view in states.views_of(unit):
                 with states.attached(view):
-                    yield from _slot_parts(unit, view, states.state_of(view), share)
+                    yield from _slot_parts(view, states.state_of(view), share, _met(ours, view))
 
 
 def is_elementwise(view: OptimView, value: Any) -> bool:
@@ -132,19 +145,23 @@ def is_elementwise(view: OptimView, value: Any) -> bool:
     return value.numel() == view.stop - view.start and value.dim() == 1
 
 
-def _slot_parts(unit: Unit, view: OptimView, state: dict[str, Any], share: Share) -> Iterator[Part]:
+def _met(ours: list[Overlap], view: OptimView) -> list[Overlap]:
+    """Those of ``ours`` (ascending) that ``view`` meets. A unit may have a thousand of both."""
+    first = bisect.bisect_right(ours, view.start, key=lambda o: o[3])
+    return ours[first : bisect.bisect_left(ours, view.stop, key=lambda o: o[2])]
+
+
+def _slot_parts(view: OptimView, state: dict[str, Any], share: Share, ours: list[Overlap]) -> Iterator[Part]:
     for slot, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
         flat = value.detach().contiguous().view(-1)
         if is_elementwise(view, value):
-            for _, segment, lo, hi in overlaps(unit, share):
+            for _, segment, lo, hi in ours:
                 lo, hi = max(lo, view.start), min(hi, view.stop)
-                if lo < hi:
-                    part = flat[lo - view.start : hi - view.start]
-                    yield Part(f"optim.{slot}", segment.name, segment.shape, lo - segment.offset, part)
-        elif unit.layout.granularity is Granularity.PARAMETER:
-            if any(s.name == view.name for _, s, _, _ in overlaps(unit, share)):
+                yield Part(f"optim.{slot}", segment.name, segment.shape, lo - segment.offset, flat[lo - view.start : hi - view.start])
+        elif view.unit.layout.granularity is Granularity.PARAMETER:
+            if ours:
                 yield Part(f"optim.{slot}", view.name, tuple(value.shape), 0, flat)
         elif share.index == 0:
             yield Part(f"opaque.{slot}", view_key(view), tuple(value.shape), 0, flat)
@@ -157,7 +174,15 @@ def view_key(view: OptimView) -> str:
 
 def covered(view: OptimView) -> list[str]:
     """Names of the parameters that a view has a part of."""
-    return [s.name for s in view.unit.layout.segments if max(s.offset, view.start) < min(s.stop, view.stop)]
+    return [s.name for s in segments_of(view)]
+
+
+def segments_of(view: OptimView) -> list[Segment]:
+    """The parameters that a view has a part of; they lie in ascending order."""
+    segments = view.unit.layout.segments
+    first = bisect.bisect_right(segments, view.start, key=lambda s: s.stop)
+    last = bisect.bisect_left(segments, view.stop, key=lambda s: s.offset)
+    return [s for s in segments[first:last] if s.numel]
 
 
 def scalar_state(states: States) -> dict[str, dict[str, Any]]:
@@ -286,5 +311,7 @@ def nbytes_of(states: States) -> int:
         kind, _ = weights_of(unit)
         share = share_of(unit, kind)
         dtype = unit.master.dtype if unit.master is not None else unit.full.dtype
-        total += (share.stop - share.start) * dtype.itemsize
-    return total + sum(v.nbytes for view in states.views for v in states.state_of(view).values() if isinstance(v, torch.Tensor))
+        dealt = share.replicas if unit.layout.granularity is Granularity.PARAMETER else 1
+        slots = sum(v.nbytes for view in states.views_of(unit) for v in states.state_of(view).values() if isinstance(v, torch.Tensor))
+        total += (share.stop - share.start) * dtype.itemsize // dealt + slots // share.replicas
+    return total

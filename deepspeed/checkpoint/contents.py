@@ -38,6 +38,7 @@ class Extras:
     tag: str
     engine: dict[str, Any]
     scheduler: Any
+    scheduler_type: str | None
     scaler: Any
     data: Any
     config: Any
@@ -160,6 +161,7 @@ def _common_facts(states: States, extras: Extras, plain: _Plain) -> dict[str, An
         "shared": names.aliases,
         "optimizer": _optimizer_facts(states, plain),
         "lr_scheduler": plain.add(extras.scheduler, "lr_scheduler"),
+        "lr_scheduler_type": extras.scheduler_type,
         "loss_scaler": plain.add(extras.scaler, "loss_scaler"),
         "extra_state": plain.add(extra_states(states.module), "extra_state"),
         "config": as_plain_config(extras.config),

@@ -93,10 +93,19 @@ class Loaded:
         return found | {alias: found[name] for alias, name in (self.facts.get("shared") or {}).items() if name in found}
 
 
-def load_into(states: States, runtime: Runtime, source: Source, rules: LoadRules, mesh: ZeroMesh, *, begin: Callable[[], None]) -> Loaded:
+def load_into(
+    states: States,
+    runtime: Runtime,
+    source: Source,
+    rules: LoadRules,
+    mesh: ZeroMesh,
+    *,
+    check: Callable[[], None],
+    begin: Callable[[], None],
+) -> Loaded:
     """Weights, buffers and optimizer state. Collective; an error on one rank is raised on all.
 
-    ``begin`` is called when everything fits: until then nothing has changed.
+    ``check`` may refuse the checkpoint too; ``begin`` is called when everything fits: until then nothing has changed.
     """
     if isinstance(source, ReferenceSource):
         source = source.with_groups(states.groups)  # some of its files have numbers instead of names
@@ -108,6 +117,7 @@ def load_into(states: States, runtime: Runtime, source: Source, rules: LoadRules
             logger.warning("loading %s: %s", source.path, line)
         if rules.optimizer:
             restore.check_optimizer(states, source)
+        check()
     except Exception as failure:  # whatever it is, the other ranks wait for the answer
         error = failure
     agree(mesh, error, f"loading {source.path}")

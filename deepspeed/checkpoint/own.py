@@ -110,7 +110,7 @@ class OwnSource:
 
     def _facts(self) -> dict[str, Any]:
         raw = self.manifest.facts
-        found = {k: raw.get(k) for k in ("saved", "engine", "config", "world")}
+        found = {k: raw.get(k) for k in ("saved", "engine", "config", "world", "lr_scheduler_type")}
         found["shared"] = raw.get("shared") or {}
         found["optimizer"] = self._optimizer(raw.get("optimizer"))
         for name in ("lr_scheduler", "loss_scaler", "extra_state"):

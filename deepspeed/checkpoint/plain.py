@@ -8,6 +8,7 @@ import base64
 import datetime
 import json
 import math
+import re
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
@@ -26,6 +27,7 @@ INLINE_BYTES = 1024  # longer byte strings become tensors
 LONGEST_NAME = 200
 LISTED = 10
 NUMPY_KINDS = "biufcSUmM"  # no objects, no records
+NUMPY_DTYPE = re.compile(rf"[<>|][{NUMPY_KINDS}][0-9]+(\[[0-9]*[a-zA-Z]+\])?")  # what dtype.str says of them
 CONTAINERS = (list, tuple, set, frozenset, deque, dict, OrderedDict, Counter, Namespace)
 PURE_PATHS: dict[str, type[PurePosixPath] | type[PureWindowsPath]] = {
     "PurePosixPath": PurePosixPath,
@@ -408,7 +410,10 @@ class _Decoder:
         return stored.cpu().numpy().tobytes()
 
     def _array(self, json: dict[str, Any]) -> np.ndarray:
-        dtype, shape, content = np.dtype(_text(json["dtype"])), _sizes(json["shape"]), self._raw(json)
-        if dtype.kind not in NUMPY_KINDS or math.prod(shape) * dtype.itemsize != len(content):
+        text, shape, content = _text(json["dtype"]), _sizes(json["shape"]), self._raw(json)
+        if NUMPY_DTYPE.fullmatch(text) is None:
+            raise ValueError(f"no dtype: {text!r:.100}")
+        dtype = np.dtype(text)
+        if math.prod(shape) * dtype.itemsize != len(content):
             raise ValueError(f"{len(content)} bytes are no array of {dtype} and shape {shape!r:.100}")
         return np.ndarray(tuple(shape), dtype, bytearray(content))

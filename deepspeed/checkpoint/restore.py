@@ -18,6 +18,7 @@ from deepspeed.checkpoint.collect import (
     names_of,
     pack_scalar,
     persistent_buffers,
+    segments_of,
     view_key,
     weights_of,
 )
@@ -114,11 +115,12 @@ def _compare_slots(states: States, source: Source, found: Comparison) -> None:
     slot_names = {slot for slots in there.values() for slot in slots}
     for name in optimised:
         slots = there.get(stored.get(name, name), {})
-        lacking = slot_names - slots.keys() if _uniform(states) else set() if slots else slot_names
+        numbers = scalars.get(stored.get(name, name), {})  # what an optimizer of whole tensors keeps of one without dimensions is there
+        lacking = slot_names - slots.keys() if _uniform(states) else set() if slots or numbers else slot_names
         if any_state and lacking and not any(s.startswith("opaque.") for s, _ in source.entries):
             found.missing += [f"optimizer state {slot!r} of {name}" for slot in sorted(lacking)]
         found.slots[name] = slots
-        found.scalars[name] = dict(scalars.get(stored.get(name, name), {}))
+        found.scalars[name] = dict(numbers)
     used = {stored.get(n, n) for n in optimised}
     found.extra += [f"optimizer state {s!r} of {n}" for n, slots in there.items() if n not in used for s in slots]
 
@@ -243,7 +245,7 @@ _Filling = tuple[tuple[int, ...], torch.dtype, list[tuple[int, int, Key, int]]] 
 def _slots_of(view: OptimView, source: Source, found: Comparison) -> dict[str, _Filling]:
     """What the slots of a view are filled with."""
     unit, filled = view.unit, dict[str, _Filling]()
-    segments = [s for s in unit.layout.segments if max(s.offset, view.start) < min(s.stop, view.stop)]
+    segments = segments_of(view)
     for slot in dict.fromkeys(slot for s in segments for slot in found.slots.get(s.name, {})):
         keys = {s.name: found.slots[s.name][slot] for s in segments if slot in found.slots.get(s.name, {})}
         first = source.entries[next(iter(keys.values()))]

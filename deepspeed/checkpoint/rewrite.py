@@ -16,7 +16,7 @@ from deepspeed.checkpoint.manifest import MANIFEST, Box, Entry, Key, Manifest
 from deepspeed.checkpoint.plain import encode
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.weight_files import Progress
-from deepspeed.checkpoint.weights import compute_dtype, stream
+from deepspeed.checkpoint.weights import COMPUTE_DTYPES, compute_dtype, stream
 
 _DATA = "rank_00000.bin"
 
@@ -39,7 +39,7 @@ class _Facts:
         client = self.encode(facts.get("client_state") or {}, "client_state")
         return {
             "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},
-            "world": {"size": size, "compute_dtype": str(compute_dtype(facts)).removeprefix("torch.")},
+            "world": {"size": size, "compute_dtype": next(n for n, d in COMPUTE_DTYPES.items() if d == compute_dtype(facts))},
             "engine": facts.get("engine") or {},
             "shared": facts.get("shared") or {},
             "optimizer": self._optimizer(facts.get("optimizer") or {}),

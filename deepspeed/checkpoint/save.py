@@ -4,8 +4,11 @@ Ranks tell each other where their bytes lie through small files in the folder it
 without a collective. Nothing has its final name before every byte is on the disk.
 """
 
+import atexit
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -30,6 +33,7 @@ _DATA = "rank_{:05d}.bin"
 _FAILED = "rank_{:05d}.failed"
 _SLAB = 32 << 20  # bytes of one snapshot buffer
 _GIVEN_UP = "given up, because the save failed on another rank"
+_NAP_S = 0.005  # between looks at the other ranks, at least
 _PATIENCE_S = 600.0  # without a sign of life from another rank
 _LAST_PATIENCE_S = 60.0  # the same when this process wants to end
 
@@ -122,6 +126,7 @@ def wait_for_ranks(folder: Path, ranks: int, *, stop: threading.Event | None = N
     """Until every rank has left its list. Raises CheckpointError when one failed, or has written nothing for ten minutes."""
     begun, missing, written = time.monotonic(), set(range(ranks)), -1
     while missing:
+        glance = time.monotonic()
         missing -= {r for r in missing if (folder / _LIST.format(r)).is_file()}
         failed = next((r for r in sorted(missing) if (folder / _FAILED.format(r)).is_file()), None)
         if failed is not None:
@@ -132,8 +137,8 @@ def wait_for_ranks(folder: Path, ranks: int, *, stop: threading.Event | None = N
             begun, written = time.monotonic(), now
         if time.monotonic() - begun > (_PATIENCE_S if threading.main_thread().is_alive() else _LAST_PATIENCE_S):
             raise CheckpointError(f"ranks {sorted(missing)} have written nothing for {time.monotonic() - begun:.0f} s; they may have died")
-        if missing:
-            time.sleep(0.005)
+        if missing:  # many ranks take long to look at, and training needs this interpreter and the filesystem too
+            time.sleep(max(_NAP_S, min(1.0, 20 * (time.monotonic() - glance))))
 
 
 def _last_write(folder: Path, ranks: set[int]) -> int:
@@ -176,9 +181,10 @@ def publish(folder: Path, manifest: Manifest, tag: str, extra: Callable[[Path, M
 class Background:
     """A save that goes on in a thread. ``finished`` and ``error`` are this rank's own."""
 
-    def __init__(self, tag: str, folder: Path, work: Callable[[threading.Event], None]) -> None:
-        self.tag, self.folder = tag, folder
+    def __init__(self, tag: str, folder: Path, work: Callable[[threading.Event], None], *, hurry: Callable[[], None]) -> None:
+        self.tag, self.folder, self._hurry = tag, folder, hurry
         self.error: BaseException | None = None
+        self.told = False
         self.stop = threading.Event()
         self._work = work
         # Not a daemon: a process that ends by itself waits for its last checkpoint.
@@ -191,10 +197,30 @@ class Background:
         except BaseException as error:
             self.error = error
             logger.error("the background save of checkpoint %s failed: %s", self.tag, error)
+            atexit.register(self._end_badly)
+
+    def _end_badly(self) -> None:
+        """A process that ends without having heard of the failure must not end as if all were well."""
+        if self.told:
+            return
+        self.told = True  # the other handlers first, which may call this one again
+        atexit._run_exitfuncs()
+        logger.error("ending with status 1, because checkpoint %s was not saved: %s", self.tag, self.error)
+        sys.stdout.flush()
+        os._exit(1)
 
     @property
     def finished(self) -> bool:
         return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """End it soon: after the part that is being written, at full speed."""
+        self.stop.set()
+        self._hurry()
+
+    def hurry(self) -> None:
+        """Somebody waits: no limit on the rate any more."""
+        self._hurry()
 
     def wait(self, seconds: float | None) -> None:
         """Until it has ended, or so long."""

@@ -139,7 +139,8 @@ class Saver:
                 file.fail(failure)
         self._agreed(folder, error, order)
         assert file is not None
-        self._running = Background(order.tag, folder, functools.partial(self._work, folder, order, file, held))
+        work = functools.partial(self._work, folder, order, file, held)
+        self._running = Background(order.tag, folder, work, hurry=functools.partial(file.limit, 0))
 
     def _work(self, folder: Path, order: SaveOrder, file: RankFile, held: "deque[Part]", stop: threading.Event) -> None:
         try:
@@ -164,7 +165,8 @@ class Saver:
             said = one_answer(self._mesh, (own.finished, None if own.error is None else str(own.error)))
             failed = [(r, text) for r, (_, text) in zip(self._mesh.world.ranks, said, strict=True) if text is not None]
             if failed:
-                own.stop.set()
+                own.told = True
+                own.give_up()
                 own.wait(None)
                 self._running = None
                 one_answer(self._mesh, None)  # nobody writes any more
@@ -178,6 +180,7 @@ class Saver:
             if all(finished for finished, _ in said):
                 self._running = None
             elif wait:
+                own.hurry()
                 own.wait(_GLANCE_S)  # not to its end: a failure elsewhere may be what it waits for
             else:
                 return
@@ -193,9 +196,9 @@ class Saver:
         if self._first:
             try:
                 folder = folders.begin(order.save_dir, order.tag)
-            except OSError as failure:
+            except Exception as failure:  # whatever it is, the other ranks wait for the answer
                 error = _explained(order.save_dir, failure)
-                error.__cause__ = failure
+                error.__cause__ = failure if error is not failure else None
         agree(self._mesh, error, f"saving checkpoint {order.tag}")
         name = next(n for n in one_answer(self._mesh, folder.name if folder is not None else None) if n is not None)
         folder = order.save_dir / name
@@ -269,10 +272,9 @@ def _join_optimizer(facts: dict[str, Any]) -> dict[str, Any] | None:
     rows: dict[str, dict[str, Any]] = {}
     for rank in facts["ranks"]:
         for name, values in rank.pop("scalars", {}).items():
-            row = rows.setdefault(repr(sorted(values.items(), key=str)), {"values": values, "names": []})
-            if name not in row["names"]:
-                row["names"].append(name)
-    return {**found, "scalars": list(rows.values())}
+            row = rows.setdefault(repr(sorted(values.items(), key=str)), {"values": values, "names": {}})
+            row["names"][name] = None
+    return {**found, "scalars": [{**row, "names": list(row["names"])} for row in rows.values()]}
 
 
 def client_files(state: dict[str, Any], *, level: int, whole: bool, bf16: bool) -> Callable[[Path, Manifest], None]:

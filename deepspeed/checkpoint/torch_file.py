@@ -38,6 +38,14 @@ class TorchFile:
         self._offsets: dict[str, int] = {}
 
     def __enter__(self) -> "TorchFile":
+        try:
+            self._lay_out()
+        except BaseException:
+            self._forget()
+            raise
+        return self
+
+    def _lay_out(self) -> None:
         # Memory that nobody touches costs none.
         state = {n: torch.empty(shape, dtype=dtype, device="cpu") for n, (dtype, shape) in self._shapes.items()}
         named = {n: state[self._aliases[n]] if n in self._aliases else state[n] for n in (*state, *self._aliases)}
@@ -54,7 +62,10 @@ class TorchFile:
             if name in stored:
                 self._offsets[name] = by_number[number]
         self._file = self._partial.open("r+b")
-        return self
+
+    def _forget(self) -> None:
+        with contextlib.suppress(OSError):
+            self._partial.unlink()
 
     def write(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
         """Elements from ``start`` on of one tensor, in row-major order; on any device, in any dtype."""
@@ -70,17 +81,15 @@ class TorchFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._file is not None
         try:
+            with self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
             if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                os.replace(self._partial, self.path)
+                sync_folder(self.path.parent)
         finally:
-            self._file.close()
-            if kind is not None:
-                with contextlib.suppress(OSError):
-                    self._partial.unlink()
-        if kind is None:
-            os.replace(self._partial, self.path)
-            sync_folder(self.path.parent)
+            self._forget()  # there is none after the replacement
 
 
 def _places(path: Path) -> dict[str, int]:

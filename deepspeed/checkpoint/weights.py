@@ -9,6 +9,7 @@ import torch
 
 from deepspeed.checkpoint.source import Key, Source
 
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # as a checkpoint names them
 CHUNK_BYTES = 32 << 20  # what one step of a stream holds, before a cast
 
 
@@ -66,9 +67,9 @@ def stream(source: Source, key: Key, *, name: str | None = None, dtype: torch.dt
 
 def compute_dtype(facts: Mapping[str, Any]) -> torch.dtype:
     """What the model trained in: as the checkpoint says, else by the configuration that it keeps."""
-    named = getattr(torch, str((facts.get("world") or {}).get("compute_dtype")).removeprefix("torch."), None)
-    if isinstance(named, torch.dtype):
-        return named
+    named = (facts.get("world") or {}).get("compute_dtype")
+    if named in COMPUTE_DTYPES:
+        return COMPUTE_DTYPES[named]
     config = facts.get("config") or {}
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         block = config.get(name)

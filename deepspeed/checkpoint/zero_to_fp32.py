@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +132,29 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(model: torch.nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> torch.nn.Module:
     """Move ``model`` to the CPU, give it the checkpoint's weights, and return it; an engine round it must not be used afterwards.
 
-    Weights of the model that the checkpoint does not have keep their values, with a warning. Raises as the functions above.
+    Sharded parameters become plain ones in their own dtype. Weights of the model that the checkpoint does not have keep their values,
+    with a warning. Raises as the functions above.
     """
     state: Mapping[str, Any] = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
+    _unshard(model, state)
     left = model.load_state_dict(state, strict=False)
     if left.missing_keys or left.unexpected_keys:
         logger.warning("%s: not in the checkpoint: %s; not in the model: %s", checkpoint_dir, left.missing_keys, left.unexpected_keys)
     return model
+
+
+def _unshard(model: torch.nn.Module, names: Collection[str]) -> None:
+    """Memory of their own for parameters that have a part on every rank; tied ones stay tied."""
+    plain: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        if name not in names or not hasattr(param, "ds_id"):
+            continue
+        if param not in plain:
+            values = torch.empty(param.shape, dtype=param.dtype)
+            plain[param] = torch.nn.Parameter(values, requires_grad=param.requires_grad)
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, plain[param])
 
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:

@@ -110,8 +110,16 @@ class _PythonThreads:
             return -errno.ECHILD
         spans = [(at, min(self._block, nbytes - at)) for at in range(0, nbytes, self._block)]
         ticket = next(self._tickets)
-        self._pieces[ticket] = [self._pool.submit(self._move, write, plain, offset + at, address + at, size) for at, size in spans]
+        self._pieces[ticket] = [self._begin(write, plain, offset + at, address + at, size) for at, size in spans]
         return ticket
+
+    def _begin(self, *move: int) -> "Future[int]":
+        try:
+            return self._pool.submit(self._move, *move)
+        except RuntimeError:  # the interpreter is ending, and pools take nothing more; a background save still has to end
+            found: Future[int] = Future()
+            found.set_result(self._move(*move))
+            return found
 
     @staticmethod
     def _move(write: int, fd: int, offset: int, address: int, size: int) -> int:
@@ -182,9 +190,9 @@ class DirectFile:
         if nbytes == 0:
             return
         try:
-            os.posix_fallocate(self._plain, 0, nbytes)
+            _reserve(self._plain, nbytes)
         except OSError as error:
-            if error.errno in _NO_DIRECT:
+            if error.errno in (*_NO_DIRECT, errno.ENOSYS):
                 os.ftruncate(self._plain, max(before, nbytes))  # this filesystem cannot reserve; a full disk shows later
                 return
             os.ftruncate(self._plain, before)  # gives back the part that there was room for
@@ -208,6 +216,20 @@ class DirectFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Disk space for the first ``nbytes`` bytes of a file. Raises OSError, EOPNOTSUPP among them.
+
+    Not by ``os.posix_fallocate`` where that can be avoided: on a filesystem without reservations it writes a byte into every block.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call is None:
+        os.posix_fallocate(fd, 0, nbytes)
+        return
+    while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        if (code := ctypes.get_errno()) != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 def _failure(code: int, what: str, path: str) -> TransferError:

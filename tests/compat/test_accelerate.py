@@ -228,22 +228,3 @@ def _minimal(stage: int) -> dict[str, Any]:
 def test_two_plugins_train_and_infer_side_by_side(pool2: RankPool) -> None:
     for found in pool2.run(two_plugins, time_limit=90):
         assert all(found)
-
-
-def saving_state(folder: str) -> str:
-    acc = accelerator(2)
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    model, optimizer, _ = acc.prepare(model, optimizer, loader(sentences(8)))
-    try:
-        acc.save_state(folder)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        acc.free_memory(model)
-    return ""
-
-
-def test_save_state_names_the_missing_part(pool1: RankPool, tmp_path: Any) -> None:
-    (text,) = pool1.run(saving_state, str(tmp_path), time_limit=90)
-    assert text.startswith("NotYetError") and "save_checkpoint" in text

@@ -197,22 +197,6 @@ def test_evaluation_without_training(pool2: RankPool, tmp_path: Path) -> None:
         assert "ZeRO Stage 3" in text
 
 
-def checkpointing(folder: str) -> str:
-    args = arguments(folder, auto_config(2, own_optimizer=True), save_strategy="steps", save_steps=1, max_steps=2)
-    made = trainer(args, model_for(args))
-    try:
-        made.train()
-    except Exception as error:
-        made.accelerator.free_memory(made.model_wrapped)
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_checkpoints_name_the_missing_part(pool2: RankPool, tmp_path: Path) -> None:
-    for text in pool2.run(checkpointing, str(tmp_path), time_limit=90):
-        assert text.startswith("NotYetError") and "save_checkpoint" in text
-
-
 def mismatch(folder: str) -> str:
     config = {**auto_config(2, own_optimizer=True), "gradient_accumulation_steps": 3, "zero_optimization": zero_block(2)}
     args = arguments(folder, config)

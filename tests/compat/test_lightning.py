@@ -223,7 +223,7 @@ def test_testing_without_training(stage: int, tmp_path: Path, pool2: RankPool) -
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def with_fabric(stage: int, folder: str) -> dict[str, Any]:
+def with_fabric(stage: int) -> dict[str, Any]:
     """Fabric calls ``optimizer.step()`` itself and never ``engine.step()``."""
     from lightning.fabric import Fabric
     from lightning.fabric.accelerators import CUDAAccelerator
@@ -259,16 +259,10 @@ def with_fabric(stage: int, folder: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    try:
-        fabric.save(str(Path(folder) / "saved"), {"model": model, "optimizer": optimizer})
-        saving = ""
-    except Exception as error:
-        saving = f"{type(error).__name__}: {error}"
     result = {
         "sharded": sharded == (stage == 3),
         "loss": apart(mean_over_ranks(losses), expected),
         "weights": weights_apart(net, weights),
-        "saving": saving,
     }
     model._forward_module.destroy()
     return result
@@ -276,8 +270,7 @@ def with_fabric(stage: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_fabric_trains_like_plain_torch(world: int, stage: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_fabric_trains_like_plain_torch(world: int, stage: int, request: pytest.FixtureRequest) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
-    for found in pool.run(with_fabric, stage, str(tmp_path), time_limit=90):
+    for found in pool.run(with_fabric, stage, time_limit=90):
         assert found["sharded"] and found["loss"] < 1e-5 and found["weights"] < 1e-5, found
-        assert found["saving"].startswith("NotYetError") and "save_checkpoint" in found["saving"]

@@ -642,7 +642,7 @@ def test_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def cannot(*arguments: int) -> None:
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-        monkeypatch.setattr(aio.os, "posix_fallocate", cannot)
+        monkeypatch.setattr(aio, "_reserve", cannot)
         file.allocate(200_000)
         assert file.size == 200_000
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed import device, pipe
-from deepspeed.checkpoint import zero_to_fp32
 from deepspeed.device import Accelerator, NullEvent, NullStream, OnDevice, get_accelerator, set_accelerator, set_random_seed
-from deepspeed.errors import DeepSpeedConfigError, NotYetError
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
 from deepspeed.observe import hostmem, log_tools, memory, timers
@@ -222,7 +221,5 @@ def test_missing_parts_say_so() -> None:
         assert not isinstance(object(), make)
         with pytest.raises(NotImplementedError, match=make.__name__):
             make(1, size=2)
-    with pytest.raises(NotYetError, match="get_fp32_state_dict_from_zero_checkpoint"):
-        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint("dir")
     with GatherReplacedLayerParams([], nn.Linear(1, 1), enabled=True):
         pass

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepspeed.checkpoint import get_layer_ckpt_name_for_rank, get_model_ckpt_name_for_rank, get_zero_ckpt_name_for_rank
+from deepspeed.checkpoint.client_files import copy_for_later
 from deepspeed.checkpoint.ds_to_universal import main as to_universal
 from deepspeed.checkpoint.ds_to_universal import parse_arguments
 from deepspeed.checkpoint.recovery_script import script_text
@@ -111,6 +112,25 @@ def test_a_model_gets_the_weights(tmp_path: Path) -> None:
     assert torch.equal(model.l1.weight, wanted()["l1.weight"]) and torch.equal(model.l1.bias, wanted()["l1.bias"])
 
 
+def test_sharded_parameters_become_plain_ones_and_tied_ones_stay_tied(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = torch.nn.Embedding(*wanted()["emb.weight"].shape)
+            self.head = torch.nn.Linear(*reversed(self.emb.weight.shape), bias=False)
+            self.head.weight = self.emb.weight
+            self.elsewhere = torch.nn.Parameter(torch.ones(3))
+
+    model = Tied()
+    for number, param in enumerate(model.parameters()):
+        param.ds_id = number  # what tells a sharded one
+    rest = model.elsewhere
+    load_state_dict_from_zero_checkpoint(model, own(tmp_path))
+    assert torch.equal(model.emb.weight, wanted()["emb.weight"]) and model.head.weight is model.emb.weight
+    assert not hasattr(model.emb.weight, "ds_id") and model.emb.weight.requires_grad
+    assert model.elsewhere is rest, "nothing is known of it"
+
+
 def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path) -> None:
     folder = own(tmp_path / "a")
     script = folder / "zero_to_fp32.py"
@@ -176,6 +196,14 @@ def test_stubs_of_a_checkpoint_answer_the_lookups(tmp_path: Path) -> None:
     assert torch.load(get_model_state_file(folder, 2), weights_only=True)["global_steps"] == 3
     levels = [torch.load(p, weights_only=True)["optimizer_state_dict"]["zero_stage"] for p in get_optim_files(folder)]
     assert levels == [2, 2]
+
+
+def test_stubs_hold_the_client_state_without_what_needs_code_to_load() -> None:
+    big = torch.zeros(5 << 20)
+    state = {"epoch": 2, "best": torch.ones(2), "hyper": {"rate": 0.1, "to": Path("x"), "deep": {"a": range(2)}}, "when": {1, range(3)}}
+    found = copy_for_later({**state, "big": big, "list": [1, Path("y")]})
+    assert torch.equal(found.pop("best"), torch.ones(2))
+    assert found == {"epoch": 2, "hyper": {"rate": 0.1, "deep": {}}}
 
 
 def test_names_of_files() -> None:

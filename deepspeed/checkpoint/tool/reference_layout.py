@@ -115,9 +115,14 @@ class Layout:
 
     @cached_property
     def groups(self) -> list[list[tuple[str, int]]]:
-        """(name, numel) of every optimizer group in flattening order."""
+        """(name, numel) of every optimizer group in flattening order, less the frozen ones, which an optimizer of the user may list."""
         shapes = {key[1]: d.shape for key, d in self.source.entries.items() if key[0] == "master"}
-        return [[(n, prod(shapes[n])) for n in group["names"]] for group in self.source.facts["optimizer"]["groups"]]
+        return [[(n, prod(shapes[n])) for n in group if n in shapes] for group in self.listed]
+
+    @cached_property
+    def listed(self) -> list[list[str]]:
+        """Every name of every optimizer group."""
+        return [list(group["names"]) for group in self.source.facts["optimizer"]["groups"]]
 
     @cached_property
     def slots(self) -> list[str]:
@@ -274,12 +279,13 @@ def _fragment(layout: Layout, key: Key, rank: int) -> torch.Tensor:
 
 def _whole_state(layout: Layout) -> dict[str, Any]:
     """Level 0: the optimizer's state dict over whole parameters, wrapped where DeepSpeed keeps fp32 copies of a low-precision model."""
-    members = [[name for name, _ in group] for group in layout.groups]
+    trained = [[name for name, _ in group] for group in layout.groups]
+    members = layout.listed if layout.dtype == torch.float32 else trained  # torch's own state dict counts frozen ones too
     flat = [name for group in members for name in group]
     number = {name: i for i, name in enumerate(flat)}
     entries = layout.source.entries
     state = {}
-    for name in flat:
+    for name in (name for group in trained for name in group):
         slots = {s: whole(layout.source, (f"optim.{s}", name)) for s in layout.slots if (f"optim.{s}", name) in entries}
         state[number[name]] = {**layout.scalars(name), **slots}
     # torch keeps the names beside the numbers; readers that must name the state find them there.

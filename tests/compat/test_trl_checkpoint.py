@@ -1,0 +1,63 @@
+"""TRL: supervised fine-tuning that is saved and resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.compat.common import LR, forget_clients, llama, need
+from tests.compat.test_hf_checkpoint import equal, finished
+from tests.compat.test_hf_trainer import auto_config
+from tests.compat.test_trl import text, tokenizer
+from tests.harness.pool import RankPool
+
+need("accelerate", "transformers", "trl")
+pytestmark = pytest.mark.timeout(240)
+
+
+def sft(folder: str, stage: int, **peft: Any) -> Any:
+    import trl
+    from datasets import Dataset
+
+    forget_clients()
+    args = trl.SFTConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=LR,
+        adam_epsilon=1e-2,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        report_to="none",
+        disable_tqdm=True,
+        deepspeed=auto_config(stage, own_optimizer=True),
+        dataloader_pin_memory=False,
+        max_length=16,
+        packing=True,
+    )
+    data = Dataset.from_dict({"text": text(24, 1)})
+    return trl.SFTTrainer(model=llama(), args=args, train_dataset=data, processing_class=tokenizer(), **peft)
+
+
+def resumed(folder: str, stage: int, adapters: bool) -> dict[str, Any]:
+    peft: dict[str, Any] = {}
+    if adapters:
+        from peft import LoraConfig
+
+        peft["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    straight = finished(sft(folder, stage, **peft))
+    again = finished(sft(folder, stage, **peft), f"{folder}/checkpoint-2")
+    dist.barrier()
+    return {"same": again[0] == straight[0] and equal(again[1], straight[1]), "losses": (straight[0], again[0])}
+
+
+@pytest.mark.parametrize(("stage", "adapters"), [(3, False), (2, True)])
+def test_fine_tuning_resumes_bit_for_bit(stage: int, adapters: bool, tmp_path: Path, pool2: RankPool) -> None:
+    if adapters:
+        pytest.importorskip("peft")
+    for found in pool2.run(resumed, str(tmp_path), stage, adapters, time_limit=200):
+        assert found["same"] and len(found["losses"][0]) == 4, found

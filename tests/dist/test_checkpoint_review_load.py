@@ -1,0 +1,208 @@
+"""Loading: what is refused is refused on every rank and wholly, what is left out is said, and windows keep their length."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from deepspeed.checkpoint.opening import find_and_open
+from deepspeed.checkpoint.source import whole
+from deepspeed.checkpoint.tool.cli import main
+from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.observe.log import logger
+from deepspeed.verify.models import IN_FEATURES, Stack
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start
+
+pytestmark = pytest.mark.timeout(120)
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.01}}
+
+
+def train(engine: Any, count: int) -> None:
+    for _ in range(count):
+        seed = engine.micro_steps + 100 * dist.get_rank()
+        x = torch.randn(4, IN_FEATURES, generator=torch.Generator().manual_seed(seed))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+
+def refusals(engine: Any, folder: str) -> tuple[str, str]:
+    """What loading says, and what training says afterwards."""
+    with pytest.raises(CheckpointError) as first:
+        engine.load_checkpoint(folder)
+    with pytest.raises(UsageError) as second:
+        train(engine, 1)
+    return str(first.value), str(second.value)
+
+
+def damaged_gradient(folder: str, stage: int) -> tuple[str, str]:
+    engine = start(Stack(depth=1).train(), make_config(stage, gradient_accumulation_steps=4))
+    train(engine, 2)
+    engine.save_checkpoint(folder, "t")
+    if dist.get_rank() == 0:
+        tensors = json.loads(Path(folder, "t", "manifest.json").read_bytes())["tensors"]
+        file, offset = next(b[:2] for t in tensors if t["state"].startswith("grad") for b in t["boxes"])
+        with Path(folder, "t", file).open("r+b") as data:
+            data.seek(offset)
+            first = data.read(1)
+            data.seek(offset)
+            data.write(bytes([first[0] ^ 255]))
+    dist.barrier()
+    return refusals(engine, folder)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_damaged_gradient_of_an_open_window_is_refused_on_every_rank(pool2: RankPool, tmp_path: Path, stage: int) -> None:
+    for load, after in pool2.run(damaged_gradient, str(tmp_path), stage):
+        assert "grad" in load and "damaged" in load
+        assert "failed half way" in after
+
+
+def other_data(folder: str) -> tuple[str, str, int]:
+    def engine_of(samples: int, **checkpoint: Any) -> Any:
+        data = TensorDataset(torch.zeros(samples, IN_FEATURES))
+        return start(Stack(depth=1).train(), make_config(1, checkpoint=checkpoint), training_data=data)
+
+    engine = engine_of(40)
+    next(iter(engine.training_dataloader))
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    load, after = refusals(engine_of(60), folder)
+    without = engine_of(60, restore_data=False)
+    without.load_checkpoint(folder)
+    return load, after, without.global_steps
+
+
+def test_a_refused_data_position_leaves_no_half_loaded_engine(pool2: RankPool, tmp_path: Path) -> None:
+    for load, after, steps in pool2.run(other_data, str(tmp_path)):
+        assert "data position" in load and "checkpoint.restore_data" in load
+        assert "failed half way" in after
+        assert steps == 2
+
+
+def left_out(folder: str, there: dict[str, Any] | None, here: dict[str, Any] | None) -> list[str]:
+    said: list[str] = []
+    engine = start(Stack(depth=1).train(), make_config(1, scheduler=there))
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    other = start(Stack(depth=1).train(), make_config(1, scheduler=here))
+    original, logger.warning = logger.warning, lambda text, *values: said.append(text % values)
+    try:
+        other.load_checkpoint(folder)
+    finally:
+        logger.warning = original
+    return [text for text in said if "leaves out" in text]
+
+
+@pytest.mark.parametrize(("there", "here", "word"), [(SCHEDULE, None, "has none"), (None, SCHEDULE, "anew"), (SCHEDULE, SCHEDULE, "")])
+def test_a_schedule_on_one_side_only_is_said(pool1: RankPool, tmp_path: Path, there: Any, here: Any, word: str) -> None:
+    (said,) = pool1.run(left_out, str(tmp_path), there, here)
+    assert [word in text for text in said] == ([True] if word else [])
+
+
+def first_window(folder: str, accumulation: int) -> tuple[int, int]:
+    engine = start(Stack(depth=1).train(), make_config(1))
+    train(engine, 3)
+    engine.save_checkpoint(f"{folder}/own")
+    assert main(["export", f"{folder}/own", f"{folder}/theirs", "--format", "deepspeed"]) == 0
+    other = start(Stack(depth=1).train(), make_config(1, gradient_accumulation_steps=accumulation))
+    other.load_checkpoint(f"{folder}/theirs")
+    train(other, accumulation - 1)
+    early = other.global_steps
+    train(other, 1)
+    return early, other.global_steps
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_the_first_window_after_deepspeeds_checkpoint_is_whole(pool1: RankPool, tmp_path: Path, accumulation: int) -> None:
+    assert pool1.run(first_window, str(tmp_path), accumulation) == [(3, 4)]
+
+
+class Scaled(Stack):
+    """With a parameter without dimensions, and a frozen one that the optimizer lists too."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(*args, **kwargs) * self.scale + self.fixed.sum()
+
+
+def tensors(folder: str) -> dict[Any, torch.Tensor]:
+    source = find_and_open(Path(folder))
+    try:
+        return {key: whole(source, key) for key in source.entries if key[0] != "plain"}
+    finally:
+        source.close()
+
+
+def numbers(folder: str) -> str:
+    source = find_and_open(Path(folder))
+    try:
+        return str(sorted(source.facts["optimizer"]["scalars"]["scale"].items()))
+    finally:
+        source.close()
+
+
+def scaled_round_trip(folder: str, name: str) -> bool:
+    def engine_of(stage: int) -> Any:
+        torch.manual_seed(1)
+        return start(Scaled().train(), make_config(stage, optimizer={"type": name, "params": {"lr": 0.01}}))
+
+    engine = engine_of(3)
+    train(engine, 2)
+    engine.save_checkpoint(f"{folder}/a", "t")
+    other = engine_of(0)
+    other.load_checkpoint(f"{folder}/a")
+    other.save_checkpoint(f"{folder}/b", "t")
+    dist.barrier()
+    a, b = tensors(f"{folder}/a"), tensors(f"{folder}/b")
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) and numbers(f"{folder}/a") == numbers(f"{folder}/b")
+
+
+@pytest.mark.parametrize("name", ["Lamb", "AdamW"])
+def test_state_of_a_parameter_without_dimensions_comes_back(pool2: RankPool, tmp_path: Path, name: str) -> None:
+    assert all(pool2.run(scaled_round_trip, str(tmp_path), name))
+
+
+def listed_frozen(folder: str, stage: int) -> bool:
+    model = Scaled().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = start(model, make_config(2, optimizer=None), optimizer=optimizer)
+    train(engine, 2)
+    engine.save_checkpoint(f"{folder}/own", "t")
+    assert main(["export", f"{folder}/own", f"{folder}/theirs", "--format", "deepspeed", "--stage", str(stage)]) == 0
+    own, theirs = tensors(f"{folder}/own"), tensors(f"{folder}/theirs")
+    return all(torch.equal(value, theirs[key]) for key, value in own.items() if key[0] == "master")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_export_of_an_optimizer_that_lists_frozen_parameters(pool1: RankPool, tmp_path: Path, stage: int) -> None:
+    assert pool1.run(listed_frozen, str(tmp_path), stage) == [True]
+
+
+def another_schedule(folder: str) -> str:
+    engine = start(Stack(depth=1).train(), make_config(1, scheduler=SCHEDULE))
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    steps = {"type": "StepLR", "params": {"step_size": 3}}
+    other = start(Stack(depth=1).train(), make_config(1, scheduler=steps))
+    with pytest.raises(CheckpointError) as refused:
+        other.load_checkpoint(folder)
+    train(other, 1)  # it is as it was
+    other.load_checkpoint(folder, load_lr_scheduler_states=False)
+    assert other.global_steps == 2
+    train(other, 1)
+    return str(refused.value)
+
+
+def test_the_state_of_another_schedule_is_refused(pool2: RankPool, tmp_path: Path) -> None:
+    for said in pool2.run(another_schedule, str(tmp_path)):
+        assert "WarmupLR" in said and "StepLR" in said and "load_lr_scheduler_states=False" in said
