@@ -4,11 +4,17 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
 
 from tests.harness.pool import RankPool
+
+# The same commit gives the same verdict; HYPOTHESIS_PROFILE=search looks for new counterexamples.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def _pool(world: int) -> Iterator[RankPool]:

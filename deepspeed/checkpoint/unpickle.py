@@ -7,6 +7,7 @@ module can build itself; what is not in the table is refused. Tensors stay in th
 import math
 import pickletools
 import struct
+import warnings
 import zipfile
 import zlib
 from argparse import Namespace
@@ -206,9 +207,14 @@ def load_restricted(path: Path) -> Any:
     """
     file = TensorFile(path)
     try:
-        return _Machine(file).run(file.content("data.pkl"))
+        # Python's opcode reader warns of escapes that no pickler writes; as errors they refuse the file, whatever filters are set.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", module="pickletools")
+            return _Machine(file).run(file.content("data.pkl"))
     except CheckpointError:
         raise
+    except Warning as warning:
+        raise CheckpointError(f"{path} holds a malformed pickle: {warning}") from warning
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"{path} holds a malformed pickle: {type(error).__name__}: {error}") from error
 

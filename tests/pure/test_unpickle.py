@@ -309,6 +309,12 @@ def test_broken_streams_are_refused(tmp_path: Path) -> None:
         refused(tmp_path, content, "malformed|is refused")
 
 
+@pytest.mark.filterwarnings("default")
+def test_names_with_escapes_are_refused_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    refused(tmp_path, b"\x80\x02c__builtin__\nobj\\oct\n.", "malformed")
+    assert not recwarn.list
+
+
 def test_values_that_contain_themselves_or_are_deep_do_not_hang(tmp_path: Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
