@@ -27,13 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 GB = 1e9
 BLOCK_STEPS = 10
+PARTS = ("save", "hold", "overhead", "drive", "memory")
 RESIDENT = 14  # bytes per parameter: fp32 weight, two moments, bf16 weight
 
 
 class Job:
     """The ranks of one engine, each answering a line with a line."""
 
-    def __init__(self, args: argparse.Namespace, *, reference: bool) -> None:
+    def __init__(self, args: argparse.Namespace, *, reference: bool, variant: str = "default") -> None:
         self.name = "reference" if reference else "ours"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -41,12 +42,13 @@ class Job:
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(args.ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(args.ranks)}
+        env |= {"DS_BENCH_NVME": str(args.folder)}
         python = args.reference_python if reference else Path(sys.executable)
         if reference:  # its just-in-time builds look for ninja on the PATH
             env |= {"DS_ACCELERATOR": "cpu", "PATH": f"{python.absolute().parent}{os.pathsep}{env['PATH']}"}
         else:
             env |= {"PYTHONPATH": str(ROOT)}
-        command = [str(python), str(ROOT / "benchmarks" / "peers" / "checkpoint_rank.py"), "--model", args.model]
+        command = [str(python), str(ROOT / "benchmarks" / "peers" / "checkpoint_rank.py"), "--model", args.model, "--variant", variant]
         command += ["--reference"] if reference else []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the job
         self._ranks = [
@@ -155,15 +157,27 @@ class Bench:
             self.note(f"hold {how}", self.ours.ask("hold", how=how, folder=self.place("hold")))
         self.place("hold")
 
-    def overhead(self, turn: int) -> None:
+    def overhead(self, turn: int, job: Job | None = None, kind: str = "") -> None:
         """Ten steps with a save behind them, and ten without."""
         found = {}
         for saving in (turn % 2 == 0, turn % 2 == 1):
             place = self.place("train") if saving else ""
-            name = "steps saving" if saving else "steps"
-            found[saving] = self.note(name, self.ours.ask("train", steps=BLOCK_STEPS, save=place))["s"]
-        self.figures["overhead"].append({"s": found[True] / found[False] - 1})
+            name = f"{kind}steps saving" if saving else f"{kind}steps"
+            found[saving] = self.note(name, (job or self.ours).ask("train", steps=BLOCK_STEPS, save=place))["s"]
+        self.figures[f"{kind}overhead"].append({"s": found[True] / found[False] - 1})
         self.place("train")
+
+    def drive(self) -> None:
+        """Saves of an engine whose states rest on a drive: in the foreground, behind the training, and what steps notice of it."""
+        job = Job(self.args, reference=False, variant="nvme")
+        try:
+            job.ask("train", steps=2)
+            for turn in range(self.args.rounds):
+                self.note("drive save", job.ask("save", how="engine", folder=self.place("train")))
+                self.note("drive hold", job.ask("hold", how="engine", folder=self.place("train")))
+                self.overhead(turn, job, "drive ")
+        finally:
+            job.close()
 
     def fresh(self) -> None:
         """Peak memory of a load into an engine that has not made a step."""
@@ -224,6 +238,16 @@ def table(bench: Bench) -> str:
     add(what, f"{with_save:.2f} s", 1 + s("overhead"), f"{BLOCK_STEPS} steps without: {without:.2f} s", 1.05)
     with_save, without = s("steps saving", "cpu"), s("steps", "cpu")
     beside(f"{what}, processor time of a rank", f"{with_save:.2f} s", with_save / without, f"without: {without:.2f} s")
+    held, whole = s("drive hold"), s("drive save")
+    beside(
+        "states on a drive: asynchronous save, training held",
+        f"{held:.2f} s",
+        held / whole,
+        f"the same save in the foreground: {whole:.2f} s",
+    )
+    with_save, without = s("drive steps saving"), s("drive steps")
+    what = f"states on a drive: {BLOCK_STEPS} steps with an asynchronous save"
+    add(what, f"{with_save:.2f} s", 1 + s("drive overhead"), f"{BLOCK_STEPS} steps without: {without:.2f} s", 1.05)
     for pages in ("warm", "cold"):
         own, ref = s(f"load ours {pages}"), s(f"load reference {pages}")
         what = f"load, page cache {pages}"
@@ -261,7 +285,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="a model of 0.1M parameters: figures mean nothing")
-    parser.add_argument("--only", nargs="+", choices=("save", "hold", "overhead", "memory"), default=["save", "hold", "overhead", "memory"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--reference-python", type=Path, default=ROOT / ".bench" / "reference" / "bin" / "python", help="see README.md")
     parser.add_argument("--json", type=Path, default=ROOT / ".bench" / "checkpoint.jsonl", help="every measurement is appended here")
     args = parser.parse_args()
@@ -290,6 +314,8 @@ def main() -> None:
         for name, work in (("hold", bench.asynchronous), ("overhead", bench.overhead)):
             for turn in range(args.rounds if name in args.only else 0):
                 work(turn)
+        if "drive" in args.only:
+            bench.drive()
         if "memory" in args.only:
             bench.fresh()
     finally:

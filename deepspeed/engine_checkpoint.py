@@ -40,6 +40,7 @@ class EngineCheckpoint:
     lr_scheduler: Any
     training_dataloader: Any
     attached: Any
+    tiles: Any
     _config: DeepSpeedConfig
     _views: "list[OptimView]"
     _group_names: list[list[str]]
@@ -131,7 +132,7 @@ class EngineCheckpoint:
 
     def _states(self) -> States:
         units = self.runtime.units
-        return States(self.module, self.mesh, units, self._views, self.basic_optimizer, self.attached, self._group_names)
+        return States(self.module, self.mesh, units, self._views, self.basic_optimizer, self.attached, self._group_names, self.tiles)
 
     def _extras(self, client_state: dict[str, Any], tag: str) -> Extras:
         policy = self.runtime.gradients.policy

@@ -62,7 +62,7 @@ class Rank:
         self.workload = WORKLOADS[args.model]
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.base = memory_mib("VmRSS")
-        settings = argparse.Namespace(variant="default", level=3)
+        settings = argparse.Namespace(variant=args.variant, level=3)
         config = config_for(settings, self.workload)
         with package.zero.Init(config_dict_or_path=config):
             model = build_model(self.workload)
@@ -117,9 +117,10 @@ class Rank:
     def _shards(self) -> dict[str, Tensor]:
         """This rank's fp32 weights and optimizer slots, the engine's own memory, under names that no other rank uses."""
         from deepspeed.checkpoint.collect import weight_parts
+        from deepspeed.checkpoint.held import Reader
 
-        parts = weight_parts(self.engine._states(), exclude_frozen=False)
-        return {f"{p.state}/{p.name}@{self.rank}": p.values for p in parts}
+        parts = weight_parts(self.engine._states(), Reader(self.engine.basic_optimizer, None), without=set())
+        return {f"{p.state}/{p.name}@{self.rank}+{p.lo}": p.values for p in parts}
 
     def _torch(self, folder: Path, state: dict[str, Tensor]) -> None:
         path = folder / f"{self.rank}.pt"
@@ -222,6 +223,7 @@ def main() -> None:
     """Build, then answer until the input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=sorted(WORKLOADS), required=True)
+    parser.add_argument("--variant", choices=("default", "nvme"), default="default", help="where states rest")
     parser.add_argument("--reference", action="store_true", help="the package must be the reference, not this tree")
     args = parser.parse_args()
     torch.set_num_threads(1)

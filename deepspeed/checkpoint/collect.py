@@ -5,7 +5,7 @@ Nothing here depends on the optimizer's class: every tensor slot it keeps is sav
 
 import base64
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.held import Read, Reader, Slot
 from deepspeed.mesh.groups import ZeroMesh
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
+from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import Spread, StateKind, StatePlan
 from deepspeed.zero.unit import Unit
+
+_PART_NUMEL = 8 << 20  # elements that are in memory at once, for what comes from a drive
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Part:
 class States:
     """The state of one engine, wherever it rests. ``attached(view)`` brings a view's optimizer state into memory for a while.
 
-    ``groups``: names of the parameters of every optimizer group, in the order the user gave them in.
+    ``groups``: names of the parameters of every optimizer group, in the order the user gave them in. ``tiles``: what rests on a drive.
     """
 
     module: nn.Module
@@ -46,6 +50,7 @@ class States:
     optimizer: torch.optim.Optimizer | None
     attached: Callable[..., AbstractContextManager[None]]
     groups: list[list[str]]
+    tiles: OptimTiles | None = None
 
     def state_of(self, view: OptimView) -> dict[str, Any]:
         """What the optimizer holds for ``view``."""
@@ -115,25 +120,36 @@ def overlaps(unit: Unit, share: Share) -> Iterator[Overlap]:
             yield position, segment, lo, hi
 
 
-def weight_parts(states: States, *, exclude_frozen: bool) -> Iterator[Part]:
-    """Weights and optimizer slots of every unit; a part is valid until the next one is asked for."""
+def frozen_names(states: States) -> set[str]:
+    """Parameters without fp32 weights of their own that are not trained."""
+    units = [u for u in states.units if weights_of(u)[0] is StateKind.PARAM]
+    return {s.name for u in units for s, p in zip(u.layout.segments, u.params, strict=True) if not p.requires_grad}
+
+
+def weight_parts(states: States, reader: Reader, *, without: set[str]) -> Iterator[Part]:
+    """Weights and optimizer slots of every unit, but for the parameters ``without``; a part is valid until the next one is asked for."""
     for unit in states.units:
         kind, state = weights_of(unit)
-        share = share_of(unit, kind)
-        with unit.values(kind) as values:
-            base = unit.range_of(kind)[0]
-            for position, segment, lo, hi in overlaps(unit, share):
-                if not (exclude_frozen and kind is StateKind.PARAM and not unit.params[position].requires_grad):
-                    yield Part(state, segment.name, segment.shape, lo - segment.offset, values.detach()[lo - base : hi - base])
+        share, base = share_of(unit, kind), unit.range_of(kind)[0]
+        ours = list(overlaps(unit, share))
+        with reader.values(unit, kind) as read:
+            for _, segment, lo, hi in ours:
+                if segment.name not in without:
+                    yield from _pieces(state, segment, read, lo, hi, base=base)
             if states.mesh.world.index == 0:  # in nobody's range, but a complete checkpoint names them
-                for segment, param in zip(unit.layout.segments, unit.params, strict=True):
-                    if not segment.numel and not (exclude_frozen and kind is StateKind.PARAM and not param.requires_grad):
-                        yield Part(state, segment.name, segment.shape, 0, values.detach()[:0])
+                for segment in unit.layout.segments:
+                    if not segment.numel and segment.name not in without:
+                        yield Part(state, segment.name, segment.shape, 0, read(0, 0))
         if kind is StateKind.OPTIM:
-            ours = list(overlaps(unit, share))
             for view in states.views_of(unit):
-                with states.attached(view):
-                    yield from _slot_parts(view, states.state_of(view), share, _met(ours, view))
+                with reader.slots(view) as slots:
+                    yield from _slot_parts(view, slots, share, _met(ours, view))
+
+
+def _pieces(state: str, segment: Segment, read: Read, lo: int, hi: int, *, base: int) -> Iterator[Part]:
+    """Flat indices [lo, hi) of a unit, of which ``read`` knows those from ``base`` on, in parts of bounded size."""
+    for at in range(lo, hi, _PART_NUMEL):
+        yield Part(state, segment.name, segment.shape, at - segment.offset, read(at - base, min(hi, at + _PART_NUMEL) - base))
 
 
 def is_elementwise(view: OptimView, value: Any) -> bool:
@@ -151,20 +167,18 @@ def _met(ours: list[Overlap], view: OptimView) -> list[Overlap]:
     return ours[first : bisect.bisect_left(ours, view.stop, key=lambda o: o[2])]
 
 
-def _slot_parts(view: OptimView, state: dict[str, Any], share: Share, ours: list[Overlap]) -> Iterator[Part]:
-    for slot, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            continue
-        flat = value.detach().contiguous().view(-1)
-        if is_elementwise(view, value):
+def _slot_parts(view: OptimView, slots: dict[str, Slot], share: Share, ours: list[Overlap]) -> Iterator[Part]:
+    for name, slot in slots.items():
+        shape, numel = tuple(slot.like.shape), slot.like.numel()
+        if is_elementwise(view, slot.like):
             for _, segment, lo, hi in ours:
                 lo, hi = max(lo, view.start), min(hi, view.stop)
-                yield Part(f"optim.{slot}", segment.name, segment.shape, lo - segment.offset, flat[lo - view.start : hi - view.start])
+                yield from _pieces(f"optim.{name}", segment, slot.read, lo, hi, base=view.start)
         elif view.unit.layout.granularity is Granularity.PARAMETER:
             if ours:
-                yield Part(f"optim.{slot}", view.name, tuple(value.shape), 0, flat)
+                yield Part(f"optim.{name}", view.name, shape, 0, slot.read(0, numel))
         elif share.index == 0:
-            yield Part(f"opaque.{slot}", view_key(view), tuple(value.shape), 0, flat)
+            yield Part(f"opaque.{name}", view_key(view), shape, 0, slot.read(0, numel))
 
 
 def view_key(view: OptimView) -> str:
@@ -202,6 +216,14 @@ def scalar_state(states: States) -> dict[str, dict[str, Any]]:
     return found
 
 
+def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Packed numbers by parameter as rows of equal ones: {"values": ..., "names": [...]}; a name counts once."""
+    rows: dict[str, tuple[dict[str, Any], dict[str, None]]] = {}
+    for name, values in scalars:
+        rows.setdefault(repr(sorted(values.items(), key=str)), (values, {}))[1][name] = None
+    return [{"values": values, "names": list(names)} for values, names in rows.values()]
+
+
 def odd_state(states: States) -> dict[str, Any]:
     """Whatever else the optimizer keeps: per view neither tensors nor numbers, and entries that belong to no tensor."""
     assert states.optimizer is not None
@@ -230,20 +252,24 @@ def unpack_scalar(packed: Any) -> Any:
     return float.fromhex(packed) if isinstance(packed, str) else packed
 
 
-def gradient_parts(states: States) -> Iterator[Part]:
-    """Gradients of an accumulation window that is open: what is reduced already, and every rank's own sum of what is not."""
-    rank = states.mesh.world.index
+def gradient_parts(states: States, reader: Reader) -> Iterator[Part]:
+    """Gradients of an accumulation window that is open, as far as they are reduced."""
     for unit in states.units:
         if unit.grad_filled:
-            share, base = share_of(unit, StateKind.GRAD), unit.range_of(StateKind.GRAD)[0]
-            with unit.values(StateKind.GRAD) as values:
-                for _, segment, lo, hi in overlaps(unit, share):
-                    yield Part("grad", segment.name, segment.shape, lo - segment.offset, values[lo - base : hi - base])
-        if unit.partial is not None:
-            for position in sorted(unit.fired):
-                segment = unit.layout.segments[position]
-                if segment.numel:
-                    yield Part(f"grad_partial@{rank}", segment.name, segment.shape, 0, unit.partial[segment.offset : segment.stop])
+            base = unit.range_of(StateKind.GRAD)[0]
+            with reader.values(unit, StateKind.GRAD) as read:
+                for _, segment, lo, hi in overlaps(unit, share_of(unit, StateKind.GRAD)):
+                    yield from _pieces("grad", segment, read, lo, hi, base=base)
+
+
+def partial_parts(states: States) -> Iterator[Part]:
+    """This rank's own sums of gradients that are not reduced yet."""
+    for unit in states.units:
+        for position in sorted(unit.fired) if unit.partial is not None else ():
+            segment = unit.layout.segments[position]
+            if segment.numel and unit.partial is not None:
+                values = unit.partial[segment.offset : segment.stop]
+                yield Part(f"grad_partial@{states.mesh.world.index}", segment.name, segment.shape, 0, values)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

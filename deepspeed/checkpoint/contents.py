@@ -14,21 +14,26 @@ from deepspeed.checkpoint.collect import (
     States,
     buffer_parts,
     extra_states,
+    frozen_names,
     gradient_parts,
     names_of,
     nbytes_of,
     odd_state,
+    partial_parts,
     persistent_buffers,
     scalar_state,
     weight_parts,
     weights_of,
 )
-from deepspeed.checkpoint.plain import Encoded, encode, split
+from deepspeed.checkpoint.held import Reader
+from deepspeed.checkpoint.plain import Collected, Encoded, encode, split
 from deepspeed.checkpoint.rng import capture_rng
 from deepspeed.checkpoint.save import as_json
 from deepspeed.checkpoint.saver import Content, one_answer
 from deepspeed.errors import PlainStateError
 from deepspeed.version import __version__
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -47,29 +52,13 @@ class Extras:
     compute_dtype: str
 
 
-class _Plain:
-    """Plain state of one rank: JSON where it belongs, tensors as parts."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def add(self, value: Any, name: str) -> Any:
-        found = encode(value, name=name)
-        self.tensors |= found.tensors
-        return found.json
-
-    def parts(self) -> Iterator[Part]:
-        for name, tensor in self.tensors.items():
-            yield Part("plain", name, tuple(tensor.shape), 0, tensor.detach().contiguous().view(-1))
-
-
 def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: bool) -> Content:
     """This rank's content. Collective: ranks compare buffers and client states, and an error of one is raised on all.
 
     Raises PlainStateError for state that cannot be stored without pickle.
     """
     rank = states.mesh.world.index
-    plain = _Plain()
+    plain = Collected()
     error: Exception | None = None
     content, client, digest = Content(()), _Client(), None
     try:
@@ -84,17 +73,30 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
     if rank == 0 or digests[rank] != digests[0]:
         content.facts["client_state"] = client.stored(plain, "client_state" if rank == 0 else f"ranks/{rank}/client_state")
         content.pickled = client.odd
-    apart = {id(u) for u in states.units if weights_of(u)[0] in u.stored}
-    near, away = ([u for u in states.units if (id(u) in apart) == there] for there in (False, True))
+    reader = Reader(states.optimizer, states.tiles)
+    without = frozen_names(states) if exclude_frozen else set()
+    near, away = _split_units(states, lambda u: weights_of(u)[0] in u.stored)
+    _, open_window = _split_units(states, lambda u: u.grad_filled)
+    open_near, open_away = _split_units(open_window, lambda u: StateKind.GRAD in u.stored)
     content.parts = itertools.chain(
-        weight_parts(replace(states, units=near), exclude_frozen=exclude_frozen),
+        weight_parts(near, reader, without=without),
         _buffers(states, rank),
-        gradient_parts(states),
-        plain.parts(),
+        gradient_parts(open_near, reader),
+        partial_parts(states),
+        _plain_parts(plain),
     )
-    content.away = weight_parts(replace(states, units=away), exclude_frozen=exclude_frozen)
+    content.away = itertools.chain(weight_parts(away, reader, without=without), gradient_parts(open_away, reader))
+    content.reader = reader
+    content.held = [(u, weights_of(u)[0]) for u in away.units] + [(u, StateKind.GRAD) for u in open_away.units]
+    content.held_views = [view for unit in away.units for view in states.views_of(unit)]
     content.nbytes = nbytes_of(states)
     return content
+
+
+def _split_units(states: States, rule: Callable[[Unit], bool]) -> tuple[States, States]:
+    """The same states with the units that fail ``rule``, and with those that pass."""
+    no, yes = ([u for u in states.units if rule(u) is answer] for answer in (False, True))
+    return replace(states, units=no), replace(states, units=yes)
 
 
 def _all_well(states: States, error: Exception | None, digest: Any) -> list[Any]:
@@ -108,7 +110,7 @@ def _all_well(states: States, error: Exception | None, digest: Any) -> list[Any]
     return [own for _, own in said]
 
 
-def _rank_facts(states: States, extras: Extras, plain: _Plain) -> dict[str, Any]:
+def _rank_facts(states: States, extras: Extras, plain: Collected) -> dict[str, Any]:
     """What may differ from rank to rank, as JSON, without the client state."""
     rank = states.mesh.world.index
     facts: dict[str, Any] = {"rng": plain.add(capture_rng(), f"ranks/{rank}/rng"), "data": plain.add(extras.data, f"ranks/{rank}/data")}
@@ -139,14 +141,14 @@ class _Client:
             return object.__repr__(self)
         return crc32c(as_json(self.encoded.json).encode()), [crc32c(t.contiguous()) for t in self.encoded.tensors.values()]
 
-    def stored(self, plain: _Plain, name: str) -> Any:
+    def stored(self, plain: Collected, name: str) -> Any:
         """Its JSON; tensors go to ``plain`` under ``name``."""
         again, self.odd = split(self.state, name=name)
         plain.tensors |= again.tensors
         return again.json
 
 
-def _common_facts(states: States, extras: Extras, plain: _Plain) -> dict[str, Any]:
+def _common_facts(states: States, extras: Extras, plain: Collected) -> dict[str, Any]:
     """What is the same on every rank."""
     names = names_of(states)
     return {
@@ -168,7 +170,7 @@ def _common_facts(states: States, extras: Extras, plain: _Plain) -> dict[str, An
     }
 
 
-def _optimizer_facts(states: States, plain: _Plain) -> dict[str, Any] | None:
+def _optimizer_facts(states: States, plain: Collected) -> dict[str, Any] | None:
     optimizer = states.optimizer
     if optimizer is None:
         return None
@@ -201,3 +203,8 @@ def _buffers(states: States, rank: int) -> Iterator[Part]:
     if rank == 0:
         return buffer_parts(buffers, "buffer")
     return buffer_parts({n: b for n, b in buffers.items() if digests[n] != first.get(n)}, f"buffer@{rank}")
+
+
+def _plain_parts(plain: Collected) -> Iterator[Part]:
+    for name, tensor in plain.tensors.items():
+        yield Part("plain", name, tuple(tensor.shape), 0, tensor.detach().contiguous().view(-1))

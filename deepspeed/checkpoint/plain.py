@@ -66,6 +66,19 @@ def encode(value: Any, *, name: str) -> Encoded:
     return encoded
 
 
+class Collected:
+    """Values as JSON, one after the other, and the tensors of all of them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def add(self, value: Any, name: str) -> Any:
+        """The JSON of ``encode``."""
+        found = encode(value, name=name)
+        self.tensors |= found.tensors
+        return found.json
+
+
 def split(value: Any, *, name: str) -> tuple[Encoded, dict[str, Any]]:
     """As ``encode``; what cannot be stored is left out, marked by its path, and returned by path."""
     encoder = _Encoder(name)

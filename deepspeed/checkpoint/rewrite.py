@@ -10,10 +10,10 @@ import torch
 from deepspeed.checkpoint import folders
 from deepspeed.checkpoint.checksum import crc32c
 from deepspeed.checkpoint.client_files import write_client_files, write_script
-from deepspeed.checkpoint.collect import pack_scalar
+from deepspeed.checkpoint.collect import in_rows, pack_scalar
 from deepspeed.checkpoint.files import ChunkWriter
 from deepspeed.checkpoint.manifest import MANIFEST, Box, Entry, Key, Manifest
-from deepspeed.checkpoint.plain import encode
+from deepspeed.checkpoint.plain import Collected
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.weight_files import Progress
 from deepspeed.checkpoint.weights import COMPUTE_DTYPES, compute_dtype, stream
@@ -21,46 +21,32 @@ from deepspeed.checkpoint.weights import COMPUTE_DTYPES, compute_dtype, stream
 _DATA = "rank_00000.bin"
 
 
-class _Facts:
-    """Facts on their way back to JSON; tensors in them become entries of the state "plain"."""
+def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
+    """The manifest's facts for what ``source`` says of itself. Ranks other than the first have no state of their own there."""
+    facts = source.facts
+    size = int((facts.get("world") or {}).get("size") or 1)
+    client = plain.add(facts.get("client_state") or {}, "client_state")
+    return {
+        "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},
+        "world": {"size": size, "compute_dtype": next(n for n, d in COMPUTE_DTYPES.items() if d == compute_dtype(facts))},
+        "engine": facts.get("engine") or {},
+        "shared": facts.get("shared") or {},
+        "optimizer": _optimizer_facts(facts.get("optimizer") or {}, plain),
+        "lr_scheduler": plain.add(facts.get("lr_scheduler"), "lr_scheduler"),
+        "loss_scaler": plain.add(facts.get("loss_scaler"), "loss_scaler"),
+        "extra_state": plain.add(facts.get("extra_state") or {}, "extra_state"),
+        "config": facts.get("config") or {},
+        "ranks": [{"rng": None, "data": None, **({"client_state": client} if rank == 0 else {})} for rank in range(size)],
+    }
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
 
-    def encode(self, value: Any, name: str) -> Any:
-        found = encode(value, name=name)
-        self.tensors |= found.tensors
-        return found.json
-
-    def of(self, source: Source) -> dict[str, Any]:
-        """The manifest's facts for what ``source`` says of itself. Ranks other than the first have no state of their own there."""
-        facts = source.facts
-        size = int((facts.get("world") or {}).get("size") or 1)
-        client = self.encode(facts.get("client_state") or {}, "client_state")
-        return {
-            "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},
-            "world": {"size": size, "compute_dtype": next(n for n, d in COMPUTE_DTYPES.items() if d == compute_dtype(facts))},
-            "engine": facts.get("engine") or {},
-            "shared": facts.get("shared") or {},
-            "optimizer": self._optimizer(facts.get("optimizer") or {}),
-            "lr_scheduler": self.encode(facts.get("lr_scheduler"), "lr_scheduler"),
-            "loss_scaler": self.encode(facts.get("loss_scaler"), "loss_scaler"),
-            "extra_state": self.encode(facts.get("extra_state") or {}, "extra_state"),
-            "config": facts.get("config") or {},
-            "ranks": [{"rng": None, "data": None, **({"client_state": client} if rank == 0 else {})} for rank in range(size)],
-        }
-
-    def _optimizer(self, facts: dict[str, Any]) -> dict[str, Any] | None:
-        if not facts.get("groups"):
-            return None
-        groups = [
-            {"names": list(g["names"]), "options": self.encode(g["options"], f"optimizer/{i}")} for i, g in enumerate(facts["groups"])
-        ]
-        rows: dict[str, dict[str, Any]] = {}
-        for name, values in (facts.get("scalars") or {}).items():
-            packed = {slot: pack_scalar(value) for slot, value in values.items()}
-            rows.setdefault(repr(packed), {"names": [], "values": packed})["names"].append(name)
-        return {"type": facts.get("type"), "groups": groups, "scalars": list(rows.values()), "odd": None}
+def _optimizer_facts(facts: dict[str, Any], plain: Collected) -> dict[str, Any] | None:
+    if not facts.get("groups"):
+        return None
+    groups = [{"names": list(g["names"]), "options": plain.add(g["options"], f"optimizer/{i}")} for i, g in enumerate(facts["groups"])]
+    scalars = (facts.get("scalars") or {}).items()
+    rows = in_rows((name, {slot: pack_scalar(value) for slot, value in values.items()}) for name, values in scalars)
+    return {"type": facts.get("type"), "groups": groups, "scalars": rows, "odd": None}
 
 
 def write_source(source: Source, folder: Path, *, told: Progress = lambda _bytes: None) -> Manifest:
@@ -68,8 +54,8 @@ def write_source(source: Source, folder: Path, *, told: Progress = lambda _bytes
 
     Holds a piece of one tensor, and the tensors of the client state. Raises CheckpointError.
     """
-    facts = _Facts()
-    encoded = facts.of(source)
+    plain = Collected()
+    facts = _facts_of(source, plain)
     heads: list[tuple[Key, torch.dtype, tuple[int, ...], int]] = []
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(ChunkWriter(folder / _DATA))
@@ -83,7 +69,7 @@ def write_source(source: Source, folder: Path, *, told: Progress = lambda _bytes
                 told(chunk.nbytes)
             writer.end()
             heads.append((key, described.dtype, described.shape, values.numel))
-        for name, tensor in facts.tensors.items():
+        for name, tensor in plain.tensors.items():
             writer.append(tensor)
             heads.append((("plain", name), tensor.dtype, tuple(tensor.shape), tensor.numel()))
         places = writer.close()
@@ -91,7 +77,7 @@ def write_source(source: Source, folder: Path, *, told: Progress = lambda _bytes
         key: Entry(*key, dtype, shape, (Box(_DATA, place.offset, place.extent, 0, numel, place.crcs),))
         for (key, dtype, shape, numel), place in zip(heads, places, strict=True)
     }
-    return Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, encoded)
+    return Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, facts)
 
 
 def write_checkpoint(source: Source, save_dir: Path, tag: str, *, latest: bool = True, told: Progress = lambda _bytes: None) -> Path:

@@ -114,12 +114,18 @@ class Snapshots:
         self._slabs.insert(index, aligned_empty(max(_SLAB, nbytes)))
 
 
-def drained(parts: "deque[Part]", stop: threading.Event) -> Iterator[Part]:
-    """``parts`` one by one, each let go of before the next. Raises CheckpointError once ``stop`` is set."""
+def drained(parts: "deque[Part]") -> Iterator[Part]:
+    """``parts`` one by one, each let go of before the next."""
     while parts:
+        yield parts.popleft()
+
+
+def until(parts: Iterable[Part], stop: threading.Event) -> Iterator[Part]:
+    """``parts``; raises CheckpointError once ``stop`` is set."""
+    for part in parts:
         if stop.is_set():
             raise CheckpointError(_GIVEN_UP)
-        yield parts.popleft()
+        yield part
 
 
 def wait_for_ranks(folder: Path, ranks: int, *, stop: threading.Event | None = None) -> None:

@@ -15,15 +15,19 @@ from tqdm import tqdm
 
 from deepspeed.checkpoint import folders
 from deepspeed.checkpoint.client_files import copy_for_later, write_client_files, write_script
-from deepspeed.checkpoint.collect import Part
+from deepspeed.checkpoint.collect import Part, in_rows
 from deepspeed.checkpoint.files import unwritable
+from deepspeed.checkpoint.held import Reader
 from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.pickled import save_pickled
-from deepspeed.checkpoint.save import Background, RankFile, Snapshots, drained, join_lists, publish, wait_for_ranks
+from deepspeed.checkpoint.save import Background, RankFile, Snapshots, drained, join_lists, publish, until, wait_for_ranks
 from deepspeed.comm import collectives
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import ZeroMesh
 from deepspeed.observe.log import logger
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.plan import StateKind
+from deepspeed.zero.unit import Unit
 
 _LONG_S = 3.0  # a bar appears when it takes longer
 _GLANCE_S = 0.05  # between looks at the other ranks
@@ -47,13 +51,16 @@ class SaveOrder:
 
 @dataclass
 class Content:
-    """What one rank saves. ``away``: parts whose memory is not theirs for long; written at once also by a background save.
+    """What one rank saves. ``away``: parts that ``reader`` brings from a drive, which it can hold as they are until they are written.
 
     ``facts``: this rank's, and ``common``: the first rank's for all. ``pickled``: client state by path that the user lets be pickled.
     """
 
     parts: Iterable[Part]
     away: Iterable[Part] = ()
+    reader: Reader = field(default_factory=lambda: Reader(None, None))
+    held: list[tuple[Unit, StateKind]] = field(default_factory=list)
+    held_views: list[OptimView] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
     nbytes: int = 0
@@ -130,21 +137,29 @@ class Saver:
         held: deque[Part] = deque()
         try:
             file = RankFile(folder, rank, facts=self._facts(content, folder), expect_bytes=content.nbytes)
-            file.write(content.away)
-            held.extend(self._snapshots.copy(content.parts))
             file.limit(order.rate_bytes)
+            content.reader.hurry = functools.partial(file.limit, 0)
+            content.reader.hold(content.held, content.held_views)
+            held.extend(self._snapshots.copy(content.parts))
         except Exception as failure:
             error = _explained(folder, failure)
             if file is not None:
                 file.fail(failure)
-        self._agreed(folder, error, order)
+        with contextlib.ExitStack() as undone:
+            undone.callback(content.reader.release)
+            self._agreed(folder, error, order)
+            undone.pop_all()
         assert file is not None
-        work = functools.partial(self._work, folder, order, file, held)
+        work = functools.partial(self._work, folder, order, file, content, held)
         self._running = Background(order.tag, folder, work, hurry=functools.partial(file.limit, 0))
 
-    def _work(self, folder: Path, order: SaveOrder, file: RankFile, held: "deque[Part]", stop: threading.Event) -> None:
+    def _work(self, folder: Path, order: SaveOrder, file: RankFile, content: Content, held: "deque[Part]", stop: threading.Event) -> None:
         try:
-            file.write(drained(held, stop))
+            try:
+                file.write(until(content.away, stop))  # first, as an update may wait for it
+            finally:
+                content.reader.release()
+            file.write(until(drained(held), stop))
             file.close()
             if self._first:
                 self._finish(folder, order, stop)
@@ -228,6 +243,8 @@ class Saver:
             if not isinstance(error, Exception):
                 raise
             return _explained(folder, error)
+        finally:
+            content.reader.release()
         return None
 
     def _agreed(self, folder: Path, error: BaseException | None, order: SaveOrder) -> None:
@@ -269,12 +286,7 @@ def _join_optimizer(facts: dict[str, Any]) -> dict[str, Any] | None:
     found: dict[str, Any] | None = facts.get("optimizer")
     if found is None:
         return None
-    rows: dict[str, dict[str, Any]] = {}
-    for rank in facts["ranks"]:
-        for name, values in rank.pop("scalars", {}).items():
-            row = rows.setdefault(repr(sorted(values.items(), key=str)), {"values": values, "names": {}})
-            row["names"][name] = None
-    return {**found, "scalars": [{**row, "names": list(row["names"])} for row in rows.values()]}
+    return {**found, "scalars": in_rows(pair for rank in facts["ranks"] for pair in rank.pop("scalars", {}).items())}
 
 
 def client_files(state: dict[str, Any], *, level: int, whole: bool, bf16: bool) -> Callable[[Path, Manifest], None]:

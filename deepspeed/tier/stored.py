@@ -1,15 +1,38 @@
 """A flat tensor that rests on a drive."""
 
 import contextlib
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from deepspeed.tier.aio import Transfer
 from deepspeed.tier.aligned import ALIGN
-from deepspeed.tier.drive import Drive
+from deepspeed.tier.drive import Drive, Region
 from deepspeed.tier.staging import Staging
+
+
+class Held:
+    """A region that keeps its bytes until ``release``."""
+
+    def __init__(self, drive: Drive, region: Region, hurry: Callable[[], None]) -> None:
+        self._drive, self._region, self._hurry = drive, region, hurry
+        self._released = threading.Event()
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (a host tensor of bytes) from byte ``start`` on. Raises TransferError."""
+        self._drive.read(self._region, start, out).wait()
+
+    def release(self) -> None:
+        """It has been read; may be called again."""
+        self._released.set()
+
+    def wait(self) -> None:
+        """Until it is released."""
+        if not self._released.is_set():
+            self._hurry()
+            self._released.wait()
 
 
 class Stored:
@@ -24,6 +47,7 @@ class Stored:
         self._region = drive.reserve(numel * dtype.itemsize)
         self._writes: list[tuple[Transfer, int, int]] = []
         self._ahead: deque[tuple[Transfer, torch.Tensor, int, int]] = deque()
+        self._held: list[Held] = []
 
     def put(self, values: torch.Tensor, *, start: int = 0) -> None:
         """Store ``values`` (any device, any floating dtype) at element ``start``."""
@@ -87,6 +111,7 @@ class Stored:
     def write_from(self, values: torch.Tensor, *, start: int) -> Transfer:
         """Start writing ``values``, host memory that stays untouched until the transfer has ended."""
         stop = start + values.numel()
+        self._wait_for_readers()
         self.forget_ahead()
         self._heal(start, stop)
         self._wait_for_writes(start, stop)
@@ -98,12 +123,28 @@ class Stored:
         """Wait for the writes under way. Raises TransferError when one failed."""
         self._wait_for_writes(0, self.numel)
 
+    def hold(self, hurry: Callable[[], None]) -> "Held":
+        """What is here now, for a reader of any thread: the next write waits until it is released, and calls ``hurry`` first.
+
+        Raises TransferError when an earlier write failed.
+        """
+        self.settle()
+        held = Held(self.drive, self._region, hurry)
+        self._held.append(held)
+        return held
+
     def drop(self) -> None:
         """The values are not needed any more; the space is."""
+        self._wait_for_readers()
         self.forget_ahead()
         with contextlib.suppress(OSError):
             self.settle()
         self.drive.free(self._region)
+
+    def _wait_for_readers(self) -> None:
+        while self._held:
+            self._held[-1].wait()
+            self._held.pop()
 
     def _heal(self, start: int, stop: int) -> None:
         """Forget failed writes of values that are about to be written again."""

@@ -277,6 +277,11 @@ class OptimTiles:
         finally:
             self._detach(loaded, write=write, publish=publish)
 
+    def region_of(self, view: OptimView) -> tuple[Stored | None, dict[str, int]]:
+        """Where the slots of ``view`` rest on the drive, and the byte at which each begins there; None and nothing for other views."""
+        tile = self._by_view.get(id(view))
+        return (tile.region, {s.key: s.start for s in tile.slots}) if tile is not None else (None, {})
+
     def adopt_state(self) -> None:
         """Bring slots that the optimizer has made, or loaded, to the drive."""
         for tile in self._tiles:
