@@ -253,13 +253,12 @@ def unpack_scalar(packed: Any) -> Any:
 
 
 def gradient_parts(states: States, reader: Reader) -> Iterator[Part]:
-    """Gradients of an accumulation window that is open, as far as they are reduced."""
+    """Gradients of an accumulation window that is open, as far as they are reduced; every unit has some."""
     for unit in states.units:
-        if unit.grad_filled:
-            base = unit.range_of(StateKind.GRAD)[0]
-            with reader.values(unit, StateKind.GRAD) as read:
-                for _, segment, lo, hi in overlaps(unit, share_of(unit, StateKind.GRAD)):
-                    yield from _pieces("grad", segment, read, lo, hi, base=base)
+        base = unit.range_of(StateKind.GRAD)[0]
+        with reader.values(unit, StateKind.GRAD) as read:
+            for _, segment, lo, hi in overlaps(unit, share_of(unit, StateKind.GRAD)):
+                yield from _pieces("grad", segment, read, lo, hi, base=base)
 
 
 def partial_parts(states: States) -> Iterator[Part]:

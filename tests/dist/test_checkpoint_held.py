@@ -144,6 +144,25 @@ def test_gradients_of_an_open_window_that_rest_on_a_drive_are_saved_as_they_were
     assert any(state == "grad" for state, _ in find_and_open(tmp_path / "ck", "behind").entries)
 
 
+def dropped(folder: str, drive: str) -> None:
+    """The window is given up right after the call."""
+    with gradients_on_drive(forced=True):
+        engine = engine_of(drive, steps=4, **{"async": True})
+    for seed in range(6):
+        train(engine, seed)
+    with slow_reader() as gate:
+        engine.save_checkpoint(folder, tag="a")
+        engine.optimizer.zero_grad()
+        gate.set()
+        engine.destroy()
+
+
+def test_gradients_that_are_dropped_after_the_call_are_saved(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(dropped, str(tmp_path / "ck"), str(tmp_path))
+    source = find_and_open(tmp_path / "ck")
+    assert {n for s, n in source.entries if s == "grad"} == {n for s, n in source.entries if s == "master"}
+
+
 def rates(folder: str, drive: str) -> tuple[list[int], bool]:
     engine, found = engine_of(drive, rate_limit=1 << 20, **{"async": True}), list[int]()
     train(engine, 0)
