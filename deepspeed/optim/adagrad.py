@@ -59,7 +59,8 @@ class Adagrad(GroupStep, torch.optim.Optimizer):
         total = state["sum"]
         rate = float(group["lr"]) / (1 + (float(state["step"]) - 1) * group["lr_decay"])
         if host.usable(CPU_ADAGRAD, param, grad, total):
-            host.adagrad_step(param, grad, total, rate=rate, eps=group["eps"], weight_decay=group["weight_decay"])
+            out = self._output_of(param)
+            host.adagrad_step(param, grad, total, rate=rate, eps=group["eps"], weight_decay=group["weight_decay"], out=out)
             return
         value, grad = param.to(total.dtype), grad.to(total.dtype)
         if group["weight_decay"]:

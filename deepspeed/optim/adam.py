@@ -147,6 +147,8 @@ class AdamBase(GroupStep, torch.optim.Adam):
             bias_correction=group["bias_correction"],
             grad_scale=1.0 if scale is None else scale.reciprocal(),
             found_inf=found_inf,
+            # where the device finds an overflow the kernel writes nothing at all
+            outs=self._outputs_of(params) if found_inf is None else None,
         )
         return True
 
@@ -171,6 +173,7 @@ class AdamBase(GroupStep, torch.optim.Adam):
             weight_decay=group["weight_decay"],
             decoupled=group["decoupled_weight_decay"],
             bias_correction=group["bias_correction"],
+            out=self._output_of(param),
         )
         return True
 

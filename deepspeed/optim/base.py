@@ -1,11 +1,31 @@
 """What the optimizers of this package share: one ``step`` over groups and the check that host optimizers see host tensors."""
 
-from collections.abc import Callable
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from deepspeed.errors import OptimizerConfigError
+
+
+def _can_take(out: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether the kernels can write ``param``, rounded, to ``out``."""
+    alike = out.numel() == param.numel() and out.device == param.device and out.is_contiguous()
+    return alike and out.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Outputs:
+    """Tensors that take the rounded parameters of one step.
+
+    An object of its own, because what lets an optimizer step in turns (zero/optim_tiles.py) looks into the dicts among its attributes.
+    """
+
+    def __init__(self, wanted: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        self.wanted = wanted
+        self.written: set[torch.Tensor] = set()
 
 
 class GroupStep:
@@ -15,6 +35,7 @@ class GroupStep:
     """Whether ``step`` refuses parameters that are not in host memory."""
 
     param_groups: list[dict[str, Any]]
+    _outputs: _Outputs | None = None
 
     def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -33,12 +54,60 @@ class GroupStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            for param, grad in pairs:
-                self._check(param, grad)
-            self._update_group([p for p, _ in pairs], [g for _, g in pairs], group)
+        # everything is checked before anything changes
+        for group, kinds in [(g, self._checked_pairs(g)) for g in self.param_groups]:
+            for pairs in kinds:
+                self._update_group([p for p, _ in pairs], [g for _, g in pairs], group)
         return loss
+
+    def _checked_pairs(self, group: dict[str, Any]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Parameters with their gradients, one list for each kind of device: half of a group may rest in host memory, for other kernels."""
+        kinds: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for param in group["params"]:
+            if param.grad is not None:
+                self._check(param, param.grad)
+                kinds.setdefault(param.device.type, []).append((param, param.grad))
+        return list(kinds.values())
+
+    @contextlib.contextmanager
+    def writing_outputs(self, outputs: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[Collection[torch.Tensor]]:
+        """Inside, ``step`` may also round parameters into their ``outputs``: in the pass of the update, where a native kernel does that.
+
+        An output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16. Gives the parameters
+        whose output has the new value, to be read after the step. There are none where code of the user's may run behind the kernels.
+        """
+        fits = {p: out for p, out in outputs.items() if _can_take(out, p)} if self._ends_with_the_kernels() else {}
+        held = _Outputs(fits)
+        self._outputs = held
+        try:
+            yield held.written
+        finally:
+            del self._outputs
+
+    def _ends_with_the_kernels(self) -> bool:
+        """Whether nothing can change a parameter between its kernel and the end of ``step``: no subclass, patch or hook of the user's."""
+        hooks = vars(self).get("_optimizer_step_post_hooks") or _global_optimizer_post_hooks
+        if hooks or not type(self).__module__.startswith(f"{__package__}."):
+            return False
+        # torch wraps the method, its schedulers wrap it again on the object; every layer must be torch's
+        layer: Any = getattr(self.step, "__func__", self.step)
+        ours = inspect.unwrap(GroupStep.step)
+        while layer is not ours:
+            if not getattr(layer, "__globals__", {}).get("__name__", "").startswith("torch.") or not hasattr(layer, "__wrapped__"):
+                return False
+            layer = layer.__wrapped__
+        return True
+
+    def _output_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Where the kernel that is called next, and is known to fit, puts the rounded ``param``; it counts as written from here on."""
+        out = None if self._outputs is None else self._outputs.wanted.get(param)
+        if out is not None and self._outputs is not None:
+            self._outputs.written.add(param)
+        return out
+
+    def _outputs_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
+        """:meth:`_output_of` for each of ``params``; None where no output is wanted at all."""
+        return None if self._outputs is None else [self._output_of(p) for p in params]
 
     def _check(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         name = type(self).__name__

@@ -19,6 +19,7 @@ from deepspeed.native.ops import FUSED_ADAM, FUSED_LAMB, FUSED_LION
 from deepspeed.native.spec import OpSpec
 
 Tensors = Sequence[torch.Tensor]
+Outputs = Sequence[torch.Tensor | None]
 Scalar = float | torch.Tensor
 Step = int | torch.Tensor | Tensors
 
@@ -227,8 +228,8 @@ def _run(
             ratios.update(zip(indices, own.unbind(), strict=True))
     for written in (column for index, column in enumerate(columns) if index != 1 and column is not None):
         for tensor in written:
-            assert tensor is not None
-            torch.autograd.graph.increment_version(tensor)  # what autograd saved of the old values must not be used
+            if tensor is not None:
+                torch.autograd.graph.increment_version(tensor)  # what autograd saved of the old values must not be used
     return [ratios[i] for i in sorted(ratios)]
 
 
@@ -247,14 +248,14 @@ def adam_step(
     bias_correction: bool = True,
     grad_scale: Scalar = 1.0,
     found_inf: torch.Tensor | None = None,
-    outs: Tensors | None = None,
+    outs: Outputs | None = None,
 ) -> None:
     """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019) of every parameter, in fp32 arithmetic.
 
     Each parameter, gradient, pair of moments and output is fp32, bf16 or fp16, contiguous, on one CUDA device, of as many elements.
     ``step`` is the number of this update, from 1: an int, or fp32 CUDA tensors (one for all, or one each), which are only read.
-    Gradients are multiplied by ``grad_scale`` first; ``outs`` receive the rounded parameters in the same pass. Where ``found_inf`` holds
-    anything but 0 nothing changes. ``lr`` and ``grad_scale`` may be CUDA tensors; nothing waits for the device then either.
+    Gradients are multiplied by ``grad_scale`` first; ``outs`` (None: no such) receive the rounded parameters in the same pass. Where
+    ``found_inf`` holds anything but 0 nothing changes. ``lr`` and ``grad_scale`` may be CUDA tensors; nothing waits for the device.
     Raises ValueError for other tensors, RuntimeError with CUDA's name of an error or where the kernel is not there (see :func:`usable`).
     """
     _run(
@@ -282,7 +283,7 @@ def lion_step(
     weight_decay: float,
     grad_scale: Scalar = 1.0,
     found_inf: torch.Tensor | None = None,
-    outs: Tensors | None = None,
+    outs: Outputs | None = None,
 ) -> None:
     """One Lion update in place (Chen et al. 2023) of every parameter. Tensors and errors as :func:`adam_step`."""
     _run(
@@ -315,7 +316,7 @@ def lamb_step(
     bias_correction: bool = True,
     grad_scale: Scalar = 1.0,
     found_inf: torch.Tensor | None = None,
-    outs: Tensors | None = None,
+    outs: Outputs | None = None,
 ) -> list[torch.Tensor]:
     """One LAMB update in place (You et al. 2020) of every parameter; the trust ratios (0-dim fp32 on the device), 1 where nothing changed.
 

@@ -90,7 +90,8 @@ class Lamb(GroupStep, torch.optim.Optimizer):
         for step in steps:
             step.add_(1)
         settings = ("lr", "betas", "eps", "weight_decay", "min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
-        return cuda.lamb_step(params, grads, firsts, seconds, step=number, **{name: group[name] for name in settings})
+        numbers, outs = {name: group[name] for name in settings}, self._outputs_of(params)
+        return cuda.lamb_step(params, grads, firsts, seconds, step=number, **numbers, outs=outs)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         state = self._state_of(param)

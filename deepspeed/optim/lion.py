@@ -35,7 +35,8 @@ class Lion(GroupStep, torch.optim.Optimizer):
     def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
         moments = [self._state_of(p, group)["exp_avg"] for p in params]
         if params and cuda.usable(FUSED_LION, itertools.chain(params, grads, moments)):
-            cuda.lion_step(params, grads, moments, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
+            settings = {name: group[name] for name in ("lr", "betas", "weight_decay")}
+            cuda.lion_step(params, grads, moments, **settings, outs=self._outputs_of(params))
             return
         for param, grad in zip(params, grads, strict=True):
             self._update(param, grad, group)
@@ -50,7 +51,8 @@ class Lion(GroupStep, torch.optim.Optimizer):
         state = self._state_of(param, group)
         moment, (beta1, beta2), lr = state["exp_avg"], group["betas"], group["lr"]
         if host.usable(CPU_LION, param, grad, moment):
-            host.lion_step(param, grad, moment, lr=float(lr), betas=group["betas"], weight_decay=group["weight_decay"])
+            out = self._output_of(param)
+            host.lion_step(param, grad, moment, lr=float(lr), betas=group["betas"], weight_decay=group["weight_decay"], out=out)
             return
         grad = grad.to(moment.dtype)
         blend = torch.lerp(moment, grad, 1 - beta1)

@@ -5,6 +5,7 @@ optimizer knows show their shapes and read as not-a-number. The user's optimizer
 """
 
 import contextlib
+import functools
 import math
 import re
 from collections import deque
@@ -18,7 +19,7 @@ from deepspeed.errors import UsageError
 from deepspeed.tier.aio import Transfer
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.stored import Stored
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimView, run_step
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.tiers import Tiers
 
@@ -332,7 +333,7 @@ class OptimTiles:
         try:
             view.param.grad = view.gradient(factor, source=loaded.grad)
             still = view.frozen_parts(view.param.detach())
-            turns.take([view])
+            written = run_step(self._optimizer, [view], functools.partial(turns.take, [view]))
             for part, values in still:
                 part.copy_(values)
         except BaseException:
@@ -340,7 +341,7 @@ class OptimTiles:
             raise
         finally:
             view.param.grad = None
-        self._detach(loaded, write=True, publish=True)
+        self._detach(loaded, write=True, publish=not written)
 
     def _attach(self, loaded: _Loaded) -> None:
         view = loaded.tile.view

@@ -5,6 +5,7 @@ its ``param_groups`` list and its group dicts stay the caller's own; only the ``
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,19 @@ class OptimView:
     def on_drive(self) -> bool:
         """Whether its values come into memory for the update only."""
         return StateKind.OPTIM in self.unit.stored
+
+    def output(self) -> torch.Tensor | None:
+        """The part of PARAM at rest that the optimizer may round this view's weights into; None where they are rounded afterwards.
+
+        So it is with PARAM elsewhere than the weights, and where a parameter frozen after ``initialize`` is put back behind the optimizer.
+        """
+        unit, resting = self.unit, self.unit.shard
+        if unit.master_is_param or StateKind.PARAM in unit.stored or resting.device != self.param.device:
+            return None
+        if not all(p.requires_grad for p in unit.params):
+            return None
+        base, _ = unit.range_of(StateKind.PARAM)
+        return resting[self.start - base : self.stop - base]
 
     def gradient(self, factor: float, *, source: torch.Tensor | None = None) -> torch.Tensor:
         """The matching part of the unit's rest gradient times ``factor``, in the view's shape and dtype.
@@ -111,6 +125,19 @@ def _spans(unit: Unit, start: int, stop: int, *, whole: bool) -> list[_Span]:
         else:
             spans.append((f"{unit.name}[{segment.group}]", segment.group, lo, hi, None))
     return spans
+
+
+def run_step(optimizer: torch.optim.Optimizer, views: list[OptimView], step: Callable[[], object]) -> list[OptimView]:
+    """Call ``step``, which updates ``views``; those whose PARAM at rest the optimizer has written in the same pass."""
+    # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
+    writing = getattr(type(optimizer), "writing_outputs", None)
+    outputs = {v.param: out for v in views if (out := v.output()) is not None} if writing is not None else {}
+    if writing is None or not outputs:
+        step()
+        return []
+    with writing(optimizer, outputs) as written:
+        step()
+    return [v for v in views if v.param in written]
 
 
 def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:

@@ -5,7 +5,7 @@ which order, is agreed between the ranks (agreement.py); what to fetch early com
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -324,8 +324,11 @@ class Runtime:
             pass
         return self.gradients.collapse()
 
-    def publish(self, units: list[Unit]) -> None:
-        """After an update: bring PARAM of ``units`` in line with OPTIM, and let no older fetch survive."""
+    def publish(self, units: list[Unit], written: Mapping[Unit, Sequence[tuple[int, int]]] | None = None) -> None:
+        """After an update: bring PARAM of ``units`` in line with OPTIM, and let no older fetch survive.
+
+        ``written``: flat ranges of PARAM at rest where the update has already put the new values.
+        """
         started = []
         self._trim()
         for unit in units:
@@ -333,11 +336,11 @@ class Runtime:
             if unit.movable and unit.idle and unit.state is not UnitState.ABSENT:
                 self._discard(unit)
             if unit.master is not None:
-                started.append(self._publish_one(unit))
+                started.append(self._publish_one(unit, (written or {}).get(unit, ())))
         for transfer in started:
             transfer.wait()
 
-    def _publish_one(self, unit: Unit) -> collectives.Transfer:
+    def _publish_one(self, unit: Unit, written: Sequence[tuple[int, int]]) -> collectives.Transfer:
         """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
         assert unit.master is not None and unit.plan.optim is not None
         start, stop = unit.range_of(StateKind.OPTIM)
@@ -354,7 +357,7 @@ class Runtime:
         with unit.values(StateKind.PARAM, write=True) as resting:
             own = resting[start - base : stop - base]
             if not fresh and own.data_ptr() != unit.master.data_ptr():
-                own.copy_(unit.master)
+                unit.publish_rest(own, written)
             for group in wider:
                 transfer.wait()
                 wide_start = (start - base) // (own.numel() * group.size) * (own.numel() * group.size)

@@ -4,6 +4,7 @@ The global norm is the L2 norm over each rank's owned ranges, each weighted by o
 summed; one all-reduce carries the norm and the overflow flag (DESIGN section 4).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_tiles import OptimTiles, Turns
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimView, run_step
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit, square_sum
@@ -61,19 +62,25 @@ def take_step(
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
     if tiles is None or runtime.mesh.size == 1:
-        _update(optimizer, views, tiles, factor)
+        written = _update(optimizer, views, tiles, factor)
     else:
-        _update_together(runtime, optimizer, views, tiles, factor)
-    runtime.publish(units)
+        written = _update_together(runtime, optimizer, views, tiles, factor)
+    ranges: dict[Unit, list[tuple[int, int]]] = {}
+    for view in written:
+        ranges.setdefault(view.unit, []).append((view.start, view.stop))
+    runtime.publish(units, ranges)
     runtime.gradients.clear()
     return StepResult(norm, overflow=False)
 
 
-def _update_together(runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles, factor: float) -> None:
+def _update_together(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles, factor: float
+) -> list[OptimView]:
     """The update, and an error on every rank when one rank's drive fails in it: the others would wait for it for ever. Collective."""
     failure: Exception | None = None
+    written: list[OptimView] = []
     try:
-        _update(optimizer, views, tiles, factor)
+        written = _update(optimizer, views, tiles, factor)
     except Exception as error:  # whatever it is, the others must hear of it
         failure = error
     said = collectives.gather_objects(str(failure or ""), runtime.mesh.world)
@@ -83,25 +90,28 @@ def _update_together(runtime: Runtime, optimizer: torch.optim.Optimizer, views: 
         if text:
             tiles.tear()
             raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
+    return written
 
 
-def _update(optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles | None, factor: float) -> None:
-    """The optimizer's own rule over everything: once over what is in memory, then tile by tile over what rests on a drive."""
+def _update(optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles | None, factor: float) -> list[OptimView]:
+    """The optimizer's own rule over everything: once over what is in memory, then tile by tile over what rests on a drive.
+
+    Returns the views in memory whose PARAM at rest the optimizer has written in the same pass.
+    """
     turns = Turns(optimizer) if tiles is not None else None
     here = [v for v in views if not v.on_drive]
     for view in here:
         view.param.grad = view.gradient(factor)
     still = [pair for view in here for pair in view.frozen_parts(view.param.detach())]
-    if turns is None:
-        optimizer.step()
-    elif here:
-        turns.take(here)
+    step = optimizer.step if turns is None else functools.partial(turns.take, here)
+    written = run_step(optimizer, here, step) if here or turns is None else []
     for master, values in still:
         master.copy_(values)
     for view in here:
         view.param.grad = None
     if tiles is not None and turns is not None:
         tiles.step(factor, turns)
+    return written
 
 
 def global_norm(runtime: Runtime, units: list[Unit]) -> float:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.local import expose, hide, storage_uses, unmark_zero_parameter
 from deepspeed.zero.plan import Spread, Spreads, StateKind, Tier, UnitPlan
 from deepspeed.zero.tiers import Tiers
+
+_PIECE_NUMEL = 1 << 24  # that many fp32 numbers at once on their way to a device: 64 MiB
 
 
 class UnitState(Enum):
@@ -381,7 +383,17 @@ class Unit:
         if StateKind.PARAM in self.stored:
             self.stored[StateKind.PARAM].put(values, start=at)
         else:
-            self.shard[at : at + values.numel()].copy_(values)
+            _round_into(self.shard[at : at + values.numel()], values)
+
+    def publish_rest(self, own: torch.Tensor, written: Iterable[tuple[int, int]]) -> None:
+        """Round the master into ``own``, PARAM over the range of OPTIM, but for the flat ranges that the update has ``written`` there."""
+        assert self.master is not None
+        base, stop = self.range_of(StateKind.OPTIM)
+        done = base
+        for lo, hi in [*sorted(written), (stop, stop)]:
+            if done < lo:
+                _round_into(own[done - base : lo - base], self.master[done - base : lo - base])
+            done = hi
 
     def forget(self, param: nn.Parameter) -> None:
         """``param`` no longer belongs to this unit."""
@@ -471,6 +483,16 @@ class Unit:
 
     def fetch_on_demand(self) -> bool:
         return self.fetcher is not None and self.fetcher.fetch_on_demand(self)
+
+
+def _round_into(out: torch.Tensor, values: torch.Tensor) -> None:
+    """``out.copy_(values)``, with the rounding done where ``out`` is: torch's copy from the host to a device rounds on the host."""
+    if out.device == values.device or values.device.type != "cpu" or out.dtype == values.dtype:
+        out.copy_(values)
+        return
+    for lo in range(0, values.numel(), _PIECE_NUMEL):
+        piece = slice(lo, lo + _PIECE_NUMEL)
+        out[piece].copy_(values[piece].to(out.device))
 
 
 def square_sum(values: torch.Tensor) -> torch.Tensor:

@@ -294,6 +294,26 @@ def test_the_named_classes_run_on_the_kernels(
         torch.testing.assert_close(mine.get_lamb_coeffs(), reference.get_lamb_coeffs(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLion, FusedLamb])
+def test_the_named_classes_write_the_rounded_weights(place: str, cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    params = [torch.nn.Parameter(p) for p in draw(place=place)[0]]
+    outputs = {p: torch.full_like(p, 7.0, dtype=dtype, requires_grad=False) for p in params[1:]}  # one has none
+    for param in params[:-1]:
+        param.grad = torch.ones_like(param)
+    optimizer = cls(params, lr=0.1)
+    with optimizer.writing_outputs(outputs) as written:
+        optimizer.step()
+    assert [p in written for p in params] == [False, *[True] * (len(params) - 2), False]
+    assert all(torch.equal(out, p.detach().to(dtype)) for p, out in outputs.items() if p in written)
+    assert bool((outputs[params[-1]] == 7.0).all())
+    if cls is FusedAdam:  # where the device may find an overflow, its kernel may write nothing
+        optimizer.found_inf, optimizer.grad_scale = torch.zeros((), device=place), torch.ones((), device=place)
+        with optimizer.writing_outputs(outputs) as written:
+            optimizer.step()
+        assert not written
+
+
 def test_a_grad_scaler_is_heard(place: str) -> None:
     param = torch.nn.Parameter(torch.ones(5, device=place))
     plain = torch.nn.Parameter(torch.ones(5, device=place))

@@ -43,6 +43,7 @@ from tests.gpu.test_fused_optimizers import (  # noqa: F401 - collected here too
     test_numbers_on_the_device_are_those_of_the_host,
     test_tensors_that_do_not_fit,
     test_the_named_classes_run_on_the_kernels,
+    test_the_named_classes_write_the_rounded_weights,
 )
 
 OPS = (FUSED_ADAM, FUSED_LION, FUSED_LAMB)

@@ -1,0 +1,206 @@
+"""The optimizer rounds the weights into PARAM in the pass of its update: not one bit differs from a second pass, in no mode."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.native.build import try_load
+from deepspeed.native.ops import CPU_ADAM
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.lion import FusedLion
+from deepspeed.optim.base import GroupStep
+from deepspeed.verify.models import Case
+from deepspeed.zero import unit as unit_module
+from tests.dist.test_offload_parity import CASES, PRECISION, STEPS, Plan, check, froze_later, plain_loop, same, train, variants
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start, train_step
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(try_load(CPU_ADAM) is None, reason="no C++ compiler: torch's update writes no outputs"),
+]
+
+
+@contextlib.contextmanager
+def two_passes() -> Iterator[None]:
+    """As if the optimizers could not write PARAM."""
+    real = GroupStep.writing_outputs
+    GroupStep.writing_outputs = lambda self, outputs: real(self, {})  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GroupStep.writing_outputs = real  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Elements that the second pass rounds, and that the optimizer writes itself."""
+    found = {"rounded": 0, "written": 0}
+    round_into, writing = unit_module._round_into, GroupStep.writing_outputs
+
+    def counting(out: Tensor, values: Tensor) -> None:
+        found["rounded"] += values.numel()
+        round_into(out, values)
+
+    @contextlib.contextmanager
+    def watched(self: GroupStep, outputs: Mapping[Tensor, Tensor]) -> Iterator[Any]:
+        with writing(self, outputs) as written:
+            yield written
+        found["written"] += sum(p.numel() for p in written)
+
+    unit_module._round_into, GroupStep.writing_outputs = counting, watched  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        unit_module._round_into, GroupStep.writing_outputs = round_into, writing  # type: ignore[method-assign]
+
+
+def both_ways(plan: Plan, folder: str, names: tuple[str, ...], one_pass: bool = True) -> list[str]:  # noqa: FBT001, FBT002
+    """What differs between one pass and two, per variant; ``one_pass``: the optimizer is expected to write PARAM. Collective."""
+    bad = []
+    for name in names:
+        with two_passes(), counted() as before:
+            wanted = train(plan, variants(folder)[name])
+        with counted() as after:
+            found = train(plan, variants(folder)[name])
+        if before["written"] or (after["written"] > 0) is not one_pass or after["rounded"] + after["written"] != before["rounded"]:
+            bad.append(f"{name}: {before} and {after}")
+        if found.keys() != wanted.keys():
+            bad.append(f"{name}: {sorted(found.keys() ^ wanted.keys())}")
+        bad += [f"{name}: {k}" for k in wanted.keys() & found.keys() if not same(wanted[k], found[k])]
+    return bad
+
+
+IN_MEMORY = ("none", "optim cpu", "both cpu", "half cpu")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage(pool2: RankPool, stage: int, precision: str) -> None:
+    config = {**PRECISION[precision], "gradient_clipping": 0.05}
+    names = IN_MEMORY[: {0: 1, 3: 4}.get(stage, 2)]
+    check(pool2.run(both_ways, Plan("wide_accumulation", stage=stage, config=config, steps=3), "", names))
+
+
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["mics", "hpz"])
+def test_two_levels(pool4: RankPool, zero: dict[str, int]) -> None:
+    check(pool4.run(both_ways, Plan(config={"zero": zero, "bf16": {"enabled": True}}, steps=3), "", ("none",)))
+
+
+def test_tiles_whose_parameters_are_in_memory(pool2: RankPool, tmp_path: Path) -> None:
+    plan = Plan(config=PRECISION["bf16"], steps=3)
+    check(pool2.run(both_ways, plan, str(tmp_path), ("tiles", "half nvme", "grads tiles")))
+    check(pool2.run(both_ways, Plan(config={}, steps=3), str(tmp_path), ("tiles",)))
+
+
+def test_parameters_on_a_drive_keep_the_second_pass(pool1: RankPool, tmp_path: Path) -> None:
+    check(pool1.run(both_ways, Plan(config=PRECISION["bf16"], steps=3), str(tmp_path), ("param nvme", "both nvme"), True))
+
+
+def test_fp32_parameters_are_the_master(pool2: RankPool) -> None:
+    check(pool2.run(both_ways, Plan(config={}, steps=3), "", ("none",), False))
+
+
+@pytest.mark.parametrize("case", ["everything", "tied", "frozen", "odd_shapes"])
+def test_models(pool2: RankPool, case: str) -> None:
+    check(pool2.run(both_ways, Plan(case, config=PRECISION["bf16"], steps=3), "", ("none",)))
+
+
+# -- what may not be written --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_that_are_frozen_later_are_put_back(pool2: RankPool, tmp_path: Path, stage: int) -> None:
+    names = ("none", "tiles")
+    check(pool2.run(both_ways, Plan(stage=stage, config=PRECISION["bf16"], loop=froze_later), str(tmp_path), names))
+
+
+class Clamped(FusedAdam):
+    """A client's class that changes weights behind the update, where no version counter notices."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.clamp_(-0.05, 0.05)
+        return result
+
+
+class Holder:
+    """Makes an optimizer of ``cls`` over the parameters of a model; can be sent to a rank."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], **settings: Any) -> None:
+        self.cls, self.settings = cls, settings
+
+    def __call__(self, model: nn.Module) -> torch.optim.Optimizer:
+        half = [p for p in model.parameters() if p.requires_grad]
+        return self.cls([{"params": half[::2], "lr": 0.01}, {"params": half[1::2], "lr": 0.02}], **self.settings)
+
+
+def changing_rates(engine: Any, case: Case) -> list[float]:
+    """Other rates every step, for each group its own."""
+    told = []
+    for step in range(STEPS):
+        for index, group in enumerate(engine.optimizer.param_groups):
+            group["lr"] = 0.01 / (1 + step + index)
+        told += train_step(engine, case, step)
+    return told
+
+
+def clamped(engine: Any, case: Case) -> list[float]:
+    """The plain loop; every weight is where the class puts it."""
+    told = plain_loop(engine, case, STEPS)
+    for unit in engine.runtime.units:
+        assert unit.shard.float().abs().max() <= 0.051
+    return told
+
+
+@pytest.mark.parametrize(
+    ("cls", "one_pass"),
+    [(FusedAdam, True), (FusedLion, True), (DeepSpeedCPUAdagrad, True), (torch.optim.AdamW, False), (torch.optim.SGD, False)],
+)
+def test_classes_with_groups(pool2: RankPool, tmp_path: Path, cls: type[torch.optim.Optimizer], one_pass: bool) -> None:  # noqa: FBT001
+    plan = Plan(config=PRECISION["bf16"], optimizer=Holder(cls), loop=changing_rates)
+    check(pool2.run(both_ways, plan, str(tmp_path), ("none", "tiles"), one_pass))
+
+
+def test_a_class_of_the_clients(pool2: RankPool, tmp_path: Path) -> None:
+    plan = Plan(config=PRECISION["bf16"], optimizer=Holder(Clamped), loop=clamped)
+    check(pool2.run(both_ways, plan, str(tmp_path), ("none", "tiles"), False))
+
+
+def skips(stage: int) -> list[str]:
+    """A skipped update leaves PARAM at rest, its memory and its version counter alone; a good one counts and moves. On one rank."""
+    case, bad = CASES["wide"](), []
+    engine = start(case.build().train(), make_config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
+    train_step(engine, case, 0)
+
+    def state() -> list[tuple[int, int, Tensor]]:
+        return [(u.version, u.shard._version, u.shard.clone()) for u in engine.runtime.units]
+
+    before, places = state(), [u.shard.data_ptr() for u in engine.runtime.units]
+    handle = engine.module.layers[1].register_full_backward_hook(lambda _, gi, go: (gi[0] * float("inf"),))
+    train_step(engine, case, 1)
+    handle.remove()
+    for (version, counter, values), (now, now_counter, now_values) in zip(before, state(), strict=True):
+        if engine.skipped_steps != 1 or version != now or counter != now_counter or not torch.equal(values, now_values):
+            bad.append(f"skipped: {version} {now} {counter} {now_counter}")
+    train_step(engine, case, 2)
+    for (version, counter, values), (now, now_counter, now_values) in zip(before, state(), strict=True):
+        if now != version + 1 or now_counter <= counter or torch.equal(values, now_values):
+            bad.append(f"good: {version} {now} {counter} {now_counter}")
+    if places != [u.shard.data_ptr() for u in engine.runtime.units]:
+        bad.append("PARAM has moved")
+    engine.destroy()
+    return bad
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skipped_update_writes_nothing(pool1: RankPool, stage: int) -> None:
+    check(pool1.run(skips, stage))
