@@ -1,4 +1,4 @@
-"""AdamW on host memory: our kernel, torch's fused AdamW, a loop of the same memory traffic, and the reference's kernel.
+"""``ds_bench cpu-adam`` (AdamW on host memory: our kernel, torch's fused one, a loop of the same traffic) beside the reference's kernel.
 
     python benchmarks/cpu_adam.py [--numel 50000000] [--threads 2] [--reference-python PATH]
 
@@ -6,25 +6,16 @@ GB/s count 28 bytes an element (weights, gradient, two moments in; weights and m
 """
 
 import argparse
-import ctypes
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = 28
-
-
-def _clock(step: Callable[[], object], numel: int) -> float:
-    begin = time.perf_counter()
-    step()
-    return BYTES * numel / (time.perf_counter() - begin) / 1e9
 
 
 def reference(args: argparse.Namespace) -> None:
@@ -40,36 +31,9 @@ def reference(args: argparse.Namespace) -> None:
     optimizer.step()
     print("ready", flush=True)
     for _ in sys.stdin:
-        print(_clock(optimizer.step, args.numel), flush=True)
-
-
-def _contenders(args: argparse.Namespace) -> dict[str, Callable[[], float]]:
-    sys.path.insert(0, str(ROOT))
-    import torch
-
-    from deepspeed.native.build import load
-    from deepspeed.native.spec import OpSpec
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    torch.set_num_threads(args.threads)
-    numel = args.numel
-    found: dict[str, Callable[[], float]] = {}
-    for name, cls, kwargs in (("ours", DeepSpeedCPUAdam, {}), ("torch fused", torch.optim.AdamW, {"fused": True})):
-        param = torch.nn.Parameter(torch.randn(numel))
-        param.grad = torch.randn(numel)
-        optimizer = cls([param], lr=1e-3, weight_decay=0.01, **kwargs)
+        begin = time.perf_counter()
         optimizer.step()
-        found[name] = lambda step=optimizer.step: _clock(step, numel)
-    stream = load(OpSpec("bench_stream", ("stream.cpp",), root=ROOT / "benchmarks", flags=("-march=native", "-O3"))).ds_stream
-    buffers = [torch.randn(numel) for _ in range(4)]
-    each = -(-numel // args.threads)
-    pool = ThreadPoolExecutor(args.threads)
-
-    def piece(start: int) -> None:
-        stream(ctypes.c_int64(min(each, numel - start)), *(ctypes.c_void_p(b.data_ptr() + 4 * start) for b in buffers))
-
-    found["the same traffic"] = lambda: _clock(lambda: list(pool.map(piece, range(0, numel, each))), numel)
-    return found
+        print(BYTES * args.numel / (time.perf_counter() - begin) / 1e9, flush=True)
 
 
 def main() -> None:
@@ -84,33 +48,36 @@ def main() -> None:
     if args.child:
         reference(args)
         return
-    contenders = _contenders(args)
+    sys.path.insert(0, str(ROOT))
+    from deepspeed.bench import cpu_adam
+
     child = None
-    if args.reference_python.exists():
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(args.threads)}
-        env["PATH"] = f"{args.reference_python.absolute().parent}{os.pathsep}{env['PATH']}"
-        command = [str(args.reference_python), __file__, "--child", "--numel", str(args.numel), "--threads", str(args.threads)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd="/")
-        assert child.stdin is not None and child.stdout is not None
-        line = child.stdout.readline()
-        while line and line.strip() != "ready":
+    with cpu_adam.contenders(args.numel, args.threads) as (found, _):
+        if args.reference_python.exists():
+            env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+                "DS_ACCELERATOR": "cpu",
+                "OMP_NUM_THREADS": str(args.threads),
+            }
+            env["PATH"] = f"{args.reference_python.absolute().parent}{os.pathsep}{env['PATH']}"
+            command = [str(args.reference_python), __file__, "--child", "--numel", str(args.numel), "--threads", str(args.threads)]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd="/")
+            assert child.stdin is not None and child.stdout is not None
             line = child.stdout.readline()
+            while line and line.strip() != "ready":
+                line = child.stdout.readline()
 
-        def ask() -> float:
-            child.stdin.write("\n")
-            child.stdin.flush()
-            return float(child.stdout.readline())
+            def ask() -> float:
+                child.stdin.write("\n")
+                child.stdin.flush()
+                return float(child.stdout.readline())
 
-        if line:
-            contenders["reference"] = ask
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(args.rounds):
-        for name, measure in contenders.items():
-            rates[name].append(measure())
+            if line:
+                found["reference"] = ask
+        rates = cpu_adam.measure(found, args.rounds)
     if child is not None:
         child.stdin.close()
         child.wait(timeout=60)
-    ours = median(rates["ours"])
+    ours = median(rates[cpu_adam.OURS])
     for name, values in rates.items():
         print(f"{name:<18}{median(values):8.1f} GB/s   ours / it {ours / median(values):.2f}   ({min(values):.1f} to {max(values):.1f})")
     print(json.dumps({name: [round(v, 2) for v in values] for name, values in rates.items()}))

@@ -131,7 +131,7 @@ def _assemble(
         undo.callback(monitor.close)
         _mention(cfg)
         _check_model(model)
-        base = _choose_optimizer(cfg, model, optimizer, model_parameters)
+        base = choose_optimizer(cfg, model, optimizer, model_parameters)
         if lr_scheduler is not None and base is None:
             lr_scheduler = None
         plan = make_plan(cfg, probe.size)
@@ -215,9 +215,10 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _choose_optimizer(
+def choose_optimizer(
     cfg: DeepSpeedConfig, model: nn.Module, client: OptimizerLike | None, model_parameters: Any
 ) -> torch.optim.Optimizer | None:
+    """The client's optimizer (an object, or a function of the parameters), else the configured one; None where neither is given."""
     parameters = _parameter_list(model, model_parameters)
     if isinstance(client, torch.optim.Optimizer):
         base: torch.optim.Optimizer | None = client

@@ -1,4 +1,6 @@
-"""Checkpoint helpers."""
+"""Checkpoint helpers. ``diff_live`` brings the loader with it, which brings most of the package: it is imported when it is first used."""
+
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint.names import (
     get_layer_ckpt_name_for_rank,
@@ -7,9 +9,21 @@ from deepspeed.checkpoint.names import (
 )
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.compare import diff_live
+
 __all__ = [
     "clone_tensors_for_torch_save",
+    "diff_live",
     "get_layer_ckpt_name_for_rank",
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "diff_live":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    from deepspeed.checkpoint.compare import diff_live  # noqa: PLC0415 - lower layers import modules of this package
+
+    return diff_live

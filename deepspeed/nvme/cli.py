@@ -9,6 +9,7 @@ One file is written to the folder, and gone when the command ends, however it en
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -165,7 +166,7 @@ def guarded(prog: str, action: Callable[[], str]) -> int:
         sys.stderr.write(f"{prog}: {error}\n")
         return BAD_INPUT
     except KeyboardInterrupt:
-        sys.stderr.write(f"{prog}: interrupted; the file is gone\n")
+        sys.stderr.write(f"{prog}: interrupted; what was written is gone\n")
         return INTERRUPTED
     return 0
 
@@ -176,23 +177,28 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "ds_io") -> int:
     return guarded(prog, lambda: _measure(options))
 
 
-_BENCH_HELP = """usage: ds_bench io [options]
+_BENCH_HELP = """ds_bench io         throughput of a folder's drive; the same as ds_io, and as ds_bench nvme
+ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive
+ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
 
-io    throughput of a folder's drive; the same as ds_io (ds_bench io --help lists its options)
-
-Communication is not measured by this command; deepspeed.comm.log_summary() times the collectives of a training run.
+Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times the collectives of
+a training run.
 """
 
 
 def bench(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_bench``; returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["io"]:
-        return main(words[1:], prog="ds_bench io")
-    if words[:1] in (["-h"], ["--help"]):
+    what = words[0] if words else ""
+    if what in ("io", "nvme"):
+        return main(words[1:], prog=f"ds_bench {what}")
+    if what in ("ckpt", "cpu-adam"):
+        name = f"deepspeed.bench.{what.replace('-', '_')}"  # imported only now: it brings the whole package
+        return guarded(f"ds_bench {what}", lambda: importlib.import_module(name).run(words[1:], prog=f"ds_bench {what}"))
+    if what in ("-h", "--help"):
         sys.stdout.write(_BENCH_HELP)
         return 0
-    said = f"{words[0]!r} is not in this release" if words else "nothing to measure was named"
+    said = f"{what!r} is not in this release" if what else "nothing to measure was named"
     sys.stderr.write(f"ds_bench: {said}\n{_BENCH_HELP}")
     return BAD_INPUT
 

@@ -67,7 +67,8 @@ def invented_batch(model: nn.Module) -> BatchFunction:
     return batch
 
 
-def _parts(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | None, LossFunction | None]:
+def parts_of(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | None, LossFunction | None]:
+    """What ``build()`` returned, in three; ValueError when it is something else."""
     parts = built if isinstance(built, tuple) else (built,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
@@ -88,7 +89,7 @@ def load_user_case(reference: str, config: dict[str, Any]) -> Case:
     def built() -> tuple[nn.Module, BatchFunction | None, LossFunction | None]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(BUILD_SEED)
-            model, batch, loss = _parts(build(), reference)
+            model, batch, loss = parts_of(build(), reference)
         return model.float(), batch, loss
 
     model, batch_fn, loss_fn = built()

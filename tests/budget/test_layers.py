@@ -62,6 +62,7 @@ LAYERS = {
     "deepspeed.verify": 9,
     "deepspeed.checkpoint.tool": 9,
     "deepspeed.nvme": 9,
+    "deepspeed.bench": 9,
     "deepspeed.report": 9,
     "deepspeed": 9,
 }

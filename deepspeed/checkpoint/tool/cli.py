@@ -3,6 +3,7 @@
     ds_checkpoint verify CKPT                         read every byte; name every damaged tensor
     ds_checkpoint info CKPT --tensors                 what is in it
     ds_checkpoint diff CKPT OTHER                     compare with a checkpoint or a model file
+    ds_checkpoint diff live CKPT --model pkg:build    would it load completely into this model?
     ds_checkpoint audit CKPT                          prove that loading unpickles nothing
     ds_checkpoint export CKPT OUT --format hf         Hugging Face shards; also fp32, torch, dcp, deepspeed
     ds_checkpoint import SRC OUT                      from DeepSpeed's own layout
@@ -22,9 +23,17 @@ from pathlib import Path
 from deepspeed.checkpoint.tool import audit, diff, export, importing, info, prune, verify
 from deepspeed.checkpoint.tool.common import located
 from deepspeed.checkpoint.weight_files import parse_size
-from deepspeed.errors import CheckpointError, DeepSpeedError
+from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 
 BAD_INPUT = 2
+_DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the first) or extra (only in the second).
+
+    ds_checkpoint diff CKPT OTHER                                    OTHER: a checkpoint or a model file
+    ds_checkpoint diff live CKPT --model pkg.mod:build [--config c]  the model that build() returns, and CKPT
+
+With "live" nothing is trained, names and shapes are compared, and what agrees "fits"; values of a fresh model are random. On a running
+engine, deepspeed.checkpoint.diff_live(engine, folder) compares values. A folder of the name is ./live.
+Exit code: 0 no difference, 1 a difference, 2 wrong input."""
 
 
 def _count(text: str) -> int:
@@ -58,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     command("verify", "read every byte; check sizes, checksums and coverage", "checkpoint")
     command("info", "what a checkpoint holds", "checkpoint").add_argument("--tensors", action="store_true", help="list every tensor")
     two = command("diff", "compare with another checkpoint or a model file, tensor by tensor", "checkpoint", "other")
+    _live_options(two)
     two.add_argument("--tag-b", default=None, help="which checkpoint of OTHER (default: as --tag)")
     two.add_argument("-q", "--quiet", action="store_true", help="only what differs")
     command("audit", "what every file is, and how many pickle opcodes loading executes", "checkpoint")
@@ -68,6 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     old.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
     old.add_argument("--dry-run", action="store_true", help="only say what would go")
     return parser
+
+
+def _live_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = _DIFF_HELP
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", metavar="MODULE:BUILD", help="live: a function that returns the model, or a tuple that begins with it")
+    parser.add_argument("--config", metavar="FILE", help="live: also compare the state that the optimizer of this configuration keeps")
+    parser.add_argument("--values", action="store_true", help="live: also compare values of weights, for a build() that loads them")
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
@@ -96,10 +114,22 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "info":
         return info.run(path, args.tag, tensors=args.tensors)
     if args.command == "diff":
+        if args.checkpoint == "live":
+            return _diff_live(args)
+        if args.model or args.config or args.values:
+            raise UsageError("--model, --config and --values belong to: ds_checkpoint diff live CKPT")
         if not Path(args.other).exists():
             raise CheckpointError(f"there is no {args.other}")
         return diff.run(path, Path(args.other), tag=args.tag, tag_b=args.tag_b, quiet=args.quiet)
     return {"verify": verify.run, "audit": audit.run}[args.command](located(path, args.tag))
+
+
+def _diff_live(args: argparse.Namespace) -> int:
+    from deepspeed.checkpoint.tool import live  # noqa: PLC0415 - the only command that needs the whole package
+
+    if not args.model:
+        raise UsageError("diff live needs --model MODULE:BUILD, a function that returns the model; a folder of that name is ./live")
+    return live.run(Path(args.other), args.model, config=args.config, tag=args.tag_b or args.tag, values=args.values, quiet=args.quiet)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

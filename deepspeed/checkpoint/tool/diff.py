@@ -1,59 +1,18 @@
 """``ds_checkpoint diff``: two checkpoints, or a checkpoint and a model file, tensor by tensor."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
-
+from deepspeed.checkpoint.compare import Row, compare
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.tool.common import opened, progress, say
 from deepspeed.checkpoint.tool.models import model_file, open_model
 from deepspeed.checkpoint.weights import Stream, shared_names, stream, weight_keys
 
-_CHUNK_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Row:
-    """One tensor. ``verdict``: "equal", "different", "missing" (only in the first) or "extra" (only in the second)."""
-
-    name: str
-    verdict: str
-    detail: str = ""
-
 
 def _label(key: tuple[str, str]) -> str:
     return f"{key[0]} {key[1]}"
-
-
-def compare(a: Stream, b: Stream) -> Row:
-    """One tensor of each side. Values are compared in the second's dtype where that is the narrower one."""
-    if a.shape != b.shape:
-        return Row(a.name, "different", f"shape {list(a.shape)} and {list(b.shape)}")
-    rounded = a.dtype != b.dtype
-    worst, count, at = 0.0, 0, 0
-    step = _CHUNK_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)
-    for start in range(0, a.numel, step):
-        size = min(step, a.numel - start)
-        left, right = torch.empty(size, dtype=a.dtype), torch.empty(size, dtype=b.dtype)
-        a.read(start, left)
-        b.read(start, right)
-        if rounded:
-            narrow = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
-            left, right = left.to(narrow), right.to(narrow)
-        if torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
-            continue
-        apart = ~((left == right) | ((left != left) & (right != right)))
-        found = int(apart.sum())
-        if found:
-            gaps = (left[apart].double() - right[apart].double()).abs().nan_to_num(nan=float("inf"))
-            at = at if count else start + int(apart.int().argmax())
-            worst, count = max(worst, float(gaps.max())), count + found
-    if count:
-        return Row(a.name, "different", f"{count} of {a.numel} elements, max abs diff {worst:.6g}, first at {at}")
-    return Row(a.name, "equal", f"after rounding {a.dtype} and {b.dtype} to the narrower".replace("torch.", "") if rounded else "")
 
 
 def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
@@ -84,7 +43,6 @@ def rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> I
 
 def run(path_a: Path, path_b: Path, *, tag: str | None, tag_b: str | None, quiet: bool) -> int:
     """Print a line per tensor; 0 when all are equal, else 1."""
-    counts = dict.fromkeys(("equal", "different", "missing", "extra"), 0)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(opened(path_a, tag))
         if _is_checkpoint(path_b):
@@ -94,9 +52,15 @@ def run(path_a: Path, path_b: Path, *, tag: str | None, tag_b: str | None, quiet
         else:
             mine = {k[1]: stream(source, k) for k in weight_keys(source)}
             other = open_model(path_b)
-        for row in rows(source, other, mine):
-            counts[row.verdict] += 1
-            if not quiet or row.verdict != "equal":
-                say(f"{row.verdict:<9} {row.name}{f'  ({row.detail})' if row.detail else ''}")
+        return tell(rows(source, other, mine), "equal", quiet=quiet)
+
+
+def tell(found: Iterable[Row], well: str, *, quiet: bool) -> int:
+    """Print a line per row, of those whose verdict is ``well`` only if not ``quiet``, and the sums; 0 when all are ``well``, else 1."""
+    counts = dict.fromkeys((well, "different", "missing", "extra"), 0)
+    for row in found:
+        counts[row.verdict] += 1
+        if not quiet or row.verdict != well:
+            say(f"{row.verdict:<9} {row.name}{f'  ({row.detail})' if row.detail else ''}")
     say(", ".join(f"{number} {word}" for word, number in counts.items()))
-    return 1 if sum(counts.values()) > counts["equal"] else 0
+    return 1 if sum(counts.values()) > counts[well] else 0

@@ -17,4 +17,5 @@ def run(path: Path, out: Path, *, tag: str | None, as_tag: str | None) -> int:
         with progress("import", total_bytes(stream(source, key) for key in source.entries)) as told:
             final = write_checkpoint(source, out, name, told=told)
         say(f"wrote {final}: {sum(k[0] != 'plain' for k in source.entries)} tensors from {source.kind}")
+        say("not kept: random generators and the position in the data, of which DeepSpeed's files hold nothing that can be used")
     return 0

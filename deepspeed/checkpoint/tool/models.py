@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from deepspeed.checkpoint.compare import held
 from deepspeed.checkpoint.safetensors_file import read_safetensors
 from deepspeed.checkpoint.weights import Stream
 from deepspeed.errors import CheckpointError
@@ -63,13 +64,4 @@ def _torch_file(path: Path) -> dict[str, Stream]:
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)} if isinstance(state, dict) else {}
     if not tensors:
         raise CheckpointError(f"{path} holds no state dict of tensors")
-    return {str(name): _held(str(name), value) for name, value in tensors.items()}
-
-
-def _held(name: str, value: torch.Tensor) -> Stream:
-    flat = value.detach().reshape(-1)
-
-    def read(start: int, out: torch.Tensor) -> None:
-        out.copy_(flat[start : start + out.numel()])
-
-    return Stream(name, value.dtype, tuple(value.shape), read)
+    return {str(name): held(str(name), value) for name, value in tensors.items()}

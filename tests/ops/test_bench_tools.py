@@ -1,0 +1,148 @@
+"""``ds_bench ckpt`` and ``ds_bench cpu-adam``: they measure, say what is wrong, and leave nothing behind."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.bench import common, cpu_adam
+from deepspeed.errors import BuildError
+from deepspeed.nvme import cli
+from tests.budget.source import ROOT
+
+SMALL = ["--params", "20K", "--steps", "4", "--every", "2"]
+
+
+def test_numbers_of_parameters() -> None:
+    texts = {"8M": 8 * 10**6, "134m": 134 * 10**6, "1e9": 10**9, "1.5B": 1_500_000_000, "2G": 2 * 10**9, "10K": 10**4, "7": 7, "1e+3": 1000}
+    assert {text: common.params_of(text) for text in texts} == texts
+    for text in ("", "0", "-1", "M", "1e99", "nan", "1e-3", "8 M B", "0.1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="write for example"):
+            common.params_of(text)
+
+
+def test_adam_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    assert cli.bench(["cpu-adam", "--params", "50K", "--threads", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["params"], found["threads"], found["unit"], found["bytes_per_element"]) == (50_000, 2, "GB/s", 28)
+    assert {"ours", "torch fused"} <= set(found["results"]) <= {"ours", "torch fused", "plain loop"}
+    for name, row in found["results"].items():
+        assert len(row["all"]) == cpu_adam.ROUNDS and 0 < row["min"] <= row["median"] <= row["max"]
+        assert name == "ours" or found["ratio"][name] == pytest.approx(found["results"]["ours"]["median"] / row["median"])
+    assert torch.get_num_threads() == threads
+
+
+def test_the_loop_moves_every_element() -> None:
+    buffers = [torch.randn(10) for _ in range(4)]
+    a, g, m, v = (buffer.clone() for buffer in buffers)
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            assert cpu_adam.loop(buffers, 3, pool)() > 0
+        except BuildError as error:
+            pytest.skip(str(error))
+    assert [torch.equal(*pair) for pair in zip(buffers, (a + g, g, m + g, v + g), strict=True)] == [True] * 4
+
+
+def test_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def none(op: object) -> None:
+        raise BuildError("no C++ compiler")
+
+    monkeypatch.setattr(cpu_adam, "load", none)
+    assert cli.bench(["cpu-adam", "--params", "5K"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("AdamW on 5,000 fp32 elements") and lines[-1] == "plain loop: left out, no C++ compiler"
+    assert [line.split("  ")[0] for line in lines[3:-1]] == ["ours", "torch fused"]
+
+
+def test_checkpoints_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["params"] == pytest.approx(20_000, rel=0.02) and found["background"] is True
+    assert (found["ranks"], found["steps"], found["every"]) == (2, 4, 2)
+    assert 12 * found["params"] < found["bytes"] < 12 * found["params"] + 100_000
+    assert len(found["held_s"]["all"]) == len(found["named_s"]["all"]) == 2
+    assert 0 < found["share"] < 1 and found["gb_per_s"] > 0 and found["wall_s"] > sum(found["held_s"]["all"])
+    assert found["ratio"]["there"] == pytest.approx(found["held_s"]["median"] / found["copy_s"]["there"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL, "--ranks", "1", "--sync"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "on 1 ranks" in lines[0] and "2 saves" in lines[1] and lines[1].endswith("while training waits")
+    held, named = (line.split() for line in lines[4:6])
+    assert held[5:7] == named[6:8]  # a checkpoint that is waited for has its name when the call returns
+    assert lines[-1].startswith("saves held training for")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--folder", "{}/none"], "{}/none is no folder"),
+        (["--folder", "{}", "--steps", "3"], "--steps 3 are fewer than --every 5"),
+        (["--folder", "{}", "--params", "1e13"], "GB of memory and"),
+    ],
+)
+def test_faults_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    assert cli.bench(["ckpt", "--params", "1K", *(each.format(tmp_path) for each in arguments)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ds_bench ckpt: ") and said.format(tmp_path) in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: argparse.Namespace(free=1000))
+    assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
+    assert "two checkpoints take" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setattr(common, "host_available_bytes", lambda: 1000)
+    assert cli.bench(["cpu-adam", "--params", "1M"]) == 2
+    assert "give fewer --params" in capsys.readouterr().err
+
+
+def test_a_save_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real, lost = tempfile.mkdtemp, tmp_path / "file" / "below"
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *a, **k: str(lost) if "ckpt" in str(k.get("prefix")) else real(*a, **k))
+    assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
+    err = capsys.readouterr().err
+    assert str(lost) in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [["ckpt"], ["ckpt", "--folder", ".", "--async", "--sync"], ["cpu-adam", "--params", "0"], ["nvme"]])
+def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.bench(arguments)
+    assert caught.value.code == 2 and f"ds_bench {arguments[0]}: error:" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    endings = {signal.SIGINT: cli.INTERRUPTED, signal.SIGTERM: 128 + signal.SIGTERM}
+    runs = {}
+    for ending in endings:
+        (tmp_path / ending.name).mkdir()
+        endless = ["ckpt", "--folder", str(tmp_path / ending.name), "--params", "20K", "--steps", "1000000", "--every", "1", "--ranks", "1"]
+        command = [sys.executable, str(ROOT / "bin" / "ds_bench"), *endless]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        pipe = subprocess.PIPE
+        runs[ending] = subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe, env=environment, start_new_session=True)
+    until = time.monotonic() + 90
+    for ending, process in runs.items():
+        while not list((tmp_path / ending.name).glob("ds_bench_ckpt_*/step*")):
+            assert process.poll() is None and time.monotonic() < until, process.communicate()
+            time.sleep(0.05)
+        os.killpg(process.pid, ending)  # as a terminal does
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == endings[ending], errors
+        assert "Traceback" not in errors and not list((tmp_path / ending.name).iterdir())
