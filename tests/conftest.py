@@ -1,10 +1,10 @@
 """Fixtures: pools of ranks that live for the whole session (a pool that failed rebuilds itself)."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
@@ -12,9 +12,12 @@ os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
 from tests.harness.pool import RankPool
 
 # The same commit gives the same verdict; HYPOTHESIS_PROFILE=search looks for new counterexamples.
-settings.register_profile("fixed", derandomize=True, deadline=None)
-settings.register_profile("search", deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+with contextlib.suppress(ImportError):  # the tests of clients and of devices do without it
+    from hypothesis import settings
+
+    settings.register_profile("fixed", derandomize=True, deadline=None)
+    settings.register_profile("search", deadline=None, print_blob=True)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def _pool(world: int) -> Iterator[RankPool]:
