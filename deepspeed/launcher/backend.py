@@ -34,28 +34,40 @@ def run_backend(command: RunnerCommand) -> int:
     the end, and when this process is killed the backend is ended too. Raises UsageError when the program cannot be started.
     """
     received: list[signal.Signals] = []
+    early: list[signal.Signals] = []
+    started: list[int] = []
+
+    def receive(number: signal.Signals) -> None:
+        received.append(number)
+        if started:
+            _send(started[0], number)
+        else:
+            early.append(number)
+
     with contextlib.ExitStack() as stack:
         for path, text in command.files.items():
             _write(path, text)
             stack.callback(os.unlink, path)
         guardian = Guard(list(command.files))
         stack.callback(guardian.dismiss)
+        stack.enter_context(signals_to(receive))  # before there is a backend, which would outlive a signal that comes in between
         try:
             # Its own session, so that Ctrl-C in the terminal reaches it once, from here.
             child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
         except OSError as error:
             raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
         guardian.watch_starter(child.pid)
-
-        def receive(number: signal.Signals) -> None:
-            received.append(number)
-            # To the group, as from a terminal: mpirun may be a script, which would not pass it on.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, number)
-
-        with signals_to(receive):
-            status = _wait(child, received)
+        started.append(child.pid)
+        for number in early:
+            _send(child.pid, number)
+        status = _wait(child, received)
     return 128 + received[0] if received and status != 0 else shell_status(status)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    # To the group, as from a terminal: mpirun may be a script, which would not pass it on.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def _wait(child: "subprocess.Popen[bytes]", received: list[signal.Signals]) -> int:
