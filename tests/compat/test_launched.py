@@ -35,7 +35,6 @@ def started_by(launcher: str) -> list[str]:
     ("kind", "launcher", "ranks"),
     [
         ("init_first", "python", 1),
-        ("init_first", "torchrun", 2),
         ("init_first", "deepspeed", 2),
         ("hf_trainer", "torchrun", 2),
         ("hf_trainer", "deepspeed", 2),

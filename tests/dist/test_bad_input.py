@@ -213,7 +213,7 @@ def test_training_goes_on_after_mistakes(pool2: RankPool, stage: int) -> None:
 
 def _command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "deepspeed.launcher.cli", "--num_gpus", "2", *arguments]
+    command = [sys.executable, "-m", "deepspeed.launcher.cli", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=50, check=False)
 
 
@@ -229,10 +229,10 @@ deepspeed.initialize(args=args, model=torch.nn.Linear(2, 2))
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere.py"], "nowhere.py"),
-        (["train.py", "--deepspeed", "--deepspeed_config", "nowhere.json"], "nowhere.json"),
-        (["train.py", "--deepspeed", "--deepspeed_config", "odd.json"], "train_batch_size"),
-        (["train.py", "--deepspeed", "--deepspeed_config", "broken.json"], "broken.json"),
+        (["--num_gpus", "2", "nowhere.py"], "nowhere.py"),
+        (["--num_gpus", "1", "train.py", "--deepspeed", "--deepspeed_config", "nowhere.json"], "nowhere.json"),
+        (["--num_gpus", "2", "train.py", "--deepspeed", "--deepspeed_config", "odd.json"], "train_batch_size"),
+        (["--num_gpus", "1", "train.py", "--deepspeed", "--deepspeed_config", "broken.json"], "broken.json"),
     ],
     ids=["missing script", "missing config", "odd batch", "broken json"],
 )

@@ -123,7 +123,7 @@ def stall_of_a_failure_elsewhere(folder: str) -> float:
 
 
 def test_a_failure_elsewhere_is_not_waited_for_at_the_rate_limit(pool2: RankPool, tmp_path: Path) -> None:
-    assert max(pool2.run(stall_of_a_failure_elsewhere, str(tmp_path), time_limit=60)) < 1.0
+    assert max(pool2.run(stall_of_a_failure_elsewhere, str(tmp_path), time_limit=60)) < 3.0  # at the rate limit about six
     assert not list(tmp_path.iterdir())
 
 

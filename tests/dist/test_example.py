@@ -10,10 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
+# The sizes change no line that runs; with those of the example, the arithmetic would take most of the time.
+SMALL = ("--layers", "2", "--width", "48", "--heads", "4", "--context", "32")
+LAUNCHER = (sys.executable, "bin/deepspeed", "--num_gpus", "2")
 pytestmark = pytest.mark.timeout(180)
 
 
-def _run(command: list[str], level: int, out: Path, *more: str) -> list[float]:
+def _run(command: tuple[str, ...], level: int, out: Path, *more: str) -> list[float]:
     job = [
         *command,
         "examples/train_gpt.py",
@@ -26,6 +29,7 @@ def _run(command: list[str], level: int, out: Path, *more: str) -> list[float]:
         "8",
         "--out",
         str(out),
+        *SMALL,
         *more,
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -36,21 +40,24 @@ def _run(command: list[str], level: int, out: Path, *more: str) -> list[float]:
     return [float(v) for v in record["train"]]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_curve_on_other_ranks_and_another_level(tmp_path: Path) -> None:
-    launcher = [sys.executable, "bin/deepspeed", "--num_gpus", "2"]
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The curve of two ranks under level 2, without an interruption."""
+    return _run(LAUNCHER, 2, tmp_path_factory.mktemp("straight"))
+
+
+def test_an_interrupted_run_goes_on_to_the_same_curve_on_other_ranks_and_another_level(tmp_path: Path, straight: list[float]) -> None:
     save = ("--save", str(tmp_path / "ckpt"), "--eval-interval", "2")
-    straight = _run(launcher, 2, tmp_path / "straight")
-    _run(launcher, 2, tmp_path / "first", *save, "--steps", "2")
-    assert _run(launcher, 2, tmp_path / "second", *save) == straight
+    _run(LAUNCHER, 2, tmp_path / "first", *save, "--steps", "2")
+    assert _run(LAUNCHER, 2, tmp_path / "second", *save) == straight
     (tmp_path / "ckpt" / "latest").write_text("global_step2")
-    alone = _run([sys.executable], 3, tmp_path / "alone", *save)
+    alone = _run((sys.executable,), 3, tmp_path / "alone", *save)
     assert max(abs(a - b) for a, b in zip(alone, straight, strict=True)) < 5e-6
 
 
-def test_every_level_gives_the_same_curve_and_two_ranks_equal_one(tmp_path: Path) -> None:
-    launcher = [sys.executable, "bin/deepspeed", "--num_gpus", "2"]
-    curves = {level: _run(launcher, level, tmp_path / str(level)) for level in (0, 2, 3)}
-    curves[-1] = _run([sys.executable], 3, tmp_path / "alone")
+def test_every_level_gives_the_same_curve_and_two_ranks_equal_one(tmp_path: Path, straight: list[float]) -> None:
+    curves = {2: straight, **{level: _run(LAUNCHER, level, tmp_path / str(level)) for level in (0, 3)}}
+    curves[-1] = _run((sys.executable,), 3, tmp_path / "alone")
     assert all(len(curve) == STEPS for curve in curves.values())
     assert 5.0 < curves[0][0] < 6.5
     for curve in curves.values():

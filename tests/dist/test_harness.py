@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness.faults import Faults, InjectedFault
+from tests.harness.patience import slowdown, too_long
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.spy import CollectiveSpy
 
@@ -52,10 +53,10 @@ def test_a_hang_ends_within_its_limit_and_shows_the_stack() -> None:
     started = time.monotonic()
     with RankPool(2) as pool, pytest.raises(RankFailure) as failure:
         pool.run(_sum_of_ranks, 0)
-        pool.run(_hang_on, 1, time_limit=1.0)
+        pool.run(_hang_on, 1, time_limit=slowdown())  # enough for the rank that answers
     assert failure.value.types == {0: "hung"}
     assert "_hang_on" in str(failure.value)
-    assert time.monotonic() - started < 30
+    assert not too_long(started, 30)
 
 
 def test_a_killed_rank_is_reported() -> None:

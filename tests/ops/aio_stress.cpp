@@ -34,7 +34,7 @@ void ds_aio_free(void* engine);
 namespace {
 
 constexpr int64_t kRegion = 1 << 20;
-constexpr int kThreads = 4, kRounds = 20;
+constexpr int kThreads = 4, kRounds = 10;
 int direct_fd, plain_fd;
 
 struct Range {

@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from tests.budget.source import ROOT
 GXX = shutil.which("g++") or shutil.which("clang++")
 pytestmark = [pytest.mark.skipif(GXX is None, reason="needs a C++ compiler"), pytest.mark.timeout(400)]
 FLAGS = ("-std=c++17", "-g", "-O1", "-pthread", "-fno-sanitize-recover=all")
+SANITIZERS = ("address,undefined", "thread")
 BACKENDS = {"io_uring": "1", "libaio": "2", "threads": "3"}
 
 
@@ -22,31 +23,33 @@ def compile_with(sanitizers: str, sources: list[Path], target: Path) -> subproce
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
+def build(sanitizers: str, folder: Path) -> Path | str:
+    """The stress program with these sanitizers in it, or why there is none."""
+    (folder / "empty.cpp").write_text("int main() { return 0; }\n")
+    probe = compile_with(sanitizers, [folder / "empty.cpp"], folder / "empty")
+    if probe.returncode != 0 or subprocess.run([folder / "empty"], timeout=60).returncode != 0:
+        return f"the runtime of -fsanitize={sanitizers} is not installed or does not run here"
+    built = compile_with(sanitizers, [ROOT / "tests/ops/aio_stress.cpp", *ASYNC_IO.files()], folder / "stress")
+    assert built.returncode == 0, built.stderr
+    return folder / "stress"
+
+
 @pytest.fixture(scope="module")
-def stress(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The stress program with a sanitizer in it, compiled once."""
-    made: dict[str, Path] = {}
-
-    def program(sanitizers: str) -> Path:
-        if sanitizers not in made:
-            folder = tmp_path_factory.mktemp("stress")
-            (folder / "empty.cpp").write_text("int main() { return 0; }\n")
-            probe = compile_with(sanitizers, [folder / "empty.cpp"], folder / "empty")
-            if probe.returncode != 0 or subprocess.run([folder / "empty"], timeout=60).returncode != 0:
-                pytest.skip(f"the runtime of -fsanitize={sanitizers} is not installed or does not run here")
-            built = compile_with(sanitizers, [ROOT / "tests/ops/aio_stress.cpp", *ASYNC_IO.files()], folder / "stress")
-            assert built.returncode == 0, built.stderr
-            made[sanitizers] = folder / "stress"
-        return made[sanitizers]
-
-    return program
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
+    """Both programs, compiled side by side."""
+    folders = [tmp_path_factory.mktemp("stress") for _ in SANITIZERS]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SANITIZERS, pool.map(build, SANITIZERS, folders), strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_no_report(stress: Callable[[str], Path], sanitizers: str, backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sanitizers", SANITIZERS)
+def test_no_report(programs: dict[str, Path | str], sanitizers: str, backend: str, tmp_path: Path) -> None:
     """Four threads of transfers of every size and alignment, failures, and an engine that is freed in mid-flight."""
-    ran = subprocess.run([stress(sanitizers), BACKENDS[backend], tmp_path / "file"], capture_output=True, text=True, timeout=150)
+    program = programs[sanitizers]
+    if isinstance(program, str):
+        pytest.skip(program)
+    ran = subprocess.run([program, BACKENDS[backend], tmp_path / "file"], capture_output=True, text=True, timeout=150)
     if ran.returncode == 77:
         pytest.skip(ran.stderr.strip())
     assert ran.returncode == 0, ran.stderr[-4000:]

@@ -23,6 +23,7 @@ from deepspeed.native import build, builders, cache, compiler
 from deepspeed.native.spec import OpSpec
 from deepspeed.observe.log import logger
 from tests.budget.source import ROOT
+from tests.harness.patience import too_long
 
 GXX = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs a C++ compiler")
@@ -96,13 +97,13 @@ def _start(op: OpSpec) -> subprocess.Popen[str]:
 
 
 def _finish(child: subprocess.Popen[str]) -> str:
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=90)
     assert child.returncode == 0, err
     return out
 
 
 def _wait_for(path: Path) -> None:
-    limit = time.monotonic() + 15
+    limit = time.monotonic() + 60
     while not path.exists() or not path.read_text().strip():
         assert time.monotonic() < limit, f"{path} did not appear"
         time.sleep(0.01)
@@ -170,9 +171,9 @@ def test_killed_in_mid_build(tiny: OpSpec, tmp_path: Path, wrap: Any) -> None:
         _wait_for(pid)
         assert len(list((tmp_path / "cache/deepspeed").glob(".tiny@*"))) == 1
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
         begin = time.monotonic()
-        assert build.load(tiny).add(2, 3) == 5 and time.monotonic() - begin < 10
+        assert build.load(tiny).add(2, 3) == 5 and not too_long(begin, 10)
     finally:
         if pid.exists():
             os.kill(int(pid.read_text()), signal.SIGKILL)
@@ -247,7 +248,7 @@ def test_a_compiler_that_hangs_is_stopped(tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(BuildError, match="took more than 0 s"):
         compiler.run_tool(["sh", "-c", "sleep 30 & sleep 30"], limit_s=0.2)
-    assert time.monotonic() - begin < 5
+    assert not too_long(begin, 5)
 
 
 def test_no_compiler_but_a_cache_that_has_it(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +288,7 @@ def test_a_stopped_owner_is_not_waited_for_without_end(tmp_path: Path, lines: li
         begin = time.monotonic()
         cache.BuildLock(handle).acquire("tiny", limit_s=0.3)
         os.close(handle)
-    assert 0.2 < time.monotonic() - begin < 5 and "building without it" in lines[-1]
+    assert time.monotonic() - begin > 0.2 and not too_long(begin, 5) and "building without it" in lines[-1]
 
 
 def test_a_folder_that_cannot_be_written(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
@@ -405,7 +406,7 @@ def test_a_report_asks_a_broken_compiler_once(tiny: OpSpec, tmp_path: Path, monk
     monkeypatch.setattr(builders, "ALL_OPS", {"a": Mine(), "b": Mine()})
     begin = time.monotonic()
     found = builders.states(limit_s=0.5)
-    assert time.monotonic() - begin < 5 and count.read_text().split() == ["once"]
+    assert not too_long(begin, 5) and count.read_text().split() == ["once"]
     assert all(state.word == "fallback" and "took more than" in state.detail for state in found.values())
 
 

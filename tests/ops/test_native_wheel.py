@@ -17,8 +17,8 @@ TREE = ("deepspeed", "csrc", "pyproject.toml", "setup.py", "MANIFEST.in", "READM
 WHEEL = "import sys; from setuptools import build_meta; sys.stdout.write('>' + build_meta.build_wheel(sys.argv[1]))"
 USE = """
 from deepspeed.native.builders import ALL_OPS, installed_ops
-builder = ALL_OPS["cpu_adam"]
-assert installed_ops["cpu_adam"] and builder.state().word == "built", builder.state()
+builder = ALL_OPS["cpu_checksum"]
+assert installed_ops["cpu_checksum"] and builder.state().word == "built", builder.state()
 assert "prebuilt" in builder.load()._name
 """
 
@@ -58,11 +58,11 @@ def test_a_plain_wheel_needs_no_compiler(tree: Path) -> None:
 
 @pytest.mark.skipif(GXX is None, reason="needs a C++ compiler")
 def test_a_wheel_with_libraries(tree: Path) -> None:
-    for name in (*ALL_OPS["cpu_adam"].spec().sources, *ALL_OPS["cpu_adam"].spec().headers):
+    for name in (*ALL_OPS["cpu_checksum"].spec().sources, *ALL_OPS["cpu_checksum"].spec().headers):
         source = tree / "csrc" / name
         source.parent.mkdir(parents=True, exist_ok=True)
         source.touch()
-    wheel = _wheel(tree, DS_BUILD_CPU_ADAM="1")
+    wheel = _wheel(tree, DS_BUILD_CPU_CHECKSUM="1")
     assert "-py3-none-" in wheel.name and not wheel.name.endswith("any.whl")
     zipfile.ZipFile(wheel).extractall(tree.parent / "site")
     environment = {**os.environ, "PYTHONPATH": str(tree.parent / "site"), "PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": "/proc/nowhere"}

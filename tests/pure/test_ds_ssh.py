@@ -14,6 +14,7 @@ import pytest
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher import ds_ssh
+from tests.harness.patience import too_long
 
 ROOT = Path(__file__).resolve().parents[2]
 # As sshd does: the words behind the host are one text for the user's shell. Host "dead" cannot be reached.
@@ -65,7 +66,7 @@ def test_first_other_status_in_host_order(ssh: Path, capsys: pytest.CaptureFixtu
 def test_hosts_run_at_the_same_time(ssh: Path) -> None:
     start = time.monotonic()
     assert _run(ssh, "-e", "dead", "sleep 1") == 0
-    assert time.monotonic() - start < 2.5
+    assert not too_long(start, 2.5)
 
 
 def test_standard_input_is_empty(ssh: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,12 +135,12 @@ def test_what_the_host_runs_ends_with_the_connection(shell: str) -> None:
     assert process.stdin is not None
     started = _children(process.pid, 1)
     process.stdin.close()
-    assert process.wait(timeout=10) == 128 + signal.SIGTERM
-    assert psutil.wait_procs(started, timeout=5)[1] == []
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert psutil.wait_procs(started, timeout=30)[1] == []
 
 
 def _children(parent: int, wanted: int) -> list[psutil.Process]:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         found = [p for p in psutil.Process(parent).children(recursive=True) if p.name() == "sleep"]
         if len(found) == wanted:
@@ -162,9 +163,9 @@ def test_the_end_of_ds_ssh_ends_the_commands(ssh: Path, sent: signal.Signals) ->
     try:
         started = _children(process.pid, 3)
         process.send_signal(sent)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
         assert process.returncode == (130 if sent == signal.SIGINT else -sent), err
-        assert psutil.wait_procs(started, timeout=5)[1] == []
+        assert psutil.wait_procs(started, timeout=30)[1] == []
     finally:
         process.kill()
         process.wait()

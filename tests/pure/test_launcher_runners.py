@@ -8,16 +8,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher import cli, launcher_helper, runner
+from deepspeed.launcher import backend, cli, launcher_helper, runner
 from deepspeed.launcher.job import Job, decode_world, encode_world
 from deepspeed.launcher.launch import build_parser as node_parser
 from deepspeed.launcher.launch import make_job as node_make_job
 from deepspeed.launcher.launch import parse_args as node_parse_args
-from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, find_runner, node_command, split_arguments, ssh_command
+from deepspeed.launcher.runners import RUNNERS, RunnerCommand, RunnerOptions, build, find_runner, node_command, split_arguments, ssh_command
+from tests.harness.patience import too_long
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = {"h1": (0, 1), "h2": (0, 1)}
@@ -406,11 +410,19 @@ def _start(folder: Path, *args: str) -> subprocess.Popen[str]:
 
 
 def _await(path: Path) -> str:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (path.exists() and path.read_text().endswith("\n")):
         assert time.monotonic() < end, path
         time.sleep(0.02)
     return path.read_text().strip()
+
+
+def _listening(pid: int) -> None:
+    """Wait until the command has its handlers: the backend starts a moment before them."""
+    begun, status = time.monotonic(), Path(f"/proc/{pid}/status")
+    while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> (signal.SIGTERM - 1) & 1:
+        assert not too_long(begun, 20)
+        time.sleep(0.01)
 
 
 def _gone(pid: int) -> bool:
@@ -420,14 +432,16 @@ def _gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_reach_the_backend_once(folder: Path, number: signal.Signals) -> None:
     install(folder, "ompi_info", "")
     install(folder, "mpirun", f"trap 'echo got >>got; exit 3' {number.name[3:]}\necho $$ >pid\nwhile :; do sleep 0.05; done")
     job_ = _start(folder, "--launcher", "openmpi", "t.py")
     _await(folder / "pid")
+    _listening(job_.pid)
     job_.send_signal(number)
-    assert job_.wait(timeout=10) == 128 + number
+    assert job_.wait(timeout=60) == 128 + number
     job_.communicate()
     assert (folder / "got").read_text() == "got\n"
 
@@ -440,10 +454,11 @@ def test_what_the_backend_started_does_not_survive_the_command(folder: Path, num
     install(folder, "mpirun", "sleep 60 &\necho $! >pid\nwait")
     job_ = _start(folder, "--launcher", "openmpi", "t.py")
     pid = int(_await(folder / "pid"))
+    _listening(job_.pid)
     job_.send_signal(number)
-    end = time.monotonic() + 5
+    begun = time.monotonic()
     while not _gone(pid):
-        assert time.monotonic() < end
+        assert not too_long(begun, 5)
         time.sleep(0.02)
     job_.communicate()
 
@@ -463,3 +478,16 @@ assert "torch" not in sys.modules
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_backend_starts_ends_it(tmp_path: Path, number: signal.Signals) -> None:
+    def start(*args: Any, **kwargs: Any) -> "subprocess.Popen[bytes]":
+        child = subprocess.Popen(*args, **kwargs)
+        _await(tmp_path / "ready")
+        os.kill(os.getpid(), number)
+        return child
+
+    script = f"trap 'exit 3' {number.name[3:]}\necho 1 >{tmp_path}/ready\nwhile :; do sleep 0.05; done"
+    with mock.patch.object(backend, "subprocess", SimpleNamespace(Popen=start)):
+        assert backend.run_backend(RunnerCommand(("/bin/sh", "-c", script), {}, {})) == 128 + number
