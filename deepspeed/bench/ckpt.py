@@ -2,13 +2,14 @@
 
 A synthetic model is trained on CPU ranks of this machine with ZeRO-3, bf16 and AdamW, and saved every few steps, in the background
 unless ``--sync`` is given. Beside it: a plain copy of the same bytes, into fresh memory and into memory that is there already. What is
-written lies in one folder ``ds_bench_ckpt_*``, which is gone when the command ends or is interrupted.
+written lies in one folder ``ds_bench_ckpt_*``, which is gone when the command ends or is interrupted; only after kill -9 it stays.
 """
 
 import argparse
 import contextlib
 import json
 import math
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -30,6 +31,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm
 from deepspeed.bench.common import check_memory, count_of, params_of, spread
+from deepspeed.checkpoint.tool.common import sized
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.verify.ranks import RankFailure, RankPool
@@ -39,6 +41,7 @@ _ROWS = 16  # of a micro-batch
 _SAVED = 12  # bytes a parameter: fp32 weight and two moments
 _TRAINING = 20  # bytes a parameter while it is trained
 _ALLOWED = 1.1  # for what is not tensors
+_PROCESS = 64e6  # bytes of a rank beside them
 _GLANCE_S = 0.005
 _LIMIT_S = 7 * 86400.0
 _COPIES = 3
@@ -164,13 +167,25 @@ def _copies(engine: Any) -> dict[str, float]:
     params = [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
     slots = [v for p in params for v in engine.basic_optimizer.state[p].values() if isinstance(v, torch.Tensor) and v.dim()]
     tensors = [*(p.detach() for p in params), *slots]
-    kept: list[torch.Tensor] = []
     fresh, there = [], []
     for _ in range(_COPIES):
-        kept.clear()
-        fresh.append(_timed(lambda: kept.extend(t.clone() for t in tensors)))
-        there.append(_timed(lambda: [to.copy_(t) for to, t in zip(kept, tensors, strict=True)]))
+        kept: list[torch.Tensor] = []
+
+        def copy(kept: list[torch.Tensor] = kept) -> None:
+            kept.extend(_fresh(tensors) if not kept else ())
+            for to, t in zip(kept, tensors, strict=True):
+                to.copy_(t)
+
+        fresh.append(_timed(copy))
+        there.append(_timed(copy))
     return {"fresh": statistics.median(fresh), "there": statistics.median(there)}
+
+
+def _fresh(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Room for ``tensors`` (at least one) in pages that nobody has touched: the allocator would hand out again what was freed."""
+    pages = mmap.mmap(-1, sum(t.nbytes for t in tensors), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    parts = torch.frombuffer(pages, dtype=torch.uint8).split([t.nbytes for t in tensors])
+    return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 # -- around them -------------------------------------------------------------------------------------------------------------------------
@@ -187,8 +202,8 @@ def _place(folder: str, nbytes: float) -> Iterator[str]:
         raise UsageError(f"{folder} is no folder; name one on the drive to be measured")
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        raise UsageError(f"{folder} has {free / 1e9:.2f} GB of free space, two checkpoints take {nbytes / 1e9:.2f}; give fewer --params")
-    before = signal.signal(signal.SIGTERM, _stop)
+        raise UsageError(f"{folder} has {sized(free)} of free space, two checkpoints take {sized(nbytes)}; give fewer --params")
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         top = tempfile.mkdtemp(prefix="ds_bench_ckpt_", dir=folder)
     except OSError as error:
@@ -196,8 +211,10 @@ def _place(folder: str, nbytes: float) -> Iterator[str]:
     try:
         yield top
     finally:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C twice wants no half of it to stay
         shutil.rmtree(top, ignore_errors=True)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start(pool: RankPool) -> None:
@@ -219,7 +236,8 @@ def measure(plan: Plan, folder: str) -> dict[str, Any]:
     """Start the ranks and let them; what they measured. Raises UsageError for wrong input, DeepSpeedError when a save fails."""
     if plan.steps < plan.every:
         raise UsageError(f"--steps {plan.steps} are fewer than --every {plan.every}, so nothing would be saved")
-    check_memory(plan.params * (_TRAINING + _SAVED * (1 + plan.background)) * _ALLOWED)
+    each = _TRAINING + _SAVED * (1 + plan.background)
+    check_memory(plan.params * each * _ALLOWED + plan.ranks * _PROCESS, "--params or --ranks")
     with _place(folder, 2 * _SAVED * plan.params * _ALLOWED) as top, RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
         try:
             _start(pool)
@@ -250,7 +268,7 @@ def as_text(found: dict[str, Any]) -> str:
     saving = found["step_while_saving_s"]
     lines = [
         f"{found['folder']}: {found['params']:,} parameters on {found['ranks']} ranks, ZeRO-3, bf16, AdamW",
-        f"{len(held['all'])} saves of {found['bytes'] / 1e9:.3f} GB, one after every {found['every']} steps, {how}",
+        f"{len(held['all'])} saves of {sized(found['bytes'])}, one after every {found['every']} steps, {how}",
         "",
         f"{'seconds':<46} {'median':>8} {'max':>8}",
         f"{'training held by a save':<46} {held['median']:>8.3f} {held['max']:>8.3f}   (the first {held['all'][0]:.3f})",

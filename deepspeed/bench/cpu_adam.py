@@ -25,6 +25,7 @@ from deepspeed.optim.named import DeepSpeedCPUAdam
 
 BYTES = 28
 ROUNDS = 9
+_MOST_THREADS = 4096
 OURS, TORCH, LOOP = "ours", "torch fused", "plain loop"
 _STREAM = OpSpec("bench_stream", ("cpu/stream.cpp",))
 _HELD = 3 * 16  # bytes of memory an element: four tensors of each contender
@@ -85,6 +86,13 @@ def measure(found: Contenders, rounds: int = ROUNDS) -> dict[str, list[float]]:
     return rates
 
 
+def _threads(text: str) -> int:
+    """``count_of``, up to what the runtimes below start without crashing. Raises ArgumentTypeError."""
+    if (count := count_of(text)) > _MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{text} are too many; {_MOST_THREADS} at most")
+    return count
+
+
 def run(argv: list[str], *, prog: str) -> str:
     """Measure as the command line says; a table, or JSON. Raises UsageError, SystemExit."""
     parser = argparse.ArgumentParser(
@@ -92,10 +100,10 @@ def run(argv: list[str], *, prog: str) -> str:
     )
     parser.add_argument("--params", type=params_of, default=50_000_000, metavar="N", help="elements, for example 8M or 1e9 (default 50M)")
     threads = torch.get_num_threads()
-    parser.add_argument("--threads", type=count_of, default=threads, metavar="N", help=f"of every contender (default {threads}, torch's)")
+    parser.add_argument("--threads", type=_threads, default=threads, metavar="N", help=f"of every contender (default {threads}, torch's)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(argv)
-    check_memory(_HELD * options.params)
+    check_memory(_HELD * options.params, "--params")
     with contenders(options.params, options.threads) as (found, missing):
         results = {name: spread(values) for name, values in measure(found).items()}
     ratio = {name: results[OURS]["median"] / row["median"] for name, row in results.items() if name != OURS}

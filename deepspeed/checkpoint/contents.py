@@ -85,7 +85,8 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
         partial_parts(states),
         _plain_parts(plain),
     )
-    content.away = itertools.chain(weight_parts(away, reader, without=without), gradient_parts(open_away, reader))
+    # gradients first: the next backward writes over them, the next update over the rest
+    content.away = itertools.chain(gradient_parts(open_away, reader), weight_parts(away, reader, without=without))
     content.reader = reader
     content.held = [(u, weights_of(u)[0]) for u in away.units] + [(u, StateKind.GRAD) for u in open_away.units]
     content.held_views = [view for unit in away.units for view in states.views_of(unit)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from deepspeed.errors import InvalidStateError
 from deepspeed.tier.aligned import ALIGN, aligned_empty
 from deepspeed.tier.stored import Held, Stored
 from deepspeed.zero.optim_tiles import OptimTiles
@@ -50,6 +51,7 @@ class Reader:
         self._held: dict[int, Held] = {}
         self._layouts: dict[int, _Layout] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._over = False
         self.hurry: Callable[[], None] = _no_hurry
 
     def hold(self, states: Iterable[tuple[Unit, StateKind]], views: Iterable[OptimView]) -> None:
@@ -68,7 +70,8 @@ class Reader:
             self._layouts[id(view)] = replace(layout, tensors=tensors)
 
     def release(self) -> None:
-        """Nothing more will be read. Also after an error, when a reader of parts stands still half way."""
+        """Nothing more can be read. Also after an error, when a reader of parts stands still half way."""
+        self._over = True
         for held in list(self._held.values()):
             held.release()
         self._held.clear()
@@ -110,6 +113,8 @@ class Reader:
 
     @contextlib.contextmanager
     def _opened(self, stored: Stored) -> Iterator[Held]:
+        if self._over:
+            raise InvalidStateError("a state was read for a save that had let go of it; save again")
         if id(stored) not in self._held:
             self._held[id(stored)] = stored.hold(self._hurry)
         held = self._held[id(stored)]

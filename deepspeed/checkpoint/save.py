@@ -195,7 +195,12 @@ class Background:
         self._work = work
         # Not a daemon: a process that ends by itself waits for its last checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{tag}", daemon=False)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # too many of them, or this process is ending; the other ranks count on this one
+            logger.warning("checkpoint %s is written at once, because no thread can be started: %s", tag, error)
+            self._hurry()
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -230,7 +235,8 @@ class Background:
 
     def wait(self, seconds: float | None) -> None:
         """Until it has ended, or so long."""
-        self._thread.join(seconds)
+        if not self.finished:
+            self._thread.join(seconds)
 
 
 def as_json(value: Any) -> str:

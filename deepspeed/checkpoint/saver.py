@@ -135,23 +135,27 @@ class Saver:
         rank = self._mesh.world.index
         file: RankFile | None = None
         held: deque[Part] = deque()
-        try:
-            file = RankFile(folder, rank, facts=self._facts(content, folder), expect_bytes=content.nbytes)
-            file.limit(order.rate_bytes)
-            content.reader.hurry = functools.partial(file.limit, 0)
-            content.reader.hold(content.held, content.held_views)
-            held.extend(self._snapshots.copy(content.parts))
-        except Exception as failure:
-            error = _explained(folder, failure)
-            if file is not None:
-                file.fail(failure)
         with contextlib.ExitStack() as undone:
-            undone.callback(content.reader.release)
+            undone.callback(content.reader.release)  # also when it is interrupted: an update would wait for ever
+            try:
+                file = RankFile(folder, rank, facts=self._facts(content, folder), expect_bytes=content.nbytes)
+                file.limit(order.rate_bytes)
+                content.reader.hurry = functools.partial(file.limit, 0)
+                content.reader.hold(content.held, content.held_views)
+                held.extend(self._snapshots.copy(content.parts))
+            except BaseException as failure:
+                error = _explained(folder, failure)
+                if file is not None:
+                    file.fail(failure)
+                if not isinstance(failure, Exception):
+                    if self._first:
+                        shutil.rmtree(folder, ignore_errors=True)
+                    raise
             self._agreed(folder, error, order)
+            assert file is not None
+            work = functools.partial(self._work, folder, order, file, content, held)
+            self._running = Background(order.tag, folder, work, hurry=functools.partial(file.limit, 0))
             undone.pop_all()
-        assert file is not None
-        work = functools.partial(self._work, folder, order, file, content, held)
-        self._running = Background(order.tag, folder, work, hurry=functools.partial(file.limit, 0))
 
     def _work(self, folder: Path, order: SaveOrder, file: RankFile, content: Content, held: "deque[Part]", stop: threading.Event) -> None:
         try:

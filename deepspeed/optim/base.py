@@ -87,7 +87,10 @@ class GroupStep:
     def _ends_with_the_kernels(self) -> bool:
         """Whether nothing can change a parameter between its kernel and the end of ``step``: no subclass, patch or hook of the user's."""
         hooks = vars(self).get("_optimizer_step_post_hooks") or _global_optimizer_post_hooks
-        if hooks or not type(self).__module__.startswith(f"{__package__}."):
+        cls = type(self)
+        if hooks or not cls.__module__.startswith(f"{__package__}."):
+            return False
+        if any(name != "step" and callable(getattr(cls, name, None)) for name in vars(self)):
             return False
         # torch wraps the method, its schedulers wrap it again on the object; every layer must be torch's
         layer: Any = getattr(self.step, "__func__", self.step)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from deepspeed.errors import InvalidStateError
 from deepspeed.tier.aio import Transfer
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.drive import Drive, Region
@@ -21,8 +22,15 @@ class Held:
         self._released = threading.Event()
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (a host tensor of bytes) from byte ``start`` on. Raises TransferError."""
+        """Fill ``out`` (a host tensor of bytes) from byte ``start`` on. Raises TransferError; InvalidStateError once it is released."""
         self._drive.read(self._region, start, out).wait()
+        if self._released.is_set():  # perhaps written over before these bytes came
+            raise InvalidStateError("a state on a drive was read for a save that had let go of it; save again")
+
+    @property
+    def released(self) -> bool:
+        """Whether nobody has to wait for it any more."""
+        return self._released.is_set()
 
     def release(self) -> None:
         """It has been read; may be called again."""
@@ -130,7 +138,7 @@ class Stored:
         """
         self.settle()
         held = Held(self.drive, self._region, hurry)
-        self._held.append(held)
+        self._held = [*(h for h in self._held if not h.released), held]  # what is never written would keep those of every save
         return held
 
     def drop(self) -> None:

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def _enter_world(rank: int, world: int, folder: str, port: int) -> None:
 
 def _serve(rank: int, world: int, folder: str, port: int, connection: Connection) -> None:
     """Body of one rank: receive (fn, args), answer (True, result) or (False, class name, traceback)."""
+    threading.Thread(target=_end_with_starter, daemon=True).start()
     _enter_world(rank, world, folder, port)
     gc.freeze()  # a collection after every call must not walk through all of torch
     while True:
@@ -93,6 +95,13 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
         connection.send_bytes(payload)
         answer = ()
         gc.collect()
+
+
+def _end_with_starter() -> None:
+    """Inside a call a rank does not see its pipe end: of a killed command it would go on for as long as there is to do."""
+    if (starter := multiprocessing.parent_process()) is not None:
+        starter.join()
+        os._exit(1)
 
 
 class RankPool:

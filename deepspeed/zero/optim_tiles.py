@@ -281,7 +281,10 @@ class OptimTiles:
     def region_of(self, view: OptimView) -> tuple[Stored | None, dict[str, int]]:
         """Where the slots of ``view`` rest on the drive, and the byte at which each begins there; None and nothing for other views."""
         tile = self._by_view.get(id(view))
-        return (tile.region, {s.key: s.start for s in tile.slots}) if tile is not None else (None, {})
+        if tile is None:
+            return None, {}
+        self._forget_gone(tile)
+        return tile.region, {s.key: s.start for s in tile.slots}
 
     def adopt_state(self) -> None:
         """Bring slots that the optimizer has made, or loaded, to the drive."""
@@ -290,6 +293,7 @@ class OptimTiles:
 
     # -- one tile ------------------------------------------------------------------------------------------------------------
     def _start(self, tile: _Tile, *, gradient: bool) -> _Loaded:
+        self._forget_gone(tile)
         view, unit = tile.view, tile.view.unit
         numel = view.stop - view.start
         master = unit.stored[StateKind.OPTIM]
@@ -403,6 +407,14 @@ class OptimTiles:
             buffer[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape).copy_(state[slot.key])
         self._staging.give(buffer, after=tile.region.write_from(buffer[:start], start=0))
         self._void_slots(tile)
+
+    def _forget_gone(self, tile: _Tile) -> None:
+        """Slots that the optimizer has no more (its state was cleared, or a checkpoint without them loaded) need no place either."""
+        state = self._optimizer.state.get(tile.view.param, {})
+        tile.slots = [s for s in tile.slots if s.key in state]
+        if tile.region is not None and not tile.slots:
+            tile.region.drop()
+            tile.region = None
 
     def _void_slots(self, tile: _Tile) -> None:
         state = self._optimizer.state.get(tile.view.param, {})

@@ -4,6 +4,7 @@ The global norm is the L2 norm over each rank's owned ranges, each weighted by o
 summed; one all-reduce carries the norm and the overflow flag (DESIGN section 4).
 """
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -61,7 +62,9 @@ def take_step(
     factor = after
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
-    if tiles is None or runtime.mesh.size == 1:
+    if tiles is None:
+        written = _update_or_publish(runtime, optimizer, views, units, factor)
+    elif runtime.mesh.size == 1:
         written = _update(optimizer, views, tiles, factor)
     else:
         written = _update_together(runtime, optimizer, views, tiles, factor)
@@ -71,6 +74,21 @@ def take_step(
     runtime.publish(units, ranges)
     runtime.gradients.clear()
     return StepResult(norm, overflow=False)
+
+
+def _update_or_publish(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], units: list[Unit], factor: float
+) -> list[OptimView]:
+    """The update. Where it fails each rank may have written its part of PARAM, which others hold too: they get what there is.
+
+    Collective when it fails, as the other ranks publish in any case.
+    """
+    try:
+        return _update(optimizer, views, None, factor)
+    except Exception:
+        with contextlib.suppress(Exception):
+            runtime.publish(units)
+        raise
 
 
 def _update_together(
@@ -104,11 +122,13 @@ def _update(optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: Opt
         view.param.grad = view.gradient(factor)
     still = [pair for view in here for pair in view.frozen_parts(view.param.detach())]
     step = optimizer.step if turns is None else functools.partial(turns.take, here)
-    written = run_step(optimizer, here, step) if here or turns is None else []
-    for master, values in still:
-        master.copy_(values)
-    for view in here:
-        view.param.grad = None
+    try:
+        written = run_step(optimizer, here, step) if here or turns is None else []
+    finally:
+        for master, values in still:
+            master.copy_(values)
+        for view in here:
+            view.param.grad = None
     if tiles is not None and turns is not None:
         tiles.step(factor, turns)
     return written

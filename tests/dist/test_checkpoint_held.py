@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from deepspeed.checkpoint import folders
 from deepspeed.checkpoint.files import ChunkWriter
 from deepspeed.checkpoint.opening import find_and_open
+from deepspeed.checkpoint.own import read_manifest
 from deepspeed.checkpoint.save import RankFile, Snapshots
+from deepspeed.checkpoint.saver import Content, SaveOrder, Saver
 from deepspeed.checkpoint.source import whole
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import TransferError
@@ -124,8 +126,8 @@ def test_an_update_waits_until_what_it_overwrites_is_saved(pool2: RankPool, tmp_
     same_tensors(tmp_path / "ck")
 
 
-def same_tensors(folder: Path) -> None:
-    front, behind = find_and_open(folder, "front"), find_and_open(folder, "behind")
+def same_tensors(folder: Path, first: str = "front", second: str = "behind") -> None:
+    front, behind = find_and_open(folder, first), find_and_open(folder, second)
     states = {key[0] for key in front.entries}
     assert {"master", "param"} < states and any(s.startswith("optim.") for s in states)
     assert front.entries.keys() == behind.entries.keys()
@@ -142,6 +144,15 @@ def test_gradients_of_an_open_window_that_rest_on_a_drive_are_saved_as_they_were
     assert pool2.run(windows, str(tmp_path / "ck"), str(tmp_path)) == [[], []]
     same_tensors(tmp_path / "ck")
     assert any(state == "grad" for state, _ in find_and_open(tmp_path / "ck", "behind").entries)
+
+
+def test_gradients_that_the_next_backward_writes_over_are_saved_first(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(dropped, str(tmp_path / "ck"), str(tmp_path))
+    entries = read_manifest(next((tmp_path / "ck").glob("*/"))).entries
+    places = [(box.file, box.offset, state) for (state, _), entry in entries.items() for box in entry.boxes]
+    for rank in {file for file, _, _ in places}:
+        last = max(offset for file, offset, state in places if (file, state) == (rank, "grad"))
+        assert last < min(offset for file, offset, state in places if (file, state) == (rank, "master"))
 
 
 def dropped(folder: str, drive: str) -> None:
@@ -265,3 +276,103 @@ def full_disk(folder: str, drive: str, background: bool) -> list[str]:  # noqa: 
 @pytest.mark.parametrize("background", [False, True])
 def test_training_goes_on_after_a_save_that_failed_half_way_through_a_drive(pool2: RankPool, tmp_path: Path, *, background: bool) -> None:
     assert pool2.run(full_disk, str(tmp_path / "ck"), str(tmp_path), background) == [[], []]
+
+
+def interrupted(folder: str, drive: str) -> list[str]:
+    engine, bad = engine_of(drive, **{"async": True}), []
+    train(engine, 0)
+    with mock.patch.object(Snapshots, "copy", side_effect=KeyboardInterrupt):
+        try:
+            engine.save_checkpoint(folder, tag="a")
+            bad.append("it was not interrupted")
+        except KeyboardInterrupt:
+            pass
+    dist.barrier()
+    bad += [f"left: {p}" for p in Path(folder).iterdir()]
+    train(engine, 1)  # would wait for ever if something were still held
+    engine.save_checkpoint(folder, tag="b")
+    engine.destroy()
+    return bad
+
+
+def test_a_save_that_is_interrupted_holds_nothing(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(interrupted, str(tmp_path / "ck"), str(tmp_path)) == [[], []]
+    assert [p.name for p in folders.complete_tags(tmp_path / "ck")] == ["b"]
+
+
+def without_thread(folder: str, drive: str) -> None:
+    engine = engine_of(drive, **{"async": False})
+    train(engine, 0)
+    engine.save_checkpoint(folder, tag="front")
+    engine.destroy()
+    engine = engine_of(drive, **{"async": True})
+    train(engine, 0)
+    refused = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with refused if dist.get_rank() == 1 else contextlib.nullcontext():
+        engine.save_checkpoint(folder, tag="behind")
+    train(engine, 1)
+    engine.wait_for_checkpoint()
+    engine.destroy()
+
+
+def test_a_rank_that_can_start_no_thread_saves_at_once(pool2: RankPool, tmp_path: Path) -> None:
+    pool2.run(without_thread, str(tmp_path / "ck"), str(tmp_path))
+    same_tensors(tmp_path / "ck")
+
+
+def read_too_late(folder: str, drive: str) -> list[str]:
+    """What is held is let go of while it is still being read, as an interrupt might do."""
+    engine = engine_of(drive, **{"async": True})
+    train(engine, 0)
+    content: list[Content] = []
+    save_behind = Saver.save_behind
+
+    def noted(self: Saver, order: SaveOrder, what: Content) -> None:
+        content.append(what)
+        save_behind(self, order, what)
+
+    with mock.patch.object(Saver, "save_behind", noted), slow_reader() as gate:
+        engine.save_checkpoint(folder, tag="a")
+        content[0].reader.release()
+        train(engine, 1)
+        gate.set()
+    told = ""
+    try:
+        engine.wait_for_checkpoint()
+    except CheckpointError as error:
+        told = str(error)
+    engine.destroy()
+    return [] if "let go of it" in told else [f"said {told!r}"]
+
+
+def test_values_of_another_moment_are_never_saved(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(read_too_late, str(tmp_path / "ck"), str(tmp_path)) == [[], []]
+    assert not folders.complete_tags(tmp_path / "ck")
+
+
+def back_to_the_start(folder: str, drive: str, optimizer: str, background: bool) -> None:  # noqa: FBT001
+    engine = engine_of(drive, optimizer=optimizer, **{"async": background})
+    engine.save_checkpoint(folder, tag="start")
+    for tag in ("front", "behind"):
+        for seed in range(3):
+            train(engine, seed)
+        engine.save_checkpoint(folder, tag=tag)
+        engine.load_checkpoint(folder, tag="start")
+        engine.save_checkpoint(folder, tag=f"start after {tag}")
+    engine.basic_optimizer.state.clear()  # as users begin anew with other data
+    for seed in range(3):
+        train(engine, seed)
+    engine.save_checkpoint(folder, tag="cleared")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_state_on_a_drive_goes_with_a_checkpoint_that_has_none(
+    pool2: RankPool, tmp_path: Path, optimizer: str, *, background: bool
+) -> None:
+    pool2.run(back_to_the_start, str(tmp_path / "ck"), str(tmp_path), optimizer, background)
+    same_tensors(tmp_path / "ck")
+    same_tensors(tmp_path / "ck", "front", "cleared")
+    for tag in ("start after front", "start after behind"):
+        assert not any(state.startswith("optim.") for state, _ in find_and_open(tmp_path / "ck", tag).entries)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint import diff_live
 from deepspeed.checkpoint.tool.cli import main
+from deepspeed.errors import CheckpointError
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.training import make_config, start
 
@@ -76,6 +77,11 @@ def build_trains_all() -> nn.Module:
 def build_lazy() -> nn.Module:
     """No shapes yet."""
     return nn.LazyLinear(3)
+
+
+def build_lazy_buffers() -> nn.Module:
+    """No shapes of buffers yet."""
+    return nn.LazyBatchNorm1d(affine=False)
 
 
 def build_broken() -> nn.Module:
@@ -184,10 +190,54 @@ def test_a_checkpoint_without_a_step_has_nothing_missing(pool1: RankPool, tmp_pa
     assert run(capsys, tmp_path, "build", "--config", config)[0] == 0
 
 
+def refused(folder: str) -> list[str]:
+    """What loading says where the tensors alone would fit: a new engine of another method, of another number of groups."""
+    said = []
+    whole = {"optimizer": {"type": "RAdam", "params": {"lr": 1e-2}}}
+    for tag, changes in (("AdamW", whole), ("without", {}), ("groups", {})):
+        engine = start(Net(), make_config(3, **changes))
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(folder, tag=tag)
+        said.append(str(caught.value))
+        engine.destroy()
+    return said
+
+
+def save_unlike(folder: str) -> None:
+    """Checkpoints of one engine with an optimizer of two groups, and of one without any."""
+    save(folder, 0, ["AdamW"])
+    engine = start(Net(), make_config(0, optimizer=None))
+    engine.save_checkpoint(folder, tag="without")
+    engine.destroy()
+    model = Net()
+    first, *rest = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}], lr=1e-2)
+    engine = start(model, make_config(0, optimizer=None), optimizer=optimizer)
+    train(engine)
+    engine.save_checkpoint(folder, tag="groups")
+    engine.destroy()
+
+
+def test_state_that_loading_refuses_as_a_whole(pool1: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool1.run(save_unlike, str(tmp_path))
+    words = ("is not what RAdam keeps", "has no optimizer state", "2 optimizer parameter groups")
+    assert all(word in said for word, said in zip(words, pool1.run(refused, str(tmp_path))[0], strict=True))
+    config = config_of(tmp_path, optimizer={"type": "RAdam", "params": {"lr": 1e-2}})
+    status, lines, _ = run(capsys, tmp_path, "build", "--tag", "AdamW", "--config", config, "-q")
+    assert status == 1 and len(lines) == 2 and lines[0].startswith("different optimizer  (RAdam and ")
+    config = config_of(tmp_path, optimizer={"type": "SGD", "params": {"lr": 1e-2}})
+    status, lines, _ = run(capsys, tmp_path, "build", "--tag", "without", "--config", config, "-q")
+    assert status == 1 and lines[0] == "missing   optimizer  (the checkpoint is of an engine without one)"
+    config = config_of(tmp_path, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    status, lines, _ = run(capsys, tmp_path, "build", "--tag", "groups", "--config", config, "-q")
+    assert status == 1 and lines[0] == "different optimizer parameter groups  (1 and 2)" and len(lines) == 2
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        ("build_lazy", "parameter 'weight' of a lazy module has no shape yet"),
+        ("build_lazy", "tensor 'weight' of a lazy module has no shape yet"),
+        ("build_lazy_buffers", "tensor 'running_mean' of a lazy module has no shape yet"),
         ("build_broken", "KeyError: 'weights.bin'"),
         ("build_number", "must return a module"),
         ("OPTIMIZERS", "is a dict, not a function"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.native.build import try_load
@@ -15,11 +16,13 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.optim.base import GroupStep
+from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.models import Case
 from deepspeed.zero import unit as unit_module
+from deepspeed.zero.plan import StateKind
 from tests.dist.test_offload_parity import CASES, PRECISION, STEPS, Plan, check, froze_later, plain_loop, same, train, variants
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, start, train_step
+from tests.harness.training import make_config, outcome, start, train_step
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -204,3 +207,38 @@ def skips(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_skipped_update_writes_nothing(pool1: RankPool, stage: int) -> None:
     check(pool1.run(skips, stage))
+
+
+def failing(stage: int) -> list[str]:
+    """An update that fails behind its first group; what the parameters are then, and that training goes on."""
+    case, bad = CASES["wide"](), []
+    model = case.build().train()
+    config = make_config(stage, optimizer=None, **PRECISION["bf16"])
+    engine = start(model, config, optimizer=Holder(FusedAdam, weight_decay=0.1)(model))
+    train_step(engine, case, 0)
+    frozen = next(model.parameters()).requires_grad_(requires_grad=False)
+    before, still = [u.shard.clone() for u in engine.runtime.units], safe_get_full_fp32_param(frozen)
+    second = engine.basic_optimizer.param_groups[1]
+    good, second["lr"] = second["lr"], "fast"
+    bad += [] if "Error" in outcome(lambda: train_step(engine, case, 1)) else ["it did not fail"]
+    if all(torch.equal(a, u.shard) for a, u in zip(before, engine.runtime.units, strict=True)):
+        bad.append("nothing was updated before it failed")
+    for unit in engine.runtime.units:
+        base, first, stop = unit.range_of(StateKind.PARAM)[0], *unit.range_of(StateKind.OPTIM)
+        if not torch.equal(unit.shard[first - base : stop - base], unit.master.bfloat16()):
+            bad.append(f"{unit.name} is not its master")
+        whole = [torch.empty_like(unit.shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(whole, unit.shard)
+        if stage < 3 and not torch.equal(whole[0], whole[1]):
+            bad.append(f"ranks hold different parameters of {unit.name}")
+    if not torch.equal(safe_get_full_fp32_param(frozen), still):
+        bad.append("a frozen parameter has moved")
+    second["lr"] = good
+    train_step(engine, case, 2)
+    engine.destroy()
+    return bad
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_hold_the_same_parameters_after_an_update_that_failed(pool2: RankPool, stage: int) -> None:
+    check(pool2.run(failing, stage))

@@ -1,6 +1,7 @@
 """``ds_bench ckpt`` and ``ds_bench cpu-adam``: they measure, say what is wrong, and leave nothing behind."""
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.bench import common, cpu_adam
+from deepspeed.bench import ckpt, common, cpu_adam
 from deepspeed.errors import BuildError
 from deepspeed.nvme import cli
 from tests.budget.source import ROOT
@@ -26,7 +27,7 @@ SMALL = ["--params", "20K", "--steps", "4", "--every", "2"]
 def test_numbers_of_parameters() -> None:
     texts = {"8M": 8 * 10**6, "134m": 134 * 10**6, "1e9": 10**9, "1.5B": 1_500_000_000, "2G": 2 * 10**9, "10K": 10**4, "7": 7, "1e+3": 1000}
     assert {text: common.params_of(text) for text in texts} == texts
-    for text in ("", "0", "-1", "M", "1e99", "nan", "1e-3", "8 M B", "0.1"):
+    for text in ("", "0", "-1", "M", "1e99", "nan", "1e-3", "8 M B", "0.1", "\u0663M"):
         with pytest.raises(argparse.ArgumentTypeError, match="write for example"):
             common.params_of(text)
 
@@ -93,6 +94,7 @@ def test_checkpoints_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--folder", "{}/none"], "{}/none is no folder"),
         (["--folder", "{}", "--steps", "3"], "--steps 3 are fewer than --every 5"),
         (["--folder", "{}", "--params", "1e13"], "GB of memory and"),
+        (["--folder", "{}", "--ranks", "999999999"], "give fewer --params or --ranks"),
     ],
 )
 def test_faults_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -120,7 +122,10 @@ def test_a_save_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(lost) in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("arguments", [["ckpt"], ["ckpt", "--folder", ".", "--async", "--sync"], ["cpu-adam", "--params", "0"], ["nvme"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["ckpt"], ["ckpt", "--folder", ".", "--async", "--sync"], ["cpu-adam", "--params", "0"], ["cpu-adam", "--threads", "4097"], ["nvme"]],
+)
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.bench(arguments)
@@ -128,7 +133,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
-    endings = {signal.SIGINT: cli.INTERRUPTED, signal.SIGTERM: 128 + signal.SIGTERM}
+    endings = {signal.SIGINT: cli.INTERRUPTED, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
     runs = {}
     for ending in endings:
         (tmp_path / ending.name).mkdir()
@@ -138,11 +143,25 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
         pipe = subprocess.PIPE
         runs[ending] = subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe, env=environment, start_new_session=True)
     until = time.monotonic() + 90
-    for ending, process in runs.items():
-        while not list((tmp_path / ending.name).glob("ds_bench_ckpt_*/step*")):
-            assert process.poll() is None and time.monotonic() < until, process.communicate()
-            time.sleep(0.05)
-        os.killpg(process.pid, ending)  # as a terminal does
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == endings[ending], errors
-        assert "Traceback" not in errors and not list((tmp_path / ending.name).iterdir())
+    try:
+        for ending, process in runs.items():
+            while not list((tmp_path / ending.name).glob("ds_bench_ckpt_*/step*")):
+                assert process.poll() is None and time.monotonic() < until, process.communicate()
+                time.sleep(0.05)
+            killed = ending is signal.SIGKILL  # which only the command itself gets, and its folder stays
+            (os.kill if killed else os.killpg)(process.pid, ending)  # the group: as a terminal does
+            _, errors = process.communicate(timeout=60)  # the pipe is open for as long as one of its processes lives
+            assert process.returncode == endings[ending], errors
+            assert "Traceback" not in errors and (killed or not list((tmp_path / ending.name).iterdir()))
+    finally:
+        for process in runs.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_fresh_copy_touches_new_pages() -> None:
+    tensors = [torch.randn(3, 5), torch.randn(7)]
+    room = ckpt._fresh(tensors)
+    assert [(r.shape, r.dtype, r.is_contiguous(), float(r.abs().sum())) for r in room] == [(t.shape, t.dtype, True, 0.0) for t in tensors]
+    room[1].copy_(tensors[1])
+    assert not room[0].any() and torch.equal(room[1], tensors[1])

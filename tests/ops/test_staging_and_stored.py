@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.aligned import ALIGN
@@ -580,4 +580,25 @@ def test_what_could_not_be_written_is_not_held(tmp_path: Path) -> None:
     with pytest.raises(TransferError, match="full"):
         stored.hold(lambda: None)
     stored.put(torch.ones(100))  # nobody waits
+    drive.close()
+
+
+def test_states_that_nobody_writes_remember_no_earlier_save(tmp_path: Path) -> None:
+    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
+    stored = Stored(drive, 100, torch.float32)
+    stored.put(torch.ones(100))
+    for _ in range(5):
+        stored.hold(lambda: None).release()
+    assert len(stored._held) == 1
+    drive.close()
+
+
+def test_what_is_read_after_its_release_is_refused(tmp_path: Path) -> None:
+    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
+    stored = Stored(drive, 100, torch.float32)
+    stored.put(torch.ones(100))
+    held = stored.hold(lambda: None)
+    held.release()
+    with pytest.raises(InvalidStateError, match="let go of it"):
+        held.read(0, torch.empty(400, dtype=torch.uint8))
     drive.close()

@@ -178,13 +178,25 @@ def patched_below_a_scheduler(params: list[torch.nn.Parameter]) -> FusedAdam:
     return optimizer
 
 
+def patched_kernels(params: list[torch.nn.Parameter]) -> FusedAdam:
+    optimizer = FusedAdam(params)
+    inner = optimizer._update_group
+
+    def update(*args: Any) -> None:
+        inner(*args)
+        clamp(optimizer)
+
+    optimizer._update_group = update  # type: ignore[method-assign]
+    return optimizer
+
+
 def with_hook(params: list[torch.nn.Parameter]) -> FusedAdam:
     optimizer = FusedAdam(params)
     optimizer.register_step_post_hook(lambda it, *_: clamp(it))
     return optimizer
 
 
-@pytest.mark.parametrize("build", [Clamped, ClampedBelow, patched_object, patched_below_a_scheduler, with_hook])
+@pytest.mark.parametrize("build", [Clamped, ClampedBelow, patched_object, patched_below_a_scheduler, patched_kernels, with_hook])
 def test_a_users_code_behind_the_update_is_respected(build: Callable[[list[torch.nn.Parameter]], Any]) -> None:
     params = [parameter()]
     assert step_with_outputs(build(params), params) == []

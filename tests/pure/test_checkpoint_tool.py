@@ -351,6 +351,8 @@ def test_import_brings_everything_and_loads_without_pickle(tmp_path: Path, capsy
     assert (tmp_path / "c" / "latest").read_text() == "global_step3"
     assert json.loads((tmp_path / "c" / "global_step3" / MANIFEST).read_text())["facts"]["engine"]["global_steps"] == 3
     assert run(capsys, "import", tmp_path / "b", tmp_path / "c")[0] == 2
+    status, _, err = run(capsys, "import", tmp_path / "c", tmp_path / "d")
+    assert status == 2 and "of this package already" in err and not (tmp_path / "d").exists()
     assert run(capsys, "import", tmp_path / "b", tmp_path / "c", "--as", "again")[0] == 0
 
 

@@ -31,8 +31,9 @@ _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the
     ds_checkpoint diff CKPT OTHER                                    OTHER: a checkpoint or a model file
     ds_checkpoint diff live CKPT --model pkg.mod:build [--config c]  the model that build() returns, and CKPT
 
-With "live" nothing is trained, names and shapes are compared, and what agrees "fits"; values of a fresh model are random. On a running
-engine, deepspeed.checkpoint.diff_live(engine, folder) compares values. A folder of the name is ./live.
+With "live" nothing is trained, names and shapes are compared, and what agrees "fits"; values of a fresh model are random, and those of the
+checkpoint are not read ("ds_checkpoint verify" does). On a running engine, deepspeed.checkpoint.diff_live(engine, folder) compares values.
+A folder of the name is ./live.
 Exit code: 0 no difference, 1 a difference, 2 wrong input."""
 
 

@@ -9,8 +9,10 @@ from deepspeed.errors import CheckpointError
 
 
 def run(path: Path, out: Path, *, tag: str | None, as_tag: str | None) -> int:
-    """Convert; 0. Raises CheckpointError when the tag is there already."""
+    """Convert; 0. Raises CheckpointError for one of this package's, and when the tag is there already."""
     with opened(path, tag) as source:
+        if source.kind == "deepspeed-checkpoint":  # what this writes anew has no random generators and one rank's client state
+            raise CheckpointError(f"{source.path} is a checkpoint of this package already, and loads anywhere as it is; copy its folder")
         name = as_tag or source.path.name
         if (out / name).exists():
             raise CheckpointError(f"{out / name} is there already; name another folder, or another tag with --as")

@@ -4,17 +4,19 @@ The model is built in this process, on the meta device where it can be (no memor
 optimizer keeps is found by letting the configured one take a step on stand-ins.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from deepspeed.api import choose_optimizer, names_by_group
 from deepspeed.checkpoint.compare import Match, Row, compared, match, shape_row
 from deepspeed.checkpoint.legacy import ReferenceSource
+from deepspeed.checkpoint.restore import optimizer_kind
 from deepspeed.checkpoint.source import Key, Source
 from deepspeed.checkpoint.tool.common import opened, progress
 from deepspeed.checkpoint.tool.diff import tell
@@ -33,14 +35,15 @@ def run(path: Path, reference: str, *, config: str | None, tag: str | None, valu
     """Print a line per tensor; 0 when all fit, else 1. Raises UsageError, DeepSpeedConfigError, CheckpointError."""
     with opened(path, tag) as source:
         model = build(reference, meta=not values)
-        wanted = None
+        wanted, unlike = None, list[Row]()
         if config is not None:
             optimizer = _optimizer(model, config)
             groups = names_by_group(model, optimizer.param_groups)
-            wanted = slots_of(optimizer, groups)
-            if isinstance(source, ReferenceSource):
+            wanted, unlike = slots_of(optimizer, groups), list(_optimizer_rows(optimizer, source))
+            if isinstance(source, ReferenceSource) and not unlike:
                 source = source.with_groups(groups)  # some of its files have numbers instead of names
-        return tell(_rows(model, source, wanted, values=values), "equal" if values else "fits", quiet=quiet)
+        found = itertools.chain(_rows(model, source, wanted, values=values), unlike)
+        return tell(found, "equal" if values else "fits", quiet=quiet)
 
 
 def build(reference: str, *, meta: bool) -> nn.Module:
@@ -57,9 +60,9 @@ def build(reference: str, *, meta: bool) -> nn.Module:
             if device == "cpu":
                 said = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 raise UsageError(f"no model can be had from {reference}: {said}") from error
-    lazy = [name for name, param in model.named_parameters() if isinstance(param, UninitializedParameter)]
+    lazy = [name for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]
     if lazy:
-        raise UsageError(f"parameter {lazy[0]!r} of a lazy module has no shape yet; run one forward of the model in {reference}")
+        raise UsageError(f"tensor {lazy[0]!r} of a lazy module has no shape yet; run one forward of the model in {reference}")
     return model
 
 
@@ -86,6 +89,20 @@ def _optimizer(model: nn.Module, config: str) -> torch.optim.Optimizer:
     if optimizer is None:
         raise UsageError(f"{config} has no 'optimizer' block, so what state yours keeps is not known; leave --config out")
     return optimizer
+
+
+def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterator[Row]:
+    """Why loading would refuse the state as a whole, whatever its tensors are."""
+    saved = open_facts(source).get("optimizer")
+    if not saved:
+        yield Row("optimizer", "missing", "the checkpoint is of an engine without one")
+        return
+    here, there = type(optimizer).__name__, saved.get("type") or ""
+    if there and optimizer_kind(here) != optimizer_kind(there):
+        yield Row("optimizer", "different", f"{here} and {there}")
+    mine, theirs = len(optimizer.param_groups), len(saved["groups"])
+    if mine != theirs:
+        yield Row("optimizer parameter groups", "different", f"{mine} and {theirs}")
 
 
 def slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[Key, tuple[int, ...]]:
