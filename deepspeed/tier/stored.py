@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,8 @@ from deepspeed.tier.aio import Transfer
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.drive import Drive, Region
 from deepspeed.tier.staging import Staging
+
+_GLANCE_S = 0.2  # between looks whether a reader still exists
 
 
 class Held:
@@ -36,11 +39,11 @@ class Held:
         """It has been read; may be called again."""
         self._released.set()
 
-    def wait(self) -> None:
-        """Until it is released."""
+    def wait(self, seconds: float) -> bool:
+        """Until it is released, or so long; whether it is."""
         if not self._released.is_set():
             self._hurry()
-            self._released.wait()
+        return self._released.wait(seconds)
 
 
 class Stored:
@@ -55,7 +58,8 @@ class Stored:
         self._region = drive.reserve(numel * dtype.itemsize)
         self._writes: list[tuple[Transfer, int, int]] = []
         self._ahead: deque[tuple[Transfer, torch.Tensor, int, int]] = deque()
-        self._held: list[Held] = []
+        # Weakly: what nobody can read any more holds nothing, however its reader got lost; an interrupt may come anywhere.
+        self._held: list[weakref.ref[Held]] = []
 
     def put(self, values: torch.Tensor, *, start: int = 0) -> None:
         """Store ``values`` (any device, any floating dtype) at element ``start``."""
@@ -138,7 +142,8 @@ class Stored:
         """
         self.settle()
         held = Held(self.drive, self._region, hurry)
-        self._held = [*(h for h in self._held if not h.released), held]  # what is never written would keep those of every save
+        left = [ref for ref in self._held if (earlier := ref()) is not None and not earlier.released]
+        self._held = [*left, weakref.ref(held)]  # what is never written would keep those of every save
         return held
 
     def drop(self) -> None:
@@ -151,8 +156,10 @@ class Stored:
 
     def _wait_for_readers(self) -> None:
         while self._held:
-            self._held[-1].wait()
-            self._held.pop()
+            held = self._held[-1]()
+            if held is None or held.wait(_GLANCE_S):
+                self._held.pop()
+            held = None
 
     def _heal(self, start: int, stop: int) -> None:
         """Forget failed writes of values that are about to be written again."""

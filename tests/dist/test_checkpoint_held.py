@@ -78,10 +78,10 @@ def slow_reader(during: Callable[[], None] = lambda: None) -> Iterator[threading
         assert gate.wait(60)
         read(self, start, out)
 
-    def noted_wait(self: Held) -> None:
+    def noted_wait(self: Held, seconds: float) -> bool:
         if not self._released.is_set():
             during()
-        wait(self)
+        return wait(self, seconds)
 
     with mock.patch.object(Held, "read", late_read), mock.patch.object(Held, "wait", noted_wait):
         try:

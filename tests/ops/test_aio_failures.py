@@ -147,7 +147,9 @@ def test_full_disk(tmp_path: Path, kind: str) -> None:
     lines = ran.stdout.splitlines()
     assert len(lines) == 3 * len(backends)
     for i, line in enumerate(lines):
-        assert line.startswith(f"{errno.ENOSPC} True ") and "the filesystem is full; free space" in line, line
+        assert line.startswith(f"{errno.ENOSPC} ") and "the filesystem is full; free space" in line, line
+        # What could not be reserved is given back. Pieces of a write that failed may lie anywhere.
+        assert " True " in line[:12] or i % 3, line
         assert f"/disk/{backends[i // 3]}'" in line and ("reserving 4194304 bytes" in line) == (i % 3 == 0)
 
 

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepspeed.errors import InvalidStateError, UsageError
+from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.aligned import ALIGN
@@ -527,78 +526,4 @@ def test_every_backend_gives_the_same_bits(tmp_path: Path, backend: str, monkeyp
 def test_random_histories(make_drive: Callable[..., Drive], seed: int, numel: int, count: int, pages: int) -> None:
     drive = make_drive(staging=count, piece_bytes=pages * ALIGN)
     play(Stored(drive, numel, torch.float32), seed=seed, rounds=25)
-    drive.close()
-
-
-# -- held while they are read ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_write_waits_until_what_is_held_has_been_read(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 5000, torch.float32)
-    old, new = torch.arange(5000.0), torch.full((5000,), -1.0)
-    stored.put(old)
-    hurried: list[int] = []
-    held = [stored.hold(lambda: hurried.append(1)), stored.hold(lambda: hurried.append(2))]
-    writer = threading.Thread(target=stored.put, args=(new,))
-    writer.start()
-    out = torch.empty(20_000, dtype=torch.uint8)
-    for one in held:
-        writer.join(0.05)
-        assert writer.is_alive()
-        one.read(0, out)
-        assert torch.equal(out.view(torch.float32), old)
-        one.release()
-    writer.join(20)
-    assert not writer.is_alive() and sorted(hurried) in ([1, 2], [2])
-    stored.load(out.view(torch.float32))
-    assert torch.equal(out.view(torch.float32), new)
-    stored.put(old)  # nothing is held any more
-    stored.drop()
-    drive.close()
-
-
-def test_space_that_is_being_read_is_not_given_away(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
-    stored.put(torch.ones(100))
-    held = stored.hold(lambda: None)
-    dropper = threading.Thread(target=stored.drop)
-    dropper.start()
-    dropper.join(0.1)
-    assert dropper.is_alive()
-    held.release()
-    dropper.join(20)
-    assert not dropper.is_alive()
-    drive.close()
-
-
-def test_what_could_not_be_written_is_not_held(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
-    stored._writes.append((Pending(error=TransferError(28, "full")), 0, 100))  # type: ignore[arg-type]
-    with pytest.raises(TransferError, match="full"):
-        stored.hold(lambda: None)
-    stored.put(torch.ones(100))  # nobody waits
-    drive.close()
-
-
-def test_states_that_nobody_writes_remember_no_earlier_save(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
-    stored.put(torch.ones(100))
-    for _ in range(5):
-        stored.hold(lambda: None).release()
-    assert len(stored._held) == 1
-    drive.close()
-
-
-def test_what_is_read_after_its_release_is_refused(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
-    stored.put(torch.ones(100))
-    held = stored.hold(lambda: None)
-    held.release()
-    with pytest.raises(InvalidStateError, match="let go of it"):
-        held.read(0, torch.empty(400, dtype=torch.uint8))
     drive.close()
