@@ -1,5 +1,6 @@
 """Everything one rank puts into a checkpoint: tensors as parts, the rest as JSON."""
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -87,9 +88,9 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
     )
     # gradients first: the next backward writes over them, the next update over the rest
     content.away = itertools.chain(gradient_parts(open_away, reader), weight_parts(away, reader, without=without))
-    content.reader = reader
-    content.held = [(u, weights_of(u)[0]) for u in away.units] + [(u, StateKind.GRAD) for u in open_away.units]
-    content.held_views = [view for unit in away.units for view in states.views_of(unit)]
+    held = [(u, weights_of(u)[0]) for u in away.units] + [(u, StateKind.GRAD) for u in open_away.units]
+    views = [view for unit in away.units for view in states.views_of(unit)]
+    content.hold, content.release = functools.partial(reader.hold, held, views), reader.release
     content.nbytes = nbytes_of(states)
     return content
 

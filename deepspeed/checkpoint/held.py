@@ -52,20 +52,19 @@ class Reader:
         self._layouts: dict[int, _Layout] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._over = False
-        self.hurry: Callable[[], None] = _no_hurry
 
-    def hold(self, states: Iterable[tuple[Unit, StateKind]], views: Iterable[OptimView]) -> None:
+    def hold(self, states: Iterable[tuple[Unit, StateKind]], views: Iterable[OptimView], hurry: Callable[[], None]) -> None:
         """From here on reads of these, which rest on a drive, give the values of now. Raises TransferError.
 
         ``hurry`` is called when somebody waits for them to be read.
         """
         for unit, kind in states:
             stored = unit.stored[kind]
-            self._held[id(stored)] = stored.hold(self._hurry)
+            self._held[id(stored)] = stored.hold(hurry)
         for view in views:
             layout = self._layout(view)
             if layout.region is not None:
-                self._held[id(layout.region)] = layout.region.hold(self._hurry)
+                self._held[id(layout.region)] = layout.region.hold(hurry)
             tensors = {k: v if v.device.type == "meta" else v.clone() for k, v in layout.tensors.items()}
             self._layouts[id(view)] = replace(layout, tensors=tensors)
 
@@ -116,7 +115,7 @@ class Reader:
         if self._over:
             raise InvalidStateError("a state was read for a save that had let go of it; save again")
         if id(stored) not in self._held:
-            self._held[id(stored)] = stored.hold(self._hurry)
+            self._held[id(stored)] = stored.hold(_no_hurry)
         held = self._held[id(stored)]
         try:
             yield held
@@ -133,9 +132,6 @@ class Reader:
         inside = self._buffer[shift : shift + nbytes]
         held.read(start, inside)
         return inside.view(dtype)
-
-    def _hurry(self) -> None:
-        self.hurry()
 
 
 def _flat(value: torch.Tensor) -> Read:

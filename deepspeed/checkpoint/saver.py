@@ -17,7 +17,6 @@ from deepspeed.checkpoint import folders
 from deepspeed.checkpoint.client_files import copy_for_later, write_client_files, write_script
 from deepspeed.checkpoint.collect import Part, in_rows
 from deepspeed.checkpoint.files import unwritable
-from deepspeed.checkpoint.held import Reader
 from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.pickled import save_pickled
 from deepspeed.checkpoint.save import Background, RankFile, Snapshots, drained, join_lists, publish, until, wait_for_ranks
@@ -25,9 +24,6 @@ from deepspeed.comm import collectives
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import ZeroMesh
 from deepspeed.observe.log import logger
-from deepspeed.zero.optim_view import OptimView
-from deepspeed.zero.plan import StateKind
-from deepspeed.zero.unit import Unit
 
 _LONG_S = 3.0  # a bar appears when it takes longer
 _GLANCE_S = 0.05  # between looks at the other ranks
@@ -51,16 +47,16 @@ class SaveOrder:
 
 @dataclass
 class Content:
-    """What one rank saves. ``away``: parts that ``reader`` brings from a drive, which it can hold as they are until they are written.
+    """What one rank saves. ``away``: parts that are read from a drive when their turn comes.
 
+    ``hold(hurry)``: from here on those are of this moment, until ``release``; ``hurry`` is called when an update waits for that.
     ``facts``: this rank's, and ``common``: the first rank's for all. ``pickled``: client state by path that the user lets be pickled.
     """
 
     parts: Iterable[Part]
     away: Iterable[Part] = ()
-    reader: Reader = field(default_factory=lambda: Reader(None, None))
-    held: list[tuple[Unit, StateKind]] = field(default_factory=list)
-    held_views: list[OptimView] = field(default_factory=list)
+    hold: Callable[[Callable[[], None]], None] = lambda hurry: None
+    release: Callable[[], None] = lambda: None
     facts: dict[str, Any] = field(default_factory=dict)
     common: dict[str, Any] = field(default_factory=dict)
     nbytes: int = 0
@@ -136,12 +132,11 @@ class Saver:
         file: RankFile | None = None
         held: deque[Part] = deque()
         with contextlib.ExitStack() as undone:
-            undone.callback(content.reader.release)  # also when it is interrupted: an update would wait for ever
+            undone.callback(content.release)  # also when it is interrupted: an update would wait for ever
             try:
                 file = RankFile(folder, rank, facts=self._facts(content, folder), expect_bytes=content.nbytes)
                 file.limit(order.rate_bytes)
-                content.reader.hurry = functools.partial(file.limit, 0)
-                content.reader.hold(content.held, content.held_views)
+                content.hold(functools.partial(file.limit, 0))
                 held.extend(self._snapshots.copy(content.parts))
             except BaseException as failure:
                 error = _explained(folder, failure)
@@ -162,7 +157,7 @@ class Saver:
             try:
                 file.write(until(content.away, stop))  # first, as an update may wait for it
             finally:
-                content.reader.release()
+                content.release()
             file.write(until(drained(held), stop))
             file.close()
             if self._first:
@@ -248,7 +243,7 @@ class Saver:
                 raise
             return _explained(folder, error)
         finally:
-            content.reader.release()
+            content.release()
         return None
 
     def _agreed(self, folder: Path, error: BaseException | None, order: SaveOrder) -> None:

@@ -333,7 +333,7 @@ def read_too_late(folder: str, drive: str) -> list[str]:
 
     with mock.patch.object(Saver, "save_behind", noted), slow_reader() as gate:
         engine.save_checkpoint(folder, tag="a")
-        content[0].reader.release()
+        content[0].release()
         train(engine, 1)
         gate.set()
     told = ""

@@ -1,6 +1,7 @@
 """A tensor on a drive that is being read by another thread keeps its bytes until it has been read."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,17 @@ from deepspeed.tier.stored import Stored
 from tests.ops.test_staging_and_stored import LABEL, Pending
 
 
-def test_a_write_waits_until_what_is_held_has_been_read(tmp_path: Path) -> None:
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Stored]:
+    """Ones on a drive."""
     drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 5000, torch.float32)
+    found = Stored(drive, 5000, torch.float32)
+    found.put(torch.ones(5000))
+    yield found
+    drive.close()
+
+
+def test_a_write_waits_until_what_is_held_has_been_read(stored: Stored) -> None:
     old, new = torch.arange(5000.0), torch.full((5000,), -1.0)
     stored.put(old)
     hurried: list[int] = []
@@ -35,13 +44,9 @@ def test_a_write_waits_until_what_is_held_has_been_read(tmp_path: Path) -> None:
     assert torch.equal(out.view(torch.float32), new)
     stored.put(old)  # nothing is held any more
     stored.drop()
-    drive.close()
 
 
-def test_space_that_is_being_read_is_not_given_away(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
-    stored.put(torch.ones(100))
+def test_space_that_is_being_read_is_not_given_away(stored: Stored) -> None:
     held = stored.hold(lambda: None)
     dropper = threading.Thread(target=stored.drop)
     dropper.start()
@@ -50,47 +55,32 @@ def test_space_that_is_being_read_is_not_given_away(tmp_path: Path) -> None:
     held.release()
     dropper.join(20)
     assert not dropper.is_alive()
-    drive.close()
 
 
-def test_a_reader_that_got_lost_holds_nothing(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
+def test_a_reader_that_got_lost_holds_nothing(stored: Stored) -> None:
     stored.hold(lambda: None)  # as when an interrupt comes before anybody has it
-    stored.put(torch.ones(100))
+    stored.put(torch.ones(5000))
     found = [stored.hold(lambda: None)]
     threading.Timer(0.3, found.clear).start()
-    stored.put(torch.zeros(100))  # nor when it gets lost while somebody waits
+    stored.put(torch.zeros(5000))  # nor when it gets lost while somebody waits
     stored.drop()
-    drive.close()
 
 
-def test_what_could_not_be_written_is_not_held(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
-    stored._writes.append((Pending(error=TransferError(28, "full")), 0, 100))  # type: ignore[arg-type]
+def test_what_could_not_be_written_is_not_held(stored: Stored) -> None:
+    stored._writes.append((Pending(error=TransferError(28, "full")), 0, 5000))  # type: ignore[arg-type]
     with pytest.raises(TransferError, match="full"):
         stored.hold(lambda: None)
-    stored.put(torch.ones(100))  # nobody waits
-    drive.close()
+    stored.put(torch.ones(5000))  # nobody waits
 
 
-def test_states_that_nobody_writes_remember_no_earlier_save(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
-    stored.put(torch.ones(100))
+def test_states_that_nobody_writes_remember_no_earlier_save(stored: Stored) -> None:
     for _ in range(5):
         stored.hold(lambda: None).release()
     assert len(stored._held) == 1
-    drive.close()
 
 
-def test_what_is_read_after_its_release_is_refused(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
-    stored = Stored(drive, 100, torch.float32)
-    stored.put(torch.ones(100))
+def test_what_is_read_after_its_release_is_refused(stored: Stored) -> None:
     held = stored.hold(lambda: None)
     held.release()
     with pytest.raises(InvalidStateError, match="let go of it"):
         held.read(0, torch.empty(400, dtype=torch.uint8))
-    drive.close()
