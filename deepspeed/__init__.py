@@ -13,14 +13,12 @@ from deepspeed.pending import pending_class, pending_function
 from deepspeed.version import __version__
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, checkpoint, comm, git_version_info, module_inject, moe, ops, pipe, runtime, utils, zero
-    from deepspeed import comm as dist
+    from deepspeed import accelerator, checkpoint, comm, comm as dist, git_version_info, module_inject, moe, ops, pipe, runtime, utils, zero
     from deepspeed.accelerator import get_accelerator
     from deepspeed.activation import checkpointing
     from deepspeed.api import add_config_arguments, initialize
     from deepspeed.comm import init_distributed
-    from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
-    from deepspeed.config import read_config_source as load_ds_config
+    from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, read_config_source as load_ds_config
     from deepspeed.data.loader import DeepSpeedDataLoader
     from deepspeed.device import OnDevice
     from deepspeed.engine import DeepSpeedEngine

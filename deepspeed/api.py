@@ -21,7 +21,7 @@ from deepspeed.engine import DeepSpeedEngine, device_for
 from deepspeed.engine_info import DTYPES
 from deepspeed.engine_reports import follow_collectives, report_start
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, OptimizerConfigError, UsageError
-from deepspeed.mesh.groups import ZeroMesh, build_zero_mesh, plain_mesh
+from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.process_settings import hold_settings
@@ -124,7 +124,7 @@ def _assemble(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     backend = get_accelerator().communication_backend_name()
     probe = plain_mesh(backend, group=group)
-    cfg = load_config(source, world_size=probe.size)
+    cfg = load_config(source, world_size=probe.data.size)
     with contextlib.ExitStack() as undo:
         hold_settings(undo, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
         monitor = MonitorMaster(cfg)
@@ -134,8 +134,8 @@ def _assemble(
         base = choose_optimizer(cfg, model, optimizer, model_parameters)
         if lr_scheduler is not None and base is None:
             lr_scheduler = None
-        plan = make_plan(cfg, probe.size)
-        mesh = build_zero_mesh(backend, inner_size=plan.inner_size, group=group)
+        plan = make_plan(cfg, probe.zero.size)
+        mesh = build_mesh(backend, inner_size=plan.inner_size, group=group, control=plan.divergence != "assume_none")
         follow_collectives(cfg, mesh)
         device = device_for(local_rank)
         rules = _build_rules(cfg, model, base, device)
@@ -298,10 +298,10 @@ def _class_at(path: str) -> type:
     return found
 
 
-def _policy(cfg: DeepSpeedConfig, mesh: ZeroMesh) -> GradientPolicy:
+def _policy(cfg: DeepSpeedConfig, mesh: Mesh) -> GradientPolicy:
     """Who divides what: the mean over ranks is taken once, split between packing and the step by the predivide factor."""
     mean = cfg.gradient_allreduce_op == "mean"
-    total = float(mesh.size) if mean else 1.0
+    total = float(mesh.divisor) if mean else 1.0
     early = total
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor

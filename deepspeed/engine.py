@@ -19,7 +19,7 @@ from deepspeed.engine_info import DTYPES, EngineInfo
 from deepspeed.engine_pending import EnginePending
 from deepspeed.engine_timing import EngineTiming
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import ZeroMesh, destroy_zero_mesh
+from deepspeed.mesh.groups import Mesh, destroy_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
@@ -44,7 +44,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         module: nn.Module,
         config: DeepSpeedConfig,
         *,
-        mesh: ZeroMesh,
+        mesh: Mesh,
         parts: ZeroParts,
         scaler: LossScaler,
         optimizer: torch.optim.Optimizer | None,
@@ -175,7 +175,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         except BaseException:
             self._recover()
             raise
-        samples = self._micro * self.mesh.size * (self._gas if self._managed else self._backwards)
+        samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
         self._backwards = 0
         self._norm = result.norm
         self.optimizer.overflow = result.overflow
@@ -293,9 +293,11 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the accumulation steps so that the global batch is ``train_batch_size`` samples."""
-        if train_batch_size < 1 or train_batch_size % (self._micro * self.mesh.size):
-            raise ValueError(f"train_batch_size {train_batch_size} is no multiple of micro batch {self._micro} x {self.mesh.size} ranks")
-        self._gas = train_batch_size // (self._micro * self.mesh.size)
+        if train_batch_size < 1 or train_batch_size % (self._micro * self.mesh.data.size):
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is no multiple of micro batch {self._micro} x {self.mesh.data.size} ranks"
+            )
+        self._gas = train_batch_size // (self._micro * self.mesh.data.size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         self._micro = micro_batch_size
@@ -340,8 +342,8 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
             collate_fn=collate_fn,
             num_local_io_workers=num_local_io_workers,
             data_sampler=data_sampler,
-            data_parallel_world_size=self.mesh.size,
-            data_parallel_rank=self.mesh.world.index,
+            data_parallel_world_size=self.mesh.data.size,
+            data_parallel_rank=self.mesh.data.index,
             dataloader_drop_last=self._config.dataloader_drop_last,
         )
 
@@ -394,7 +396,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """All weights by name on the first rank, None elsewhere. Collective. ValueError when parameters are not sharded."""
         if not self.runtime.plan.regular.param.sharded:
             raise ValueError("this function works under a plan that shards parameters only; use module.state_dict() here")
-        keep = self.mesh.world.index == 0
+        keep = self.mesh.first
         return consolidated_state_dict(self.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -422,7 +424,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     @property
     def global_first_rank(self) -> int:
         """Global rank of the first data-parallel member: the one whose values win and who writes whole weights."""
-        return self.mesh.world.ranks[0]
+        return self.mesh.zero.ranks[0]
 
     def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
         """Move the states named in ``include`` (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
@@ -506,7 +508,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
                 group["params"] = []
         self.runtime.window_ends = lambda: True
         self.runtime.on_backward = lambda: None
-        destroy_zero_mesh(self.mesh)
+        destroy_mesh(self.mesh)
         if failed is not None:
             raise failed
 
@@ -527,11 +529,11 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     @property
     def global_rank(self) -> int:
-        return self.mesh.world.ranks[self.mesh.world.index]
+        return self.mesh.job.ranks[self.mesh.job.index]
 
     @property
     def world_size(self) -> int:
-        return self.mesh.size
+        return self.mesh.job.size
 
     _local_rank = 0
 

@@ -22,7 +22,7 @@ from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.weights import state_names, whole_weights
 
 if TYPE_CHECKING:
-    from deepspeed.mesh.groups import ZeroMesh
+    from deepspeed.mesh.groups import Mesh
     from deepspeed.zero.optim_view import OptimView
     from deepspeed.zero.runtime import Runtime
 
@@ -33,7 +33,7 @@ class EngineCheckpoint:
     """Mixin; the attributes come from the engine."""
 
     module: nn.Module
-    mesh: "ZeroMesh"
+    mesh: "Mesh"
     runtime: "Runtime"
     basic_optimizer: torch.optim.Optimizer | None
     optimizer: Any
@@ -95,7 +95,7 @@ class EngineCheckpoint:
         state = client_state or {}
         content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)
         whole = not self.runtime.plan.regular.param.sharded
-        level, bf16, first = self._config.zero_stage, self._config.bf16.enabled, self.mesh.world.index == 0
+        level, bf16, first = self._config.zero_stage, self._config.bf16.enabled, self.mesh.first
         order = SaveOrder(
             Path(save_dir),
             name,
@@ -171,7 +171,7 @@ class EngineCheckpoint:
             file: TorchFile | None = None
             error: Exception | None = None  # of any kind: torch tells of a full disk by a RuntimeError
             try:
-                if self.mesh.world.index == 0:
+                if self.mesh.first:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
                     file = held.enter_context(TorchFile(path, shapes, aliases=aliases))
@@ -290,7 +290,7 @@ class EngineCheckpoint:
             self._say_skipped("the learning-rate schedule; this engine has none")
 
     def _say_skipped(self, what: str) -> None:
-        if self.mesh.world.index == 0:
+        if self.mesh.first:
             logger.warning("load_checkpoint leaves out %s", what)
 
     def _take_counters(self, loaded: Loaded, *, window: bool) -> None:

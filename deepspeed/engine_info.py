@@ -7,7 +7,7 @@ import torch
 from deepspeed.config import DeepSpeedConfig
 
 if TYPE_CHECKING:
-    from deepspeed.mesh.groups import ZeroMesh
+    from deepspeed.mesh.groups import Mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -16,7 +16,7 @@ class EngineInfo:
     """Mixin with the read-only part of the client interface. ``_config`` and ``mesh`` come from the engine."""
 
     _config: DeepSpeedConfig
-    mesh: "ZeroMesh"
+    mesh: "Mesh"
     basic_optimizer: torch.optim.Optimizer | None
     _gas: int
     _micro: int
@@ -27,7 +27,7 @@ class EngineInfo:
         return self._config.source
 
     def train_batch_size(self) -> int:
-        return self._micro * self._gas * self.mesh.size
+        return self._micro * self._gas * self.mesh.data.size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._micro
@@ -115,7 +115,7 @@ class EngineInfo:
         return self._config.scheduler.params if self._config.scheduler is not None else None
 
     def get_data_parallel_rank(self) -> int:
-        return self.mesh.world.index
+        return self.mesh.data.index
 
     def get_model_parallel_rank(self) -> int:
         return 0
@@ -128,7 +128,7 @@ class EngineInfo:
 
     @property
     def dp_world_size(self) -> int:
-        return self.mesh.size
+        return self.mesh.data.size
 
     @property
     def mp_world_size(self) -> int:
@@ -136,7 +136,7 @@ class EngineInfo:
 
     @property
     def data_parallel_group(self) -> Any:
-        return self.mesh.world.pg
+        return self.mesh.data.pg
 
     seq_data_parallel_group = data_parallel_group
 

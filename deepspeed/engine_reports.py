@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from deepspeed.comm import trace
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.settings import declared_fields, settings
-from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.memory import see_memory_usage
 from deepspeed.version import __version__
@@ -48,14 +48,14 @@ def report_start(engine: "DeepSpeedEngine") -> None:
     see_memory_usage("memory after initialize", force=engine.memory_breakdown())
 
 
-def follow_collectives(cfg: DeepSpeedConfig, mesh: ZeroMesh) -> None:
+def follow_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
     """With a ``comms_logger`` block, switch the log of ``deepspeed.comm`` on and enter this mesh's collectives in it."""
     if "comms_logger" not in cfg.model_fields_set:
         return
     block = cfg.comms_logger
     on = block.enabled or "enabled" not in block.model_fields_set  # a block without the key is a wish for the log
     trace.configure(enabled=on, prof_all=block.prof_all, prof_ops=block.prof_ops, verbose=block.verbose, debug=block.debug)
-    for group in {id(g): g for g in (mesh.world, *mesh.groups)}.values():
+    for group in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():
         group.ledger.append(trace.begin)
 
 
@@ -64,7 +64,8 @@ def _summary(engine: "DeepSpeedEngine") -> str:
     moved = sum(u.movable for u in units)
     numel = sum(s.numel for u in units for s in u.layout.segments)
     return (
-        f"DeepSpeed info: version={__version__}, {numel:,} parameters in {len(units)} units ({moved} sharded), {engine.mesh.size} ranks, "
-        f"{engine._config.compute_dtype}, batch {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} x "
-        f"{engine.gradient_accumulation_steps()} x {engine.mesh.size}; the engine alone divides by accumulation steps and ranks"
+        f"DeepSpeed info: version={__version__}, {numel:,} parameters in {len(units)} units ({moved} sharded), "
+        f"{engine.mesh.job.size} ranks, {engine._config.compute_dtype}, "
+        f"batch {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} x "
+        f"{engine.gradient_accumulation_steps()} x {engine.mesh.divisor}; the engine alone divides by accumulation steps and ranks"
     )

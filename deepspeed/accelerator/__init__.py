@@ -1,6 +1,5 @@
 """Import path of the device layer."""
 
-from deepspeed.device import Accelerator, get_accelerator, set_accelerator
-from deepspeed.device import Accelerator as DeepSpeedAccelerator
+from deepspeed.device import Accelerator, Accelerator as DeepSpeedAccelerator, get_accelerator, set_accelerator
 
 __all__ = ["Accelerator", "DeepSpeedAccelerator", "get_accelerator", "set_accelerator"]

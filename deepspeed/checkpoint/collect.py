@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.held import Read, Reader, Slot
-from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
@@ -44,7 +44,7 @@ class States:
     """
 
     module: nn.Module
-    mesh: ZeroMesh
+    mesh: Mesh
     units: list[Unit]
     views: list[OptimView]
     optimizer: torch.optim.Optimizer | None
@@ -136,7 +136,7 @@ def weight_parts(states: States, reader: Reader, *, without: set[str]) -> Iterat
             for _, segment, lo, hi in ours:
                 if segment.name not in without:
                     yield from _pieces(state, segment, read, lo, hi, base=base)
-            if states.mesh.world.index == 0:  # in nobody's range, but a complete checkpoint names them
+            if states.mesh.first:  # in nobody's range, but a complete checkpoint names them
                 for segment in unit.layout.segments:
                     if not segment.numel and segment.name not in without:
                         yield Part(state, segment.name, segment.shape, 0, read(0, 0))
@@ -268,7 +268,7 @@ def partial_parts(states: States) -> Iterator[Part]:
             segment = unit.layout.segments[position]
             if segment.numel and unit.partial is not None:
                 values = unit.partial[segment.offset : segment.stop]
-                yield Part(f"grad_partial@{states.mesh.world.index}", segment.name, segment.shape, 0, values)
+                yield Part(f"grad_partial@{states.mesh.job.index}", segment.name, segment.shape, 0, values)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -126,12 +126,12 @@ def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[Row]:
     if source is None:
         raise CheckpointError(f"there is no checkpoint in {folder}")
     try:
-        same = int((open_facts(source).get("world") or {}).get("size") or 0) == mesh.size
-        found = match(model, source, buffers=f"buffer@{mesh.world.index}" if same else "buffer")
+        same = int((open_facts(source).get("world") or {}).get("size") or 0) == mesh.job.size
+        found = match(model, source, buffers=f"buffer@{mesh.job.index}" if same else "buffer")
         rows: dict[str, Row] = {}
         error: Exception | None = None
         for position, (name, values) in enumerate(whole_weights(model, found.tensors)):
-            mine = not isinstance(values, nn.Parameter) or position % mesh.size == mesh.world.index  # every rank has its own buffers
+            mine = not isinstance(values, nn.Parameter) or position % mesh.job.size == mesh.job.index  # every rank has its own buffers
             if mine and error is None:
                 try:
                     rows[name] = compared(found, source, name, values)

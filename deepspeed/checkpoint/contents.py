@@ -58,7 +58,7 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
 
     Raises PlainStateError for state that cannot be stored without pickle.
     """
-    rank = states.mesh.world.index
+    rank = states.mesh.job.index
     plain = Collected()
     error: Exception | None = None
     content, client, digest = Content(()), _Client(), None
@@ -106,7 +106,7 @@ def _all_well(states: States, error: Exception | None, digest: Any) -> list[Any]
     said = one_answer(states.mesh, (None if error is None else f"{type(error).__name__}: {error}", digest))
     if error is not None:
         raise error
-    for rank, (text, _) in zip(states.mesh.world.ranks, said, strict=True):
+    for rank, (text, _) in zip(states.mesh.job.ranks, said, strict=True):
         if text is not None:
             raise PlainStateError(f"rank {rank}: {text}")
     return [own for _, own in said]
@@ -114,7 +114,7 @@ def _all_well(states: States, error: Exception | None, digest: Any) -> list[Any]
 
 def _rank_facts(states: States, extras: Extras, plain: Collected) -> dict[str, Any]:
     """What may differ from rank to rank, as JSON, without the client state."""
-    rank = states.mesh.world.index
+    rank = states.mesh.job.index
     facts: dict[str, Any] = {"rng": plain.add(capture_rng(), f"ranks/{rank}/rng"), "data": plain.add(extras.data, f"ranks/{rank}/data")}
     facts["scalars"] = scalar_state(states)
     odd = odd_state(states) if states.optimizer is not None else {}
@@ -160,7 +160,7 @@ def _common_facts(states: States, extras: Extras, plain: Collected) -> dict[str,
             "deepspeed": __version__,
             "torch": torch.__version__,
         },
-        "world": {"size": states.mesh.size, "compute_dtype": extras.compute_dtype},
+        "world": {"size": states.mesh.job.size, "compute_dtype": extras.compute_dtype},
         "engine": extras.engine,
         "shared": names.aliases,
         "optimizer": _optimizer_facts(states, plain),

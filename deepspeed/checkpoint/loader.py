@@ -16,17 +16,17 @@ from deepspeed.checkpoint.rng import restore_rng
 from deepspeed.checkpoint.saver import agree, one_answer, progress
 from deepspeed.checkpoint.source import Source, whole
 from deepspeed.errors import CheckpointError
-from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.runtime import Runtime
 
 
-def open_everywhere(mesh: ZeroMesh, load_dir: Path, tag: str | None, *, allow_pickle: bool) -> Source | None:
+def open_everywhere(mesh: Mesh, load_dir: Path, tag: str | None, *, allow_pickle: bool) -> Source | None:
     """The checkpoint on every rank, or an error on every rank; None when there is none. Collective."""
     error: BaseException | None = None
     name: str | None = None
-    if mesh.world.index == 0:
+    if mesh.first:
         try:
             found = folders.find_checkpoint(load_dir, tag)
             name = None if found is None else found.name
@@ -38,7 +38,7 @@ def open_everywhere(mesh: ZeroMesh, load_dir: Path, tag: str | None, *, allow_pi
         return None
     source: Source | None = None
     try:
-        source = open_checkpoint(load_dir / name, rank=mesh.world.index, allow_pickle=allow_pickle)
+        source = open_checkpoint(load_dir / name, rank=mesh.job.index, allow_pickle=allow_pickle)
     except Exception as failure:
         error = failure
     agree(mesh, error, f"loading {load_dir / name}")
@@ -75,13 +75,13 @@ class Loaded:
 
     def data_position(self) -> Any:
         """This rank's position in the data; the first rank's after a change of their number."""
-        same = int((self.facts.get("world") or {}).get("size", 0)) == self._states.mesh.size
+        same = int((self.facts.get("world") or {}).get("size", 0)) == self._states.mesh.job.size
         return self._of_rank("data") if same else self._of_rank("data", rank=0)
 
     def _of_rank(self, name: str, rank: int | None = None) -> Any:
         if not isinstance(self._source, OwnSource):
             return None
-        return self._source.rank_fact(self._states.mesh.world.index if rank is None else rank, name)
+        return self._source.rank_fact(self._states.mesh.job.index if rank is None else rank, name)
 
     def fill_gradients(self, gradients: Gradients, *, factor: float) -> None:
         """The open accumulation window."""
@@ -98,7 +98,7 @@ def load_into(
     runtime: Runtime,
     source: Source,
     rules: LoadRules,
-    mesh: ZeroMesh,
+    mesh: Mesh,
     *,
     check: Callable[[], None],
     begin: Callable[[], None],
@@ -123,7 +123,7 @@ def load_into(
     agree(mesh, error, f"loading {source.path}")
     begin()
     try:
-        with progress(f"loading {source.path.name}", _nbytes(states), show=mesh.world.index == 0) as told:
+        with progress(f"loading {source.path.name}", _nbytes(states), show=mesh.first) as told:
             _fill(states, source, found, rules, told)
     except Exception as failure:
         error = failure
@@ -154,7 +154,7 @@ def _fill_odd(states: States, source: Source) -> None:
     """What the optimizer keeps besides tensors and numbers."""
     if not isinstance(source, OwnSource) or states.optimizer is None:
         return
-    odd = source.rank_fact(states.mesh.world.index, "odd") or source.rank_fact(0, "odd") or {}
+    odd = source.rank_fact(states.mesh.job.index, "odd") or source.rank_fact(0, "odd") or {}
     states.optimizer.state.update(odd.get("shared", {}))
     wanted = {view_key(v): v for v in states.views}
     for key, values in odd.get("views", {}).items():

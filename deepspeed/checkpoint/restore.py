@@ -90,8 +90,8 @@ def _compare_weights(states: States, source: Source, found: Comparison) -> None:
 
 def _compare_buffers(states: States, source: Source, found: Comparison) -> None:
     here = persistent_buffers(states.module)
-    same_size = int(source.facts.get("world", {}).get("size", 0)) == states.mesh.size
-    own = f"buffer@{states.mesh.world.index}"
+    same_size = int(source.facts.get("world", {}).get("size", 0)) == states.mesh.job.size
+    own = f"buffer@{states.mesh.job.index}"
     for name, buffer in here.items():
         key: Key = (own, name) if same_size and (own, name) in source.entries else ("buffer", name)
         if key not in source.entries:
@@ -323,7 +323,7 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
     """
     parts: dict[str, list[Key]] = {}
     for state, name in source.entries:
-        if state.startswith("grad_partial@") and int(state.partition("@")[2]) % states.mesh.size == states.mesh.world.index:
+        if state.startswith("grad_partial@") and int(state.partition("@")[2]) % states.mesh.job.size == states.mesh.job.index:
             parts.setdefault(name, []).append((state, name))
     with torch.no_grad():
         for unit in states.units:

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.pickled import save_pickled
 from deepspeed.checkpoint.save import Background, RankFile, Snapshots, drained, join_lists, publish, until, wait_for_ranks
 from deepspeed.comm import collectives
 from deepspeed.errors import CheckpointError, DeepSpeedError
-from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
 
 _LONG_S = 3.0  # a bar appears when it takes longer
@@ -63,10 +63,10 @@ class Content:
     pickled: dict[str, Any] = field(default_factory=dict)
 
 
-def agree(mesh: ZeroMesh, error: BaseException | None, what: str) -> None:
+def agree(mesh: Mesh, error: BaseException | None, what: str) -> None:
     """Raise on every rank when some rank has an ``error``. Collective."""
-    said = collectives.gather_objects(None if error is None else f"{error}", mesh.control or mesh.world)
-    failed = {rank: text for rank, text in zip(mesh.world.ranks, said, strict=True) if text is not None}
+    said = collectives.gather_objects(None if error is None else f"{error}", mesh.talk)
+    failed = {rank: text for rank, text in zip(mesh.job.ranks, said, strict=True) if text is not None}
     if not failed:
         return
     if error is not None and isinstance(error, CheckpointError):
@@ -75,9 +75,9 @@ def agree(mesh: ZeroMesh, error: BaseException | None, what: str) -> None:
     raise CheckpointError(f"{what} failed on rank {rank}: {text}") from error
 
 
-def one_answer(mesh: ZeroMesh, value: Any) -> list[Any]:
+def one_answer(mesh: Mesh, value: Any) -> list[Any]:
     """What every rank says, in rank order. Collective."""
-    return collectives.gather_objects(value, mesh.control or mesh.world)
+    return collectives.gather_objects(value, mesh.talk)
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def progress(label: str, nbytes: int, *, show: bool) -> Iterator[Callable[[int],
 class Saver:
     """The saves of one engine: one at a time, in the foreground or behind the training."""
 
-    def __init__(self, mesh: ZeroMesh) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._running: Background | None = None
         self._snapshots = Snapshots()
@@ -128,7 +128,7 @@ class Saver:
         self.settle(wait=True)
         folder = self._begin(order)
         error: BaseException | None = None
-        rank = self._mesh.world.index
+        rank = self._mesh.job.index
         file: RankFile | None = None
         held: deque[Part] = deque()
         with contextlib.ExitStack() as undone:
@@ -177,7 +177,7 @@ class Saver:
         while self._running is not None:
             own = self._running
             said = one_answer(self._mesh, (own.finished, None if own.error is None else str(own.error)))
-            failed = [(r, text) for r, (_, text) in zip(self._mesh.world.ranks, said, strict=True) if text is not None]
+            failed = [(r, text) for r, (_, text) in zip(self._mesh.job.ranks, said, strict=True) if text is not None]
             if failed:
                 own.told = True
                 own.give_up()
@@ -201,7 +201,7 @@ class Saver:
 
     @property
     def _first(self) -> bool:
-        return self._mesh.world.index == 0
+        return self._mesh.first
 
     def _begin(self, order: SaveOrder) -> Path:
         """The folder to fill, made by the first rank and seen by all."""
@@ -225,14 +225,14 @@ class Saver:
 
     def _facts(self, content: Content, folder: Path) -> dict[str, Any]:
         if content.pickled:
-            content.facts["pickled"] = save_pickled(folder, self._mesh.world.index, content.pickled)
+            content.facts["pickled"] = save_pickled(folder, self._mesh.job.index, content.pickled)
         return {"rank": content.facts, **({"common": content.common} if self._first else {})}
 
     def _write_now(self, folder: Path, order: SaveOrder, content: Content) -> BaseException | None:
         file: RankFile | None = None
         try:
             with progress(f"saving {order.tag}", content.nbytes, show=self._first) as told:
-                file = RankFile(folder, self._mesh.world.index, facts=self._facts(content, folder), expect_bytes=content.nbytes, told=told)
+                file = RankFile(folder, self._mesh.job.index, facts=self._facts(content, folder), expect_bytes=content.nbytes, told=told)
                 file.write(content.away)
                 file.write(content.parts)
                 file.close()
@@ -256,7 +256,7 @@ class Saver:
 
     def _finish(self, folder: Path, order: SaveOrder, stop: threading.Event | None) -> None:
         """The first rank's end of a save: one manifest, the name, ``latest``, old ones away."""
-        ranks = self._mesh.size
+        ranks = self._mesh.job.size
         wait_for_ranks(folder, ranks, stop=stop)
         manifest = join_lists(folder, ranks)
         manifest.facts = {**manifest.facts["ranks"][0]["common"], "ranks": [r["rank"] for r in manifest.facts["ranks"]]}

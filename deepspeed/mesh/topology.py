@@ -1,13 +1,18 @@
 """Named mesh axes and their arithmetic. Pure: no process group, no torch.
 
-ZeRO shards over the data-parallel ranks. They are factorised into an *inner* axis (consecutive ranks, one node or one
-MiCS shard group) and an *outer* axis (the replicas of the inner group). Plain ZeRO has one axis; MiCS (Zhang et al.
-2022) and the hierarchical partitioning of ZeRO++ (Wang et al. 2023) have two.
+One set of ranks is factorised twice: for dense parameters into ``pp, dp_outer, dp, sp, tp``, for experts into
+``pp, dp_outer, edp, ep``. ZeRO shards over dp and sp together; MiCS (Zhang et al. 2022) and the hierarchical partitioning of
+ZeRO++ (Wang et al. 2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks, one node or one shard group)
+and an *outer* axis ``dp_outer``, the replicas of the inner group.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from deepspeed.errors import DeepSpeedConfigError
+
+DENSE_AXES = ("pp", "dp_outer", "dp", "sp", "tp")
+EXPERT_AXES = ("pp", "dp_outer", "edp", "ep")
 
 
 @dataclass(frozen=True)
@@ -23,29 +28,76 @@ class Axis:
         assert self.size == len(self.ranks) and 0 <= self.index < self.size, self
 
 
-def data_parallel_axes(ranks: tuple[int, ...], rank: int, *, inner_size: int | None = None) -> tuple[Axis, ...]:
-    """Factorise the data-parallel ``ranks`` (global ids, ordered) for ``rank``.
+@dataclass(frozen=True)
+class Topology:
+    """``ranks`` (global ids) as a row-major grid of named axes: the last axis varies fastest."""
 
-    ``inner_size`` None or equal to the number of ranks gives the single axis ``dp``; otherwise ``dp`` (inner,
-    consecutive ranks) and ``dp_outer``. Raises DeepSpeedConfigError when ``inner_size`` does not divide the ranks.
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.names) == len(self.sizes) and prod(self.sizes) == len(self.ranks) > 0, self
+
+    def size(self, *names: str) -> int:
+        """Ways of the named axes together."""
+        return prod(self.sizes[self.names.index(name)] for name in names)
+
+    def _steps(self, names: tuple[str, ...]) -> list[int]:
+        """How far from a group's first member each member over ``names`` lies, in grid order."""
+        steps = [0]
+        for i, name in enumerate(self.names):
+            width = prod(self.sizes[i + 1 :])
+            steps = [step + width * way for step in steps for way in range(self.sizes[i] if name in names else 1)]
+        return steps
+
+    def groups(self, *names: str) -> list[tuple[int, ...]]:
+        """The members of every group over the named axes, in the one order in which all ranks create them."""
+        steps = self._steps(names)
+        firsts = self._steps(tuple(name for name in self.names if name not in names))
+        return [tuple(self.ranks[first + step] for step in steps) for first in firsts]
+
+    def axis(self, rank: int, *names: str) -> Axis:
+        """The ranks that differ from the global ``rank`` on the named axes only, in grid order, as one axis."""
+        position = self.ranks.index(rank)
+        for i, name in enumerate(self.names):
+            width = prod(self.sizes[i + 1 :])
+            position -= position // width % self.sizes[i] * width if name in names else 0
+        members = tuple(self.ranks[position + step] for step in self._steps(names))
+        return Axis("_".join(names), len(members), members.index(rank), members)
+
+
+def dense_topology(ranks: tuple[int, ...], *, pp: int = 1, sp: int = 1, tp: int = 1, inner_size: int | None = None) -> Topology:
+    """Factorise ``ranks`` for dense parameters; what pp, sp and tp leave is data parallel, in shard groups of ``inner_size``.
+
+    Raises DeepSpeedConfigError when the sizes do not multiply to the number of ranks.
     """
-    world = len(ranks)
-    position = ranks.index(rank)
-    inner = world if inner_size is None else inner_size
-    if inner < 1 or world % inner:
+    if min(pp, sp, tp) < 1 or len(ranks) % (pp * sp * tp):
         raise DeepSpeedConfigError(
-            f"the shard group size {inner} (mics_shard_size or zero_hpz_partition_size) does not divide the {world} "
-            f"data-parallel ranks; use a divisor of {world}"
+            f"pipeline stages {pp} x sequence-parallel ranks {sp} x tensor-parallel ranks {tp} do not divide the {len(ranks)} ranks"
         )
-    first = position // inner * inner
-    dp = Axis("dp", inner, position % inner, ranks[first : first + inner])
-    if inner == world:
-        return (dp,)
-    return (dp, Axis("dp_outer", world // inner, position // inner, ranks[position % inner :: inner]))
+    data = len(ranks) // (pp * sp * tp)
+    inner = data if inner_size is None else inner_size
+    if inner < 1 or data % inner:
+        raise DeepSpeedConfigError(
+            f"the shard group size {inner} (mics_shard_size or zero_hpz_partition_size) does not divide the {data} "
+            f"data-parallel ranks; use a divisor of {data}"
+        )
+    return Topology(DENSE_AXES, (pp, data // inner, inner, sp, tp), ranks)
 
 
-def all_axis_groups(ranks: tuple[int, ...], inner_size: int) -> list[tuple[int, ...]]:
-    """Every inner and outer rank group, in the one order in which all ranks create their process groups."""
-    inner = [ranks[i : i + inner_size] for i in range(0, len(ranks), inner_size)]
-    outer = [ranks[i::inner_size] for i in range(inner_size)]
-    return inner + (outer if inner_size < len(ranks) else [])
+def expert_topology(dense: Topology, ep: int) -> Topology:
+    """The same ranks for experts: ``ep`` ranks hold different experts, ``edp`` the same ones.
+
+    Raises DeepSpeedConfigError when ``ep`` does not divide the ranks of one pipeline stage and shard group.
+    """
+    ways = dense.size("dp", "sp", "tp")
+    if ep < 1 or ways % ep:
+        raise DeepSpeedConfigError(f"expert-parallel size {ep} does not divide the {ways} ranks of one pipeline stage; use a divisor")
+    return Topology(EXPERT_AXES, (*dense.sizes[:2], ways // ep, ep), dense.ranks)
+
+
+def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:
+    """The axes over which ZeRO may cut a dense parameter, inner first: data and sequence ranks hold the same weights."""
+    inner = topology.axis(rank, "dp", "sp") if topology.size("sp") > 1 else topology.axis(rank, "dp")
+    return (inner,) if topology.size("dp_outer") == 1 else (inner, topology.axis(rank, "dp_outer"))

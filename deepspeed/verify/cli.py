@@ -22,8 +22,7 @@ from typing import Any, TextIO
 from deepspeed.config.parse import read_config_source
 from deepspeed.verify import crash, data, resume
 from deepspeed.verify.grads import KEPT_KEYS, STEPS, TOLERANCE, Cell, CellResult, matrix_cells, run_cell_on
-from deepspeed.verify.offload import STEPS as OFFLOAD_STEPS
-from deepspeed.verify.offload import built_in_cells, check_cell, user_cell
+from deepspeed.verify.offload import STEPS as OFFLOAD_STEPS, built_in_cells, check_cell, user_cell
 from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.user_model import load_user_case
 

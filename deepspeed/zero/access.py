@@ -119,7 +119,7 @@ class GatheredParameters:
             if param.data_ptr() != inside.data_ptr():
                 inside.copy_(param)
                 param.data = inside
-            world = unit.mesh.world
+            world = unit.mesh.zero
             if self._modifier not in world.ranks:
                 raise UsageError(f"modifier_rank {self._modifier} is not one of the ranks {world.ranks} that share {segment.name!r}")
             collectives.broadcast(inside, world, source=world.ranks.index(self._modifier))
@@ -153,7 +153,7 @@ def _assemble(unit: Unit, segment: Segment, local: torch.Tensor, kind: StateKind
     first = all(way is Spread.SHARDED or axis.index == 0 for way, axis in zip(plan.spread, unit.mesh.axes, strict=True))
     if lo < hi and first:
         whole[lo - segment.offset : hi - segment.offset].copy_(local[lo - start : hi - start])
-    collectives.sum_scalars(whole, unit.mesh.world)
+    collectives.sum_scalars(whole, unit.mesh.zero)
     return whole.view(segment.shape)
 
 
@@ -266,7 +266,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     unit, _, segment = place
     local = _slot_range(unit, segment, optim_state_key)
     present = torch.tensor([0.0 if local is None else 1.0], device=unit.device)
-    if collectives.sum_scalars(present, unit.mesh.world).item() == 0:
+    if collectives.sum_scalars(present, unit.mesh.zero).item() == 0:
         return None
     start, stop = unit.range_of(StateKind.OPTIM)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed.comm import collectives
 from deepspeed.device import get_accelerator
 from deepspeed.errors import DivergenceError, UsageError
-from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.zero.budget import MemoryPlan, UnitSize, Widths
 from deepspeed.zero.fit import Fitted, Limits, fit
@@ -71,7 +71,7 @@ class ZeroParts:
 
 
 def build(
-    model: nn.Module, plan: ZeroPlan, mesh: ZeroMesh, *, rules: BuildRules, policy: GradientPolicy, group_of: dict[nn.Parameter, int] | None
+    model: nn.Module, plan: ZeroPlan, mesh: Mesh, *, rules: BuildRules, policy: GradientPolicy, group_of: dict[nn.Parameter, int] | None
 ) -> ZeroParts:
     """Take over every parameter of ``model``. Collective.
 
@@ -103,9 +103,7 @@ def build(
     return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory)
 
 
-def _fitted(
-    model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: ZeroMesh, *, rules: BuildRules, policy: GradientPolicy
-) -> Fitted:
+def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh, *, rules: BuildRules, policy: GradientPolicy) -> Fitted:
     """The rows of the units, within the limits of the plan. Every rank finds the same ones: the fullest host decides."""
     whole = rules.granularity is Granularity.PARAMETER
     sizes = [
@@ -115,18 +113,18 @@ def _fitted(
     widths = Widths(policy.accum.itemsize, rules.slot_bytes, policy.comm.itemsize if policy.comm else 0)
     shared = rules.device.type == "cpu"
     on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _held(model, on_host=False))
-    used = collectives.gather_objects((max(0, hostmem.rss_bytes() - _held(model, on_host=True)), on_device), mesh.world)
+    used = collectives.gather_objects((max(0, hostmem.rss_bytes() - _held(model, on_host=True)), on_device), mesh.zero)
     limits = Limits(plan.offload.host_limit, plan.offload.device_limit, max(h for h, _ in used), max(d for _, d in used))
     return fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
 
 
-def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: ZeroMesh, *, width: int) -> None:
+def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:
     """Open the drives on every rank, or raise on every rank: one that has none must not leave the others waiting. Collective."""
     if not any(state is not None and state.tier is Tier.NVME for row in fitted.rows for state in (row.param, row.optim)):
         return
     own = tiers.open(fitted.rows, fitted.memory, width=width)
-    said = collectives.gather_objects(str(own or ""), mesh.world)
-    wrong = {rank: text for rank, text in zip(mesh.world.ranks, said, strict=True) if text}
+    said = collectives.gather_objects(str(own or ""), mesh.job)
+    wrong = {rank: text for rank, text in zip(mesh.job.ranks, said, strict=True) if text}
     if wrong:
         tiers.close()
         if own is not None:
@@ -160,26 +158,26 @@ def rows_of(plan: ZeroPlan, specs: list[UnitSpec]) -> list[UnitPlan]:
     return rows
 
 
-def check_same_model(model: nn.Module, mesh: ZeroMesh) -> None:
+def check_same_model(model: nn.Module, mesh: Mesh) -> None:
     """Every rank must hold the same parameters: names, shapes, dtypes, requires_grad. Collective."""
-    if mesh.size == 1:
+    if mesh.zero.size == 1:
         return
     mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-    everyone = collectives.gather_objects(digest, mesh.world)
+    everyone = collectives.gather_objects(digest, mesh.zero)
     if len(set(everyone)) == 1:
         return
-    lists = collectives.gather_objects(mine, mesh.world)
-    for rank, theirs in zip(mesh.world.ranks[1:], lists[1:], strict=True):
+    lists = collectives.gather_objects(mine, mesh.zero)
+    for rank, theirs in zip(mesh.zero.ranks[1:], lists[1:], strict=True):
         for a, b in zip(lists[0], theirs, strict=False):
             if a != b:
                 raise DivergenceError(
-                    f"ranks hold different models: rank {mesh.world.ranks[0]} has {_say(a)}, rank {rank} has {_say(b)}. Build the same "
+                    f"ranks hold different models: rank {mesh.zero.ranks[0]} has {_say(a)}, rank {rank} has {_say(b)}. Build the same "
                     "model, with the same requires_grad flags, on every rank"
                 )
         if len(lists[0]) != len(theirs):
             raise DivergenceError(
-                f"ranks hold different models: rank {mesh.world.ranks[0]} has {len(lists[0])} parameters, rank {rank} has {len(theirs)}. "
+                f"ranks hold different models: rank {mesh.zero.ranks[0]} has {len(lists[0])} parameters, rank {rank} has {len(theirs)}. "
                 "Build the same model on every rank"
             )
 
@@ -189,7 +187,7 @@ def _say(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
     return f"{name!r} {shape} {dtype} requires_grad={grad}"
 
 
-def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, mesh: ZeroMesh, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
+def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, mesh: Mesh, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
     """A unit without memory."""
     items = [(n, tuple(p.shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
@@ -200,7 +198,7 @@ def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, mesh: ZeroMesh, *, rules
     return Unit(index, spec.name, [by_name[s.name] for s in layout.segments], layout=layout, plan=row, mesh=mesh)
 
 
-def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
+def _values(unit: Unit, mesh: Mesh, device: torch.device) -> torch.Tensor:
     """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed on the way."""
     dtype = unit.params[0].dtype
     values = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
@@ -226,11 +224,11 @@ def _values(unit: Unit, mesh: ZeroMesh, device: torch.device) -> torch.Tensor:
         if all(getattr(p, "_ds_unit", None) is not source for p in source.params):
             source.drop()
     if not sources:
-        collectives.broadcast(values, mesh.world)
+        collectives.broadcast(values, mesh.zero)
     return values
 
 
-def _move_buffers(model: nn.Module, mesh: ZeroMesh, rules: BuildRules) -> None:
+def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
     """Buffers go to the device; floating ones to ``buffer_dtype``, else the compute dtype; values from the first rank."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -243,7 +241,7 @@ def _move_buffers(model: nn.Module, mesh: ZeroMesh, rules: BuildRules) -> None:
             if moved.numel() and moved.layout is torch.strided:
                 # As bytes: not every backend knows every dtype (complex, bool, int16).
                 whole = moved.contiguous()
-                collectives.broadcast(whole.reshape(-1).view(torch.uint8), mesh.world)
+                collectives.broadcast(whole.reshape(-1).view(torch.uint8), mesh.zero)
                 if whole is not moved:
                     moved.copy_(whole)
 

@@ -243,9 +243,9 @@ class Gradients:
         """True when some unit holds a gradient (local or reduced)."""
         return any(u.grad_state is not GradState.EMPTY for u in self._units)
 
-    def bad_units(self) -> list[int]:
+    def bad_units(self) -> list[str]:
         """Units whose local (not yet reduced) gradients on this rank were not finite in this window."""
-        return sorted({index for index, probe in self._probes if not torch.isfinite(probe).item()})
+        return sorted({self._units[index].name for index, probe in self._probes if not torch.isfinite(probe).item()})
 
 
 def _probe(partial: torch.Tensor) -> torch.Tensor:

@@ -103,12 +103,12 @@ class Init:
         group = sequence_data_parallel_group or data_parallel_group or (mpu.get_data_parallel_group() if mpu is not None else None)
         self._mesh = plain_mesh(get_accelerator().communication_backend_name(), group=group)
         source = config_dict_or_path if config_dict_or_path is not None else config
-        cfg = load_config(source, world_size=self._mesh.size, lenient=True) if source else None
+        cfg = load_config(source, world_size=self._mesh.data.size, lenient=True) if source else None
         if dtype is None:
             dtype = _DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32
         self.dtype = dtype
         self.device = torch.device(get_accelerator().current_device_name())
-        self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.size)
+        self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
         self._tiers = Tiers(offload, self.device)
         if self.device.type == "cpu":
             hostmem.return_large_blocks()
@@ -212,7 +212,7 @@ class Init:
 
     def _cut(self, param: nn.Parameter, name: str) -> None:
         """Turn one whole parameter into this rank's shard of it."""
-        layout = element_layout([(name, tuple(param.shape), 0)], self._mesh.size)
+        layout = element_layout([(name, tuple(param.shape), 0)], self._mesh.zero.size)
         # A drive transfers pages: what is smaller than a few of them stays in memory.
         tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
         plan = UnitPlan(StatePlan((Spread.SHARDED,), tier), None, None)
@@ -221,7 +221,7 @@ class Init:
         with torch.no_grad():
             values = torch.zeros(layout.numel, dtype=dtype, device=self.device)
             Unit.view(values, layout.segments[0]).copy_(param)
-            collectives.broadcast(values, self._mesh.world)
+            collectives.broadcast(values, self._mesh.zero)
             unit.adopt(values, dtype, keep_master=False, tiers=self._tiers)
         if self.device.type == "cpu":
             self._heap.passed(2 * values.nbytes)
@@ -251,7 +251,7 @@ class Init:
     def _cut_again(self, unit: Unit) -> None:
         if unit.params and unit.pins == 0 and unit.state is UnitState.READY:
             with torch.no_grad():
-                collectives.broadcast(unit.full, self._mesh.world)
+                collectives.broadcast(unit.full, self._mesh.zero)
                 unit.absorb(0)
             unit.release()
 

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.zero.agreement import Agreement, Decision, Kind, Request
 from deepspeed.zero.gradients import GradientPolicy, Gradients
@@ -38,7 +38,7 @@ class Counters:
 class Runtime:
     """Owns streams, schedule, agreement and gradients of one engine's units."""
 
-    def __init__(self, units: list[Unit], plan: ZeroPlan, mesh: ZeroMesh, *, policy: GradientPolicy, device: torch.device) -> None:
+    def __init__(self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, policy: GradientPolicy, device: torch.device) -> None:
         self.units = units
         self.plan = plan
         self.mesh = mesh

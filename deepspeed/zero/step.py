@@ -64,7 +64,7 @@ def take_step(
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
     if tiles is None:
         written = _update_or_publish(runtime, optimizer, views, units, factor)
-    elif runtime.mesh.size == 1:
+    elif runtime.mesh.job.size == 1:
         written = _update(optimizer, views, tiles, factor)
     else:
         written = _update_together(runtime, optimizer, views, tiles, factor)
@@ -101,10 +101,10 @@ def _update_together(
         written = _update(optimizer, views, tiles, factor)
     except Exception as error:  # whatever it is, the others must hear of it
         failure = error
-    said = collectives.gather_objects(str(failure or ""), runtime.mesh.world)
+    said = collectives.gather_objects(str(failure or ""), runtime.mesh.job)
     if failure is not None:
         raise failure
-    for rank, text in zip(runtime.mesh.world.ranks, said, strict=True):
+    for rank, text in zip(runtime.mesh.job.ranks, said, strict=True):
         if text:
             tiles.tear()
             raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
@@ -142,7 +142,7 @@ def global_norm(runtime: Runtime, units: list[Unit]) -> float:
         assert square is not None
         total += square.to(runtime.device) / _replication(unit)
     both = torch.stack([total, (~torch.isfinite(total)).double()])
-    collectives.sum_scalars(both, runtime.mesh.world)
+    collectives.sum_scalars(both, runtime.mesh.job)
     whole, bad = both.tolist()
     return math.inf if bad else math.sqrt(whole)
 
@@ -159,16 +159,16 @@ def _replication(unit: Unit) -> int:
 
 def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
     """Log the first parameter with a non-finite gradient, the ranks whose own backward produced it, and the step. Collective."""
-    first = len(runtime.units), 0, ""
+    first = len(runtime.units), 0, "", ""
     for unit in units:
         found = _first_bad_segment(unit)
         if found is not None:
-            first = unit.index, found.offset, found.name
+            first = unit.index, found.offset, found.name, unit.name
             break
-    everyone = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.world)
-    (index, _, name) = min(seen for seen, _ in everyone)
-    culprits = [rank for rank, (_, bad) in zip(runtime.mesh.world.ranks, everyone, strict=True) if index in bad]
-    if runtime.mesh.world.index == 0:
+    everyone = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.job)
+    _, _, name, where = min(seen for seen, _ in everyone)
+    culprits = [rank for rank, (_, bad) in zip(runtime.mesh.job.ranks, everyone, strict=True) if where in bad]
+    if runtime.mesh.first:
         logger.warning(
             "step %d skipped: the gradient of %s is not finite; it came from the backward of rank %s",
             runtime.steps,

@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.errors import InvalidStateError, UsageError
-from deepspeed.mesh.groups import ZeroMesh
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.tier.stored import Stored
 from deepspeed.zero.layout import FlatLayout, Segment
@@ -67,7 +67,7 @@ class Fetcher(Protocol):
     def unpin(self, unit: "Unit") -> None: ...
 
 
-def owned_range(numel: int, spread: Spreads, mesh: ZeroMesh) -> tuple[int, int]:
+def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
     """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
     start = 0
     for way, axis in zip(spread, mesh.axes, strict=True):
@@ -89,7 +89,7 @@ class Unit:
     the values of any state wherever it rests.
     """
 
-    def __init__(self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, mesh: ZeroMesh) -> None:
+    def __init__(self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, mesh: Mesh) -> None:
         self.index = index
         self.name = name
         self.params = params

@@ -468,7 +468,7 @@ def torn(folder: str) -> list[str]:
         content = bytearray(path.read_bytes())
         content[64] ^= 1
         path.write_bytes(content)
-    collectives.gather_objects(None, engine.mesh.world)
+    collectives.gather_objects(None, engine.mesh.job)
     said = outcome(lambda: engine.load_checkpoint(folder, tag="damaged"))
     after = outcome(lambda: train_step(engine, case, 2))
     engine.load_checkpoint(folder)

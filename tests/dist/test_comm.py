@@ -5,10 +5,15 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed.comm as comm
 from deepspeed.comm import group_getters as groups
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.mesh.groups import build_mesh, destroy_mesh
+from deepspeed.mesh.topology import dense_topology
 from tests.harness.pool import RankPool
 
 
@@ -111,6 +116,63 @@ def _getters() -> list:
 
 def test_group_getters(pool2: RankPool) -> None:
     assert pool2.run(_getters) == [[1, 1, 2, 0, 2, 0, 0], [1, 1, 2, 1, 2, 0, 1]]
+
+
+def _getters_of_a_grid() -> list:
+    topology = dense_topology((0, 1, 2, 3), pp=1, tp=2)
+    groups.register_topology(topology)
+    try:
+        return [
+            comm.get_all_ranks_from_group(groups.get_data_parallel_group()),
+            comm.get_all_ranks_from_group(groups.get_tensor_model_parallel_group()),
+            comm.get_all_ranks_from_group(groups.get_expert_parallel_group("ep_size_2")),
+            comm.get_all_ranks_from_group(groups.get_expert_data_parallel_group("ep_size_2")),
+            [groups.get_data_parallel_rank(), groups.get_tensor_model_parallel_rank(), groups.get_expert_parallel_world_size("ep_size_4")],
+            [groups.get_tensor_model_parallel_src_rank(), groups.get_broadcast_src_rank()],
+        ]
+    finally:
+        groups.register_topology(None)
+
+
+def test_the_getters_answer_from_the_topology(pool4: RankPool) -> None:
+    expected = [
+        [[0, 2], [0, 1], [0, 1], [0, 2], [0, 0, 4], [0, 0]],
+        [[1, 3], [0, 1], [0, 1], [1, 3], [0, 1, 4], [0, 1]],
+        [[0, 2], [2, 3], [2, 3], [0, 2], [1, 0, 4], [2, 0]],
+        [[1, 3], [2, 3], [2, 3], [1, 3], [1, 1, 4], [2, 1]],
+    ]
+    assert [[list(members) for members in rank] for rank in pool4.run(_getters_of_a_grid)] == expected
+
+
+def _misnamed() -> str:
+    with pytest.raises(UsageError, match="ep_size_") as error:
+        groups.get_expert_parallel_group("experts")
+    with pytest.raises(DeepSpeedConfigError, match="3"):
+        groups.get_expert_parallel_group("ep_size_3")
+    return str(error.value)
+
+
+def test_unknown_expert_groups_are_refused(pool2: RankPool) -> None:
+    assert all("'experts'" in text for text in pool2.run(_misnamed))
+
+
+def _two_callers_groups() -> list:
+    """Two data-parallel groups (as under an mpu), each cut into shard groups of its own."""
+    mine = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])][dist.get_rank() // 4]
+    mesh = build_mesh("gloo", inner_size=2, group=mine)
+    seen = []
+    for group in mesh.groups:
+        value = torch.tensor(float(2 ** dist.get_rank()))
+        dist.all_reduce(value, group=group.pg)
+        seen.append(sorted(group.ranks) == [r for r in range(8) if int(value) >> r & 1])
+    destroy_mesh(mesh)
+    return seen
+
+
+def test_shard_groups_of_a_callers_own_group_join_its_members_only() -> None:
+    """Each caller's group makes groups the other knows nothing of."""
+    with RankPool(8) as pool:
+        assert pool.run(_two_callers_groups) == [[True, True]] * 8
 
 
 MPI_RANK = """

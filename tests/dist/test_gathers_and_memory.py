@@ -106,7 +106,7 @@ def watch_addresses() -> list[str]:
 
     def spied(unit: Unit) -> object:
         moved: list[tuple[int, torch.dtype]] = []
-        group = unit.mesh.world
+        group = unit.mesh.zero
         group.ledger.append(lambda op, numel, dtype, size: moved.append((numel, dtype)))
         transfer = original(unit)
         group.ledger.clear()

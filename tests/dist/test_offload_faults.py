@@ -21,8 +21,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.tier import aio, drive
 from deepspeed.tier.aio import TransferError
 from deepspeed.verify.models import Case
-from deepspeed.zero import build as zero_build
-from deepspeed.zero import tiers
+from deepspeed.zero import build as zero_build, tiers
 from tests.dist.test_offload_parity import CASES, STEPS, Plan, check, compare, gradients_on_drive, same, snapshot, train, variants
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step

@@ -134,7 +134,7 @@ def edit_gathered(engine: Any, case: Case) -> list[float]:
     rank = torch.distributed.get_rank()
     for step in range(3):
         train_step(engine, case, step)
-        with deepspeed.zero.GatheredParameters([params[n] for n in EDITED[:3]], modifier_rank=engine.mesh.size - 1), torch.no_grad():
+        with deepspeed.zero.GatheredParameters([params[n] for n in EDITED[:3]], modifier_rank=engine.mesh.zero.size - 1), torch.no_grad():
             for number, name in enumerate(EDITED[:3]):
                 params[name].add_(noise(params[name], 100 * rank + number))
         with deepspeed.zero.GatheredParameters(engine.module.parameters()), torch.no_grad():

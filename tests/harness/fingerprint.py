@@ -116,7 +116,7 @@ class _Watch:
             trace.LOG.__init__()  # type: ignore[misc]
 
     def follow(self, engine: Any) -> None:
-        for group in {id(g): g for g in (engine.mesh.world, *engine.mesh.groups)}.values():
+        for group in {id(g): g for g in (engine.mesh.zero, *engine.mesh.groups)}.values():
             group.ledger.append(lambda op, numel, dtype, size: self.sent.append((op, numel, str(dtype), size)))
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.explain import nearest
@@ -17,8 +16,7 @@ from deepspeed.config.keys import KEYS
 from deepspeed.config.parse import parse_text
 from deepspeed.config.removed import REMOVED_KEYS
 from deepspeed.config.root import TOP_LEVEL_KEYS, DeepSpeedConfig
-from deepspeed.config.settings import Setting
-from deepspeed.config.settings import settings as flat
+from deepspeed.config.settings import Setting, settings as flat
 from deepspeed.config.values import DTYPE_NAMES
 from deepspeed.config.zero import LEGACY_OFFLOAD, ZERO_ALIASES
 from deepspeed.observe.log import logger

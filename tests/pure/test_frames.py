@@ -1,8 +1,7 @@
 """Frames amid output, and lines of several hosts on one terminal."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deepspeed.launcher.frames import MARK, FrameFilter, LinePrefixer, encode_frame
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.launcher.affinity import RankCores, parse_core_list, plan_cores, read_topology, share_cores, usable_cores

@@ -17,9 +17,7 @@ import pytest
 from deepspeed.errors import UsageError
 from deepspeed.launcher import backend, cli, launcher_helper, runner
 from deepspeed.launcher.job import Job, decode_world, encode_world
-from deepspeed.launcher.launch import build_parser as node_parser
-from deepspeed.launcher.launch import make_job as node_make_job
-from deepspeed.launcher.launch import parse_args as node_parse_args
+from deepspeed.launcher.launch import build_parser as node_parser, make_job as node_make_job, parse_args as node_parse_args
 from deepspeed.launcher.runners import RUNNERS, RunnerCommand, RunnerOptions, build, find_runner, node_command, split_arguments, ssh_command
 from tests.harness.patience import too_long
 

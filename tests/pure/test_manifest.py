@@ -7,8 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deepspeed.checkpoint.boxes import Gap, faults, runs
 from deepspeed.checkpoint.checksum import crc32c

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deepspeed.checkpoint.plain import DEEPEST, decode, encode, split
 from deepspeed.errors import CheckpointError, PlainStateError

@@ -1,30 +1,36 @@
-"""Mesh axes: inner and outer axes factorise the ranks; owned ranges of every rank tile the flat space."""
+"""Mesh axes: both factorisations cover the same ranks once; owned ranges of every rank tile the flat space."""
+
+from math import prod
 
 import pytest
 
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.mesh.groups import ZeroMesh
-from deepspeed.mesh.topology import Axis, all_axis_groups, data_parallel_axes
+from deepspeed.mesh.groups import Mesh
+from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 from deepspeed.zero.plan import Spread
 from deepspeed.zero.unit import owned_range
 
 S, R = Spread.SHARDED, Spread.REPLICATED
 RANKS = (4, 5, 6, 7, 12, 13)
+EIGHT = tuple(range(8))
+
+
+def _shard_axes(rank: int, inner: int | None = None) -> tuple[Axis, ...]:
+    return shard_axes(dense_topology(RANKS, inner_size=inner), rank)
 
 
 def test_one_axis_by_default() -> None:
     for position, rank in enumerate(RANKS):
-        assert data_parallel_axes(RANKS, rank) == (Axis("dp", 6, position, RANKS),)
-        assert data_parallel_axes(RANKS, rank, inner_size=6) == data_parallel_axes(RANKS, rank)
+        assert _shard_axes(rank) == (Axis("dp", 6, position, RANKS),) == _shard_axes(rank, 6)
 
 
 @pytest.mark.parametrize("inner", [1, 2, 3])
 def test_inner_and_outer_axes_factorise_the_ranks(inner: int) -> None:
-    groups = all_axis_groups(RANKS, inner)
-    assert len(groups) == len(set(groups)) or inner == 1
+    topology = dense_topology(RANKS, inner_size=inner)
+    groups = [*topology.groups("dp"), *topology.groups("dp_outer")]
     for rank in RANKS:
-        dp, outer = data_parallel_axes(RANKS, rank, inner_size=inner)
+        dp, outer = _shard_axes(rank, inner)
         assert (dp.size, outer.size) == (inner, 6 // inner)
         assert dp.ranks[dp.index] == rank == outer.ranks[outer.index]
         assert dp.ranks in groups and outer.ranks in groups
@@ -34,14 +40,72 @@ def test_inner_and_outer_axes_factorise_the_ranks(inner: int) -> None:
 @pytest.mark.parametrize("inner", [4, 5, 7, 0, -2])
 def test_a_size_that_does_not_divide_is_refused(inner: int) -> None:
     with pytest.raises(DeepSpeedConfigError, match=f"{inner}.*6"):
-        data_parallel_axes(RANKS, 4, inner_size=inner)
+        dense_topology(RANKS, inner_size=inner)
 
 
-def _mesh(rank: int, inner: int | None) -> ZeroMesh:
-    axes = data_parallel_axes(RANKS, rank, inner_size=inner)
+SIZES = [(1, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4), (2, 1, 4, 1), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 2, 2)]
+
+
+@pytest.mark.parametrize(("pp", "sp", "tp", "inner"), SIZES)
+def test_the_groups_of_every_axis_hold_every_rank_once(pp: int, sp: int, tp: int, inner: int) -> None:
+    topology = dense_topology(EIGHT, pp=pp, sp=sp, tp=tp, inner_size=inner)
+    for names in (("pp",), ("dp_outer",), ("dp",), ("sp",), ("tp",), ("dp", "sp"), ("dp_outer", "dp"), ("pp", "tp"), topology.names):
+        groups = topology.groups(*names)
+        assert sorted(r for members in groups for r in members) == list(EIGHT)
+        assert {len(members) for members in groups} == {topology.size(*names)}
+        for rank in EIGHT:
+            axis = topology.axis(rank, *names)
+            assert axis.ranks in groups and axis.ranks[axis.index] == rank
+    # Two axes meet in one rank, and all of them together are everybody.
+    for rank in EIGHT:
+        assert prod(topology.axis(rank, name).size for name in topology.names) == 8
+        assert set(topology.axis(rank, "pp").ranks) & set(topology.axis(rank, "dp", "sp", "tp").ranks) == {rank}
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None:
+    topology = dense_topology(EIGHT, pp=2, tp=2)
+    assert topology.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert topology.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert topology.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_experts_factorise_the_same_ranks() -> None:
+    dense = dense_topology(EIGHT, pp=2, tp=2)
+    experts = expert_topology(dense, 2)
+    assert experts.groups("ep") == [(0, 1), (2, 3), (4, 5), (6, 7)] and experts.groups("edp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert experts.groups("pp") == dense.groups("pp")
+    for rank in EIGHT:
+        assert set(experts.axis(rank, "edp", "ep").ranks) == set(dense.axis(rank, "dp", "sp", "tp").ranks)
+
+
+def test_sequence_ranks_are_further_ways_of_the_shard_axis() -> None:
+    topology = dense_topology(EIGHT, sp=2, inner_size=2)
+    inner, outer = shard_axes(topology, 5)
+    assert inner == Axis("dp_sp", 4, 1, (4, 5, 6, 7)) and outer == Axis("dp_outer", 2, 1, (1, 5))
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 3}, {"tp": 0}, {"pp": 4, "tp": 4}, {"sp": 5}])
+def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(DeepSpeedConfigError, match="8 ranks"):
+        dense_topology(EIGHT, **sizes)
+
+
+@pytest.mark.parametrize("ep", [0, 3, 8])
+def test_expert_sizes_that_do_not_divide_a_stage_are_refused(ep: int) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=f"{ep}.*4"):
+        expert_topology(dense_topology(EIGHT, pp=2), ep)
+
+
+def test_groups_of_thousands_of_ranks_are_quick_arithmetic() -> None:
+    topology = dense_topology(tuple(range(4096)), pp=8, tp=8, inner_size=8)
+    assert len(topology.groups("dp")) == 512 and topology.axis(4095, "dp_outer").ranks[-1] == 4095
+
+
+def _mesh(rank: int, inner: int | None) -> Mesh:
+    axes = _shard_axes(rank, inner)
     groups = tuple(AxisGroup(None, a.size, a.index, a.ranks, "gloo") for a in axes)
-    world = AxisGroup(None, 6, RANKS.index(rank), RANKS, "gloo")
-    return ZeroMesh(axes, groups, world, None)
+    everyone = AxisGroup(None, 6, RANKS.index(rank), RANKS, "gloo")
+    return Mesh(axes, groups, everyone, everyone, everyone, None)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +131,5 @@ def test_an_axis_proves_itself() -> None:
         Axis("dp", 2, 2, (0, 1))
     with pytest.raises(AssertionError):
         Axis("dp", 3, 0, (0, 1))
+    with pytest.raises(AssertionError):
+        Topology(("dp", "tp"), (2, 2), (0, 1, 2))

@@ -1,6 +1,5 @@
 """Import path of the ZeRO configuration."""
 
-from deepspeed.config import OffloadDeviceEnum
-from deepspeed.config import ZeroConfig as DeepSpeedZeroConfig
+from deepspeed.config import OffloadDeviceEnum, ZeroConfig as DeepSpeedZeroConfig
 
 __all__ = ["DeepSpeedZeroConfig", "OffloadDeviceEnum"]

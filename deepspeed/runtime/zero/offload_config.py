@@ -2,13 +2,9 @@
 
 from deepspeed.config import (
     OffloadDeviceEnum,
-    OffloadStateTypeEnum,
-)
-from deepspeed.config import (
     OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig,
-)
-from deepspeed.config import (
     OffloadParamConfig as DeepSpeedZeroOffloadParamConfig,
+    OffloadStateTypeEnum,
 )
 
 __all__ = ["DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig", "OffloadDeviceEnum", "OffloadStateTypeEnum"]
