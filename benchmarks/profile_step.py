@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import deepspeed
 import deepspeed.comm as dist
 from deepspeed.comm import collectives
+from deepspeed.tier.transfer import Transfer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 
@@ -51,24 +52,25 @@ class Stopwatch:
         def issue(*args: Any, **kwargs: Any) -> Any:
             with self.timed(f"{name}, issue"):
                 result = function(*args, **kwargs)
-            return TimedTransfer(result, name, self) if isinstance(result, collectives.Transfer) else result
+            return TimedTransfer(result, name, self) if isinstance(result, Transfer) else result
 
         return issue
 
 
-class TimedTransfer(collectives.Transfer):
+class TimedTransfer(Transfer):
     """A transfer whose wait is booked."""
 
-    __slots__ = ("_inner", "_name", "_watch")
-
-    def __init__(self, inner: collectives.Transfer, name: str, watch: Stopwatch) -> None:
-        super().__init__([])
+    def __init__(self, inner: Transfer, name: str, watch: Stopwatch) -> None:
         self._inner, self._name, self._watch = inner, name, watch
 
     def wait(self) -> None:
         """Wait for the inner transfer, on the clock."""
         with self._watch.timed(f"{self._name}, wait"):
             self._inner.wait()
+
+    def done(self) -> bool:
+        """Whether the inner transfer has ended."""
+        return self._inner.done()
 
 
 def train_step(engine: deepspeed.DeepSpeedEngine, workload: Workload, index: int, watch: Stopwatch) -> None:

@@ -31,12 +31,14 @@ from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.zero.build import BuildRules, build, group_index
+from deepspeed.zero.facts import UnitFacts
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.zero.optim_view import attach, build_views, check_fresh
 from deepspeed.zero.plan import make_plan
+from deepspeed.zero.runtime import Runtime
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -149,7 +151,7 @@ def _assemble(
                 f"zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which {type(base).__name__} "
                 "cannot do; set ratio to 1, or use the Fused class of the same name"
             )
-        parts = build(model, plan, mesh, rules=rules, policy=_policy(cfg, mesh), group_of=groups)
+        parts = build(model, plan, _facts(cfg, mesh), rules=rules, policy=_policy(cfg), group_of=groups)
         views = build_views(parts.units, len(base.param_groups), tile_numel=plan.offload.tile_numel) if base is not None else []
         if base is not None:
             attach(base, views)
@@ -201,13 +203,9 @@ def _check_model(model: nn.Module) -> None:
                 "last dimension of 2 and use torch.view_as_complex(param) in forward"
             )
         unit = getattr(param, "_ds_unit", None)
-        if unit is None or not unit.has_owner():
-            continue
-        previous = unit.owner()
+        keeper = unit.keeper if unit is not None else None
         # Clients evaluate with one engine and then train the same module with another, without destroying the first.
-        if previous.basic_optimizer is None and own.issuperset(previous.module.parameters()):
-            log_dist(f"the inference engine of {type(previous.module).__name__} gives its module to this one and is destroyed")
-            previous.destroy()
+        if not isinstance(keeper, Runtime) or (previous := keeper.client()) is None or previous.give_way(own):
             continue
         raise UsageError(
             f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, or give this engine "
@@ -298,22 +296,19 @@ def _class_at(path: str) -> type:
     return found
 
 
-def _policy(cfg: DeepSpeedConfig, mesh: Mesh) -> GradientPolicy:
+def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
     """Who divides what: the mean over ranks is taken once, split between packing and the step by the predivide factor."""
     mean = cfg.gradient_allreduce_op == "mean"
-    total = float(mesh.divisor) if mean else 1.0
-    early = total
+    total = early = float(mesh.divisor) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
+    wire = dtype_policy(cfg).reduction
+    return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None)
+
+
+def _policy(cfg: DeepSpeedConfig) -> GradientPolicy:
     dtypes = dtype_policy(cfg)
-    return GradientPolicy(
-        accum=DTYPES[dtypes.accumulation],
-        comm=DTYPES[dtypes.reduction] if dtypes.reduction else None,
-        before=1.0 / early,
-        after=early / total,
-        overlap=cfg.zero.overlap_comm is not False,
-        watch=cfg.zero.compute_grad_norm,
-    )
+    return GradientPolicy(DTYPES[dtypes.accumulation], DTYPES[dtypes.reduction] if dtypes.reduction else None)
 
 
 def _mark_leaves(cfg: DeepSpeedConfig, model: nn.Module) -> None:

@@ -5,6 +5,7 @@
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +33,6 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.relocate import Relocation
 from deepspeed.zero.step import StepRules, take_step
-from deepspeed.zero.unit import Unit
 from deepspeed.zero.weights import consolidated_state_dict
 
 
@@ -60,8 +60,8 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self._parts = parts
         self._scaler = scaler
         self._views = views
-        drives = any(v.on_drive for v in views)
-        self.tiles = OptimTiles(views, optimizer, parts.tiers) if optimizer is not None and drives else None
+        tiled = [v for v in views if v.on_drive]
+        self.tiles = OptimTiles(tiled, optimizer, parts.tiers.optim_drive().staging) if optimizer is not None and tiled else None
         self._gas = config.gradient_accumulation_steps
         self._micro = config.train_micro_batch_size_per_gpu
         self._managed = config.managed_gradient_accumulation
@@ -90,8 +90,16 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     def _tie_to_runtime(self) -> None:
         self.runtime.window_ends = self.is_gradient_accumulation_boundary
         self.runtime.on_backward = self._before_backward
-        for unit in self.runtime.units:
-            unit.set_owner(self)
+        self.runtime.client = weakref.ref(self)
+        self.runtime.optimizer, self.runtime.tiles = self.basic_optimizer, self.tiles
+
+    def give_way(self, params: set[nn.Parameter]) -> bool:
+        """Another engine wants ``params``: an inference engine over no others is destroyed. Whether it was."""
+        if self.basic_optimizer is not None or not params.issuperset(self.module.parameters()):
+            return False
+        log_dist(f"the inference engine of {type(self.module).__name__} gives its module to another one and is destroyed")
+        self.destroy()
+        return True
 
     # -- forward, backward, step -------------------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -361,17 +369,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         for unit in self.runtime.units:
             self.runtime.backward_done(unit)
 
-    # -- served to zero.access --------------------------------------------------------------------------------------------------
-    def gradient_factor(self) -> float:
-        """What a rest gradient must be multiplied by to be the averaged, unscaled gradient."""
-        return self.runtime.gradients.policy.after / self._scaler.loss_scale
-
-    def settle_gradients(self) -> None:
-        self.runtime.gradients.land_all()
-
-    def views_of(self, unit: Unit) -> list[OptimView]:
-        return [v for v in self._views if v.unit is unit]
-
+    # -- where states are -------------------------------------------------------------------------------------------------------
     def memory_plan(self) -> MemoryPlan:
         """What a rank's model states hold on device, host and drive, as computed before they were built."""
         return self._parts.memory
@@ -382,14 +380,11 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> contextlib.AbstractContextManager[None]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
-        return self.tiles.attached(view, write=write, publish=publish) if self.tiles is not None else contextlib.nullcontext()
+        return self.runtime.attached(view, write=write, publish=publish)
 
     def whole_state(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the client's optimizer may save and load its state, drive or not."""
         return self.tiles.whole_state() if self.tiles is not None else contextlib.nullcontext()
-
-    def optimizer_state(self, view: OptimView) -> dict[str, Any]:
-        return self.basic_optimizer.state.get(view.param, {}) if self.basic_optimizer is not None else {}
 
     # -- whole weights ------------------------------------------------------------------------------------------------------------
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
@@ -439,7 +434,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
             return
         if place != "cpu":
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
-        self.settle_gradients()
+        self.runtime.gradients.land_all()
         self._relocation.leave(include, pin=pin_memory and self.device.type != "cpu")
         self._lent = True
         if self.device.type != "cpu":

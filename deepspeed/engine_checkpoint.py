@@ -91,7 +91,7 @@ class EngineCheckpoint:
             raise UsageError("save_checkpoint() was called inside a forward or backward of the model; call it between steps")
         config = self._config.checkpoint
         name = self._common_tag(tag)
-        self.settle_gradients()  # type: ignore[attr-defined]
+        self.runtime.gradients.land_all()
         state = client_state or {}
         content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)
         whole = not self.runtime.plan.regular.param.sharded
@@ -135,7 +135,6 @@ class EngineCheckpoint:
         return States(self.module, self.mesh, units, self._views, self.basic_optimizer, self.attached, self._group_names, self.tiles)
 
     def _extras(self, client_state: dict[str, Any], tag: str) -> Extras:
-        policy = self.runtime.gradients.policy
         loader = self.training_dataloader
         return Extras(
             tag=tag,
@@ -144,7 +143,7 @@ class EngineCheckpoint:
                 "backwards": self._backwards,
                 "window": self._gas,
                 "norm": self._norm if self._norm is None else float(self._norm).hex(),
-                "gradient_after": policy.after,
+                "gradient_after": self.runtime.after,
             },
             scheduler=_state_of(self.lr_scheduler),
             scheduler_type=type(self.lr_scheduler).__name__ if self.lr_scheduler is not None else None,
@@ -321,7 +320,7 @@ class EngineCheckpoint:
             self.micro_steps += fits - self.micro_steps % self._gas
             done = fits
         if done:
-            factor *= float(engine["gradient_after"]) / self.runtime.gradients.policy.after
+            factor *= float(engine["gradient_after"]) / self.runtime.after
             loaded.fill_gradients(self.runtime.gradients, factor=factor)
             self._backwards = done
 

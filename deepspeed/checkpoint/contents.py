@@ -76,9 +76,9 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
         content.pickled = client.odd
     reader = Reader(states.optimizer, states.tiles)
     without = frozen_names(states) if exclude_frozen else set()
-    near, away = _split_units(states, lambda u: weights_of(u)[0] in u.stored)
+    near, away = _split_units(states, lambda u: u.on_drive(weights_of(u)[0]))
     _, open_window = _split_units(states, lambda u: u.grad_filled)
-    open_near, open_away = _split_units(open_window, lambda u: StateKind.GRAD in u.stored)
+    open_near, open_away = _split_units(open_window, lambda u: u.on_drive(StateKind.GRAD))
     content.parts = itertools.chain(
         weight_parts(near, reader, without=without),
         _buffers(states, rank),

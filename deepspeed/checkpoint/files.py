@@ -23,9 +23,10 @@ import torch
 from deepspeed.checkpoint.checksum import copy_with_crc32c, crc32c
 from deepspeed.checkpoint.manifest import ALIGN_BYTES, PIECE_BYTES
 from deepspeed.errors import CheckpointError
-from deepspeed.tier.aio import AioEngine, DirectFile, Transfer
+from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.staging import Staging
+from deepspeed.tier.transfer import Transfer
 
 _BUFFERS = 4
 _BUFFER_BYTES = 4 << 20

@@ -12,6 +12,7 @@ import torch
 
 from deepspeed.errors import InvalidStateError
 from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.store import TierStore
 from deepspeed.tier.stored import Held, Stored
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
@@ -38,7 +39,7 @@ class _Layout:
     """The slots of one view: tensors (on meta where the values are on a drive), and where on it they are."""
 
     tensors: dict[str, torch.Tensor]
-    region: Stored | None
+    region: TierStore | None
     places: dict[str, int]
 
 
@@ -59,11 +60,12 @@ class Reader:
         ``hurry`` is called when somebody waits for them to be read.
         """
         for unit, kind in states:
-            stored = unit.stored[kind]
+            stored = unit.rest[kind]
+            assert isinstance(stored, Stored)
             self._held[id(stored)] = stored.hold(hurry)
         for view in views:
             layout = self._layout(view)
-            if layout.region is not None:
+            if isinstance(layout.region, Stored):
                 self._held[id(layout.region)] = layout.region.hold(hurry)
             tensors = {k: v if v.device.type == "meta" else v.clone() for k, v in layout.tensors.items()}
             self._layouts[id(view)] = replace(layout, tensors=tensors)
@@ -80,8 +82,8 @@ class Reader:
     @contextlib.contextmanager
     def values(self, unit: Unit, kind: StateKind) -> Iterator[Read]:
         """This rank's range of a state, by elements of that range."""
-        stored = unit.stored.get(kind)
-        if stored is not None:
+        stored = unit.rest.get(kind)
+        if isinstance(stored, Stored):
             with self._opened(stored) as held:
                 yield self._placed(held, 0, stored.dtype)
             return
@@ -93,7 +95,7 @@ class Reader:
         """Every tensor the optimizer keeps for ``view``, by the slot's name, by elements of the flat tensor."""
         layout = self._layouts.pop(id(view), None) or self._layout(view)
         found = {k: Slot(v, _flat(v)) for k, v in layout.tensors.items() if k not in layout.places}
-        if layout.region is None:
+        if not isinstance(layout.region, Stored):
             yield found
             return
         with self._opened(layout.region) as held:

@@ -204,8 +204,8 @@ def fill_weights(states: States, source: Source, found: Comparison, told: Callab
                     if lo < hi and segment.name in found.weights:
                         reads.into(values.detach()[lo - start : hi - start], found.weights[segment.name], lo - segment.offset)
                 reads.run()
-                if kind is StateKind.OPTIM and StateKind.OPTIM in unit.stored:
-                    unit.publish_part(start, values)
+                if kind is StateKind.OPTIM and unit.tiled:
+                    unit.publish_part(start, values).wait()
             told((stop - start) * unit.full.element_size())
 
 
@@ -359,7 +359,7 @@ def _fill_partial(unit: Unit, source: Source, parts: dict[str, list[Key]], gradi
             source.read(key, arrived)
             total[segment.offset : segment.stop].add_(arrived.to(unit.device), alpha=factor)
             positions.add(position)
-    gradients.take_partial(unit, total, positions)
+    unit.restore_partial(total, positions)
 
 
 def restore_groups(states: States, options: Iterable[dict[str, Any]]) -> None:

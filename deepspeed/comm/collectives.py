@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.observe import hostmem
+from deepspeed.tier.transfer import Transfer
 
 # torch 2.13 renamed the tensor collectives; older releases in our range have only the first names.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,18 +47,21 @@ def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return buffer
 
 
-class Transfer:
-    """Work in flight. ``wait`` may be called any number of times; the buffers are kept alive until then."""
-
-    __slots__ = ("_ends", "_finish", "_works", "_keep")
+class Collective(Transfer):
+    """A collective in flight, over ``buffers``; ``finish`` runs when it has arrived, then the listeners' ``ends``."""
 
     def __init__(
-        self, works: list[Any], *, keep: Any = None, finish: Callable[[], None] | None = None, ends: list[Callable[[], None]] | None = None
+        self,
+        works: list[Any],
+        *buffers: torch.Tensor,
+        finish: Callable[[], None] | None = None,
+        ends: list[Callable[[], None]] | None = None,
     ) -> None:
+        self.nbytes = max((b.nbytes for b in buffers), default=0)
         self._works = works
-        self._ends = ends
-        self._keep = keep
+        self._buffers = buffers
         self._finish = finish
+        self._ends = ends
 
     def wait(self) -> None:
         works, self._works = self._works, []
@@ -69,7 +73,10 @@ class Transfer:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-        self._keep = None
+        self._buffers = ()
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 def _exchange(send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor], group: AxisGroup) -> list[Any]:
@@ -82,7 +89,7 @@ def _exchange(send: Callable[[int], torch.Tensor], receive: Callable[[int], torc
     return works
 
 
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Transfer:
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Collective:
     """Fill ``full`` (numel = size * shard.numel()) with every member's ``shard``, in member order.
 
     ``shard`` may be this rank's slice of ``full`` itself. Asynchronous on every backend.
@@ -94,11 +101,11 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Tra
         works = [] if group.size == 1 else _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return Transfer(works, keep=(full, shard), ends=ends)
-    return Transfer([_all_gather_flat(full, shard, group=group.pg, async_op=True)], keep=(full, shard), ends=ends)
+        return Collective(works, full, shard, ends=ends)
+    return Collective([_all_gather_flat(full, shard, group=group.pg, async_op=True)], full, shard, ends=ends)
 
 
-def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Transfer:
+def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Collective:
     """Sum ``full`` over the members and put (or, with ``accumulate``, add) this rank's piece into ``out``.
 
     ``out`` has numel full/size and any floating dtype: on gloo the members' pieces are added one after the other, in
@@ -116,12 +123,12 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
                 source = own if position == group.index else inbox[position]
                 _store(out, source, accumulate or position > 0)
 
-        return Transfer(works, keep=full, finish=finish, ends=ends)
+        return Collective(works, full, finish=finish, ends=ends)
     if out.dtype == full.dtype and not accumulate:
-        return Transfer([_reduce_scatter_flat(out, full, group=group.pg, async_op=True)], keep=(full, out), ends=ends)
+        return Collective([_reduce_scatter_flat(out, full, group=group.pg, async_op=True)], full, out, ends=ends)
     result = torch.empty_like(own)
     work = _reduce_scatter_flat(result, full, group=group.pg, async_op=True)
-    return Transfer([work], keep=(full, result), finish=lambda: _store(out, result, accumulate), ends=ends)
+    return Collective([work], full, result, finish=lambda: _store(out, result, accumulate), ends=ends)
 
 
 _ADD_NUMEL = 1 << 18  # the fp32 copy that a mixed-dtype addition makes stays in the cache
@@ -137,13 +144,13 @@ def _store(out: torch.Tensor, value: torch.Tensor, accumulate: bool) -> None:  #
             part.add_(addend)
 
 
-def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Transfer:
+def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Collective:
     """Sum ``full`` over the members into (or onto) ``out`` of the same numel; ``full`` is overwritten."""
     ends = group.note("all_reduce", full)
     if group.size == 1:
-        return Transfer([], keep=full, finish=lambda: _store(out, full, accumulate), ends=ends)
+        return Collective([], full, finish=lambda: _store(out, full, accumulate), ends=ends)
     work = dist.all_reduce(full, group=group.pg, async_op=True)
-    return Transfer([work], keep=full, finish=lambda: _store(out, full, accumulate), ends=ends)
+    return Collective([work], full, finish=lambda: _store(out, full, accumulate), ends=ends)
 
 
 def sum_scalars(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:

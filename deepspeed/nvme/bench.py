@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.tier.aio import AioEngine, DirectFile, Transfer
+from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.transfer import Transfer
 
 PIECE_BYTES = 64 << 20  # memory used, whatever the size of the file: it holds the same bytes over and over
 WAYS = ("engine", "plain")

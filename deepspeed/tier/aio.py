@@ -23,8 +23,9 @@ from deepspeed.native.build import load, try_load
 from deepspeed.native.ops import ASYNC_IO
 from deepspeed.observe.log import logger
 from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.transfer import Transfer
 
-__all__ = ["ALIGN", "AioEngine", "DirectFile", "Transfer", "TransferError", "aligned_empty"]
+__all__ = ["ALIGN", "AioEngine", "DirectFile", "FileTransfer", "TransferError", "aligned_empty"]
 
 _CODES = {"auto": 0, "io_uring": 1, "libaio": 2, "threads": 3}
 _NAMES = {code: name for name, code in _CODES.items()}
@@ -162,7 +163,7 @@ class DirectFile:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
         self._plain = os.open(self.path, flags | (os.O_CREAT if create else 0), 0o600)
         self._direct = -1
-        self._under_way: dict[Transfer, None] = {}
+        self._under_way: dict[FileTransfer, None] = {}
         try:
             if hasattr(os, "O_DIRECT"):
                 self._direct = os.open(self.path, flags | os.O_DIRECT)
@@ -237,8 +238,8 @@ def _failure(code: int, what: str, path: str) -> TransferError:
     return TransferError(code, f"{what}: {os.strerror(code)}" + (f" ({advice})" if advice else ""), path)
 
 
-class Transfer:
-    """A read or write under way. It keeps the tensor alive and, while the engine is open, needs no wait to finish."""
+class FileTransfer(Transfer):
+    """A read or write of a file under way. It keeps the tensor alive and, while the engine is open, needs no wait to finish."""
 
     def __init__(self, engine: "AioEngine", file: DirectFile, *, write: bool, offset: int, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel() * tensor.element_size()
@@ -331,7 +332,7 @@ class AioEngine:
         else:
             self._calls = _Native(library, backend=backend, depth=queue_depth, block=block_bytes, threads=threads)
         self._pid, self._closed = os.getpid(), False
-        self._under_way: dict[Transfer, None] = {}  # oldest first; holds the tensors
+        self._under_way: dict[FileTransfer, None] = {}  # oldest first; holds the tensors
         # also when it is never closed: at the end of the process, and before the tensors under way are collected with it
         self._end = weakref.finalize(self, self._calls.free)
 
@@ -340,25 +341,25 @@ class AioEngine:
         """The one in use: "io_uring", "libaio", "threads" or "python"."""
         return self._calls.name
 
-    def read(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> Transfer:
+    def read(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
         """Start filling ``tensor`` (contiguous, on the host) with the bytes of ``file`` from ``offset`` (bytes) on.
 
         Raises ValueError for another tensor or something closed, TransferError when it cannot start; ``wait`` tells the rest.
         """
         return self._start(file, offset, tensor, write=False)
 
-    def write(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> Transfer:
+    def write(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
         """Start writing ``tensor`` to ``file`` at ``offset``; it must not change before ``wait``. Errors as :meth:`read`."""
         return self._start(file, offset, tensor, write=True)
 
-    def _start(self, file: DirectFile, offset: int, tensor: torch.Tensor, *, write: bool) -> Transfer:
+    def _start(self, file: DirectFile, offset: int, tensor: torch.Tensor, *, write: bool) -> FileTransfer:
         whole = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
         if not whole or tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"file IO takes contiguous host tensors, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
         if offset < 0:
             raise ValueError(f"an offset in {file.path} is not negative: {offset}")
         self._tidy()
-        transfer = Transfer(self, file, write=write, offset=offset, tensor=tensor)
+        transfer = FileTransfer(self, file, write=write, offset=offset, tensor=tensor)
         transfer._start()
         return transfer
 

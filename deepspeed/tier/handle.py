@@ -14,8 +14,9 @@ import torch
 from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.log import logger
-from deepspeed.tier.aio import AioEngine, DirectFile, Transfer
+from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.transfer import Transfer
 
 __all__ = ["FileMismatchError", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 

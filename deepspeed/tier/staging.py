@@ -1,20 +1,12 @@
 """A few aligned host buffers that everything between memory and a drive passes through."""
 
 from collections import deque
-from typing import Protocol
 
 import torch
 
 from deepspeed.observe.log import logger
 from deepspeed.tier.aligned import ALIGN, aligned_empty
-
-
-class Finishing(Protocol):
-    """A transfer that still reads a buffer."""
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool: ...
+from deepspeed.tier.transfer import Transfer
 
 
 class Staging:
@@ -28,7 +20,7 @@ class Staging:
         self._count = max(1, count)
         self._pin = pin
         self._free: list[torch.Tensor] = []
-        self._busy: deque[tuple[torch.Tensor, Finishing]] = deque()
+        self._busy: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._out = 0
 
     @property
@@ -57,7 +49,7 @@ class Staging:
         self._out += 1
         return chosen
 
-    def give(self, buffer: torch.Tensor, *, after: Finishing | None = None) -> None:
+    def give(self, buffer: torch.Tensor, *, after: Transfer | None = None) -> None:
         """Take ``buffer`` back, for the next user when ``after`` has ended."""
         self._out -= 1
         if after is not None:

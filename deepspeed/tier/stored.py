@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from deepspeed.errors import InvalidStateError
-from deepspeed.tier.aio import Transfer
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.drive import Drive, Region
 from deepspeed.tier.staging import Staging
+from deepspeed.tier.store import TierStore, nothing
+from deepspeed.tier.transfer import ARRIVED, Transfer
 
 _GLANCE_S = 0.2  # between looks whether a reader still exists
 
@@ -46,14 +47,17 @@ class Held:
         return self._released.wait(seconds)
 
 
-class Stored:
+class Stored(TierStore):
     """``numel`` elements of ``dtype`` in a region of ``drive``; reads and writes pass through the drive's staging buffers.
 
     A write goes on in the background; whatever touches the same tensor next waits for it. Failures surface there, or at ``settle``.
     """
 
+    on_drive = True
+
     def __init__(self, drive: Drive, numel: int, dtype: torch.dtype, *, staging: Staging | None = None) -> None:
         self.drive, self.numel, self.dtype = drive, numel, dtype
+        self.tensor = nothing((numel,), dtype)
         self.staging = staging or drive.staging
         self._region = drive.reserve(numel * dtype.itemsize)
         self._writes: list[tuple[Transfer, int, int]] = []
@@ -61,19 +65,31 @@ class Stored:
         # Weakly: what nobody can read any more holds nothing, however its reader got lost; an interrupt may come anywhere.
         self._held: list[weakref.ref[Held]] = []
 
-    def put(self, values: torch.Tensor, *, start: int = 0) -> None:
-        """Store ``values`` (any device, any floating dtype) at element ``start``."""
+    def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
+        if lent and self._straight(values, start):
+            return self._write(values, start=start)
         for lo, hi in self._pieces(start, start + values.numel()):
             buffer, inside = self._window(lo, hi)
             transfer = None
             try:
                 inside.copy_(values[lo - start : hi - start])
-                transfer = self.write_from(inside, start=lo)
+                transfer = self._write(inside, start=lo)
             finally:
                 self.staging.give(buffer, after=transfer)
+        return ARRIVED
 
-    def load(self, out: torch.Tensor, *, start: int = 0) -> None:
-        """Copy the elements from ``start`` on into ``out`` (any device), using what was read ahead."""
+    def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
+        """Fill ``out`` (any device) with the elements from ``start`` on, using what was read ahead.
+
+        Host memory that lies within its page as the elements do in theirs is read into in the background.
+        """
+        if not self._ahead and self._straight(out, start):
+            self._wait_for_writes(start, start + out.numel())
+            return self.drive.read(self._region, start * self.dtype.itemsize, out)
+        self._load(out, start)
+        return ARRIVED
+
+    def _load(self, out: torch.Tensor, start: int) -> None:
         end = start + out.numel()
         if self._ahead and (self._ahead[0][2] != start or start + out.numel() < self._ahead[-1][3]):
             self.forget_ahead()
@@ -90,7 +106,6 @@ class Stored:
                 self.staging.give(buffer)
 
     def read_ahead(self) -> bool:
-        """Start reading as much as there is room for; False when nothing could be started. For a later ``load`` of everything."""
         if self._ahead or any(not transfer.done() for transfer, _, _ in self._writes):
             return bool(self._ahead)
         self.settle()
@@ -101,27 +116,24 @@ class Stored:
         return bool(self._ahead)
 
     def forget_ahead(self) -> None:
-        """Give back what was read ahead and is not wanted."""
         while self._ahead:
             transfer, buffer, _, _ = self._ahead.popleft()
             self.staging.give(buffer, after=transfer)
 
     @contextlib.contextmanager
     def open(self, *, write: bool) -> Iterator[torch.Tensor]:
-        """Everything in host memory for a while; with ``write`` what it holds at the end is stored."""
         values = torch.empty(self.numel, dtype=self.dtype, device="cpu")
-        self.load(values)
+        self._load(values, 0)
         yield values
         if write:
             self.put(values)
 
-    def read_into(self, out: torch.Tensor, *, start: int) -> Transfer:
-        """Start reading elements into ``out``, host memory of the caller's own."""
-        self._wait_for_writes(start, start + out.numel())
-        return self.drive.read(self._region, start * self.dtype.itemsize, out)
+    def _straight(self, memory: torch.Tensor, start: int) -> bool:
+        """Whether bytes can travel between ``memory`` and the drive without a stop, past the page cache."""
+        same = memory.device.type == "cpu" and memory.dtype == self.dtype and memory.is_contiguous()
+        return same and (memory.data_ptr() - start * self.dtype.itemsize) % ALIGN == 0
 
-    def write_from(self, values: torch.Tensor, *, start: int) -> Transfer:
-        """Start writing ``values``, host memory that stays untouched until the transfer has ended."""
+    def _write(self, values: torch.Tensor, *, start: int) -> Transfer:
         stop = start + values.numel()
         self._wait_for_readers()
         self.forget_ahead()
@@ -130,6 +142,9 @@ class Stored:
         transfer = self.drive.write(self._region, start * self.dtype.itemsize, values)
         self._writes.append((transfer, start, stop))
         return transfer
+
+    def beside(self, nbytes: int) -> "Stored":
+        return Stored(self.drive, nbytes, torch.uint8)
 
     def settle(self) -> None:
         """Wait for the writes under way. Raises TransferError when one failed."""
@@ -147,7 +162,6 @@ class Stored:
         return held
 
     def drop(self) -> None:
-        """The values are not needed any more; the space is."""
         self._wait_for_readers()
         self.forget_ahead()
         with contextlib.suppress(OSError):

@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.zero.layout import Segment
-from deepspeed.zero.local import ZeroParamStatus, ZeroParamType
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.param import ZeroParamStatus, ZeroParamType, local_of, point
 from deepspeed.zero.plan import Spread, StateKind
-from deepspeed.zero.unit import Unit
+from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import Unit, View
 
 __all__ = ["GatheredParameters", "ZeroParamStatus", "ZeroParamType", "register_external_parameter", "unregister_external_parameter"]
 
@@ -29,6 +29,12 @@ def _place(param: torch.Tensor) -> tuple[Unit, int, Segment] | None:
         return None
     position = param._ds_position  # type: ignore[attr-defined]
     return unit, position, unit.layout.segments[position]
+
+
+def _runtime(unit: Unit) -> Runtime | None:
+    """The runtime of the living engine that trains the unit, if there is one."""
+    keeper = unit.keeper
+    return keeper if isinstance(keeper, Runtime) and keeper.client() is not None else None
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class GatheredParameters:
             unit.pin()
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a forward the
         # module's own hooks gather for the backward, so they are not needed there.
-        if torch.is_grad_enabled() and any(u.movable and u.has_owner() and not u.may_fetch_on_demand() for u in self._units):
+        if torch.is_grad_enabled() and any(u.movable and _runtime(u) is not None and not u.may_fetch_on_demand() for u in self._units):
             self._saving = saved_tensors_hooks(self._pack, _unpack)
             self._saving.__enter__()
 
@@ -111,14 +117,14 @@ class GatheredParameters:
         unit, position, segment = place
         with torch.no_grad():
             inside = unit.view(unit.full, segment)
-            if tuple(param.shape) != segment.shape:
+            if tuple(local_of(param).shape) != segment.shape:
                 raise UsageError(
                     f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(param.shape)} inside GatheredParameters; "
                     "replace the Parameter object instead (module.weight = nn.Parameter(...)) before deepspeed.initialize"
                 )
-            if param.data_ptr() != inside.data_ptr():
-                inside.copy_(param)
-                param.data = inside
+            if local_of(param).data_ptr() != inside.data_ptr():
+                inside.copy_(local_of(param))
+                point(param, inside)
             world = unit.mesh.zero
             if self._modifier not in world.ranks:
                 raise UsageError(f"modifier_rank {self._modifier} is not one of the ranks {world.ranks} that share {segment.name!r}")
@@ -191,8 +197,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
             unit.view(unit.full, segment).copy_(value)
 
 
-def _grad_factor(unit: Unit) -> float:
-    return unit.owner().gradient_factor()
+def _landed(unit: Unit) -> float:
+    """Wait for reductions under way; what a rest gradient must then be multiplied by to be the averaged, unscaled gradient."""
+    runtime = _runtime(unit)
+    assert runtime is not None and (client := runtime.client()) is not None
+    runtime.gradients.land_all()
+    return unit.facts.after / client.current_loss_scale()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -201,26 +211,26 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if place is None:
         return getattr(param, "grad", None)
     unit, _, segment = place
-    if not unit.trainable or not unit.has_owner():
+    if not unit.trainable or _runtime(unit) is None:
         return None
-    unit.owner().settle_gradients()
+    factor = _landed(unit)
     if not unit.grad_filled:
         return None
     with torch.no_grad(), unit.values(StateKind.GRAD) as grad:
-        return _assemble(unit, segment, grad.float(), StateKind.GRAD).mul_(_grad_factor(unit))
+        return _assemble(unit, segment, grad.float(), StateKind.GRAD).mul_(factor)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the full gradient of ``param`` before the step (same ``value`` on every rank)."""
     place = _place(param)
-    if place is None or not place[0].has_owner():
+    if place is None or _runtime(place[0]) is None:
         return
     unit, _, segment = place
-    unit.owner().settle_gradients()
+    factor = _landed(unit)
     if not unit.holds_gradient:
         return
     with torch.no_grad(), unit.values(StateKind.GRAD, write=True) as grad:
-        _store(unit, segment, grad, StateKind.GRAD, value=value.to(grad.device) / _grad_factor(unit))
+        _store(unit, segment, grad, StateKind.GRAD, value=value.to(grad.device) / factor)
         unit.note_gradient(grad)
 
 
@@ -233,15 +243,16 @@ def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], fn: Callabl
 
 
 @contextmanager
-def _slots(unit: Unit, segment: Segment, key: str, *, write: bool = False) -> Iterator[list[tuple[OptimView, torch.Tensor]]]:
+def _slots(unit: Unit, segment: Segment, key: str, *, write: bool = False) -> Iterator[list[tuple[View, torch.Tensor]]]:
     """Optimizer slots ``key`` of every view of this rank that covers part of the parameter, in memory for a while."""
-    owner = unit.owner()
+    runtime = _runtime(unit)
+    assert runtime is not None, f"unit {unit.name} belongs to no living engine"
     with ExitStack() as held:
         found = []
-        for view in owner.views_of(unit):
+        for view in unit.views:
             if max(view.start, segment.offset) < min(view.stop, segment.stop):
-                held.enter_context(owner.attached(view, write=write))
-                value = owner.optimizer_state(view).get(key)
+                held.enter_context(runtime.attached(view, write=write))
+                value = runtime.optimizer_state(view).get(key)
                 if isinstance(value, torch.Tensor):
                     found.append((view, value))
         yield found
@@ -308,13 +319,13 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's flat part of the averaged, unscaled gradient, or None outside backward..step. No collective."""
     place = _place(param)
-    if place is None or not place[0].trainable or not place[0].has_owner():
+    if place is None or not place[0].trainable or _runtime(place[0]) is None:
         return None
-    place[0].owner().settle_gradients()
+    factor = _landed(place[0])
     if not place[0].grad_filled:
         return None
     with place[0].values(StateKind.GRAD) as grad:
-        return _part(place[0], place[2], grad, StateKind.GRAD) * _grad_factor(place[0])
+        return _part(place[0], place[2], grad, StateKind.GRAD) * factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -349,14 +360,14 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write this rank's part of the gradient."""
     place = _place(param)
-    if place is None or not place[0].has_owner():
+    if place is None or _runtime(place[0]) is None:
         return
     unit, _, segment = place
-    unit.owner().settle_gradients()
+    factor = _landed(unit)
     if not unit.holds_gradient:
         return
     with unit.values(StateKind.GRAD, write=True) as grad:
-        _part(unit, segment, grad, StateKind.GRAD).copy_(value.reshape(-1) / _grad_factor(unit))
+        _part(unit, segment, grad, StateKind.GRAD).copy_(value.reshape(-1) / factor)
         unit.note_gradient(grad)
 
 

@@ -15,11 +15,12 @@ from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.zero.budget import MemoryPlan, UnitSize, Widths
+from deepspeed.zero.facts import UnitFacts
 from deepspeed.zero.fit import Fitted, Limits, fit
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
-from deepspeed.zero.local import expose, mark_zero_parameter
+from deepspeed.zero.param import expose, local_of, mark_zero_parameter
 from deepspeed.zero.partition import UnitSpec, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
@@ -71,13 +72,20 @@ class ZeroParts:
 
 
 def build(
-    model: nn.Module, plan: ZeroPlan, mesh: Mesh, *, rules: BuildRules, policy: GradientPolicy, group_of: dict[nn.Parameter, int] | None
+    model: nn.Module,
+    plan: ZeroPlan,
+    facts: UnitFacts,
+    *,
+    rules: BuildRules,
+    policy: GradientPolicy,
+    group_of: dict[nn.Parameter, int] | None,
 ) -> ZeroParts:
-    """Take over every parameter of ``model``. Collective.
+    """Take over every parameter of ``model``, whose ranks and divisor ``facts`` tells. Collective.
 
     ``group_of`` maps each trained parameter to its optimizer group; None when nothing will be trained (no gradients, no
     optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
     """
+    mesh = facts.mesh
     check_same_model(model, mesh)
     if rules.device.type == "cpu":
         hostmem.return_large_blocks()
@@ -89,7 +97,7 @@ def build(
     _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
-        unit = _lay_out(index, spec, row, mesh, rules=rules, groups=group_of or {})
+        unit = _lay_out(index, spec, row, facts, rules=rules, groups=group_of or {})
         unit.adopt(_values(unit, mesh, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
             mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=not plan.regular.param.sharded)
@@ -187,15 +195,15 @@ def _say(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
     return f"{name!r} {shape} {dtype} requires_grad={grad}"
 
 
-def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, mesh: Mesh, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
+def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, facts: UnitFacts, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
     """A unit without memory."""
-    items = [(n, tuple(p.shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
+    items = [(n, tuple(local_of(p).shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
-    cut = [a.size for i, a in enumerate(mesh.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
+    cut = [a.size for i, a in enumerate(facts.mesh.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
     layout = build_layout(items, prod(cut), granularity)
     by_name = dict(zip(spec.names, spec.params, strict=True))
-    return Unit(index, spec.name, [by_name[s.name] for s in layout.segments], layout=layout, plan=row, mesh=mesh)
+    return Unit(index, spec.name, [by_name[s.name] for s in layout.segments], layout=layout, plan=row, facts=facts)
 
 
 def _values(unit: Unit, mesh: Mesh, device: torch.device) -> torch.Tensor:
@@ -214,11 +222,10 @@ def _values(unit: Unit, mesh: Mesh, device: torch.device) -> torch.Tensor:
                 "materialise it (model.to_empty(device=...) and load weights) before deepspeed.initialize"
             )
         with torch.no_grad():
-            Unit.view(values, segment).copy_(param)
+            Unit.view(values, segment).copy_(local_of(param))
         if source is not None:
             source.forget(param)
-        expose(param)
-        param.data = torch.empty(0, dtype=dtype, device=device)
+        expose(param, torch.empty(0, dtype=dtype, device=device))
         param.grad = None
     for source in sources.values():
         if all(getattr(p, "_ds_unit", None) is not source for p in source.params):
@@ -258,11 +265,10 @@ def dismantle(parts: ZeroParts) -> None:
             continue
         unit.fetch_whole()
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
-            expose(param)
-            param.data = Unit.view(unit.full, segment).clone()
+            expose(param, Unit.view(unit.full, segment).clone())
             unit.forget(param)
         unit.drop()
-    if all(not unit.stored for unit in parts.units):
+    if not any(unit.drives for unit in parts.units):
         parts.tiers.close()
 
 

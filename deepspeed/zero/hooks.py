@@ -220,12 +220,11 @@ class ModuleHooks:
         if not tensors or not frozen:
             return
         for unit in frozen:
-            unit.backward_inputs += len(tensors)
+            unit.await_inputs(len(tensors))
 
         def hook(_: torch.Tensor) -> None:
             for unit in frozen:
-                unit.backward_inputs = max(0, unit.backward_inputs - 1)
-                if unit.backward_inputs == 0:
+                if unit.input_arrived():
                     self._runtime.backward_done(unit)
 
         for tensor in tensors:

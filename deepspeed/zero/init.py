@@ -21,11 +21,12 @@ from deepspeed.errors import NotYetError, UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
+from deepspeed.zero.facts import UnitFacts, UnitState
 from deepspeed.zero.layout import element_layout
-from deepspeed.zero.local import mark_zero_parameter
+from deepspeed.zero.param import mark_zero_parameter
 from deepspeed.zero.plan import OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
 from deepspeed.zero.tiers import Tiers
-from deepspeed.zero.unit import Unit, UnitState
+from deepspeed.zero.unit import Unit
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "arange", "eye")
@@ -216,7 +217,7 @@ class Init:
         # A drive transfers pages: what is smaller than a few of them stays in memory.
         tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
         plan = UnitPlan(StatePlan((Spread.SHARDED,), tier), None, None)
-        unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, mesh=self._mesh)
+        unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, facts=UnitFacts(self._mesh))
         dtype = self.dtype if param.is_floating_point() else param.dtype
         with torch.no_grad():
             values = torch.zeros(layout.numel, dtype=dtype, device=self.device)
@@ -225,7 +226,7 @@ class Init:
             unit.adopt(values, dtype, keep_master=False, tiers=self._tiers)
         if self.device.type == "cpu":
             self._heap.passed(2 * values.nbytes)
-        unit.fetcher = self
+        unit.keep_by(lambda: self)
         mark_zero_parameter(param, unit, 0, name=name)
 
     # -- Fetcher: parameters touched again while the model is being built ------------------------------------------------------------
@@ -257,10 +258,10 @@ class Init:
 
     def pin(self, unit: Unit) -> None:
         unit.fetch_whole()
-        unit.pins += 1
+        unit.add_pin()
 
     def unpin(self, unit: Unit) -> None:
-        unit.pins -= 1
+        unit.drop_pin()
         if unit.pins == 0 and unit.state is UnitState.READY and unit not in self._dirty:
             unit.release()
 

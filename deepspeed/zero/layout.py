@@ -21,12 +21,16 @@ class Granularity(Enum):
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group."""
+    """One parameter's place: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group.
+
+    ``norm_weight``: what its squares count in the job's gradient norm; less than 1 where ranks outside the unit's axes hold it too.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     group: int = 0
+    norm_weight: float = 1.0
 
     @property
     def numel(self) -> int:

@@ -6,7 +6,6 @@ optimizer knows show their shapes and read as not-a-number. The user's optimizer
 
 import contextlib
 import functools
-import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,12 +15,13 @@ from typing import Any
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.tier.aio import Transfer
 from deepspeed.tier.aligned import ALIGN
-from deepspeed.tier.stored import Stored
+from deepspeed.tier.staging import Staging
+from deepspeed.tier.store import TierStore, nothing
+from deepspeed.tier.transfer import Several, Transfer
 from deepspeed.zero.optim_view import OptimView, run_step
+from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
-from deepspeed.zero.tiers import Tiers
 
 
 def _round_up(nbytes: int) -> int:
@@ -170,7 +170,7 @@ class _Slot:
 class _Tile:
     view: OptimView
     slots: list[_Slot] = field(default_factory=list)
-    region: Stored | None = None
+    region: TierStore | None = None
 
 
 @dataclass
@@ -185,33 +185,23 @@ class _Loaded:
     transfers: list[Transfer]
 
 
-class _Several:
-    """Transfers that end together."""
-
-    def __init__(self, transfers: list[Transfer]) -> None:
-        self._transfers = transfers
-
-    def wait(self) -> None:
-        for transfer in self._transfers:
-            transfer.wait()
-
-    def done(self) -> bool:
-        return all(t.done() for t in self._transfers)
-
-
 class OptimTiles:
-    """The views of one engine that rest on a drive."""
+    """The views of one engine that are updated one by one, wherever they rest; each comes into a buffer of ``staging`` for that."""
 
-    def __init__(self, views: Iterable[OptimView], optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+    def __init__(self, views: Iterable[OptimView], optimizer: torch.optim.Optimizer, staging: Staging) -> None:
         self._optimizer = optimizer
-        self._tiers = tiers
-        self._tiles = [_Tile(v) for v in views if v.on_drive]
+        self._tiles = [_Tile(v) for v in views]
+        for tile in self._tiles:
+            tile.view.unit.update_in_tiles()
         self._by_view = {id(t.view): t for t in self._tiles}
-        self._staging = tiers.optim_drive().staging
+        self._staging = staging
         self._torn = False
         self._whole_state = False
         self._guards = [optimizer.register_state_dict_pre_hook(self._guard), optimizer.register_load_state_dict_pre_hook(self._guard)]
         self.adopt_state()
+
+    def __contains__(self, view: OptimView) -> bool:
+        return id(view) in self._by_view
 
     def step(self, factor: float, turns: Turns) -> None:
         """Update every tile with its gradient times ``factor``, and the parameters with it."""
@@ -225,7 +215,7 @@ class OptimTiles:
                 self._update(ahead.popleft(), factor, turns)
         finally:
             for loaded in ahead:
-                self._staging.give(loaded.buffer, after=_Several(loaded.transfers))
+                self._staging.give(loaded.buffer, after=Several(loaded.transfers))
         self._torn = False
 
     def _guard(self, *_: Any) -> None:
@@ -278,7 +268,7 @@ class OptimTiles:
         finally:
             self._detach(loaded, write=write, publish=publish)
 
-    def region_of(self, view: OptimView) -> tuple[Stored | None, dict[str, int]]:
+    def region_of(self, view: OptimView) -> tuple[TierStore | None, dict[str, int]]:
         """Where the slots of ``view`` rest on the drive, and the byte at which each begins there; None and nothing for other views."""
         tile = self._by_view.get(id(view))
         if tile is None:
@@ -296,28 +286,28 @@ class OptimTiles:
         self._forget_gone(tile)
         view, unit = tile.view, tile.view.unit
         numel = view.stop - view.start
-        master = unit.stored[StateKind.OPTIM]
+        master = unit.rest[StateKind.OPTIM]
         at = view.start - unit.range_of(StateKind.OPTIM)[0]
-        width = master.dtype.itemsize
+        width = master.tensor.dtype.itemsize
         shift = at * width % ALIGN
         slots_at = _round_up(shift + numel * width)
-        slot_bytes = tile.region.numel if tile.region is not None else 0
-        grad = unit.stored.get(StateKind.GRAD) if gradient else None
+        slot_bytes = tile.region.tensor.numel() if tile.region is not None else 0
+        grad = unit.rest[StateKind.GRAD] if gradient and unit.on_drive(StateKind.GRAD) else None
         grad_at = grad_width = grad_shift = 0
         if grad is not None:
-            grad_width, grad_at = grad.dtype.itemsize, view.start - unit.range_of(StateKind.GRAD)[0]
+            grad_width, grad_at = grad.tensor.dtype.itemsize, view.start - unit.range_of(StateKind.GRAD)[0]
             grad_shift = slots_at + _round_up(slot_bytes) + grad_at * grad_width % ALIGN
         buffer = self._staging.take(max(slots_at + slot_bytes, grad_shift + numel * grad_width))
-        weights = buffer[shift : shift + numel * width].view(master.dtype)
+        weights = buffer[shift : shift + numel * width].view(master.tensor.dtype)
         slots = buffer[slots_at : slots_at + slot_bytes]
-        gradients = buffer[grad_shift : grad_shift + numel * grad_width].view(grad.dtype) if grad is not None else None
+        gradients = buffer[grad_shift : grad_shift + numel * grad_width].view(grad.tensor.dtype) if grad is not None else None
         loaded = _Loaded(tile, buffer, weights, slots, gradients, [])
         with self._given_back_on_error(loaded):
-            loaded.transfers.append(master.read_into(weights, start=at))
+            loaded.transfers.append(master.get(weights, start=at))
             if tile.region is not None:
-                loaded.transfers.append(tile.region.read_into(slots, start=0))
+                loaded.transfers.append(tile.region.get(slots))
             if grad is not None and gradients is not None:
-                loaded.transfers.append(grad.read_into(gradients, start=grad_at))
+                loaded.transfers.append(grad.get(gradients, start=grad_at))
         return loaded
 
     @contextlib.contextmanager
@@ -352,10 +342,10 @@ class OptimTiles:
         with self._given_back_on_error(loaded):
             for transfer in loaded.transfers:
                 transfer.wait()
-        view.param.data = loaded.master.view(view.param.shape)
+        point(view.param, loaded.master.view(view.param.shape))
         state = self._optimizer.state.get(view.param, {})
         for slot in loaded.tile.slots:
-            state[slot.key].data = loaded.slots[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
+            point(state[slot.key], loaded.slots[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape))
 
     def _detach(self, loaded: _Loaded, *, write: bool, publish: bool) -> None:
         tile, view = loaded.tile, loaded.tile.view
@@ -364,11 +354,11 @@ class OptimTiles:
             if write:
                 transfers = self._store(loaded)
             if publish:
-                view.unit.publish_part(view.start, loaded.master)
+                transfers.append(view.unit.publish_part(view.start, loaded.master))
         finally:
-            view.param.data = _away(loaded.master.dtype, view.param.shape)
+            point(view.param, nothing(view.param.shape, loaded.master.dtype))
             self._void_slots(tile)
-            self._staging.give(loaded.buffer, after=_Several(transfers) if transfers else None)
+            self._staging.give(loaded.buffer, after=Several(transfers) if transfers else None)
         if write and not tile.slots:
             self._make_slots(tile)
 
@@ -376,14 +366,14 @@ class OptimTiles:
         tile, view = loaded.tile, loaded.tile.view
         unit = view.unit
         base = unit.range_of(StateKind.OPTIM)[0]
-        transfers = [unit.stored[StateKind.OPTIM].write_from(loaded.master, start=view.start - base)]
+        transfers = [unit.rest[StateKind.OPTIM].put(loaded.master, start=view.start - base, lent=True)]
         if tile.region is not None:
             state = self._optimizer.state[view.param]
             for slot in tile.slots:
                 inside = loaded.slots[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
                 if state[slot.key].data_ptr() != inside.data_ptr():  # the optimizer put a new tensor there
                     inside.copy_(state[slot.key])
-            transfers.append(tile.region.write_from(loaded.slots, start=0))
+            transfers.append(tile.region.put(loaded.slots, lent=True))
         return transfers
 
     def _make_slots(self, tile: _Tile) -> None:
@@ -395,17 +385,17 @@ class OptimTiles:
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == numel and value.is_contiguous():
                 tile.slots.append(_Slot(key, tuple(value.shape), value.dtype, start, value.nbytes))
                 start += _round_up(value.nbytes)
-        if tile.region is not None and tile.region.numel != start:
+        if tile.region is not None and tile.region.tensor.numel() != start:
             tile.region.drop()
             tile.region = None
         if not tile.slots:
             return
         if tile.region is None:
-            tile.region = self._tiers.store_optim(start, torch.uint8)
+            tile.region = tile.view.unit.rest[StateKind.OPTIM].beside(start)
         buffer = self._staging.take(start)
         for slot in tile.slots:
             buffer[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape).copy_(state[slot.key])
-        self._staging.give(buffer, after=tile.region.write_from(buffer[:start], start=0))
+        self._staging.give(buffer, after=tile.region.put(buffer[:start], lent=True))
         self._void_slots(tile)
 
     def _forget_gone(self, tile: _Tile) -> None:
@@ -419,8 +409,4 @@ class OptimTiles:
     def _void_slots(self, tile: _Tile) -> None:
         state = self._optimizer.state.get(tile.view.param, {})
         for slot in tile.slots:
-            state[slot.key].data = _away(slot.dtype, slot.shape)
-
-
-def _away(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device="cpu").expand(tuple(shape))
+            point(state[slot.key], nothing(slot.shape, slot.dtype))

@@ -32,7 +32,7 @@ class OptimView:
     @property
     def on_drive(self) -> bool:
         """Whether its values come into memory for the update only."""
-        return StateKind.OPTIM in self.unit.stored
+        return self.unit.on_drive(StateKind.OPTIM)
 
     def output(self) -> torch.Tensor | None:
         """The part of PARAM at rest that the optimizer may round this view's weights into; None where they are rounded afterwards.
@@ -40,7 +40,7 @@ class OptimView:
         So it is with PARAM elsewhere than the weights, and where a parameter frozen after ``initialize`` is put back behind the optimizer.
         """
         unit, resting = self.unit, self.unit.shard
-        if unit.master_is_param or StateKind.PARAM in unit.stored or resting.device != self.param.device:
+        if unit.master_is_param or unit.on_drive(StateKind.PARAM) or resting.device != self.param.device:
             return None
         if not all(p.requires_grad for p in unit.params):
             return None
@@ -48,7 +48,7 @@ class OptimView:
         return resting[self.start - base : self.stop - base]
 
     def gradient(self, factor: float, *, source: torch.Tensor | None = None) -> torch.Tensor:
-        """The matching part of the unit's rest gradient times ``factor``, in the view's shape and dtype.
+        """The matching part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
 
         A gradient in another dtype is converted first: fp16 could not hold it without the loss scale. In the same dtype the rest
         gradient itself is multiplied. ``source`` is that part where the gradient does not rest in memory.
@@ -57,6 +57,7 @@ class OptimView:
             assert self.unit.grad is not None
             base, _ = self.unit.range_of(StateKind.GRAD)
             source = self.unit.grad[self.start - base : self.stop - base]
+        factor *= self.unit.facts.after
         piece = source.view(self.param.shape)
         piece = piece if piece.dtype == self.param.dtype else piece.to(self.param.dtype)
         return piece if factor == 1.0 else piece.mul_(factor)
@@ -89,12 +90,13 @@ def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> 
         start, stop = unit.range_of(StateKind.OPTIM)
         whole = unit.layout.granularity is Granularity.PARAMETER
         spans = _spans(unit, start, stop, whole=whole)
-        if StateKind.OPTIM in unit.stored and not whole:
+        if unit.on_drive(StateKind.OPTIM) and not whole:
             spans = [part for span in spans for part in _cut(span, start, tile_numel)]
         for name, group, lo, hi, shape in spans:
             if 0 <= group < group_count:
                 data = unit.master[lo - start : hi - start]
                 views.append(OptimView(unit, group, lo, hi, nn.Parameter(data.view(shape) if shape is not None else data), name))
+                unit.add_view(views[-1])
     return views
 
 

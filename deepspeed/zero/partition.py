@@ -6,11 +6,11 @@ is packed module by module. A replicated PARAM needs no gathers, so its units ar
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import nn
 
+from deepspeed.zero.param import local_of
 from deepspeed.zero.plan import ZeroPlan
 
 
@@ -30,7 +30,7 @@ class UnitSpec:
     def add(self, name: str, param: nn.Parameter) -> None:
         self.params.append(param)
         self.names.append(name)
-        self.numel += param.numel()
+        self.numel += local_of(param).numel()
 
 
 @dataclass
@@ -69,7 +69,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _numel(param: nn.Parameter) -> int:
-    return prod(param.shape)
+    return local_of(param).numel()
 
 
 def partition(

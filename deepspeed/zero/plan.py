@@ -110,7 +110,10 @@ class OffloadPlan:
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """The table of one engine, and the sizes (in elements) that shape units and windows."""
+    """The table of one engine, and the sizes (in elements) that shape units and windows.
+
+    ``watch``: after an overflow the log names who produced it.
+    """
 
     regular: UnitPlan
     persistent: UnitPlan
@@ -123,6 +126,7 @@ class ZeroPlan:
     live_numel: int
     overlap: bool
     divergence: str
+    watch: bool = True
     offload: OffloadPlan = OffloadPlan()
 
     def row(self, *, trainable: bool, persistent: bool) -> UnitPlan:
@@ -168,6 +172,7 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
         live_numel=int(zero.max_live_parameters),
         overlap=zero.overlap_comm is not False,
         divergence=zero.divergence,
+        watch=zero.compute_grad_norm,
         offload=_offload(config),
     )
 

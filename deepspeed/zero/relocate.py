@@ -4,6 +4,7 @@ An inference engine in the same process (generation between training phases) wan
 optimizer state hold. They move as they are, so training goes on bitwise.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -12,6 +13,7 @@ from deepspeed.config.zero import OffloadStateTypeEnum
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
 
@@ -42,12 +44,13 @@ class Relocation:
         wanted = {OffloadStateTypeEnum(state) for state in named}
         self.away |= wanted
         for unit in self._units:
-            if OffloadStateTypeEnum.lp_params in wanted or (unit.master_is_param and OffloadStateTypeEnum.hp_params in wanted):
-                self._move_param(unit, pin=pin)
-            if OffloadStateTypeEnum.hp_params in wanted:
-                self._move_master(unit, pin=pin)
+            also_master = unit.master_is_param and OffloadStateTypeEnum.hp_params in wanted
+            if unit.movable and (OffloadStateTypeEnum.lp_params in wanted or also_master):
+                self._move(unit, StateKind.PARAM, pin=pin)
+            if OffloadStateTypeEnum.hp_params in wanted and not unit.master_is_param:
+                self._move(unit, StateKind.OPTIM, pin=pin)
             if wanted & _GRADS:
-                self._move_grad(unit, pin=pin)
+                self._move(unit, StateKind.GRAD, pin=pin)
         if OffloadStateTypeEnum.optim_states in wanted and self._optimizer is not None:
             for view in self._views:
                 for value in self._optimizer.state.get(view.param, {}).values():
@@ -62,67 +65,19 @@ class Relocation:
 
     def _move_data(self, tensor: torch.Tensor, *, pin: bool) -> None:
         device = tensor.device
-        tensor.data = _to_host(tensor.data, pin=pin)
+        point(tensor, _to_host(tensor.data, pin=pin))
+        self._homes.append(lambda: point(tensor, tensor.data.to(device)))
 
-        def back() -> None:
-            tensor.data = tensor.data.to(device)
-
-        self._homes.append(back)
-
-    def _move_param(self, unit: Unit, *, pin: bool) -> None:
-        if not unit.movable or StateKind.PARAM in unit.stored or unit.shard.device.type == "cpu":
+    def _move(self, unit: Unit, kind: StateKind, *, pin: bool) -> None:
+        """Move what rests on a device."""
+        store = unit.rest.get(kind)
+        if store is None or store.on_drive or (device := store.tensor.device).type == "cpu":
             return
-        device = unit.shard.device
-        unit.shard = _to_host(unit.shard, pin=pin)
-        self._follow(unit)
-
-        def back() -> None:
-            unit.shard = unit.shard.to(device)
-            self._follow(unit)
-
-        self._homes.append(back)
-
-    def _follow(self, unit: Unit) -> None:
-        """A master that is part of the shard goes where the shard is, and the optimizer's views with it."""
-        if unit.master_is_param:
-            base, start, stop = unit.range_of(StateKind.PARAM)[0], *unit.range_of(StateKind.OPTIM)
-            unit.master = unit.shard[start - base : stop - base]
-            self._repoint(unit)
-
-    def _repoint(self, unit: Unit) -> None:
-        start = unit.range_of(StateKind.OPTIM)[0]
-        for view in self._views:
-            if view.unit is unit and unit.master is not None:
-                view.param.data = unit.master[view.start - start : view.stop - start].view(view.param.shape)
-
-    def _move_master(self, unit: Unit, *, pin: bool) -> None:
-        if unit.master is None or unit.master_is_param or StateKind.OPTIM in unit.stored or unit.master.device.type == "cpu":
+        if kind is StateKind.GRAD and not unit.grad_filled:
+            unit.drop_rest(kind)  # only memory; the next reduction makes it again
             return
-        device = unit.master.device
-        unit.master = _to_host(unit.master, pin=pin)
-        self._repoint(unit)
-
-        def back() -> None:
-            assert unit.master is not None
-            unit.master = unit.master.to(device)
-            self._repoint(unit)
-
-        self._homes.append(back)
-
-    def _move_grad(self, unit: Unit, *, pin: bool) -> None:
-        if unit.grad is None or unit.grad.device.type == "cpu":
-            return
-        if not unit.grad_filled:
-            unit.grad = None  # only memory; the next reduction makes it again
-            return
-        device = unit.grad.device
-        unit.grad = _to_host(unit.grad, pin=pin)
-
-        def back() -> None:
-            if unit.grad is not None:
-                unit.grad = unit.grad.to(device)
-
-        self._homes.append(back)
+        unit.relocate(kind, functools.partial(_to_host, pin=pin))
+        self._homes.append(lambda: unit.relocate(kind, lambda tensor: tensor.to(device)) if kind in unit.rest else None)
 
 
 def _to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:

@@ -4,22 +4,28 @@ One runtime per engine; hooks (hooks.py) only call these verbs, and every verb i
 which order, is agreed between the ranks (agreement.py); what to fetch early comes from the recorded schedule.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
+from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.agreement import Agreement, Decision, Kind, Request
+from deepspeed.zero.facts import GradState, UnitState
 from deepspeed.zero.gradients import GradientPolicy, Gradients
+from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.plan import Spread, StateKind, ZeroPlan
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.streams import Streams
-from deepspeed.zero.unit import GradState, Unit, UnitState
+from deepspeed.zero.unit import Unit, View
 
 _READ_AHEAD = 3  # units that may be on their way from a drive beside the ones being fetched
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
@@ -35,6 +41,14 @@ class Counters:
     guest_collectives: int = 0
 
 
+class Client(Protocol):
+    """What a runtime asks of its engine."""
+
+    def current_loss_scale(self) -> float: ...
+
+    def give_way(self, params: set[nn.Parameter]) -> bool: ...
+
+
 class Runtime:
     """Owns streams, schedule, agreement and gradients of one engine's units."""
 
@@ -45,13 +59,17 @@ class Runtime:
         self.device = device
         self.streams = Streams(device)
         self.schedule = Schedule()
-        self.gradients = Gradients(units, self.streams, policy)
+        self.gradients = Gradients(units, self.streams, policy, overlap=plan.overlap, watch=plan.watch)
         self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], where=self._where)
         self.counters = Counters()
         self.steps = 0
         self.depth = 0
         self.in_backward = False
         self.flushes = 0
+        # The engine, while it lives; its optimizer, and what of that is updated in tiles.
+        self.client: Callable[[], Client | None] = lambda: None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.tiles: OptimTiles | None = None
         # Set by the engine: is the running backward the last one of the accumulation window?
         self.window_ends: Callable[[], bool] = lambda: True
         # Called once when a backward begins; the engine checks loss scaling and sets factors there.
@@ -61,7 +79,7 @@ class Runtime:
         # Two typical units ahead hide a gather and halve the messages; more would only hold memory. One large unit may come alone.
         self._first = plan.prefetch_numel if plan.overlap else 0
         self._window = min(self._first, 2 * movable[len(movable) // 2]) if movable else 0
-        self._reads_ahead = any(StateKind.PARAM in u.stored for u in units)
+        self._reads_ahead = any(u.on_drive(StateKind.PARAM) for u in units)
         self._on_demand: list[list[Unit]] = []
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
@@ -69,7 +87,20 @@ class Runtime:
         # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
         self.second_order = False
         for unit in units:
-            unit.fetcher = weakref.proxy(self)
+            unit.keep_by(weakref.ref(self))
+
+    def optimizer_state(self, view: View) -> dict[str, Any]:
+        """What the optimizer keeps for ``view``."""
+        return self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
+
+    @property
+    def after(self) -> float:
+        """What a reduced gradient has still to be multiplied by to be the mean."""
+        return self.units[0].facts.after if self.units else 1.0
+
+    def attached(self, view: Any, *, write: bool = False, publish: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
+        return self.tiles.attached(view, write=write, publish=publish) if self.tiles is not None else contextlib.nullcontext()
 
     # -- forward -------------------------------------------------------------------------------------------------------------
     def enter(self, units: Iterable[Unit], *, recompute: bool) -> None:
@@ -80,14 +111,13 @@ class Runtime:
             self.depth += 1
             self._on_demand.append([])
             for unit in units:  # counted first, so that leave() balances also when need() raises
-                unit.users += 1
+                unit.add_user()
         self.need(units)
 
     def leave(self, units: Iterable[Unit], *, keep: bool = False) -> None:
         """That module has run. ``keep``: its backward could not be foreseen, so its units stay until the flush."""
         for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
-            unit.users -= 1
-            unit.kept = unit.kept or keep
+            unit.drop_user(keep=keep)
             if unit.idle:
                 self._maybe_release(unit)
         self.depth -= 1
@@ -139,7 +169,7 @@ class Runtime:
             while unit.state is UnitState.ABSENT:
                 self._ask(Kind.GATHER, (unit.index, *self._ahead(unit.index)))
         for unit in movable:
-            self._arrive(unit)
+            unit.arrive()
         ahead = self._ahead(None) if movable else []
         if ahead:
             self._ask(Kind.GATHER, tuple(ahead))
@@ -150,7 +180,7 @@ class Runtime:
         """Start reading the next shards from their drive. Local: what another rank reads ahead does not matter."""
         for index in list(dict.fromkeys(self.schedule.upcoming()))[:_READ_AHEAD]:
             unit = self.units[index]
-            if StateKind.PARAM in unit.stored and unit.state is UnitState.ABSENT and not unit.read_ahead():
+            if unit.on_drive(StateKind.PARAM) and unit.state is UnitState.ABSENT and not unit.read_ahead():
                 return
 
     def _ahead(self, besides: int | None) -> list[int]:
@@ -190,32 +220,17 @@ class Runtime:
         self.counters.gathered_numel += unit.layout.numel
         if unit.state is not UnitState.ABSENT:
             # Another rank lost this unit earlier than we did: serve it. The bytes that arrive are the ones already here.
-            self._arrive(unit)
+            unit.arrive()
             self.counters.guest_collectives += 1
-            self._start_gather(unit).wait()
+            self.streams.gather(unit.start_gather).wait()
             return
-        unit.allocate()
-        try:
-            unit.transfer = self._start_gather(unit)
-        except BaseException:
-            unit.ready()
-            unit.release()  # nothing has arrived
-            raise
+        unit.fetch(self.streams.gather)
         if guest:
             self.counters.guest_collectives += 1
             self._discard(unit)
 
-    def _start_gather(self, unit: Unit) -> collectives.Transfer:
-        return self.streams.gather(unit.start_gather)  # type: ignore[return-value]
-
-    def _arrive(self, unit: Unit) -> None:
-        if unit.state is UnitState.FETCHING:
-            unit.transfer.wait()
-            unit.transfer = None
-            unit.ready()
-
     def _discard(self, unit: Unit) -> None:
-        self._arrive(unit)
+        unit.arrive()
         unit.release()
 
     def may_fetch_on_demand(self, unit: Unit) -> bool:
@@ -228,17 +243,17 @@ class Runtime:
             return False
         self.need([unit])
         if self._on_demand and not self.in_backward:
-            unit.users += 1
+            unit.add_user()
             self._on_demand[-1].append(unit)
         return True
 
     def pin(self, unit: Unit) -> None:
         """Gather ``unit`` and hold it until ``unpin`` (schedules and contexts that keep units across hooks)."""
         self.need([unit])
-        unit.pins += 1
+        unit.add_pin()
 
     def unpin(self, unit: Unit) -> None:
-        unit.pins -= 1
+        unit.drop_pin()
         if unit.idle and unit.state is UnitState.READY:
             unit.release()
 
@@ -295,10 +310,7 @@ class Runtime:
             self.schedule.end()
         self._forget_ahead()
         for unit in self.units:
-            unit.backward_inputs = 0
-            unit.done.clear()
-            unit.arrived.clear()
-            unit.kept = unit.kept and self.second_order
+            unit.end_backward(keep=self.second_order)
             if unit.movable and unit.users == 0 and unit.pins == 0 and unit.state is not UnitState.ABSENT and not self.second_order:
                 self._discard(unit)
         self.second_order = False
@@ -306,7 +318,7 @@ class Runtime:
 
     def _trim(self) -> None:
         """Where memory is the point, give back what the heap keeps of it."""
-        if self.device.type == "cpu" and any(u.stored for u in self.units):
+        if self.device.type == "cpu" and any(u.drives for u in self.units):
             hostmem.HeapTrimmer().trim()
 
     def _forget_ahead(self) -> None:
@@ -332,7 +344,7 @@ class Runtime:
         started = []
         self._trim()
         for unit in units:
-            unit.version += 1
+            unit.new_version()
             if unit.movable and unit.idle and unit.state is not UnitState.ABSENT:
                 self._discard(unit)
             if unit.master is not None:
@@ -340,23 +352,20 @@ class Runtime:
         for transfer in started:
             transfer.wait()
 
-    def _publish_one(self, unit: Unit, written: Sequence[tuple[int, int]]) -> collectives.Transfer:
+    def _publish_one(self, unit: Unit, written: Sequence[tuple[int, int]]) -> Transfer:
         """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
         assert unit.master is not None and unit.plan.optim is not None
         start, stop = unit.range_of(StateKind.OPTIM)
         base, end = unit.range_of(StateKind.PARAM)
         axes = list(zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True))
         wider = [group for p, o, group in reversed(axes) if p is Spread.REPLICATED and o is Spread.SHARDED and group.size > 1]
-        # What rests on a drive was written there tile by tile, parameters included.
-        fresh = StateKind.OPTIM in unit.stored
-        if not wider and (fresh or StateKind.PARAM in unit.stored):
-            if not fresh:
-                unit.stored[StateKind.PARAM].put(unit.master, start=start - base)
-            return collectives.Transfer([])
-        transfer = collectives.Transfer([])
+        away = unit.on_drive(StateKind.PARAM)
+        if away and not wider:
+            return ARRIVED if unit.tiled else unit.publish_part(start, unit.master)
+        transfer = ARRIVED
         with unit.values(StateKind.PARAM, write=True) as resting:
             own = resting[start - base : stop - base]
-            if not fresh and own.data_ptr() != unit.master.data_ptr():
+            if not unit.tiled and own.data_ptr() != unit.master.data_ptr():
                 unit.publish_rest(own, written)
             for group in wider:
                 transfer.wait()
@@ -364,7 +373,7 @@ class Runtime:
                 whole = resting[wide_start : wide_start + own.numel() * group.size]
                 transfer = _gather_on(unit.device, whole, own, group)
                 own = whole
-            if StateKind.PARAM in unit.stored:
+            if away:
                 transfer.wait()
         return transfer
 
@@ -384,11 +393,7 @@ class Runtime:
         if not keep_gradients:
             self.gradients.clear()
         for unit in self.units:
-            unit.users = 0
-            unit.kept = False
-            unit.backward_inputs = 0
-            for param in unit.params:
-                param.grad = None
+            unit.abandon()
             if unit.state is not UnitState.ABSENT and unit.movable and unit.pins == 0:
                 self._discard(unit)
 
@@ -401,11 +406,11 @@ class Runtime:
         return self.depth > 0 or self.in_backward or any(u.grad_state is GradState.LOCAL for u in self.units)
 
 
-def _gather_on(device: torch.device, whole: torch.Tensor, own: torch.Tensor, group: collectives.AxisGroup) -> collectives.Transfer:
+def _gather_on(device: torch.device, whole: torch.Tensor, own: torch.Tensor, group: collectives.AxisGroup) -> Transfer:
     """All-gather ``own`` into ``whole``; what rests in host memory travels through ``device``, which the group's backend knows."""
     if whole.device == device:
         return collectives.all_gather(whole, own, group)
     there = torch.empty_like(whole, device=device)
     collectives.all_gather(there, own.to(device), group).wait()
     whole.copy_(there)
-    return collectives.Transfer([])
+    return ARRIVED

@@ -17,9 +17,9 @@ from deepspeed.observe.log import logger
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.optim_tiles import OptimTiles, Turns
 from deepspeed.zero.optim_view import OptimView, run_step
-from deepspeed.zero.plan import Spread, StateKind
+from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.unit import Unit, square_sum
+from deepspeed.zero.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,14 @@ def take_step(
     """One optimizer update over all units. Collective. Gradients are consumed."""
     units = runtime.gather_gradients()
     runtime.steps += 1
-    after = runtime.gradients.policy.after / loss_scale
+    factor = 1.0 / loss_scale
     norm: float | None = None
     if rules.need_norm:
-        norm = global_norm(runtime, units) * after
+        norm = global_norm(runtime, units) * factor
         if not math.isfinite(norm) and rules.skip_nonfinite:
             report_nonfinite(runtime, units)
             runtime.gradients.clear()
             return StepResult(math.inf, overflow=True)
-    factor = after
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
     if tiles is None:
@@ -117,7 +116,7 @@ def _update(optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: Opt
     Returns the views in memory whose PARAM at rest the optimizer has written in the same pass.
     """
     turns = Turns(optimizer) if tiles is not None else None
-    here = [v for v in views if not v.on_drive]
+    here = [v for v in views if tiles is None or v not in tiles]
     for view in here:
         view.param.grad = view.gradient(factor)
     still = [pair for view in here for pair in view.frozen_parts(view.param.detach())]
@@ -135,26 +134,14 @@ def _update(optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: Opt
 
 
 def global_norm(runtime: Runtime, units: list[Unit]) -> float:
-    """L2 norm of the reduced gradients over all ranks, before ``after`` and the loss scale are divided out."""
+    """L2 norm of the mean gradients over all ranks, before the loss scale is divided out."""
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     for unit in units:
-        square = unit.grad_square if StateKind.GRAD in unit.stored else square_sum(unit.grad)  # type: ignore[arg-type]
-        assert square is not None
-        total += square.to(runtime.device) / _replication(unit)
+        total += unit.gradient_square().to(runtime.device)
     both = torch.stack([total, (~torch.isfinite(total)).double()])
     collectives.sum_scalars(both, runtime.mesh.job)
     whole, bad = both.tolist()
     return math.inf if bad else math.sqrt(whole)
-
-
-def _replication(unit: Unit) -> int:
-    """How many ranks hold each element of this unit's rest gradient."""
-    assert unit.plan.grad is not None
-    copies = 1
-    for way, axis in zip(unit.plan.grad.spread, unit.mesh.axes, strict=True):
-        if way is Spread.REPLICATED:
-            copies *= axis.size
-    return copies
 
 
 def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:

@@ -11,26 +11,25 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.collectives import Transfer
 from deepspeed.device import get_accelerator
+from deepspeed.tier.transfer import Transfer
 
 
-class SideTransfer:
-    """A transfer started on a side stream; ``wait`` makes the compute stream wait for it and releases its buffers."""
+class SideTransfer(Transfer):
+    """A transfer started on a side stream; ``wait`` makes the compute stream wait for it. ``captured`` lives until this is dropped."""
 
-    __slots__ = ("_event", "_inner", "_streams")
-
-    def __init__(self, inner: Transfer, streams: "Streams", event: Any) -> None:
-        self._inner = inner
-        self._streams = streams
+    def __init__(self, inner: Transfer, event: Any, captured: Any) -> None:
+        self.nbytes = inner.nbytes
         self._event = event
+        self._captured = captured
 
     def wait(self) -> None:
-        if self._event is None:
-            self._inner.wait()
-            return
-        get_accelerator().current_stream().wait_event(self._event)
+        if self._event is not None:
+            get_accelerator().current_stream().wait_event(self._event)
         self._event = None
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
 
 
 class Streams:
@@ -42,17 +41,17 @@ class Streams:
         self._gather = accelerator.Stream() if self._real else None
         self._reduce = accelerator.Stream() if self._real else None
 
-    def gather(self, start: Callable[[], Transfer]) -> SideTransfer:
+    def gather(self, start: Callable[[], Transfer]) -> Transfer:
         """Run ``start`` on the gather stream."""
         return self._on(self._gather, start)
 
-    def reduce(self, start: Callable[[], Transfer]) -> SideTransfer:
+    def reduce(self, start: Callable[[], Transfer]) -> Transfer:
         """Run ``start`` on the reduce stream."""
         return self._on(self._reduce, start)
 
-    def _on(self, stream: Any, start: Callable[[], Transfer]) -> SideTransfer:
+    def _on(self, stream: Any, start: Callable[[], Transfer]) -> Transfer:
         if stream is None:
-            return SideTransfer(start(), self, None)
+            return start()
         accelerator = get_accelerator()
         stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(stream):
@@ -61,14 +60,4 @@ class Streams:
             transfer.wait()
             event = accelerator.Event()
             event.record(stream)
-        return SideTransfer(_Held(start), self, event)
-
-
-class _Held(Transfer):
-    """Keeps what the starter captured alive until the SideTransfer is dropped."""
-
-    __slots__ = ("_captured",)
-
-    def __init__(self, captured: Any) -> None:
-        super().__init__([])
-        self._captured = captured
+        return SideTransfer(transfer, event, start)

@@ -7,9 +7,10 @@ from deepspeed.observe.log import logger
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.drive import AioSettings, Drive
 from deepspeed.tier.staging import Staging
+from deepspeed.tier.store import Memory, TierStore
 from deepspeed.tier.stored import Stored
 from deepspeed.zero.budget import MemoryPlan
-from deepspeed.zero.plan import OffloadPlan, Tier, UnitPlan
+from deepspeed.zero.plan import OffloadPlan, StateKind, Tier, UnitPlan
 
 _GRAD_BUFFERS = 3  # one filled by a reduction while two are written
 
@@ -25,15 +26,25 @@ class Tiers:
         self._host_param_left = plan.host_param_numel
         self._pin_failed = False
 
-    # -- host memory -----------------------------------------------------------------------------------------------------
-    def to_host(self, values: torch.Tensor, *, pin: bool) -> torch.Tensor:
-        """A copy of ``values`` in host memory; page-locked when asked for and possible, so that transfers run beside the compute."""
-        home = self.host_empty(values.numel(), values.dtype, pin=pin)
-        return home.copy_(values)
+    def place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
+        """A place for a state that rests on ``tier``; None for the device itself. ``max_in_cpu`` parameters stay in host memory."""
+        if tier is Tier.NVME:
+            if kind is StateKind.GRAD:
+                self._grad_staging = self._grad_staging or Staging(_GRAD_BUFFERS, pin=self._pins(pin=self.plan.pin_optim))
+                return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
+            if kind is StateKind.OPTIM:
+                return Stored(self.optim_drive(), numel, dtype)
+            drive = self._param_drive(dtype.itemsize)  # a wrong folder is said also when nothing goes there yet
+            if numel > self._host_param_left:
+                return Stored(drive, numel, dtype)
+            self._host_param_left -= numel
+        if tier is Tier.DEVICE or self.device.type == "cpu":
+            return None
+        return Memory(self._host_empty(numel, dtype, pin=self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim))
 
-    def host_empty(self, numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-        """``numel`` uninitialised elements of host memory, as in :meth:`to_host`."""
-        if pin and self.device.type != "cpu" and not self._pin_failed:
+    def _host_empty(self, numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+        """Uninitialised host memory; page-locked when asked for and possible, so that transfers run beside the compute."""
+        if pin and not self._pin_failed:
             try:
                 return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
             except RuntimeError as error:
@@ -59,24 +70,6 @@ class Tiers:
         return None
 
     # -- drives --------------------------------------------------------------------------------------------------------------
-    def store_param(self, numel: int, dtype: torch.dtype) -> Stored | None:
-        """A place on the drive for a parameter shard; None while ``max_in_cpu`` has room for it in host memory."""
-        drive = self._param_drive(dtype.itemsize)  # a wrong folder is said also when nothing goes there yet
-        if numel <= self._host_param_left:
-            self._host_param_left -= numel
-            return None
-        return Stored(drive, numel, dtype)
-
-    def store_optim(self, numel: int, dtype: torch.dtype) -> Stored:
-        """A place on the drive for optimizer state."""
-        return Stored(self.optim_drive(), numel, dtype)
-
-    def store_grad(self, numel: int, dtype: torch.dtype) -> Stored:
-        """A place on the drive for a rest gradient."""
-        if self._grad_staging is None:
-            self._grad_staging = Staging(_GRAD_BUFFERS, pin=self._pins(pin=self.plan.pin_optim))
-        return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
-
     def optim_drive(self) -> Drive:
         """The drive behind ``offload_optimizer``."""
         plan = self.plan

@@ -2,61 +2,26 @@
 
 import contextlib
 import math
-import weakref
-from collections.abc import Iterable, Iterator
-from enum import Enum
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from deepspeed.comm import collectives
-from deepspeed.errors import InvalidStateError, UsageError
-from deepspeed.mesh.groups import Mesh
+from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
-from deepspeed.tier.stored import Stored
+from deepspeed.tier.store import Memory, TierStore, round_into
+from deepspeed.tier.transfer import ARRIVED, Transfer
+from deepspeed.zero.facts import GradState, UnitFacts, UnitState, check_move, owned_range
 from deepspeed.zero.layout import FlatLayout, Segment
-from deepspeed.zero.local import expose, hide, storage_uses, unmark_zero_parameter
-from deepspeed.zero.plan import Spread, Spreads, StateKind, Tier, UnitPlan
+from deepspeed.zero.param import expose, follow, hide, local_of, point, storage_uses, unmark_zero_parameter
+from deepspeed.zero.plan import Spread, StateKind, Tier, UnitPlan
 from deepspeed.zero.tiers import Tiers
 
-_PIECE_NUMEL = 1 << 24  # that many fp32 numbers at once on their way to a device: 64 MiB
 
-
-class UnitState(Enum):
-    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a full buffer being filled; READY both."""
-
-    ABSENT = "absent"
-    FETCHING = "fetching"
-    READY = "ready"
-
-
-class GradState(Enum):
-    """EMPTY nothing; LOCAL a full-size partial sum of this rank; REDUCED (also) the rest shard; COLLAPSED ready for the step."""
-
-    EMPTY = "empty"
-    LOCAL = "local"
-    REDUCED = "reduced"
-    COLLAPSED = "collapsed"
-
-
-_LEGAL_UNIT = {
-    (UnitState.ABSENT, UnitState.FETCHING),
-    (UnitState.FETCHING, UnitState.READY),
-    (UnitState.READY, UnitState.ABSENT),
-}
-_LEGAL_GRAD = {
-    (GradState.EMPTY, GradState.LOCAL),
-    (GradState.LOCAL, GradState.REDUCED),
-    (GradState.REDUCED, GradState.LOCAL),
-    (GradState.REDUCED, GradState.COLLAPSED),
-    (GradState.EMPTY, GradState.COLLAPSED),
-    (GradState.COLLAPSED, GradState.LOCAL),
-}
-
-
-class Fetcher(Protocol):
-    """What a unit needs from its runtime to serve a read of a released parameter."""
+class Keeper(Protocol):
+    """Who gathers and releases a unit, and serves reads of its released parameters: a runtime, or ``zero.Init``."""
 
     def may_fetch_on_demand(self, unit: "Unit") -> bool: ...
 
@@ -67,65 +32,66 @@ class Fetcher(Protocol):
     def unpin(self, unit: "Unit") -> None: ...
 
 
-def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
-    """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
-    start = 0
-    for way, axis in zip(spread, mesh.axes, strict=True):
-        if way is Spread.SHARDED:
-            numel //= axis.size
-            start += numel * axis.index
-    return start, start + numel
+class View(Protocol):
+    """What an optimizer sees of the master: ``param`` covers flat indices [start, stop)."""
+
+    start: int
+    stop: int
+    param: nn.Parameter
 
 
 class Unit:
     """Parameters with one dtype and one plan, in one flat layout.
 
-    ``full`` is the flat compute-dtype buffer every parameter is a view of, for the whole run; under a sharded PARAM its
-    storage is shrunk to nothing while released and the values rest in ``shard``. ``master`` is this rank's range of OPTIM in
-    fp32 (the very same memory as the parameter when dtypes and ranges agree). ``grad`` is the rest gradient in the
-    accumulation dtype, ``partial`` the local sum before reduction.
+    ``full`` is the flat compute-dtype buffer every parameter is a view of, for the whole run; under a sharded PARAM its storage is
+    shrunk to nothing while released and the values rest in ``shard``. ``master`` is this rank's range of OPTIM in fp32 (the very same
+    memory as the parameter when dtypes and ranges agree). ``grad`` is the rest gradient in the accumulation dtype, ``partial`` the
+    local sum before reduction.
 
-    A state that rests on a drive is in ``stored``; its tensor here shows the shape and reads as not-a-number. :meth:`values` gives
-    the values of any state wherever it rests.
+    ``rest`` says where each state rests; ``shard``, ``master`` and ``grad`` are its tensors, which read as not-a-number for what is on
+    a drive. Attributes are written by methods of this class only.
     """
 
-    def __init__(self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, mesh: Mesh) -> None:
+    def __init__(self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, facts: UnitFacts) -> None:
         self.index = index
         self.name = name
         self.params = params
         self.layout = layout
         self.plan = plan
-        self.mesh = mesh
+        self.facts = facts
+        self.mesh = facts.mesh
+        # PARAM rests elsewhere than in the full buffer, so that there is something to fetch and release.
+        cut = any(w is Spread.SHARDED and a.size > 1 for w, a in zip(plan.param.spread, self.mesh.axes, strict=True))
+        self.movable = plan.param.away or cut
         self.state = UnitState.READY
         self.grad_state = GradState.EMPTY
         self.users = 0
         self.pins = 0
         self.version = 0
         self.fetched_version = 0
-        self.fetcher: Fetcher | None = None
         self.full = torch.empty(0)
-        self.shard = torch.empty(0)
-        self.master: torch.Tensor | None = None
-        self.grad: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
-        self.stored: dict[StateKind, Stored] = {}
+        self.rest: dict[StateKind, TierStore] = {}
+        self.views: list[View] = []
         self.tiers: Tiers | None = None
         # Sum of the squares of a rest gradient that is on the drive.
         self.grad_square: torch.Tensor | None = None
         self.master_is_param = False
-        self._views: list[torch.Tensor] = []
-        self._void: torch.Tensor | None = None
-        self._own_uses = 0
+        self._tiled = False
+        # Positions whose gradients are in ``partial``; of these, those of the running backward.
         self.fired: set[int] = set()
         self.arrived: set[int] = set()
         # Something that autograd cannot announce will read the parameters in backward: they stay until the flush.
         self.kept = False
         self.grad_filled = False
-        self.backward_inputs = 0
-        self.done: set[int] = set()
+        self._backward_inputs = 0
+        self._done: set[int] = set()
         self._done_task = -1
-        self._owner: weakref.ref[Any] | None = None
-        self.transfer: Any = None
+        self._keeper: Callable[[], Keeper | None] = _nobody
+        self._transfer: Transfer | None = None
+        self._views: list[torch.Tensor] = []
+        self._void: torch.Tensor | None = None
+        self._own_uses = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
@@ -135,61 +101,95 @@ class Unit:
         ``tiers`` has the places for states that do not rest on the device.
         """
         self.tiers = tiers
-        own = self.range_of(StateKind.PARAM)
+        start, stop = self.range_of(StateKind.PARAM)
         self.full = values.to(dtype) if values.dtype != dtype else values
         self._views = [self.view(self.full, s) for s in self.layout.segments]
         for p, view in zip(self.params, self._views, strict=True):
-            expose(p)
-            p.data = view
+            expose(p, view)
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
-        self.shard = self.full[own[0] : own[1]]
+        self.rest[StateKind.PARAM] = Memory(self.full[start:stop])
         if self.movable:
-            self._rest_param()
+            place = self._place(StateKind.PARAM, self.plan.param.tier, stop - start, dtype)
+            if place is not None:
+                place.put(self.shard).wait()
+            self.rest[StateKind.PARAM] = place or Memory(self.shard.clone())
         if keep_master and self.plan.optim is not None:
             self._rest_master(values, torch.promote_types(dtype, torch.float32))
         if self.movable:
             self.state = UnitState.READY
-            # One each for ``full``, its views and the parameters over it, and one for the question itself.
-            self._own_uses = 2 + len(self._views) + len(self.params)
+            # What the unit itself holds of the storage: the buffer, its views and the parameters over it.
+            self._own_uses = storage_uses(self.full)
             self.release()
 
-    def _rest_param(self) -> None:
-        """Give PARAM its rest place beside the full buffer."""
-        stored = None
-        if self.plan.param.tier is Tier.NVME:
-            assert self.tiers is not None
-            stored = self.tiers.store_param(self.shard.numel(), self.shard.dtype)
-        if stored is not None:
-            stored.put(self.shard)
-            self.stored[StateKind.PARAM] = stored
-            self.shard = _nothing(self.shard.numel(), self.shard.dtype)
-        elif self.plan.param.away and self.device.type != "cpu":
-            assert self.tiers is not None
-            self.shard = self.tiers.to_host(self.shard, pin=self.tiers.plan.pin_param)
-        else:
-            self.shard = self.shard.clone()
+    def _place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
+        return self.tiers.place(kind, tier, numel, dtype) if self.tiers is not None else None
 
     def _rest_master(self, values: torch.Tensor, wide: torch.dtype) -> None:
         """Give OPTIM's fp32 weights their rest place."""
         assert self.plan.optim is not None
         start, stop = self.range_of(StateKind.OPTIM)
-        if self.plan.optim.tier is Tier.NVME:
-            assert self.tiers is not None
-            stored = self.tiers.store_optim(stop - start, wide)
-            stored.put(values[start:stop])
-            self.stored[StateKind.OPTIM] = stored
-            self.master = _nothing(stop - start, wide)
-            return
-        home = self.optim_device
-        self.master_is_param = self.shard.dtype == wide and self.shard.device == home and StateKind.PARAM not in self.stored
+        place = self._place(StateKind.OPTIM, self.plan.optim.tier, stop - start, wide)
+        shard = self.rest[StateKind.PARAM]
+        self.master_is_param = place is None and not shard.on_drive and (shard.tensor.dtype, shard.tensor.device) == (wide, self.device)
         if self.master_is_param:
-            base, _ = self.range_of(StateKind.PARAM)
-            self.master = self.shard[start - base : stop - base]
-        elif home == self.device:
-            self.master = values[start:stop].to(wide, copy=True)
-        else:
-            assert self.tiers is not None
-            self.master = self.tiers.to_host(values[start:stop].to(wide), pin=self.tiers.plan.pin_optim)
+            self._alias_master()
+            return
+        if place is not None:
+            place.put(values[start:stop]).wait()
+        self.rest[StateKind.OPTIM] = place or Memory(values[start:stop].to(wide, copy=True))
+
+    def _alias_master(self) -> None:
+        base, start, stop = self.range_of(StateKind.PARAM)[0], *self.range_of(StateKind.OPTIM)
+        self.rest[StateKind.OPTIM] = Memory(self.shard[start - base : stop - base])
+
+    def open_grad(self, dtype: torch.dtype) -> TierStore:
+        """The place of the rest gradient, made where there is none."""
+        if StateKind.GRAD not in self.rest:
+            assert self.plan.grad is not None
+            start, stop = self.range_of(StateKind.GRAD)
+            place = self._place(StateKind.GRAD, self.plan.grad.tier, stop - start, dtype)
+            self.rest[StateKind.GRAD] = place or Memory(collectives.fresh(stop - start, dtype, self.device))
+        return self.rest[StateKind.GRAD]
+
+    def add_view(self, view: View) -> None:
+        """``view`` is part of what an optimizer sees of this unit."""
+        self.views.append(view)
+
+    def update_in_tiles(self) -> None:
+        """From here on the update writes PARAM at rest itself, tile by tile."""
+        self._tiled = True
+
+    # -- what is where ---------------------------------------------------------------------------------------------------
+    @property
+    def shard(self) -> torch.Tensor:
+        """PARAM at rest."""
+        return self.rest[StateKind.PARAM].tensor
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """The fp32 weights at rest; None where nothing is optimised."""
+        store = self.rest.get(StateKind.OPTIM)
+        return None if store is None else store.tensor
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The rest gradient; None before the first one."""
+        store = self.rest.get(StateKind.GRAD)
+        return None if store is None else store.tensor
+
+    def on_drive(self, kind: StateKind) -> bool:
+        """Whether that state rests on a drive."""
+        return kind in self.rest and self.rest[kind].on_drive
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing."""
+        return self._tiled or self.on_drive(StateKind.OPTIM)
+
+    @property
+    def drives(self) -> bool:
+        """Whether anything of the unit rests on a drive."""
+        return any(store.on_drive for store in self.rest.values())
 
     @property
     def optim_device(self) -> torch.device:
@@ -197,24 +197,10 @@ class Unit:
         away = self.plan.optim is not None and self.plan.optim.away
         return torch.device("cpu") if away else self.device
 
-    @contextlib.contextmanager
-    def values(self, kind: StateKind, *, write: bool = False) -> Iterator[torch.Tensor]:
+    def values(self, kind: StateKind, *, write: bool = False) -> contextlib.AbstractContextManager[torch.Tensor]:
         """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
-        stored = self.stored.get(kind)
-        if stored is None:
-            tensor = {StateKind.PARAM: self.shard, StateKind.GRAD: self.grad, StateKind.OPTIM: self.master}[kind]
-            assert tensor is not None, f"unit {self.name} holds no {kind.value}"
-            yield tensor
-        else:
-            with stored.open(write=write) as tensor:
-                yield tensor
-
-    @property
-    def movable(self) -> bool:
-        """True when PARAM rests elsewhere than in the full buffer, so that there is something to fetch and release."""
-        return self.plan.param.away or any(
-            w is Spread.SHARDED and a.size > 1 for w, a in zip(self.plan.param.spread, self.mesh.axes, strict=True)
-        )
+        assert kind in self.rest, f"unit {self.name} holds no {kind.value}"
+        return self.rest[kind].open(write=write)
 
     @property
     def title(self) -> str:
@@ -235,6 +221,10 @@ class Unit:
     def device(self) -> torch.device:
         return self.full.device
 
+    @property
+    def idle(self) -> bool:
+        return self.users == 0 and self.pins == 0
+
     def range_of(self, kind: StateKind) -> tuple[int, int]:
         """This rank's flat [start, stop) of a state at rest."""
         plan = {StateKind.PARAM: self.plan.param, StateKind.GRAD: self.plan.grad, StateKind.OPTIM: self.plan.optim}[kind]
@@ -252,52 +242,125 @@ class Unit:
             return
         base, width = self.full.data_ptr(), self.full.element_size()
         for segment, param in zip(self.layout.segments, self.params, strict=True):
-            if segment.numel and param.data_ptr() != base + segment.offset * width:
+            if segment.numel and local_of(param).data_ptr() != base + segment.offset * width:
                 raise UsageError(
                     f"parameter {segment.name!r} was given other data, moved or cast after deepspeed.initialize (now {param.dtype} on "
                     f"{param.device}); the engine's optimizer would no longer update it. Choose dtype and device before, or through the "
                     "configuration, and write values in place (param.data.copy_(...))"
                 )
 
+    # -- gradients -------------------------------------------------------------------------------------------------------
     @property
     def holds_gradient(self) -> bool:
-        """Whether memory or a place on a drive exists for the rest gradient."""
-        return self.grad is not None or (StateKind.GRAD in self.stored and self.grad_filled)
+        """Whether memory, or a filled place on a drive, exists for the rest gradient."""
+        return StateKind.GRAD in self.rest and (self.grad_filled or not self.on_drive(StateKind.GRAD))
 
     def note_gradient(self, grad: torch.Tensor) -> None:
-        """The rest gradient on the drive is now ``grad``."""
-        if StateKind.GRAD in self.stored:
+        """The rest gradient is now ``grad``; of one on a drive the norm is kept, so that it need not be read again."""
+        if self.on_drive(StateKind.GRAD):
             self.grad_square = square_sum(grad)
+
+    def gradient_square(self) -> torch.Tensor:
+        """This rank's part of the squared norm of the unit's mean gradient; an element that several ranks hold counts once in all."""
+        assert self.plan.grad is not None
+        copies = 1
+        for way, axis in zip(self.plan.grad.spread, self.mesh.axes, strict=True):
+            copies *= axis.size if way is Spread.REPLICATED else 1
+        if self.grad_square is not None and self.on_drive(StateKind.GRAD):
+            return self.grad_square * self.facts.after**2 / copies
+        assert self.grad is not None
+        square, (start, stop) = square_sum(self.grad), self.range_of(StateKind.GRAD)
+        for segment in self.layout.segments:
+            lo, hi = self.layout.overlap(segment, start, stop)
+            if segment.norm_weight != 1.0 and lo < hi:
+                square = square - square_sum(self.grad[lo - start : hi - start]) * (1.0 - segment.norm_weight)
+        return square * self.facts.after**2 / copies
+
+    def open_partial(self, dtype: torch.dtype) -> torch.Tensor:
+        """The full-size local sum, made (with zeros in the gaps) where there is none. EMPTY or REDUCED -> LOCAL."""
+        if self.partial is None:
+            self.partial = collectives.fresh(self.layout.numel, dtype, self.device)
+            for start, stop in self.layout.gaps:
+                self.partial[start:stop].zero_()
+            self.fired.clear()
+        self.move_grad(GradState.LOCAL)
+        return self.partial
+
+    def note_packed(self, position: int) -> None:
+        """The gradient of one parameter is in the local sum."""
+        self.fired.add(position)
+        self.arrived.add(position)
+
+    def take_partial(self) -> torch.Tensor | None:
+        """Give the local sum away, zeros where nothing fired."""
+        partial, self.partial = self.partial, None
+        for position, segment in enumerate(self.layout.segments):
+            if partial is not None and position not in self.fired:
+                partial[segment.offset : segment.stop].zero_()
+        self.fired.clear()
+        self.arrived.clear()
+        return partial
+
+    def restore_partial(self, partial: torch.Tensor, positions: set[int]) -> None:
+        """Make ``partial`` (flat, zero in the gaps) this rank's sum of the parameters at ``positions`` that no reduction has taken yet."""
+        self.partial, self.fired = partial, positions
+        self.move_grad(GradState.LOCAL)
+
+    def fill_grad(self) -> bool:
+        """The rest gradient will hold something; whether it did."""
+        filled, self.grad_filled = self.grad_filled, True
+        return filled
+
+    def clear_grad(self) -> None:
+        """Drop the gradient; its memory stays for the next window."""
+        self.partial = None
+        self.fired.clear()
+        self.arrived.clear()
+        self.grad_filled = False
+        self.move_grad(GradState.EMPTY)
 
     # -- state machines ------------------------------------------------------------------------------------------------
     def move(self, state: UnitState) -> None:
-        if (self.state, state) not in _LEGAL_UNIT:
-            raise InvalidStateError(f"unit {self.name}: parameters cannot go from {self.state.value} to {state.value}")
+        check_move(self.name, self.state, state)
         self.state = state
 
     def move_grad(self, state: GradState) -> None:
-        if state is self.grad_state:
-            return
-        if (self.grad_state, state) not in _LEGAL_GRAD and state is not GradState.EMPTY:
-            raise InvalidStateError(f"unit {self.name}: gradients cannot go from {self.grad_state.value} to {state.value}")
+        check_move(self.name, self.grad_state, state)
         self.grad_state = state
 
-    # -- memory ----------------------------------------------------------------------------------------------------------
+    # -- gather and release ----------------------------------------------------------------------------------------------
     def allocate(self) -> None:
-        """ABSENT -> FETCHING: give the full buffer its bytes back."""
-        self.move(UnitState.FETCHING)
+        """ABSENT -> FETCHING: give the full buffer its bytes back. Where there are none to be had the unit stays ABSENT."""
         storage = self.full.untyped_storage()
         storage.resize_(self.layout.numel * self.full.element_size())
+        self.move(UnitState.FETCHING)
         if self.full.device.type == "cpu":
             hostmem.prefer_huge_pages(storage.data_ptr(), storage.nbytes())
         self.fetched_version = self.version
+
+    def fetch(self, start: Callable[[Callable[[], Transfer]], Transfer]) -> None:
+        """ABSENT -> FETCHING: begin to gather, with ``start(self.start_gather)``. After an error the unit is ABSENT again."""
+        self.allocate()
+        try:
+            self._transfer = start(self.start_gather)
+        except BaseException:
+            self.ready()
+            self.release()  # nothing has arrived
+            raise
+
+    def arrive(self) -> None:
+        """FETCHING -> READY, when everything is here."""
+        if self.state is UnitState.FETCHING:
+            if self._transfer is not None:
+                self._transfer.wait()
+            self._transfer = None
+            self.ready()
 
     def ready(self) -> None:
         """FETCHING -> READY: the bytes are there; parameters show their own class again."""
         self.move(UnitState.READY)
         for p, view in zip(self.params, self._views, strict=True):
-            expose(p)
-            p.data = view
+            expose(p, view)
 
     def release(self) -> None:
         """READY -> ABSENT: free the full buffer; views stay, the storage is resized and never replaced."""
@@ -315,6 +378,57 @@ class Unit:
         """True while views of the full buffer other than the unit's own are alive (while READY): in a backward, ops that will read."""
         return storage_uses(self.full) > self._own_uses
 
+    def start_gather(self) -> Transfer:
+        """Fill the full buffer: from the tier where the shard rests, then over the axis that PARAM is cut on."""
+        cut = [g for way, g in zip(self.plan.param.spread, self.mesh.groups, strict=True) if way is Spread.SHARDED and g.size > 1]
+        start, stop = self.range_of(StateKind.PARAM)
+        own, rest = self.full[start:stop], self.rest[StateKind.PARAM]
+        if cut and not rest.on_drive and rest.tensor.device == own.device:
+            return collectives.all_gather(self.full, rest.tensor, cut[0])
+        rest.get(own).wait()
+        return collectives.all_gather(self.full, own, cut[0]) if cut else ARRIVED
+
+    def read_ahead(self) -> bool:
+        """Start reading the shard from its drive for a later fetch; False when it is not there, or no staging buffer is free."""
+        return self.state is UnitState.ABSENT and self.rest[StateKind.PARAM].read_ahead()
+
+    def forget_ahead(self) -> None:
+        """What was read ahead will not be fetched."""
+        self.rest[StateKind.PARAM].forget_ahead()
+
+    def fetch_whole(self) -> None:
+        """Gather at once, without schedule or agreement: for construction and teardown, where every rank does the same."""
+        if self.state is UnitState.ABSENT:
+            self.fetch(lambda gather: gather())
+            self.arrive()
+
+    # -- users, pins, backward ---------------------------------------------------------------------------------------------
+    def add_user(self) -> None:
+        """A module that needs the unit runs."""
+        self.users += 1
+
+    def drop_user(self, *, keep: bool = False) -> None:
+        """That module has run. ``keep``: the parameters stay until the flush."""
+        self.users -= 1
+        self.kept = self.kept or keep
+
+    def add_pin(self) -> None:
+        """Hold the values, whoever uses them."""
+        self.pins += 1
+
+    def drop_pin(self) -> None:
+        """The counterpart of ``add_pin``; who calls it releases."""
+        self.pins -= 1
+
+    def await_inputs(self, count: int) -> None:
+        """So many gradients of a block's inputs will tell that its backward is through."""
+        self._backward_inputs += count
+
+    def input_arrived(self) -> bool:
+        """One of them has come; whether it was the last."""
+        self._backward_inputs = max(0, self._backward_inputs - 1)
+        return self._backward_inputs == 0
+
     def all_done(self, position: int, task: int) -> bool:
         """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one task.
 
@@ -322,41 +436,26 @@ class Unit:
         from another task (a reentrant checkpoint) prove nothing about this one.
         """
         if task != self._done_task:
-            self.done.clear()
+            self._done.clear()
             self._done_task = task
-        self.done.add(position)
-        return len(self.done) == len(self.params)
+        self._done.add(position)
+        return len(self._done) == len(self.params)
 
-    def start_gather(self) -> collectives.Transfer:
-        """Fill the full buffer: from the tier where the shard rests, then over the axis that PARAM is cut on."""
-        cut = [g for way, g in zip(self.plan.param.spread, self.mesh.groups, strict=True) if way is Spread.SHARDED and g.size > 1]
-        start, stop = self.range_of(StateKind.PARAM)
-        own = self.full[start:stop]
-        if StateKind.PARAM in self.stored:
-            self.stored[StateKind.PARAM].load(own)
-        elif self.shard.device != own.device or not cut:
-            own.copy_(self.shard, non_blocking=True)
-        else:
-            own = self.shard
-        return collectives.all_gather(self.full, own, cut[0]) if cut else collectives.Transfer([])
+    def end_backward(self, *, keep: bool) -> None:
+        """The backward is over. ``keep``: it left a graph that will read what was kept."""
+        self._backward_inputs = 0
+        self._done.clear()
+        self.arrived.clear()
+        self.kept = self.kept and keep
 
-    def read_ahead(self) -> bool:
-        """Start reading the shard from its drive for a later fetch; False when it is not there, or no staging buffer is free."""
-        stored = self.stored.get(StateKind.PARAM)
-        return stored is not None and self.state is UnitState.ABSENT and stored.read_ahead()
+    def abandon(self) -> None:
+        """After an error: nobody uses the unit, and no gradient waits in a parameter."""
+        self.users = 0
+        self.end_backward(keep=False)
+        for param in self.params:
+            param.grad = None
 
-    def forget_ahead(self) -> None:
-        """What was read ahead will not be fetched."""
-        if StateKind.PARAM in self.stored:
-            self.stored[StateKind.PARAM].forget_ahead()
-
-    def fetch_whole(self) -> None:
-        """Gather at once, without schedule or agreement: for construction and teardown, where every rank does the same."""
-        if self.state is UnitState.ABSENT:
-            self.allocate()
-            self.start_gather().wait()
-            self.ready()
-
+    # -- resting copies ------------------------------------------------------------------------------------------------------
     def local_part(self, position: int) -> torch.Tensor:
         """This rank's resting part of one parameter, flat (possibly empty); not-a-number while it rests on a drive."""
         start, stop = self.range_of(StateKind.PARAM)
@@ -377,13 +476,13 @@ class Unit:
                 with self.values(kind, write=True) as resting:
                     resting[lo - start : hi - start].copy_(values[lo - segment.offset : hi - segment.offset])
 
-    def publish_part(self, start: int, values: torch.Tensor) -> None:
-        """Make PARAM at rest hold ``values`` (any floating dtype), which begin at flat index ``start``."""
-        at = start - self.range_of(StateKind.PARAM)[0]
-        if StateKind.PARAM in self.stored:
-            self.stored[StateKind.PARAM].put(values, start=at)
-        else:
-            _round_into(self.shard[at : at + values.numel()], values)
+    def new_version(self) -> None:
+        """PARAM at rest changes: what was gathered before is old."""
+        self.version += 1
+
+    def publish_part(self, start: int, values: torch.Tensor) -> Transfer:
+        """Make PARAM at rest hold ``values`` (any floating dtype; untouched until it has), which begin at flat index ``start``."""
+        return self.rest[StateKind.PARAM].put(values, start=start - self.range_of(StateKind.PARAM)[0], lent=True)
 
     def publish_rest(self, own: torch.Tensor, written: Iterable[tuple[int, int]]) -> None:
         """Round the master into ``own``, PARAM over the range of OPTIM, but for the flat ranges that the update has ``written`` there."""
@@ -392,8 +491,29 @@ class Unit:
         done = base
         for lo, hi in [*sorted(written), (stop, stop)]:
             if done < lo:
-                _round_into(own[done - base : lo - base], self.master[done - base : lo - base])
+                round_into(own[done - base : lo - base], self.master[done - base : lo - base])
             done = hi
+
+    def relocate(self, kind: StateKind, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the memory of a state at rest by a copy of it elsewhere; what looks at it follows."""
+        store = self.rest[kind]
+        assert isinstance(store, Memory), f"the {kind.value} of unit {self.name} is on a drive"
+        self.rest[kind] = Memory(copy(store.tensor))
+        if kind is StateKind.PARAM:
+            for position, param in enumerate(self.params):
+                follow(param, self.local_part(position))
+            if self.master_is_param:
+                self._alias_master()
+        if self.master is not None and (kind is StateKind.OPTIM or self.master_is_param):
+            start = self.range_of(StateKind.OPTIM)[0]
+            for view in self.views:
+                point(view.param, self.master[view.start - start : view.stop - start].view(view.param.shape))
+
+    def drop_rest(self, *kinds: StateKind) -> None:
+        """Give the places of these states back."""
+        for kind in kinds:
+            if (store := self.rest.pop(kind, None)) is not None and store.on_drive:
+                store.drop()
 
     def forget(self, param: nn.Parameter) -> None:
         """``param`` no longer belongs to this unit."""
@@ -403,47 +523,35 @@ class Unit:
     def strip(self) -> None:
         """Keep the resting parameters only; the unit belongs to nobody and can still be gathered."""
         self.plan = self.plan.frozen()
-        self._unstore(StateKind.GRAD, StateKind.OPTIM)
-        self.master = self.grad = self.partial = None
+        self.drop_rest(StateKind.GRAD, StateKind.OPTIM)
+        self.views = []
+        self.partial = None
         self.grad_filled = False
         self.grad_state = GradState.EMPTY
-        self.fetcher = self._owner = None
+        self._keeper = _nobody
         self.users = self.pins = 0
-        self.kept = False
+        self.kept = self.master_is_param = self._tiled = False
         if self.state is UnitState.READY:
             self.release()
 
     def drop(self) -> None:
         """Give every byte back; the unit is dead afterwards."""
-        self.params = []
-        self._views = []
-        self._unstore(*self.stored)
-        self.full = self.shard = torch.empty(0)
-        self.master = self.grad = self.partial = None
-        self.fetcher = None
+        self.params, self.views, self._views = [], [], []
+        self.drop_rest(*self.rest)
+        self.rest[StateKind.PARAM] = Memory(torch.empty(0))
+        self.full = torch.empty(0)
+        self.partial = None
+        self._keeper = _nobody
 
-    def _unstore(self, *kinds: StateKind) -> None:
-        for kind in kinds:
-            if kind in self.stored:
-                self.stored.pop(kind).drop()
+    # -- the keeper ------------------------------------------------------------------------------------------------------
+    def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:
+        """``keeper()`` gathers and releases the unit from now on; a weak reference to a runtime, which a unit never keeps alive."""
+        self._keeper = keeper
 
     @property
-    def idle(self) -> bool:
-        return self.users == 0 and self.pins == 0
-
-    # -- the engine side (access.py) ------------------------------------------------------------------------------------
-    def set_owner(self, owner: Any) -> None:
-        """``owner`` answers for gradients and optimizer state; held weakly, so a unit never keeps an engine alive."""
-        self._owner = weakref.ref(owner)
-
-    def has_owner(self) -> bool:
-        return self._owner is not None and self._owner() is not None
-
-    def owner(self) -> Any:
-        found = self._owner() if self._owner is not None else None
-        if found is None:
-            raise InvalidStateError(f"unit {self.name} belongs to no living engine")
-        return found
+    def keeper(self) -> Keeper | None:
+        """Who gathers and releases the unit; None when nobody does any more."""
+        return self._keeper()
 
     @property
     def order(self) -> int:
@@ -452,8 +560,8 @@ class Unit:
 
     def pin(self) -> None:
         """Hold the full values until ``unpin``."""
-        if self.fetcher is not None:
-            self.fetcher.pin(self)
+        if (keeper := self.keeper) is not None:
+            keeper.pin(self)
         else:
             self.fetch_whole()
             self.pins += 1
@@ -462,45 +570,31 @@ class Unit:
         """Have the full values here until the running backward is over. Collective where they are not."""
         if not self.whole:
             self.pin()
-            self.unpin_later()
-
-    def unpin_later(self) -> None:
-        """Give a pin back without releasing: the end of the backward does that."""
-        self.pins -= 1
-        self.kept = True
+            self.pins -= 1
+            self.kept = True
 
     def unpin(self) -> None:
-        if self.fetcher is not None:
-            self.fetcher.unpin(self)
+        if (keeper := self.keeper) is not None:
+            keeper.unpin(self)
         else:
             self.pins -= 1
             if self.pins == 0 and self.state is UnitState.READY:
                 self.release()
 
-    # -- served to released parameters (local.py) -----------------------------------------------------------------------
     def may_fetch_on_demand(self) -> bool:
-        return self.fetcher is not None and self.fetcher.may_fetch_on_demand(self)
+        keeper = self.keeper
+        return keeper is not None and keeper.may_fetch_on_demand(self)
 
     def fetch_on_demand(self) -> bool:
-        return self.fetcher is not None and self.fetcher.fetch_on_demand(self)
+        keeper = self.keeper
+        return keeper is not None and keeper.fetch_on_demand(self)
 
 
-def _round_into(out: torch.Tensor, values: torch.Tensor) -> None:
-    """``out.copy_(values)``, with the rounding done where ``out`` is: torch's copy from the host to a device rounds on the host."""
-    if out.device == values.device or values.device.type != "cpu" or out.dtype == values.dtype:
-        out.copy_(values)
-        return
-    for lo in range(0, values.numel(), _PIECE_NUMEL):
-        piece = slice(lo, lo + _PIECE_NUMEL)
-        out[piece].copy_(values[piece].to(out.device))
+def _nobody() -> None:
+    return None
 
 
 def square_sum(values: torch.Tensor) -> torch.Tensor:
     """Sum of squares in float64, from a norm in fp32 or wider."""
     wide = torch.promote_types(values.dtype, torch.float32)
     return torch.linalg.vector_norm(values, dtype=wide).double().square()
-
-
-def _nothing(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Stands for values that are elsewhere: ``numel`` elements that read as not-a-number and refuse to be written."""
-    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device="cpu").expand(numel)

@@ -85,7 +85,7 @@ def saved_model(folder: str, **changes: Any) -> nn.Module:
 def pretrained(folder: str, tied: bool) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    from deepspeed.zero.local import is_released
+    from deepspeed.zero.param import is_released
 
     plain = saved_model(folder, tie_word_embeddings=tied)
     losses, weights = reference(plain, data_of())

@@ -9,7 +9,7 @@ import deepspeed
 from deepspeed.errors import NotYetError, UsageError
 from deepspeed.observe.log import logger
 from deepspeed.verify.models import case_named
-from deepspeed.zero.local import is_released
+from deepspeed.zero.param import is_released
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start, train_step
 

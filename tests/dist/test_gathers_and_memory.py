@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from deepspeed.observe.log import logger
-from deepspeed.zero.unit import Unit, UnitState
+from deepspeed.zero.facts import UnitState
+from deepspeed.zero.unit import Unit
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.verify.models import HIDDEN, Block, Case, Place, Stack, case_named, regression_batch, seeded
-from deepspeed.zero.unit import UnitState
+from deepspeed.zero.facts import UnitState
 from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, start

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import Case, case_named
-from deepspeed.zero.local import ReleasedFace
+from deepspeed.zero.param import ReleasedFace
 from tests.harness.faults import Faults, InjectedFault
 from tests.harness.lockstep import TOLERANCE, equal, live_bytes, not_at_rest
 from tests.harness.pool import RankPool

@@ -70,7 +70,7 @@ def born_on_a_drive() -> list[str]:
             with deepspeed.zero.Init(remote_device="nvme" if away else None, config_dict_or_path=config):
                 model = Wide()
             if away:
-                held = {type(s).__name__ for p in model.parameters() for s in p._ds_unit.stored.values()}
+                held = {type(s).__name__ for p in model.parameters() for s in p._ds_unit.rest.values() if s.on_drive}
                 if held != {"Stored"}:
                     problems.append(f"the weights do not rest on the drive: {held}")
             engine = start(model, config)

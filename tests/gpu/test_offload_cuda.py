@@ -247,7 +247,7 @@ def test_states_rest_where_they_should(stage: int, name: str, dtype: str, tmp_pa
     zero = places(tmp_path)[name]
     engine = start(config(stage, dtype, zero, gas=1))
     backward(engine, 0)
-    engine.settle_gradients()
+    engine.runtime.gradients.land_all()
     optim, param = zero.get("offload_optimizer", {}), zero.get("offload_param", {})
     updated_here = 0
     for unit in engine.runtime.units:
@@ -255,7 +255,7 @@ def test_states_rest_where_they_should(stage: int, name: str, dtype: str, tmp_pa
         updated_here += unit.layout.numel * (home == "device")
         _check_optim(unit, home, pinned=optim.get("pin_memory", True), tied=unit.master_is_param)
         away = param.get("device", "device") if unit.plan.param.away else "device"
-        assert (StateKind.PARAM in unit.stored) == (away == "nvme"), unit.name
+        assert (unit.on_drive(StateKind.PARAM)) == (away == "nvme"), unit.name
         if away == "cpu":
             assert unit.shard.device.type == "cpu" and unit.shard.is_pinned() == param.get("pin_memory", True), unit.name
         elif away == "device":
@@ -280,7 +280,7 @@ def unit_home(view: Any) -> str:
 def _check_optim(unit: Any, home: str, *, pinned: bool, tied: bool) -> None:
     """Masters and gradients of one unit after a backward."""
     kind = "cuda" if home == "device" else "cpu"
-    assert (StateKind.OPTIM in unit.stored) == (home == "nvme"), unit.name
+    assert (unit.on_drive(StateKind.OPTIM)) == (home == "nvme"), unit.name
     assert unit.grad is not None and unit.grad_filled and unit.grad.device.type == kind, unit.name
     if home != "nvme":
         assert unit.master.device.type == kind, unit.name
@@ -363,7 +363,7 @@ def test_a_model_is_born_in_host_memory_or_on_a_drive(remote: str, tmp_path: Pat
             units = [p._ds_unit for p in model.parameters() if p.numel() >= 1 << 14]
             assert len(units) == 8
             for unit in units:
-                assert (StateKind.PARAM in unit.stored) if where == "nvme" else unit.shard.device.type == "cpu", unit.name
+                assert (unit.on_drive(StateKind.PARAM)) if where == "nvme" else unit.shard.device.type == "cpu", unit.name
                 assert where == "nvme" or unit.shard.is_pinned(), unit.name
             assert get_accelerator().memory_allocated() - before < MIB // 2  # what moves is 1 MiB
         results.append(run(cfg, model))

@@ -32,7 +32,7 @@ from deepspeed.observe import log_tools
 from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
-from deepspeed.zero.unit import UnitState
+from deepspeed.zero.facts import UnitState
 
 STEPS = 4
 SAMPLES = 9  # not a multiple of ranks x micro batch, so that the last batch of an epoch is short

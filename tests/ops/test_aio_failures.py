@@ -14,7 +14,7 @@ import torch
 from deepspeed.errors import BuildError, DeepSpeedError
 from deepspeed.observe.log import logger
 from deepspeed.tier import aio
-from deepspeed.tier.aio import AioEngine, DirectFile, Transfer, TransferError, aligned_empty
+from deepspeed.tier.aio import AioEngine, DirectFile, FileTransfer, TransferError, aligned_empty
 from tests.harness.aio import MIB, Make, content, noise, python, usable
 
 
@@ -287,7 +287,7 @@ def test_interrupted_wait(file: DirectFile) -> None:
         with pytest.raises(KeyboardInterrupt):
             transfer.wait()
         transfer.wait()
-        assert isinstance(transfer, Transfer) and real(transfer._ticket[0]) == -errno.EINVAL
+        assert isinstance(transfer, FileTransfer) and real(transfer._ticket[0]) == -errno.EINVAL
     assert not engine._under_way
 
 

@@ -40,7 +40,7 @@ def test_a_write_waits_until_what_is_held_has_been_read(stored: Stored) -> None:
         one.release()
     writer.join(20)
     assert not writer.is_alive() and sorted(hurried) in ([1, 2], [2])
-    stored.load(out.view(torch.float32))
+    stored.get(out.view(torch.float32)).wait()
     assert torch.equal(out.view(torch.float32), new)
     stored.put(old)  # nothing is held any more
     stored.drop()

@@ -231,12 +231,12 @@ def test_no_more_room_is_said_with_advice_and_leaves_no_file(
 
 
 def test_a_full_disk_while_writing_is_named(tmp_path: Path, small_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(transfer: aio.Transfer) -> int:
+    def full(transfer: aio.FileTransfer) -> int:
         return -errno.ENOSPC
 
     message = "a.bin cannot be written: No space left on device; the filesystem is full"
     with pytest.raises(CheckpointError, match=message), ChunkWriter(tmp_path / "a.bin") as writer:
-        monkeypatch.setattr(aio.Transfer, "_settle", full)
+        monkeypatch.setattr(aio.FileTransfer, "_settle", full)
         writer.append(drawn(1_000_000))
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
@@ -268,7 +268,7 @@ def test_only_the_pieces_of_the_range_are_read(tmp_path: Path, small_pieces: int
     asked: list[tuple[int, int]] = []
     real = aio.AioEngine.read
 
-    def read(engine: aio.AioEngine, file: aio.DirectFile, offset: int, tensor: torch.Tensor) -> aio.Transfer:
+    def read(engine: aio.AioEngine, file: aio.DirectFile, offset: int, tensor: torch.Tensor) -> aio.FileTransfer:
         asked.append((offset, tensor.numel()))
         return real(engine, file, offset, tensor)
 

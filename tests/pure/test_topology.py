@@ -8,8 +8,8 @@ from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
+from deepspeed.zero.facts import owned_range
 from deepspeed.zero.plan import Spread
-from deepspeed.zero.unit import owned_range
 
 S, R = Spread.SHARDED, Spread.REPLICATED
 RANKS = (4, 5, 6, 7, 12, 13)

@@ -1,4 +1,7 @@
-"""The face of a released parameter: identity, logical shape, dtype and device stay; reading values raises one clear error.
+"""What a parameter is: its local tensor, where that points, and its face while its values are released.
+
+Only this file writes ``.data`` and ``__class__`` of tensors. A DTensor (tensor parallelism) is packed by its local tensor, and that
+is what is re-pointed: ``.data`` of a DTensor would replace tensor and placement both.
 
 [Note: released face] A released parameter's storage is shrunk to zero bytes while every view of it (autograd's saved
 ``weight.t()`` too) stays alive, so refilling the storage makes all of them valid again. Reading such a view on the CPU
@@ -231,7 +234,18 @@ class ReleasedTensor(ReleasedFace, torch.Tensor):
 @functools.cache
 def released_class(base: type) -> type:
     """The released twin of a parameter class; instances swap to it and back."""
-    return type(f"Released{base.__name__}", (ReleasedFace, base), {"_ds_visible_class": base})
+    reads = {name: _guarded(getattr(base, name)) for name in ("to_local", "full_tensor", "redistribute") if hasattr(base, name)}
+    return type(f"Released{base.__name__}", (ReleasedFace, base), {"_ds_visible_class": base, **reads})
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of DTensor that reads its local tensor past ``__torch_function__``, sent through it."""
+    return lambda self, *args, **kwargs: ReleasedFace.__torch_function__(method, (), (self, *args), kwargs)
+
+
+@functools.cache
+def _alias_class(base: type) -> type:
+    return ReleasedTensor if base is torch.Tensor else type(f"Released{base.__name__}", (ReleasedTensor, base), {})
 
 
 def storage_uses(flat: torch.Tensor) -> int:
@@ -239,19 +253,52 @@ def storage_uses(flat: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` that is on this rank: a DTensor's local tensor, itself for any other."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def point(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Let ``tensor`` (a DTensor: its local tensor), which keeps its identity, show ``values``."""
+    if hasattr(tensor, "_local_tensor"):
+        tensor._local_tensor = values
+    else:
+        tensor.data = values
+
+
+def follow(parameter: nn.Parameter, part: torch.Tensor) -> None:
+    """This rank's part of the parameter rests in ``part`` now."""
+    if hasattr(parameter, "ds_tensor"):
+        parameter.ds_tensor = part
+
+
+def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The parameter's gradient on this rank, dense and laid out as the parameter is, taken away from it; None when there is none.
+
+    A DTensor's gradient that is partial over the tensor-parallel ranks is summed first: every one of them must ask.
+    """
+    grad: Any = parameter.grad
+    parameter.grad = None
+    if grad is not None and hasattr(grad, "_local_tensor"):
+        wanted = parameter.placements  # type: ignore[attr-defined]
+        grad = (grad if grad.placements == wanted else grad.redistribute(placements=wanted))._local_tensor
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
 def hide(parameter: nn.Parameter, void: torch.Tensor) -> None:
     """Give ``parameter`` the released face over the scalar ``void``, spread over the logical shape."""
     if not isinstance(parameter, ReleasedFace):
-        parameter.data = void.expand(parameter.shape)
+        point(parameter, void.expand(local_of(parameter).shape))
         parameter.__class__ = released_class(type(parameter))
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
 
-def expose(parameter: nn.Parameter) -> None:
-    """Give ``parameter`` its own class back; its storage holds values again."""
+def expose(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give ``parameter`` its own class back, over ``values``."""
     if isinstance(parameter, ReleasedFace):
         parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
         parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    point(parameter, values)
 
 
 def _released_arguments(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -267,7 +314,7 @@ def _released_arguments(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]
 
 
 def _alias(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    result.__class__ = ReleasedTensor
+    result.__class__ = _alias_class(type(result))
     result._ds_unit = getattr(source, "_ds_unit", None)  # type: ignore[attr-defined]
     result._ds_name = getattr(source, "_ds_name", "")  # type: ignore[attr-defined]
     return result

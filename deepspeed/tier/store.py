@@ -1,0 +1,91 @@
+"""Where a state rests: one set of verbs for memory of any device and for drives."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from deepspeed.tier.transfer import ARRIVED, Transfer
+
+_PIECE_NUMEL = 1 << 24  # that many fp32 numbers at once on their way to a device: 64 MiB
+
+
+class TierStore:
+    """Flat elements of one state in one place.
+
+    ``tensor`` holds them where that is memory; on a drive it shows shape and dtype, and reads as not-a-number.
+    """
+
+    on_drive = False
+    tensor: torch.Tensor
+
+    def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
+        """Store ``values`` (any device, any floating dtype) at element ``start``.
+
+        With ``lent`` they stay untouched until the transfer has ended, and need no copy on the way.
+        """
+        raise NotImplementedError
+
+    def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
+        """Fill ``out`` (any device) with the elements from ``start`` on."""
+        raise NotImplementedError
+
+    def open(self, *, write: bool) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """All elements in memory for a while; what is written to them counts only with ``write``."""
+        raise NotImplementedError
+
+    def beside(self, nbytes: int) -> "TierStore":
+        """Room for so many bytes in the same place."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """The values are not needed any more; the space is."""
+        raise NotImplementedError
+
+    def read_ahead(self) -> bool:
+        """Start fetching for a later ``get`` of everything; False when there is nothing to start, or no room."""
+        return False
+
+    def forget_ahead(self) -> None:
+        """What was fetched ahead is not wanted."""
+
+
+class Memory(TierStore):
+    """Elements in the memory of the host or a device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
+        round_into(self.tensor[start : start + values.numel()], values)
+        return ARRIVED
+
+    def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
+        # Ordered by the stream that asks; the host may read at once what it copied itself.
+        out.copy_(self.tensor[start : start + out.numel()], non_blocking=out.device.type != "cpu")
+        return ARRIVED
+
+    @contextlib.contextmanager
+    def open(self, *, write: bool) -> Iterator[torch.Tensor]:
+        yield self.tensor
+
+    def beside(self, nbytes: int) -> "Memory":
+        return Memory(torch.empty(nbytes, dtype=torch.uint8, device=self.tensor.device))
+
+    def drop(self) -> None:
+        self.tensor = self.tensor[:0].clone()
+
+
+def round_into(out: torch.Tensor, values: torch.Tensor) -> None:
+    """``out.copy_(values)``, with the rounding done where ``out`` is: torch's copy from the host to a device rounds on the host."""
+    if out.device == values.device or values.device.type != "cpu" or out.dtype == values.dtype:
+        out.copy_(values)
+        return
+    for lo in range(0, values.numel(), _PIECE_NUMEL):
+        piece = slice(lo, lo + _PIECE_NUMEL)
+        out[piece].copy_(values[piece].to(out.device))
+
+
+def nothing(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Stands for values that are elsewhere: reads as not-a-number and refuses to be written."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu").expand(shape)

@@ -1,0 +1,82 @@
+"""What holds for a unit whatever is in it: who shares it, what its states are called, and which moves between them are legal."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from deepspeed.errors import InvalidStateError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.zero.plan import Spread, Spreads
+
+
+class UnitState(Enum):
+    """Which memory of PARAM exists: ABSENT the shard; FETCHING shard and a full buffer being filled; READY both."""
+
+    ABSENT = "absent"
+    FETCHING = "fetching"
+    READY = "ready"
+
+
+class GradState(Enum):
+    """EMPTY nothing; LOCAL a full-size partial sum of this rank; REDUCED (also) the rest shard; COLLAPSED ready for the step."""
+
+    EMPTY = "empty"
+    LOCAL = "local"
+    REDUCED = "reduced"
+    COLLAPSED = "collapsed"
+
+
+_LEGAL: set[tuple[Enum, Enum]] = {
+    (UnitState.ABSENT, UnitState.FETCHING),
+    (UnitState.FETCHING, UnitState.READY),
+    (UnitState.READY, UnitState.ABSENT),
+    (GradState.EMPTY, GradState.LOCAL),
+    (GradState.LOCAL, GradState.REDUCED),
+    (GradState.REDUCED, GradState.LOCAL),
+    (GradState.REDUCED, GradState.COLLAPSED),
+    (GradState.EMPTY, GradState.COLLAPSED),
+    (GradState.COLLAPSED, GradState.LOCAL),
+}
+
+
+def check_move(unit: str, before: Enum, after: Enum) -> None:
+    """Raise InvalidStateError when a unit cannot go from one state to the other. Gradients may be dropped at any time, or stay."""
+    if (before, after) not in _LEGAL and after is not GradState.EMPTY and not (before is after and isinstance(after, GradState)):
+        what = "gradients" if isinstance(after, GradState) else "parameters"
+        raise InvalidStateError(f"unit {unit}: {what} cannot go from {before.value} to {after.value}")
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """What holds for a unit whatever its sizes: who shares it, and how its gradient becomes a mean.
+
+    ``divisor``: what the sum over ranks is divided by, of it ``early`` before the sum travels. ``wire``: dtype of gradients on their way;
+    None for the parameters' own. ``tie``: parameters of units with the same name are one and the same on several stages.
+    """
+
+    mesh: Mesh
+    divisor: float = 1.0
+    early: float = 1.0
+    wire: torch.dtype | None = None
+    tie: str | None = None
+
+    @property
+    def before(self) -> float:
+        """What a local gradient is multiplied by when it is packed."""
+        return 1.0 / self.early
+
+    @property
+    def after(self) -> float:
+        """What the reduced gradient has still to be multiplied by."""
+        return self.early / self.divisor
+
+
+def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
+    """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
+    start = 0
+    for way, axis in zip(spread, mesh.axes, strict=True):
+        if way is Spread.SHARDED:
+            numel //= axis.size
+            start += numel * axis.index
+    return start, start + numel

@@ -1,0 +1,71 @@
+"""One noun for work under way: collectives, copies and file IO answer the same three questions."""
+
+import torch
+
+from deepspeed.comm.collectives import Collective
+from deepspeed.tier.aio import FileTransfer
+from deepspeed.tier.store import Memory, TierStore
+from deepspeed.tier.stored import Stored
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
+from deepspeed.zero.streams import SideTransfer
+
+
+class Slow(Transfer):
+    """Ends when it is waited for."""
+
+    def __init__(self, nbytes: int, error: OSError | None = None) -> None:
+        self.nbytes, self.error, self.ended = nbytes, error, False
+
+    def wait(self) -> None:
+        self.ended = True
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        return self.ended
+
+
+def test_what_has_arrived_costs_nothing() -> None:
+    ARRIVED.wait()
+    assert ARRIVED.done() and ARRIVED.nbytes == 0
+
+
+def test_several_end_with_the_last_one_and_tell_its_failure() -> None:
+    first, second = Slow(3), Slow(4, OSError("the drive is gone"))
+    both = Several([first, ARRIVED, second])
+    assert both.nbytes == 7 and not both.done()
+    first.wait()
+    assert not both.done()
+    try:
+        both.wait()
+        told = ""
+    except OSError as error:
+        told = str(error)
+    assert told == "the drive is gone" and both.done()
+
+
+def test_a_collective_finishes_once_and_keeps_its_price() -> None:
+    calls: list[str] = []
+    full = torch.zeros(8)
+    transfer = Collective([], full, finish=lambda: calls.append("finish"), ends=[lambda: calls.append("end")])
+    assert transfer.nbytes == 32 and transfer.done()
+    transfer.wait()
+    transfer.wait()
+    assert calls == ["end", "finish"] and transfer.nbytes == 32
+
+
+def test_everything_under_way_is_a_transfer_and_every_place_a_store() -> None:
+    assert all(issubclass(kind, Transfer) for kind in (Collective, FileTransfer, SideTransfer, Several))
+    assert all(issubclass(kind, TierStore) for kind in (Memory, Stored))
+
+
+def test_memory_is_a_store() -> None:
+    store = Memory(torch.arange(10.0))
+    store.put(torch.full((3,), 7.0, dtype=torch.bfloat16), start=4).wait()
+    out = torch.zeros(5)
+    store.get(out, start=3).wait()
+    assert out.tolist() == [3.0, 7.0, 7.0, 7.0, 7.0]
+    with store.open(write=True) as inside:
+        inside[0] = -1.0
+    assert store.tensor[0] == -1.0 and not store.read_ahead()
+    assert store.beside(16).tensor.nbytes == 16
