@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from deepspeed.config.features import gate_open, plain
-from deepspeed.config.keys import KEYS
+from deepspeed.config.keys import KEYS, Support
 from deepspeed.config.settings import Setting
-from deepspeed.config.support import Support
 
 
 def _switches(path: str) -> Iterator[str]:

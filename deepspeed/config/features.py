@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.config.explain import at_line
-from deepspeed.config.keys import KEYS
+from deepspeed.config.keys import KEYS, Key, Support
 from deepspeed.config.parse import ConfigSource
 from deepspeed.config.settings import Setting, settings
-from deepspeed.config.support import Key, Support
 
 if TYPE_CHECKING:
     from deepspeed.config.root import DeepSpeedConfig

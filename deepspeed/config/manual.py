@@ -13,13 +13,12 @@ from typing import Any
 from deepspeed.config.batch import BATCH_KEYS
 from deepspeed.config.check import FILLED_BY_INTEGRATIONS, REQUIRED
 from deepspeed.config.features import plain
-from deepspeed.config.keys import KEYS
+from deepspeed.config.keys import KEYS, Key, Support
 from deepspeed.config.optim_params import OPTIMIZER_DEFAULT, PARAM_SPECS
 from deepspeed.config.removed import REMOVED_KEYS, REMOVED_OPTIMIZERS
 from deepspeed.config.root import DeepSpeedConfig
 from deepspeed.config.schema import AUTO_BLOCKS, DTYPE_SPELLINGS, Schema, block_meaning, schema_text, value_schema
 from deepspeed.config.settings import Field, declared_fields, default_of, keys_of, nested_block
-from deepspeed.config.support import Key, Support
 from deepspeed.config.zero import LEGACY_KEYS, ZERO_ALIASES
 
 _INTRO = """\

@@ -11,13 +11,12 @@ from pydantic.fields import FieldInfo
 from deepspeed.config.batch import BATCH_KEYS
 from deepspeed.config.check import FILLED_BY_INTEGRATIONS
 from deepspeed.config.features import plain
-from deepspeed.config.keys import KEYS
+from deepspeed.config.keys import KEYS, Key, Support
 from deepspeed.config.optim_params import PARAM_SPECS
 from deepspeed.config.parallel import TENSOR_PARALLEL_ALIASES
 from deepspeed.config.removed import REMOVED_KEYS
 from deepspeed.config.root import DeepSpeedConfig
 from deepspeed.config.settings import default_of, keys_of, nested_block
-from deepspeed.config.support import Key, Support
 from deepspeed.config.values import AUTO, DTYPE_NAMES, dtype_name
 from deepspeed.config.zero import LEGACY_KEYS, ZERO_ALIASES
 

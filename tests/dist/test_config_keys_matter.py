@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed.config.keys import KEYS
+from deepspeed.config.keys import KEYS, Support
 from deepspeed.config.root import DeepSpeedConfig
 from deepspeed.config.settings import declared_fields
-from deepspeed.config.support import Support
 from tests.dist.config_probes import INERT_PROBES, PROBES, Probe, changed_by_type
 from tests.harness.fingerprint import Fingerprint, run_all
 from tests.harness.pool import RankPool

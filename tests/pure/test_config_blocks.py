@@ -12,12 +12,16 @@ from pydantic import BaseModel
 
 import deepspeed
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
-from deepspeed.config.keys import EXTENSIONS
+from deepspeed.config.keys import EXTENSIONS, KEYS as TABLE, Support
 from deepspeed.config.parallel import LayerSpec
-from deepspeed.config.support import Support
-from deepspeed.config.table_services import SERVICES
 from deepspeed.config.values import FrozenDict, dtype_name
 
+BLOCKS = {
+    *("aio", "autotuning", "checkpoint", "comet", "comms_logger", "compile", "csv_monitor", "data_efficiency", "datastates_ckpt"),
+    *("expert_parallel", "flops_profiler", "hybrid_engine", "memory", "pipeline", "tensor_parallel", "tensorboard", "timers"),
+    *("use_data_before_expert_parallelism", "wandb", "weight_quantization"),
+}
+SERVICES = {path: key for path, key in TABLE.items() if path.split(".")[0] in BLOCKS}
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
 KEYS = {entry["path"]: entry for entry in DOCUMENTED if entry["status"] != "removed" and entry["path"] in SERVICES}
 METRIC = "curriculum_metrics.<metric>"
