@@ -1,7 +1,7 @@
 // Adam and AdamW over one range of flat host memory (Kingma and Ba 2015; Loshchilov and Hutter 2019).
 //
-// One pass: fp32 master, gradient (fp32, bf16 or fp16), both moments (fp32, bf16 or fp16) in; master, moments and, where
-// wanted, the rounded parameter out. The arithmetic is fp32.
+// One pass: weights, gradient and both moments in (each fp32, bf16 or fp16); weights, moments and, where the weights are fp32 and
+// it is wanted, a rounded copy of them out. The arithmetic is fp32; each result is rounded once.
 
 #include <cstdint>
 
@@ -18,7 +18,7 @@ struct Settings {
 
 struct RawArgs {
     int64_t count;
-    float* master;
+    void* weights;
     const void* grad;
     void* exp_avg;
     void* exp_avg_sq;
@@ -26,12 +26,12 @@ struct RawArgs {
     Settings s;
 };
 
-template <class Grad, class Moment, class Out>
+template <class Weight, class Grad, class Moment, class Out>
 struct Adam {
     using Args = RawArgs;
 
     static inline __attribute__((always_inline)) void run(const RawArgs& a) {
-        float* __restrict master = a.master;
+        Weight* __restrict weights = static_cast<Weight*>(a.weights);
         const Grad* __restrict grad = static_cast<const Grad*>(a.grad);
         Moment* __restrict exp_avg = static_cast<Moment*>(a.exp_avg);
         Moment* __restrict exp_avg_sq = static_cast<Moment*>(a.exp_avg_sq);
@@ -41,7 +41,7 @@ struct Adam {
         const bool coupled = decay != 0.0f;
         const int64_t count = a.count;
         for (int64_t i = 0; i < count; ++i) {
-            const float old = master[i];
+            const float old = Weight::get(weights[i]);
             const float own = Grad::get(grad[i]) * scale;
             const float g = coupled ? __builtin_fmaf(decay, old, own) : own;
             const float m = Moment::get(exp_avg[i]), v = Moment::get(exp_avg_sq[i]);
@@ -51,7 +51,7 @@ struct Adam {
             const float now = __builtin_fmaf(step, m2 / denominator, old * keep);
             exp_avg[i] = Moment::make(m2);
             exp_avg_sq[i] = Moment::make(v2);
-            master[i] = now;
+            weights[i] = Weight::make(now);
             write_out(out, i, now);
         }
     }
@@ -61,16 +61,17 @@ struct Adam {
 
 extern "C" {
 
-// Dtype codes: 0 fp32, 1 bf16, 2 fp16; -1 for no rounded output. Returns 0, or 1 for an unknown code (nothing is changed then).
+// Dtype codes: 0 fp32, 1 bf16, 2 fp16; -1 for no rounded output, the only one beside weights of 16 bits. Returns 0, or 1 for other
+// codes (nothing is changed then).
 // The betas come in double: 1 - 0.999 taken in fp32 is off by 5e-5 of itself.
 // step = lr / (1 - beta1^t) and sqrt_correct2 = sqrt(1 - beta2^t), or lr and 1 without bias correction. decay is added to the
 // gradient (L2); keep = 1 - lr * decay multiplies the weight instead (decoupled): at most one of them does something.
-int ds_adam_step(int64_t count, float* master, const void* grad, void* exp_avg, void* exp_avg_sq, void* out, int grad_code, int moment_code,
-                 int out_code, float step, double beta1, double beta2, float eps, float decay, float keep, float grad_scale,
+int ds_adam_step(int64_t count, void* weights, const void* grad, void* exp_avg, void* exp_avg_sq, void* out, int weight_code, int grad_code,
+                 int moment_code, int out_code, float step, double beta1, double beta2, float eps, float decay, float keep, float grad_scale,
                  float sqrt_correct2) {
-    const RawArgs args{count, master, grad, exp_avg, exp_avg_sq, out,
+    const RawArgs args{count, weights, grad, exp_avg, exp_avg_sq, out,
                        Settings{step, static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), eps, decay, keep, grad_scale,
                                 sqrt_correct2}};
-    return ds::by_codes<Adam>(args, grad_code, moment_code, out_code);
+    return ds::by_codes<Adam>(args, weight_code, grad_code, moment_code, out_code);
 }
 }

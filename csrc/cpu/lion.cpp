@@ -11,19 +11,19 @@ using namespace ds;
 
 struct RawArgs {
     int64_t count;
-    float* master;
+    void* weights;
     const void* grad;
     void* exp_avg;
     void* out;
     float lr, one1, one2, keep, grad_scale;
 };
 
-template <class Grad, class Moment, class Out>
+template <class Weight, class Grad, class Moment, class Out>
 struct Work {
     using Args = RawArgs;
 
     static inline __attribute__((always_inline)) void run(const RawArgs& a) {
-        float* __restrict master = a.master;
+        Weight* __restrict weights = static_cast<Weight*>(a.weights);
         const Grad* __restrict grad = static_cast<const Grad*>(a.grad);
         Moment* __restrict exp_avg = static_cast<Moment*>(a.exp_avg);
         Out* __restrict out = static_cast<Out*>(a.out);
@@ -35,9 +35,9 @@ struct Work {
             const float toward = __builtin_fmaf(one1, g - m, m);
             // The sign; zero stays zero, and not-a-number goes on into the weight.
             const float sign = toward > 0.0f ? 1.0f : toward < 0.0f ? -1.0f : toward;
-            const float now = __builtin_fmaf(-lr, sign, master[i] * keep);
+            const float now = __builtin_fmaf(-lr, sign, Weight::get(weights[i]) * keep);
             exp_avg[i] = Moment::make(__builtin_fmaf(one2, g - m, m));
-            master[i] = now;
+            weights[i] = Weight::make(now);
             write_out(out, i, now);
         }
     }
@@ -48,9 +48,10 @@ struct Work {
 extern "C" {
 
 // keep = 1 - lr * weight_decay. Codes and result as in ds_adam_step.
-int ds_lion_step(int64_t count, float* master, const void* grad, void* exp_avg, void* out, int grad_code, int moment_code, int out_code,
-                 float lr, double beta1, double beta2, float keep, float grad_scale) {
-    const RawArgs args{count, master, grad, exp_avg, out, lr, static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), keep, grad_scale};
-    return ds::by_codes<Work>(args, grad_code, moment_code, out_code);
+int ds_lion_step(int64_t count, void* weights, const void* grad, void* exp_avg, void* out, int weight_code, int grad_code, int moment_code,
+                 int out_code, float lr, double beta1, double beta2, float keep, float grad_scale) {
+    const RawArgs args{count, weights, grad, exp_avg, out, lr, static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2),
+                       keep, grad_scale};
+    return ds::by_codes<Work>(args, weight_code, grad_code, moment_code, out_code);
 }
 }

@@ -6,7 +6,7 @@ import torch
 
 from deepspeed.native.ops import CPU_ADAGRAD
 from deepspeed.optim import host
-from deepspeed.optim.base import GroupStep, check_ranges, moment_dtype
+from deepspeed.optim.base import GroupStep, check_ranges, new_moment
 
 
 class Adagrad(GroupStep, torch.optim.Optimizer):
@@ -50,7 +50,7 @@ class Adagrad(GroupStep, torch.optim.Optimizer):
         state: dict[str, Any] = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["sum"] = torch.full_like(param, group["initial_accumulator_value"], dtype=moment_dtype(param, group))
+            state["sum"] = new_moment(param, group, group["initial_accumulator_value"])
         return state
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:

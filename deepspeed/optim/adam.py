@@ -8,7 +8,7 @@ from torch.optim.adam import adam as torch_adam
 
 from deepspeed.native.ops import CPU_ADAM, FUSED_ADAM
 from deepspeed.optim import cuda, host
-from deepspeed.optim.base import GroupStep, moment_dtype
+from deepspeed.optim.base import GroupStep, new_moment
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 """Device types on which torch's fused Adam exists in every supported torch release."""
@@ -102,11 +102,9 @@ class AdamBase(GroupStep, torch.optim.Adam):
     def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if not state:
-            dtype = moment_dtype(param, group)
             on_device = bool(group["fused"] or group["capturable"])
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device if on_device else "cpu")
-            state["exp_avg"] = torch.zeros_like(param, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=dtype)
+            state["exp_avg"], state["exp_avg_sq"] = new_moment(param, group), new_moment(param, group)
         return state
 
     def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
@@ -155,7 +153,7 @@ class AdamBase(GroupStep, torch.optim.Adam):
     def _host_update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> bool:
         """Update one tensor in host memory with the native kernel; False where that does not fit."""
         asked_for_torch = group["maximize"] or group["differentiable"] or group["capturable"] or group["foreach"]
-        if asked_for_torch or param.device.type != "cpu" or param.dtype is not torch.float32:
+        if asked_for_torch or param.device.type != "cpu":
             return False
         state = self._state_of(param, group)
         moments = state["exp_avg"], state["exp_avg_sq"]

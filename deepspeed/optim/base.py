@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from deepspeed.errors import OptimizerConfigError
+from deepspeed.observe.hostmem import prefer_huge_pages
 
 
 def _can_take(out: torch.Tensor, param: torch.Tensor) -> bool:
@@ -123,10 +124,13 @@ class GroupStep:
             )
 
 
-def moment_dtype(param: torch.Tensor, group: dict[str, Any]) -> torch.dtype:
-    """Dtype of the optimizer state of ``param``: its own, or fp32 for half-precision parameters when the group says ``fp32_states``."""
+def new_moment(param: torch.Tensor, group: dict[str, Any], fill: float = 0.0) -> torch.Tensor:
+    """State like ``param``, all ``fill``: in its dtype, or in fp32 for half-precision parameters when the group says ``fp32_states``."""
     low = param.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if low and group["fp32_states"] else param.dtype
+    moment = torch.empty_like(param, dtype=torch.float32 if low and group["fp32_states"] else param.dtype)
+    if type(moment) is torch.Tensor and moment.device.type == "cpu":  # a subclass may have no memory of its own
+        prefer_huge_pages(moment.data_ptr(), moment.nbytes)  # the update reads every page at every step
+    return moment.fill_(fill)
 
 
 def check_ranges(name: str, *, betas: tuple[float, float] | None, **at_least_zero: float) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed.native.ops import CPU_LION, FUSED_LION
 from deepspeed.optim import cuda, host
-from deepspeed.optim.base import GroupStep, check_ranges, moment_dtype
+from deepspeed.optim.base import GroupStep, check_ranges, new_moment
 
 
 class Lion(GroupStep, torch.optim.Optimizer):
@@ -44,7 +44,7 @@ class Lion(GroupStep, torch.optim.Optimizer):
     def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if not state:
-            state["exp_avg"] = torch.zeros_like(param, dtype=moment_dtype(param, group))
+            state["exp_avg"] = new_moment(param, group)
         return state
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:

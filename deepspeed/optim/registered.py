@@ -28,7 +28,7 @@ def cpu_adam(
     bias_correction: bool,
     grad_scale: float,
 ) -> None:
-    """``host.adam_step``: flat fp32 master and moments, gradient and output of 16 or 32 bits."""
+    """``host.adam_step``: weights, gradient, moments and output of 16 or 32 bits."""
     held = (master, grad, exp_avg, exp_avg_sq, *(() if out is None else (out,)))
     if host.usable(CPU_ADAM, *held):
         host.adam_step(

@@ -15,7 +15,7 @@ from deepspeed.native.build import built, try_load
 from deepspeed.native.ops import CPU_ADAGRAD, CPU_ADAM, CPU_LION
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.optim import host
 from deepspeed.optim.lion import Lion
 
@@ -33,10 +33,12 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tensors(count: int = COUNT, *, grad: torch.dtype = torch.float32, moment: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def tensors(
+    count: int = COUNT, *, weight: torch.dtype = torch.float32, grad: torch.dtype = torch.float32, moment: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(count)
     weights, gradient, first = (torch.randn(count, generator=draw) for _ in range(3))
-    return [weights, gradient.to(grad), first.to(moment), first.square().to(moment)]
+    return [weights.to(weight), gradient.to(grad), first.to(moment), first.square().to(moment)]
 
 
 def adam(values: list[torch.Tensor], step: int = 3, **changes: object) -> None:
@@ -105,6 +107,59 @@ def test_every_dtype_is_the_fp32_rule_with_rounded_inputs_and_outputs(
     assert torch.equal(low[0], wide[0])
     assert torch.equal(low[2], wide[2].to(moment)) and torch.equal(low[3], wide[3].to(moment))
     assert rounded is None or torch.equal(rounded, low[0].to(out))
+
+
+NAMED = {
+    "cpu adamw": lambda p, fp32: DeepSpeedCPUAdam(p, **ADAM, fp32_optimizer_states=fp32),
+    "cpu adam": lambda p, fp32: DeepSpeedCPUAdam(p, **ADAM, adamw_mode=False, bias_correction=False, fp32_optimizer_states=fp32),
+    "fused adam": lambda p, fp32: FusedAdam(p, **ADAM),
+    "adagrad": lambda p, fp32: DeepSpeedCPUAdagrad(p, lr=0.1, weight_decay=0.1, fp32_optimizer_states=fp32),
+    "cpu lion": lambda p, fp32: DeepSpeedCPULion(p, lr=1e-2, weight_decay=0.1, fp32_optimizer_states=fp32),
+    "fused lion": lambda p, fp32: FusedLion(p, lr=1e-2, weight_decay=0.1),
+}
+SLOTS = ("exp_avg", "exp_avg_sq", "sum")
+
+
+@pytest.mark.parametrize("fp32_states", [True, False])
+@pytest.mark.parametrize("grad", ["like the weights", "fp32"])
+@pytest.mark.parametrize("low", DTYPES[1:])
+@pytest.mark.parametrize("name", NAMED)
+def test_16_bit_parameters_run_on_the_kernels_and_are_rounded_once(
+    name: str, low: torch.dtype, grad: str, *, fp32_states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step is the fp32 step from the 16-bit values, rounded; the kernel is called for each, in the dtypes that are there."""
+    calls: list[tuple[torch.dtype, ...]] = []
+    run = host._run
+    monkeypatch.setattr(host, "_run", lambda op, tensors, *rest: (calls.append(tuple(t.dtype for t in tensors)), run(op, tensors, *rest)))
+    param, wide = torch.nn.Parameter(tensors()[0].to(low).view(17, 59)), torch.nn.Parameter(tensors()[0].to(low).float().view(17, 59))
+    param.grad_dtype = None  # a gradient may have another dtype
+    grad_dtype = torch.float32 if grad == "fp32" else low
+    mine, reference = NAMED[name]([param], fp32_states), NAMED[name]([wide], True)
+    for step in range(4):
+        param.grad = torch.randn(17, 59, generator=torch.Generator().manual_seed(step)).to(grad_dtype)
+        wide.grad = param.grad.float()
+        mine.step()
+        moments = [mine.state[param][slot].dtype for slot in SLOTS if slot in mine.state[param]]
+        assert set(moments) == {torch.float32 if fp32_states and "fused" not in name else low}
+        assert calls == [(low, grad_dtype, *moments)]
+        reference.step()
+        with torch.no_grad():
+            wide.copy_(wide.to(low))
+            for slot in (s for s in SLOTS if s in mine.state[param]):
+                reference.state[wide][slot].copy_(reference.state[wide][slot].to(moments[0]))
+                assert torch.equal(mine.state[param][slot].float(), reference.state[wide][slot])
+        assert torch.equal(param.detach().float(), wide.detach())
+        calls.clear()
+
+
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("low", DTYPES[1:])
+def test_16_bit_weights_give_an_output_too(low: torch.dtype, out: torch.dtype) -> None:
+    values, rounded = tensors(), torch.empty(COUNT, dtype=out)
+    values[0] = values[0].to(low)
+    before, version = values[0].clone(), rounded._version
+    adam(values, out=rounded)
+    assert not torch.equal(values[0], before) and torch.equal(rounded, values[0].to(out)) and rounded._version > version
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -192,12 +247,12 @@ sys.stdout.write(digest())
 def digest() -> str:
     """A hash over the results of every kernel and dtype."""
     found = hashlib.sha256()
-    for grad, moment in itertools.product(DTYPES, DTYPES):
+    for weight, grad, moment in itertools.product(DTYPES, DTYPES, DTYPES):
         for step in (adam, lambda v: host.adagrad_step(v[0], v[1], v[3], rate=0.1, eps=1e-8, weight_decay=0.1)):
-            values = tensors(grad=grad, moment=moment)
+            values = tensors(weight=weight, grad=grad, moment=moment)
             step(values)
             found.update(b"".join(t.view(torch.uint8).numpy().tobytes() for t in values))
-        values = tensors(grad=grad, moment=moment)
+        values = tensors(weight=weight, grad=grad, moment=moment)
         host.lion_step(*values[:3], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, out=values[3])
         found.update(b"".join(t.view(torch.uint8).numpy().tobytes() for t in values))
     return found.hexdigest()
@@ -220,7 +275,7 @@ def test_every_vector_width_gives_the_same_bits() -> None:
     "broken",
     [
         lambda v: v.__setitem__(0, v[0].double()),
-        lambda v: v.__setitem__(0, v[0].bfloat16()),
+        lambda v: v.__setitem__(3, v[3].bfloat16()),
         lambda v: v.__setitem__(1, v[1][:-1]),
         lambda v: v.__setitem__(2, torch.zeros(2 * COUNT)[::2]),
         lambda v: v.__setitem__(3, v[3].to("meta")),
@@ -231,14 +286,6 @@ def test_tensors_that_do_not_fit_are_refused(broken: object) -> None:
     broken(values)
     with pytest.raises(ValueError, match="host kernel"):
         adam(values)
-
-
-def test_a_half_precision_parameter_keeps_the_torch_path() -> None:
-    weights = torch.nn.Parameter(tensors()[0].bfloat16())
-    weights.grad = torch.ones_like(weights)
-    before = weights.detach().clone()
-    DeepSpeedCPUAdam([weights]).step()
-    assert not torch.equal(before, weights.detach())
 
 
 def test_a_forked_child_computes_too(threads: None) -> None:
@@ -277,6 +324,23 @@ def test_without_a_compiler_torch_does_the_work_and_one_line_says_so(tmp_path: P
     done = subprocess.run([sys.executable, "-c", FALLBACK], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("cpu_adam") == 1
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages")
+def test_moments_in_host_memory_ask_for_huge_pages() -> None:
+    param = torch.nn.Parameter(torch.zeros(4 << 20))
+    param.grad = torch.ones_like(param)
+    optimizer = DeepSpeedCPUAdam([param])
+    optimizer.step()
+    flags: list[str] = []
+    middles = [optimizer.state[param][slot].data_ptr() + 2 * param.numel() for slot in ("exp_avg", "exp_avg_sq")]
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            start, stop = (int(x, 16) for x in head.split("-"))
+        elif head == "VmFlags:":
+            flags += [line for middle in middles if start <= middle < stop]
+    assert len(flags) == 2 and all(" hg" in line for line in flags)
 
 
 def test_all_kernels_are_built() -> None:
