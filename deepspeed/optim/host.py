@@ -55,21 +55,16 @@ def usable(op: OpSpec, *tensors: torch.Tensor) -> bool:
     return all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in _CODES for t in tensors) and _kernel(op) is not None
 
 
-def _check(tensors: list[torch.Tensor]) -> None:
-    """Raise ValueError unless the kernels can take all ``tensors``, which begin with the weights."""
-    count = tensors[0].numel()
-    for tensor in tensors:
+def _run(op: OpSpec, tensors: list[torch.Tensor], out: torch.Tensor | None, scalars: list[float]) -> None:
+    """Cut the flat range into pieces and run them on the threads; ``tensors`` are weights, gradient and moments."""
+    weights, grad, *moments = tensors
+    count = weights.numel()
+    for tensor in tensors if out is None else [*tensors, out]:
         if tensor.numel() != count or not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.dtype not in _CODES:
             raise ValueError(
                 f"a host kernel takes contiguous host tensors of {count} elements in fp32, bf16 or fp16, not "
                 f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
             )
-
-
-def _run(op: OpSpec, tensors: list[torch.Tensor], out: torch.Tensor | None, scalars: list[float]) -> None:
-    """Cut the flat range into pieces and run them on the threads; ``tensors`` are weights, gradient and moments."""
-    _check(tensors if out is None else [*tensors, out])
-    weights, grad, *moments = tensors
     if any(moment.dtype is not moments[0].dtype for moment in moments):
         raise ValueError(f"a host kernel takes moments of one dtype, not {', '.join(str(moment.dtype) for moment in moments)}")
     function = _kernel(op)
@@ -78,7 +73,6 @@ def _run(op: OpSpec, tensors: list[torch.Tensor], out: torch.Tensor | None, scal
     # 16-bit weights are rounded where they are written; the pass has a second output beside fp32 weights only
     passed = [*tensors, out if weights.dtype is torch.float32 else None]
     codes = [-1 if t is None else _CODES[t.dtype] for t in (weights, grad, moments[0], passed[-1])]
-    count = weights.numel()
     threads = max(1, min(torch.get_num_threads(), count // _GRAIN))
     each = (count // (threads if threads == 1 else _SHARES * threads) // _LINE + 1) * _LINE
     starts = deque(range(0, count, each))  # threads may take from it at the same time
