@@ -19,7 +19,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.optim import cuda, host
 from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.lamb import Lamb
-from deepspeed.zero import unit as unit_module
+from deepspeed.tier import store
 
 pytestmark = pytest.mark.skipif(try_load(CPU_ADAM) is None, reason="no C++ compiler: torch's update writes no outputs")
 
@@ -304,9 +304,9 @@ class Copies(TorchDispatchMode):
 
 def test_master_in_host_memory_is_rounded_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own copy to another device and dtype rounds on the host first; so both never change in one copy. In bounded pieces."""
-    monkeypatch.setattr(unit_module, "_PIECE_NUMEL", 400)
+    monkeypatch.setattr(store, "_PIECE_NUMEL", 400)
     with Copies() as copies:
-        unit_module._round_into(torch.empty(COUNT, dtype=torch.bfloat16, device="meta"), torch.ones(COUNT))
+        store.round_into(torch.empty(COUNT, dtype=torch.bfloat16, device="meta"), torch.ones(COUNT))
     moved = [entry for entry in copies.seen if entry[0] != entry[2]]
     rounded = [entry for entry in copies.seen if entry[1] != entry[3]]
     assert [e[4] for e in moved] == [e[4] for e in rounded] == [400, 400, 203]
@@ -317,5 +317,5 @@ def test_master_in_host_memory_is_rounded_on_the_device(monkeypatch: pytest.Monk
 def test_on_one_device_it_is_torchs_copy(dtype: torch.dtype) -> None:
     values, out = torch.randn(COUNT), torch.empty(COUNT, dtype=dtype)
     with Copies() as copies:
-        unit_module._round_into(out, values)
+        store.round_into(out, values)
     assert torch.equal(out, values.to(dtype)) and len(copies.seen) == 1
