@@ -203,6 +203,26 @@ def test_writes_are_read_back_and_used(pool2: RankPool, stage: int, dtype: str, 
     assert pool2.run(written, stage, dtype, local) == [[], []]
 
 
+def written_while_gathered(stage: int, modifier: int | None) -> dict[str, bool]:
+    engine = start(case_named("plain").build(), make_config(stage, zero={"param_persistence_threshold": 0}))
+    p = engine.module.layers[1].up.weight
+    with deepspeed.zero.GatheredParameters([p], modifier_rank=modifier):
+        value = torch.linspace(-1, 1, p.numel()).view(p.shape)
+        safe_set_full_fp32_param(p, value)
+        found = {"seen inside": torch.equal(p, value)}
+    found["stays"] = torch.equal(full_parameters(engine.module)["layers.1.up.weight"], value)
+    found["master"] = torch.equal(safe_get_full_fp32_param(p), value)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("modifier", [None, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_master_written_while_gathered_is_seen_and_stays(pool2: RankPool, stage: int, modifier: int | None) -> None:
+    for found in pool2.run(written_while_gathered, stage, modifier):
+        assert all(found.values()), found
+
+
 def gathered_semantics() -> dict[str, bool]:
     """The list of what callers rely on."""
     engine = start(case_named("tied").build(), make_config(3, zero={"param_persistence_threshold": 0}))

@@ -45,6 +45,24 @@ class Nested(Stack):
         return self.head(self.layers[0](x, 0) + self.layers[1].mix(x))
 
 
+class PinsInside(nn.Linear):
+    """Opens the gathering context on its own weight while a view of it waits to be used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.weight.t()
+        with deepspeed.zero.GatheredParameters([self.weight]):
+            scale = self.weight.detach().abs().mean()
+        return x @ turned / (1 + scale)
+
+
+class Pinning(Stack):
+    """Its middle layer pins and unpins its own unit inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = PinsInside(HIDDEN, HIDDEN)
+
+
 def _loss_outside(model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
     """The model's forward, then its submodules called one by one from outside it, in another order."""
     x, y = batch
@@ -57,6 +75,8 @@ def _loss_outside(model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) 
 def _case(name: str) -> Case:
     if name == "nested":
         return Case(name, seeded(Nested), regression_batch, case_named("plain").loss)
+    if name == "pinning":
+        return Case(name, seeded(Pinning), regression_batch, case_named("plain").loss)
     if name == "outside":
         return Case(name, seeded(Stack), regression_batch, _loss_outside)
     return case_named(name)
@@ -121,4 +141,10 @@ def gathered_around_a_step() -> tuple[float, str]:
 
 def test_invariant_i2_gathered_parameters_around_a_whole_iteration(pool2: RankPool) -> None:
     for error, worst in pool2.run(gathered_around_a_step):
+        assert error <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_invariant_i2_a_pin_closed_inside_a_forward_leaves_its_users_alone(pool2: RankPool, stage: int) -> None:
+    for error, worst in pool2.run(run_case, "pinning", stage):
         assert error <= TOLERANCE, worst

@@ -311,3 +311,18 @@ def test_nodes_started_by_hand_without_a_hostfile(tmp_path: Path) -> None:
         env = job.rank(rank)["env"]
         assert (env["LOCAL_RANK"], env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_PORT"]) == ("0", str(rank), "2", port)
     assert [job.finish()[0] for job in nodes] == [0, 0]
+
+
+def test_interrupt_while_looking_for_the_first_node(tmp_path: Path) -> None:
+    """Something answers at the address and never becomes a first node; the launcher has no other to tell, and ends with its signal."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        silent.settimeout(START_S)
+        where = ("--master_addr", "127.0.0.1", "--master_port", str(silent.getsockname()[1]))
+        job = Job(tmp_path / "a", "--num_nodes", "2", "--num_gpus", "1", *where, "--node_rank", "1")
+        silent.accept()[0].close()  # it is looking
+        job.process.send_signal(signal.SIGINT)
+        status, _, err = job.finish()
+    assert status == 128 + signal.SIGINT, err
+    assert "Traceback" not in err and list((tmp_path / "a" / "out").iterdir()) == []

@@ -7,6 +7,7 @@ The gradients before the step and the parameters after two steps must agree with
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -282,6 +283,34 @@ def _scaled_once(stage: int) -> tuple[dict[str, float], str]:
 def test_scale_wrt_gas_false_does_not_divide(pool2: RankPool, stage: int) -> None:
     for errors, worst in pool2.run(_scaled_once, stage):
         assert max(errors.values()) <= TOLERANCE, (errors, worst)
+
+
+def _mixed_window(stage: int) -> dict[str, float]:
+    """One window of four micro-batches, every other one by a plain backward, which the engine divides at another place."""
+    world, parts = dist.get_world_size(), 4
+    model = seeded(Stack)()
+    for rank, part in product(range(world), range(parts)):
+        (loss_of(plain_tools(model), Place(0, 0, rank, world), part) / (parts * world)).backward()
+    engine = start(seeded(Stack)(), make_config(stage, gradient_accumulation_steps=parts))
+    for part in range(parts):
+        loss = loss_of(engine_tools(engine), here(0), part)
+        if part % 2:
+            engine.backward(loss)
+        else:
+            loss.backward()
+        if part < parts - 1:
+            engine.step()
+    grads = full_gradients(trainable(engine.module))
+    engine.step()
+    engine.destroy()
+    expected = dict(model.named_parameters())
+    return {name: scaled_error(grad, expected[name].grad) for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_plain_and_engine_backwards_share_a_window(pool2: RankPool, stage: int) -> None:
+    for errors in pool2.run(_mixed_window, stage):
+        assert max(errors.values()) <= TOLERANCE, errors
 
 
 def _coalesced(stage: int) -> dict[str, float]:

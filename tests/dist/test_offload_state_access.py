@@ -162,6 +162,7 @@ def run(loop: Callable[[Any, Case], list[float]], precision: str, stage: int, fo
         (edit_full, "fp32"),
         (edit_full, "fp16"),
         (edit_local, "bf16"),
+        (edit_local, "fp32"),
         (edit_gathered, "fp32"),
         (edit_gathered, "bf16"),
     ],

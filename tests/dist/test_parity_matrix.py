@@ -3,6 +3,8 @@
 Why the optimizer has eps = lr: see [Note: the gate's Adam settings] in deepspeed/verify/reference.py.
 """
 
+from typing import Any
+
 import pytest
 
 from deepspeed.verify.grads import BUCKETS, TOLERANCE, Cell, CellResult, run_cell
@@ -93,3 +95,12 @@ def test_two_level_sharding(pool4: RankPool, case: str, zero: dict[str, int]) ->
     """Parameters sharded within groups of two and replicated (or sharded) across them, on four ranks."""
     cell = Cell(case, stage=3, bucket="tiny", overlap=True, config={"zero_optimization": zero})
     check([[result] for result in pool4.run(run_cell, cell)])
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("keys", [{"gradient_predivide_factor": 3.0}, {"prescale_gradients": True}], ids=["predivide", "prescale"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_who_divides_does_not_matter(pool2: RankPool, stage: int, keys: dict[str, Any]) -> None:
+    """Gradients, norm and clipping are those of the mean, whatever part of the ranks' number is divided out before the reduction."""
+    config = {**keys, "zero_optimization": {"reduce_scatter": False}}
+    check([[result] for result in pool2.run(run_cell, Cell("clipping", stage=stage, bucket="huge", overlap=stage > 1, config=config))])

@@ -57,12 +57,28 @@ def test_space_that_is_being_read_is_not_given_away(stored: Stored) -> None:
     assert not dropper.is_alive()
 
 
+def put_in_a_thread(stored: Stored, value: float) -> threading.Thread:
+    """``value`` everywhere, by a thread that may wait for ever without holding up anything else."""
+    writer = threading.Thread(target=stored.put, args=(torch.full((5000,), value),), daemon=True)
+    writer.start()
+    return writer
+
+
 def test_a_reader_that_got_lost_holds_nothing(stored: Stored) -> None:
     stored.hold(lambda: None)  # as when an interrupt comes before anybody has it
-    stored.put(torch.ones(5000))
+    writer = put_in_a_thread(stored, 2.0)
+    writer.join(20)
+    assert not writer.is_alive()
     found = [stored.hold(lambda: None)]
-    threading.Timer(0.3, found.clear).start()
-    stored.put(torch.zeros(5000))  # nor when it gets lost while somebody waits
+    writer = put_in_a_thread(stored, 3.0)
+    writer.join(0.1)
+    assert writer.is_alive()
+    found.clear()  # it gets lost while somebody waits
+    writer.join(20)
+    assert not writer.is_alive()
+    values = torch.empty(5000)
+    stored.load(values)
+    assert bool((values == 3.0).all())
     stored.drop()
 
 

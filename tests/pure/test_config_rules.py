@@ -133,6 +133,26 @@ def test_a_batch_that_does_not_close_names_its_line(tmp_path: Path) -> None:
 # --- without effect beside the others ---
 
 STAGE = "does not shard parameters"
+SHARDED_ONLY = {
+    "allgather_sequential",
+    "gather_16bit_weights_on_model_save",
+    "leaf_module.classes",
+    "leaf_module.names",
+    "leaf_module.name_suffixes",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "mics_shard_size",
+    "model_persistence_threshold",
+    "param_persistence_threshold",
+    "prefetch_bucket_size",
+    "zero_hpz_partition_size",
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_keys_of_sharded_parameters_are_named_below_stage_three(stage: int) -> None:
+    idle = {path.removeprefix("zero_optimization.") for path, why in inert_under(load(**z(stage=stage))).items() if STAGE in why}
+    assert idle == (SHARDED_ONLY if stage < 3 else set())
 
 
 @pytest.mark.parametrize(

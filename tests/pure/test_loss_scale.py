@@ -54,14 +54,17 @@ def test_an_initial_scale_under_the_floor_is_not_raised_by_an_overflow():
         DynamicLossScaler(1, min_scale=2, hysteresis=1).update(True)
 
 
-def test_resume_continues_the_trace():
-    events = "x..x....x.x...."
-    straight = trace(DynamicLossScaler(2**10, scale_window=3), events)
-    first = DynamicLossScaler(2**10, scale_window=3)
-    head = trace(first, events[:7])
-    second = DynamicLossScaler(2**16, scale_window=3)
-    second.load_state_dict(first.state_dict())
-    assert head + trace(second, events[7:]) == straight
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("events", ["x..x....x.x....", "xxxx"])
+def test_resume_anywhere_continues_the_trace(events, hysteresis):
+    """Also between two overflows, where part of the let-pass credit is used up."""
+    straight = trace(DynamicLossScaler(2**10, scale_window=3, hysteresis=hysteresis), events)
+    for cut in range(len(events)):
+        first = DynamicLossScaler(2**10, scale_window=3, hysteresis=hysteresis)
+        head = trace(first, events[:cut])
+        second = DynamicLossScaler(2**16, scale_window=3, hysteresis=hysteresis)
+        second.load_state_dict(first.state_dict())
+        assert head + trace(second, events[cut:]) == straight, cut
 
 
 def test_static_scale_never_moves():

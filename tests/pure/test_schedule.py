@@ -57,6 +57,12 @@ def test_a_surprise_resynchronises_or_falls_silent() -> None:
     assert _record(schedule, "other", [0, 9, 1]) == [[9, 1], [1], []], "and learnt from"
 
 
+def test_a_surprise_in_the_backward_half_stays_in_it() -> None:
+    schedule = Schedule()
+    _record(schedule, "train", [0, 1, 2, 2, 1, 0])
+    assert _record(schedule, "train", [0, 1, 2, 1])[-1] == [0], "unit 1 was used in the forward half too, which is over"
+
+
 def test_an_abandoned_phase_teaches_nothing() -> None:
     schedule = Schedule()
     _record(schedule, "train", [0, 1, 2])
@@ -106,12 +112,15 @@ def test_reuse_distance_counts_what_lies_between() -> None:
     assert schedule.reuse_distance(7, [10, 20, 30]) is None
 
 
-def test_random_walks_never_fail_and_forecasts_come_from_the_trace() -> None:
+def test_random_walks_never_fail_and_forecasts_only_move_on_along_the_trace() -> None:
+    """What is foreseen is what the trace has behind this very use, and nothing that an earlier forecast of the pass had left behind."""
     draw = random.Random(0)
     schedule = Schedule()
     trace: list[int] = []
     for _ in range(200):
         uses = [draw.randrange(5) for _ in range(draw.randrange(9))]
-        for foreseen in _record(schedule, "train", uses):
-            assert not foreseen or foreseen == trace[len(trace) - len(foreseen) :]
+        left = len(trace)
+        for use, foreseen in zip(uses, _record(schedule, "train", uses), strict=True):
+            assert not foreseen or (len(foreseen) < left and [use, *foreseen] == trace[-1 - len(foreseen) :])
+            left = len(foreseen)
         trace = uses or trace

@@ -1,0 +1,436 @@
+"""The list of planted faults, each with the tests that notice it.
+
+A fault that a refactoring could make, and that was found or imagined once, becomes an entry here together with the test that kills
+it. ``old`` is short, so that it outlives changes around it, and occurs once in its file; tests/pure/test_mutants.py holds that.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace ``old`` by ``new`` in ``file`` (and every pair of ``also``); one of ``tests``, arguments of pytest, must then fail.
+
+    ``breaks`` says what no longer holds under the fault.
+    """
+
+    id: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    breaks: str
+    also: tuple[tuple[str, str], ...] = ()
+
+    def planted(self, source: str) -> str:
+        """``source`` of ``file`` with the fault. Raises ValueError when it has no single place there."""
+        for old, new in ((self.old, self.new), *self.also):
+            count = source.count(old)
+            if count != 1:
+                raise ValueError(
+                    f"mutant {self.id} replaces text that occurs {count} times in {self.file}, not once: {old!r}. The code has changed; "
+                    "plant the same fault in its new form in tests/mutants/faults.py"
+                )
+            source = source.replace(old, new)
+        return source
+
+
+def named(*ids: str) -> tuple[Mutant, ...]:
+    """The mutants of those ids, all without any. Raises KeyError with the ids that do not exist."""
+    by_id = {mutant.id: mutant for mutant in MUTANTS}
+    unknown = [wanted for wanted in ids if wanted not in by_id]
+    if unknown:
+        raise KeyError(", ".join(unknown))
+    return tuple(by_id[wanted] for wanted in ids) or MUTANTS
+
+
+_LOSS_SCALE = ("tests/pure/test_loss_scale.py",)
+_SCHEDULE = ("tests/pure/test_schedule.py",)
+_AGREEMENT = ("tests/pure/test_agreement.py",)
+_PARTITION = ("tests/pure/test_partition.py",)
+_POSITION = ("tests/pure/test_data_position.py",)
+_RULES = ("tests/pure/test_config_rules.py",)
+_ZERO_INIT = ("tests/dist/test_zero_init.py::test_a_model_built_sharded_equals_one_built_plainly[rich-2]",)
+_PARITY = "tests/dist/test_parity_matrix.py::test_parity"
+_TWO_LEVELS = "tests/dist/test_parity_matrix.py::test_two_level_sharding"
+_COMPLETE = "tests/dist/test_checkpoint_complete.py"
+_KEYS = "tests/dist/test_config_keys_matter.py::test_an_honoured_key_has_an_effect"
+
+_PURE = (
+    Mutant(
+        "L1",
+        "deepspeed/precision/loss_scale.py",
+        "self.cur_hysteresis = self.delayed_shift\n            self.cur_scale *=",
+        "self.cur_scale *=",
+        _LOSS_SCALE,
+        "a doubling of the loss scale gives the let-pass credit back",
+    ),
+    Mutant(
+        "L2",
+        "deepspeed/precision/loss_scale.py",
+        "stable % self.scale_window == 0",
+        "(stable + 1) % self.scale_window == 0",
+        _LOSS_SCALE,
+        "the scale doubles after a whole window of good steps",
+    ),
+    Mutant(
+        "K8",
+        "deepspeed/precision/loss_scale.py",
+        'int(state.get("cur_hysteresis", self.delayed_shift))',
+        "self.delayed_shift",
+        _LOSS_SCALE,
+        "used-up hysteresis is restored from a checkpoint",
+    ),
+    Mutant(
+        "C1",
+        "deepspeed/zero/schedule.py",
+        "now.trace.index(unit, now.position)",
+        "now.trace.index(unit)",
+        _SCHEDULE,
+        "after a surprise the forecast goes on from here, not from the start of the pass",
+    ),
+    Mutant("C2", "deepspeed/zero/schedule.py", "if now.seen:", "if True:", _SCHEDULE, "an empty pass keeps the trace"),
+    Mutant(
+        "A1",
+        "deepspeed/zero/agreement.py",
+        "REDUCE = 0\n    GATHER = 1",
+        "GATHER = 0\n    REDUCE = 1",
+        _AGREEMENT,
+        "where ranks differ reductions come before gathers",
+    ),
+    Mutant(
+        "A2",
+        "deepspeed/zero/agreement.py",
+        "for r in requests for u in r.pending",
+        "for r in requests[:1] for u in r.pending",
+        _AGREEMENT,
+        "a flush reduces what is pending on any rank",
+    ),
+    Mutant(
+        "P1",
+        "deepspeed/zero/partition.py",
+        "[index_of[p] for p in module.parameters(recurse=False)]",
+        "[index_of[p] for p in module.parameters(recurse=False) if all(p is not q for m in touches for q in m.parameters(recurse=False))]",
+        _PARTITION,
+        "a tied parameter is listed for every module that holds it",
+    ),
+    Mutant(
+        "P2",
+        "deepspeed/zero/partition.py",
+        "key = (scope, trainable,",
+        "key = (scope, True,",
+        _PARTITION,
+        "frozen parameters never share a unit with trained ones",
+    ),
+    Mutant(
+        "D1",
+        "deepspeed/data/position.py",
+        "self.sampler.start = position.samples",
+        "self.sampler.start = -(-position.samples // self.share.step) * self.share.step",
+        _POSITION,
+        "after a resize no sample is left out",
+    ),
+    Mutant(
+        "D2",
+        "deepspeed/data/position.py",
+        "return self._last\n",
+        "return sampler.state_dict()\n",
+        _POSITION,
+        "a sampler's state is that of the last batch handed out, not of the last one fetched",
+    ),
+    Mutant(
+        "H2",
+        "deepspeed/launcher/verdict.py",
+        "else 128 - exitcode",
+        "else -exitcode",
+        ("tests/pure/test_verdict.py",),
+        "a rank ended by signal S gives 128 + S",
+    ),
+    Mutant(
+        "F1",
+        "deepspeed/config/rules.py",
+        "if cfg.gradient_clipping > 0:",
+        "if False:",
+        _RULES,
+        "compute_grad_norm false needs gradient_clipping 0",
+    ),
+    Mutant(
+        "F2",
+        "deepspeed/config/rules.py",
+        '    "prefetch_bucket_size",\n',
+        "",
+        _RULES,
+        "keys that act where parameters are sharded are named as without effect elsewhere",
+    ),
+    Mutant(
+        "K4",
+        "deepspeed/checkpoint/files.py",
+        "if checked != (piece.start, piece.crc):",
+        "if checked == (-1, -1):",
+        ("tests/pure/test_chunk_files.py",),
+        "every piece that is read is verified",
+    ),
+    Mutant(
+        "T1",
+        "deepspeed/tier/stored.py",
+        "finally:\n                self.staging.give(buffer, after=transfer)",
+        "finally:\n                self.staging.give(buffer)",
+        ("tests/ops/test_staging_and_stored.py",),
+        "a staging buffer is free again when its write has ended",
+    ),
+)
+
+_OPTIMIZERS = (
+    Mutant(
+        "O1",
+        "deepspeed/optim/adam.py",
+        'bias_correction=group["bias_correction"],\n            out=',
+        "bias_correction=True,\n            out=",
+        (f"{_KEYS}[optimizer.params.bias_correction]",),
+        "bias_correction false is kept in host memory",
+    ),
+    Mutant(
+        "O2",
+        "deepspeed/optim/adam.py",
+        'decoupled=group["decoupled_weight_decay"],\n            bias_correction=group["bias_correction"],\n            out=',
+        'decoupled=True,\n            bias_correction=group["bias_correction"],\n            out=',
+        ("tests/pure/test_optim_update_rules.py",),
+        "Adam's weight decay is an L2 term in host memory too",
+    ),
+    Mutant(
+        "V1",
+        "deepspeed/zero/optim_view.py",
+        "spans[-1] = (name, group, first, hi, None)",
+        "spans[-1] = (name, group, first, hi - 1, None)",
+        (f"{_PARITY}[plain-0]",),
+        "the optimizer sees every element",
+    ),
+    Mutant(
+        "U3",
+        "deepspeed/zero/unit.py",
+        "[*sorted(written), (stop, stop)]",
+        "sorted(written)",
+        ("tests/dist/test_one_pass_update.py::test_every_stage[0-bf16]",),
+        "what the update has not written itself is published to the end",
+    ),
+)
+
+_STEPS = (
+    Mutant(
+        "R5",
+        "deepspeed/zero/runtime.py",
+        "self.gradients.scale = 1.0",
+        "pass",
+        ("tests/dist/test_loops.py::test_plain_and_engine_backwards_share_a_window",),
+        "a plain backward's 1 / accumulation does not stay for the next backward",
+    ),
+    Mutant(
+        "G1",
+        "deepspeed/zero/gradients.py",
+        "target.add_(grad, alpha=factor)",
+        "target.add_(grad, alpha=self.policy.before)",
+        (f"{_PARITY}[manual_accumulation-0]",),
+        "a parameter's second contribution has the window's factor too",
+    ),
+    Mutant(
+        "G2",
+        "deepspeed/zero/gradients.py",
+        "unit.partial[start:stop].zero_()",
+        "pass",
+        (f"{_PARITY}[plain-0]",),
+        "padding holds zeros",
+    ),
+    Mutant(
+        "G3",
+        "deepspeed/zero/gradients.py",
+        "            unit.fired.clear()\n        unit.move_grad(GradState.LOCAL)",
+        "        unit.move_grad(GradState.LOCAL)",
+        ("tests/dist/test_gas.py::test_split_does_not_change_the_gradient[ranks2-micro2-accum2-2]",),
+        "after a reduction nothing has contributed yet",
+        also=(
+            (
+                "        unit.partial = None\n        unit.fired.clear()\n        unit.arrived",
+                "        unit.partial = None\n        unit.arrived",
+            ),
+        ),
+    ),
+    Mutant(
+        "G4",
+        "deepspeed/zero/gradients.py",
+        "_one_axis(partial, piece, way, group, accumulate=False)",
+        "_one_axis(partial, piece, way, group, accumulate=accumulate)",
+        (f"{_TWO_LEVELS}[accumulation-shard_groups]",),
+        "only the last axis of a reduction adds to the rest gradient",
+    ),
+    Mutant(
+        "S1",
+        "deepspeed/zero/step.py",
+        "copies *= axis.size",
+        "copies *= 1",
+        (f"{_PARITY}[plain-0]",),
+        "replicated gradients count once in the norm",
+    ),
+    Mutant(
+        "S2",
+        "deepspeed/zero/step.py",
+        "global_norm(runtime, units) * after",
+        "global_norm(runtime, units) / loss_scale",
+        ("tests/dist/test_parity_matrix.py::test_who_divides_does_not_matter",),
+        "norm and clipping are those of the mean, wherever it is divided",
+    ),
+    Mutant(
+        "S4",
+        "deepspeed/zero/step.py",
+        "runtime.gradients.clear()\n            return",
+        "return",
+        ("tests/dist/test_nonfinite_gradients.py",),
+        "a skipped step drops its gradients",
+    ),
+    Mutant(
+        "E1",
+        "deepspeed/engine.py",
+        "self.micro_steps -= self.micro_steps % self._gas",
+        "pass",
+        ("tests/dist/test_invariant_i8_errors.py::test_invariant_i8_inside_an_accumulation_window[1-backward]",),
+        "a failed backward begins the accumulation window anew",
+    ),
+    Mutant(
+        "E2",
+        "deepspeed/engine.py",
+        "finally:\n            self._syncing_off",
+        "except BaseException:\n            raise\n        else:\n            self._syncing_off",
+        ("tests/dist/test_loops.py::test_misuse_is_refused_and_the_engine_goes_on[0]",),
+        "no_sync ends when its body raises",
+    ),
+)
+
+_WEIGHTS = (
+    Mutant(
+        "R1",
+        "deepspeed/zero/runtime.py",
+        " and self._live_numel() <= self.plan.live_numel:",
+        ":",
+        (f"{_KEYS}[zero_optimization.max_live_parameters]",),
+        "max_live_parameters bounds what stays gathered",
+    ),
+    Mutant(
+        "R2",
+        "deepspeed/zero/runtime.py",
+        "if unit.idle and unit.state is UnitState.READY",
+        "if unit.pins == 0 and unit.state is UnitState.READY",
+        ("tests/dist/test_invariant_i2_users.py::test_invariant_i2_a_pin_closed_inside_a_forward_leaves_its_users_alone",),
+        "the last pin's end does not take a unit from a module that runs",
+    ),
+    Mutant(
+        "U1",
+        "deepspeed/zero/runtime.py",
+        "unit.version += 1",
+        "pass",
+        ("tests/dist/test_invariant_i2_users.py::test_invariant_i2_gathered_parameters_around_a_whole_iteration",),
+        "no fetch from before a step serves its weights afterwards",
+    ),
+    Mutant(
+        "U2",
+        "deepspeed/zero/unit.py",
+        "in zip(spread, mesh.axes, strict=True)",
+        "in reversed(list(zip(spread, mesh.axes, strict=True)))",
+        (f"{_TWO_LEVELS}[plain-secondary_shards]",),
+        "ranges are cut by the inner axis first",
+    ),
+    Mutant(
+        "I1",
+        "deepspeed/zero/init.py",
+        "collectives.broadcast(unit.full, self._mesh.world)",
+        "pass",
+        _ZERO_INIT,
+        "a parameter touched again while the model is built has the first rank's values",
+    ),
+    Mutant(
+        "I2",
+        "deepspeed/zero/init.py",
+        "collectives.broadcast(values, self._mesh.world)",
+        "pass",
+        _ZERO_INIT,
+        "a model built sharded has the first rank's values",
+    ),
+    Mutant(
+        "X1",
+        "deepspeed/zero/access.py",
+        "if both and lo < hi:",
+        "if False:",
+        ("tests/dist/test_offload_state_access.py::test_as_in_memory[edit_local-fp32]",),
+        "in fp32 the model sees a locally written master at once, from a drive too",
+    ),
+    Mutant(
+        "X2",
+        "deepspeed/zero/access.py",
+        "if unit.full.untyped_storage().nbytes():",
+        "if False:",
+        ("tests/dist/test_access.py::test_a_master_written_while_gathered_is_seen_and_stays",),
+        "a master written while its parameter is gathered reaches the gathered copy",
+    ),
+)
+
+_CHECKPOINTS = (
+    Mutant(
+        "K1",
+        "deepspeed/checkpoint/restore.py",
+        "pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset))",
+        "pieces.append((sum(p[1] - p[0] for p in pieces), sum(p[1] - p[0] for p in pieces) + hi - lo, key, lo - segment.offset))",
+        ("tests/dist/test_checkpoint_layouts.py::test_any_layout_to_any_layout[1 rank stage 0]",),
+        "optimizer slots are filled at their own places, padding between them",
+    ),
+    Mutant(
+        "K2",
+        "deepspeed/checkpoint/restore.py",
+        "found.missing.append(name)\n            continue",
+        "continue",
+        (f"{_COMPLETE}::test_frozen_parameters_can_stay_out",),
+        "a checkpoint without one of the weights is refused",
+    ),
+    Mutant(
+        "K3",
+        "deepspeed/checkpoint/saver.py",
+        "final = publish(",
+        "if order.latest:\n            folders.write_latest(order.save_dir, order.tag)\n        final = publish(",
+        ("tests/dist/test_checkpoint_crash.py::test_killed_at_a_turning_point_of_a_save",),
+        "latest names whole checkpoints only",
+    ),
+    Mutant(
+        "K5",
+        "deepspeed/checkpoint/rng.py",
+        "np.random.set_state(",
+        "tuple(",
+        ("tests/dist/test_checkpoint_resume.py::test_every_stage_and_precision[stage 0 fp32]",),
+        "numpy's generator goes on where it was",
+    ),
+    Mutant(
+        "K6",
+        "deepspeed/engine_checkpoint.py",
+        'self._scaler.load_state_dict(facts["loss_scaler"])',
+        "pass",
+        (f"{_COMPLETE}::test_loading_into_an_engine_that_has_stepped",),
+        "the loss scale is restored",
+    ),
+    Mutant(
+        "K7",
+        "deepspeed/engine_checkpoint.py",
+        "self.lr_scheduler.load_state_dict(state)",
+        "pass",
+        (f"{_COMPLETE}::test_switches_leave_out_what_they_name[all]",),
+        "the learning-rate schedule is restored",
+    ),
+    Mutant(
+        "H1",
+        "deepspeed/launcher/member.py",
+        "Verdict(128 + number)",
+        "Verdict(1)",
+        ("tests/dist/test_launcher.py::test_interrupt_while_looking_for_the_first_node",),
+        "a launcher that a signal S ends before it has found the others gives 128 + S",
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS)
