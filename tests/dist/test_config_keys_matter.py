@@ -61,10 +61,15 @@ def _wanted() -> dict[str, tuple[Run, Run]]:
     return pairs | {path: _pair(path, _inert_probe(path)) for path in INERT}
 
 
+def _is_row(item: pytest.Item, module: object) -> bool:
+    return getattr(item, "module", None) is module and "path" in getattr(getattr(item, "callspec", None), "params", {})
+
+
 @pytest.fixture(scope="module")
 def prints(request: pytest.FixtureRequest) -> dict[Run, list[Fingerprint]]:
-    """The fingerprints of all runs, by rank."""
-    runs = list(dict.fromkeys(run for pair in _wanted().values() for run in pair))
+    """The fingerprints, by rank, of all runs that the selected tests compare."""
+    selected = {getattr(item, "callspec").params["path"] for item in request.session.items if _is_row(item, request.module)}  # noqa: B009
+    runs = list(dict.fromkeys(run for path, pair in _wanted().items() if path in selected for run in pair))
     found: dict[Run, list[Fingerprint]] = {}
     for world in sorted({run.world for run in runs}):
         pool: RankPool = request.getfixturevalue(f"pool{world}")

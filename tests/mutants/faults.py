@@ -189,7 +189,7 @@ _OPTIMIZERS = (
         "deepspeed/optim/adam.py",
         'bias_correction=group["bias_correction"],\n            out=',
         "bias_correction=True,\n            out=",
-        (f"{_KEYS}[optimizer.params.bias_correction]",),
+        ("tests/pure/test_optim_update_rules.py", f"{_KEYS}[optimizer.params.bias_correction]"),
         "bias_correction false is kept in host memory",
     ),
     Mutant(
