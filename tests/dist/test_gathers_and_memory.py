@@ -189,3 +189,25 @@ def test_live_parameter_bytes_are_a_few_units_and_nothing_stays(pool2: RankPool)
         # The running unit, the one whose leave is still pending, and at most two fetched early.
         assert 0 < seen["forward"] <= 4 * seen["block"]
         assert seen["resting"] == seen["numel"] * (2 + 4 + 4) // 2
+
+
+def kept_after_the_forward(limit: int) -> tuple[int, int, list[int]]:
+    """Elements of all gathered units, of the largest one, and of those that are here between forward and backward of two known steps."""
+    engine = _engine(zero={"max_live_parameters": limit, "max_reuse_distance": 10**9, "prefetch_bucket_size": 0})
+    units = [u for u in engine.runtime.units if u.movable]
+    found = []
+    for step in range(3):
+        out = engine(torch.zeros(3, 6, dtype=torch.long))
+        if step:  # the first forward does not know yet what comes back
+            found.append(sum(u.layout.numel for u in units if u.state is UnitState.READY))
+        engine.backward(out.square().mean())
+        engine.step()
+    engine.destroy()
+    return sum(u.layout.numel for u in units), max(u.layout.numel for u in units), found
+
+
+def test_what_stays_for_its_reuse_keeps_to_max_live_parameters(pool2: RankPool) -> None:
+    total, largest, _ = pool2.run(kept_after_the_forward, 0)[0]
+    for limit in (0, total // 2, total):
+        for _, _, kept in pool2.run(kept_after_the_forward, limit):
+            assert all(max(-1, limit - largest) < numel <= limit for numel in kept), (kept, limit)

@@ -2,7 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +18,8 @@ from tests.harness.faults import Faults, InjectedFault
 from tests.harness.patience import slowdown, too_long
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.spy import CollectiveSpy
+from tests.mutants.__main__ import KILLED, SURVIVED, UNDECIDED, replay
+from tests.mutants.faults import ROOT, chosen
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, float]:
@@ -111,3 +118,38 @@ def test_faults_fire_where_and_when_they_are_told() -> None:
         model(torch.ones(1, 2))
     faults.step = 1
     model(torch.ones(1, 2))
+
+
+# -- planted faults --------------------------------------------------------------------------------------------------------------------
+
+in_a_repository = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the copy is of what git knows")
+_FAST = ("tests/pure/test_schedule.py", "-k", "empty_phase")
+
+
+@in_a_repository
+def test_a_planted_fault_is_killed_or_survives_in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (killed,) = chosen("C2")
+    survivor = replace(killed, id="Z1", new="if now.seen != []:")
+    homeless = replace(killed, id="Z2", tests=("tests/pure/test_schedule.py::test_that_is_not_there",))
+    before = (ROOT / killed.file).read_bytes()
+    mutants = [replace(each, tests=_FAST) for each in (killed, survivor)] + [homeless]
+    assert replay(mutants, jobs=2, limit_s=100, check=True) == {"C2": KILLED, "Z1": SURVIVED, "Z2": UNDECIDED}
+    assert replay([killed], jobs=1, limit_s=0.1, check=False) == {"C2": UNDECIDED}
+    assert (ROOT / killed.file).read_bytes() == before and not list(tmp_path.iterdir())
+
+
+@in_a_repository
+def test_an_interrupted_replay_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.mutants", "--only", "C2,H2"]
+    # A shell may have left SIGINT ignored for background jobs.
+    begin = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    replaying = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, preexec_fn=begin, stderr=subprocess.PIPE)
+    begun = time.monotonic()
+    while not list(tmp_path.glob("mutants_*/tree0.log")):
+        assert replaying.poll() is None and not too_long(begun, 30)
+        time.sleep(0.01)
+    replaying.send_signal(signal.SIGINT)
+    _, err = replaying.communicate(timeout=60)
+    assert replaying.returncode == 128 + signal.SIGINT and b"Traceback" not in err, err
+    assert not list(tmp_path.iterdir())

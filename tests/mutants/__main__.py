@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.faults import ROOT, Mutant, named
+from tests.mutants.faults import ROOT, Mutant, chosen
 
 LIMIT_S = 240.0
 KILLED, SURVIVED, UNDECIDED = "killed", "SURVIVED", "UNDECIDED"
@@ -107,7 +107,7 @@ def replay(mutants: Sequence[Mutant], *, jobs: int, limit_s: float, check: bool)
                     free.append(run.copy)
                     outcome, why = verdict(run, status)
                     print(f"{run.mutant.id:4} {outcome:9} {seconds:6.1f} s  {why}", flush=True)
-                    if outcomes.get(run.mutant.id) != UNDECIDED:
+                    if outcome == UNDECIDED or (run.planted and outcomes.get(run.mutant.id) != UNDECIDED):
                         outcomes[run.mutant.id] = outcome
         finally:
             for run in running:
@@ -118,7 +118,7 @@ def replay(mutants: Sequence[Mutant], *, jobs: int, limit_s: float, check: bool)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", metavar="ID,ID", default="", help="these mutants instead of all")
+    parser.add_argument("--only", metavar="ID,FILE", default="", help="the mutants of these ids and files instead of all")
     parser.add_argument("--list", action="store_true", help="print the list and run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time, each in a copy of its own (default 1)")
     parser.add_argument(
@@ -127,9 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="run the tests without the fault as well: they must pass then")
     given = parser.parse_args(arguments)
     try:
-        mutants = named(*filter(None, given.only.split(",")))
+        mutants = chosen(*filter(None, given.only.split(",")))
     except KeyError as error:
-        parser.error(f"there is no mutant {error.args[0]}; --list shows them all")
+        parser.error(f"no mutant has the id or file {error.args[0]}; --list shows them all")
     if given.jobs < 1 or given.limit <= 0:
         parser.error("--jobs and --limit must be positive")
     if given.list:

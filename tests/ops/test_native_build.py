@@ -257,10 +257,18 @@ def test_no_compiler_but_a_cache_that_has_it(tiny: OpSpec, monkeypatch: pytest.M
     assert build.build(tiny) == library and build.load(tiny).add(2, 3) == 5
 
 
-def test_those_who_waited_for_a_failure_do_not_repeat_it(tiny: OpSpec, tmp_path: Path, wrap: Any) -> None:
+def test_those_who_waited_for_a_failure_do_not_repeat_it(tiny: OpSpec, tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     go = tmp_path / "go"
     count = wrap(f"while [ ! -e {go} ]; do sleep 0.02; done; echo 'error: no luck' >&2; exit 1")
     said: list[str] = []
+    asking: list[object] = []
+    acquire = cache.BuildLock.acquire
+
+    def asks(lock: cache.BuildLock, name: str) -> None:
+        asking.append(lock)
+        acquire(lock, name)
+
+    monkeypatch.setattr(cache.BuildLock, "acquire", asks)
 
     def attempt() -> None:
         with pytest.raises(BuildError) as caught:
@@ -270,7 +278,9 @@ def test_those_who_waited_for_a_failure_do_not_repeat_it(tiny: OpSpec, tmp_path:
     threads = [threading.Thread(target=attempt) for _ in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)
+    begun = time.monotonic()
+    while len(asking) < len(threads) and not too_long(begun, 20):
+        time.sleep(0.01)
     go.touch()
     for thread in threads:
         thread.join(20)

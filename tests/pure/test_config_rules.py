@@ -89,7 +89,17 @@ def test_contradictions_are_sentences(keys: dict[str, object], text: str) -> Non
     ],
 )
 def test_legal_combinations(keys: dict[str, object]) -> None:
-    load(**keys)
+    """Accepted, and every value as it was written."""
+    found = {item.path: item.value for item in settings(load(**keys)) if item.origin == "file"}
+    assert found == {"train_batch_size": 4, **leaves(keys)}
+
+
+def leaves(block: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """Dotted path -> value of everything in ``block``."""
+    found: dict[str, object] = {}
+    for name, value in block.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def test_lenient_ignores_ranks_and_unfinished_params() -> None:
