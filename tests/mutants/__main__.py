@@ -81,6 +81,9 @@ def verdict(run: Run, status: int | None) -> tuple[str, str]:
         return UNDECIDED, "over the time limit"
     if not run.planted:
         return ("passes" if status == 0 else UNDECIDED), last
+    broken = [line for line in lines if re.match(r"E .*(NameError|AttributeError|ImportError|SyntaxError)\b", line)]
+    if status == 1 and broken:
+        return UNDECIDED, f"the fault does not fit the code any more: {broken[-1].removeprefix('E').strip()}"[:160]
     # pytest: 1 means that tests failed, everything above that they could not be run
     return {0: SURVIVED, 1: KILLED}.get(status, UNDECIDED), last
 
