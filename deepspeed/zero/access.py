@@ -354,7 +354,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
         with unit.values(StateKind.OPTIM, write=True) as master:
             _part(unit, segment, master.detach(), StateKind.OPTIM).copy_(value.reshape(-1))
         if both and lo < hi:
-            unit.publish_part(lo, value.reshape(-1))
+            unit.publish_part(lo, value.reshape(-1)).wait()  # the caller may change it from now on
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:

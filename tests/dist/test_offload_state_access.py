@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import deepspeed
+from deepspeed.tier.drive import Drive
 from deepspeed.tier.staging import Staging
+from deepspeed.tier.transfer import Transfer
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -27,6 +29,7 @@ from deepspeed.utils import (
 )
 from deepspeed.verify.models import Case
 from deepspeed.verify.reference import trainable
+from deepspeed.zero.plan import StateKind
 from tests.dist.test_offload_parity import CASES, PRECISION, Plan, check, compare, gradients_on_drive, same, snapshot, variants
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
@@ -331,6 +334,51 @@ def zeroed(way: str, folder: str, setter: str) -> list[str]:
 @pytest.mark.parametrize("way", ["none", "grads nvme"])
 def test_setting_gradients_waits_for_their_reduction(pool2: RankPool, tmp_path: Path, way: str, setter: str) -> None:
     check(pool2.run(zeroed, way, str(tmp_path), setter))
+
+
+class Watched(Transfer):
+    """A write under way, and whether anybody has waited for it."""
+
+    def __init__(self, values: Tensor, inner: Transfer) -> None:
+        self.values, self.inner, self.waited = values, inner, False
+
+    def wait(self) -> None:
+        self.inner.wait()
+        self.waited = True
+
+    def done(self) -> bool:
+        return self.inner.done()
+
+
+def lent(folder: str) -> list[str]:
+    """A value that lies in memory as it will lie on the drive, which is therefore written from where it is."""
+    engine, seen = engine_for("one buffer", folder), list[Watched]()
+    param = engine.module.get_parameter("inp.weight")
+    unit, local = param._ds_unit, safe_get_local_fp32_param(param)
+    assert local is not None
+    offset = unit.layout.overlap(unit.layout.segments[param._ds_position], *unit.range_of(StateKind.OPTIM))[0]
+    at = (offset - unit.range_of(StateKind.PARAM)[0]) * local.itemsize
+    memory = torch.zeros(local.numel() + PAGE)
+    first = (at - memory.data_ptr()) % PAGE // local.itemsize
+    value = memory[first : first + local.numel()]
+    real = Drive.write
+
+    def write(drive: Drive, region: Any, start_: int, values: Tensor) -> Transfer:
+        seen.append(Watched(values, real(drive, region, start_, values)))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drive, "write", write)
+        safe_set_local_fp32_param(param, value)
+        mine = [w for w in seen if w.values.data_ptr() == value.data_ptr()]
+        bad = [] if mine else ["nothing was written from the value's own memory"]
+        bad += ["the caller has the value back while it is being written"] * any(not w.waited for w in mine)
+    engine.destroy()
+    return bad
+
+
+def test_a_local_value_belongs_to_the_caller_again(pool1: RankPool, tmp_path: Path) -> None:
+    check(pool1.run(lent, str(tmp_path)))
 
 
 def reused_model(folder: str) -> list[str]:

@@ -361,6 +361,14 @@ _WEIGHTS = (
         "in fp32 the model sees a locally written master at once, from a drive too",
     ),
     Mutant(
+        "X3",
+        "deepspeed/zero/access.py",
+        "value.reshape(-1)).wait()",
+        "value.reshape(-1))",
+        ("tests/dist/test_offload_state_access.py::test_a_local_value_belongs_to_the_caller_again",),
+        "a value given to safe_set_local_fp32_param may be changed when the call has returned",
+    ),
+    Mutant(
         "X2",
         "deepspeed/zero/access.py",
         "if unit.full.untyped_storage().nbytes():",
