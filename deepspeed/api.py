@@ -37,6 +37,7 @@ from deepspeed.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.zero.optim_view import attach, build_views, check_fresh
+from deepspeed.zero.partition import statistics_dtypes
 from deepspeed.zero.plan import make_plan
 from deepspeed.zero.runtime import Runtime
 
@@ -273,6 +274,7 @@ def _build_rules(cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optim
         granularity=Granularity.PARAMETER if whole else Granularity.ELEMENT,
         keep_master=base is not None,
         buffer_dtype=DTYPES[dtypes.buffers] if dtypes.buffers else None,
+        beside=statistics_dtypes(model),
         low=_low_precision(cfg, model),
         low_dtype=DTYPES[dtypes.low],
         slot_bytes=slot_bytes(base) if base is not None else 0,

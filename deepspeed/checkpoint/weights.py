@@ -102,7 +102,7 @@ def weight_keys(source: Source, *, exclude_frozen: bool = False) -> list[Key]:
 
 
 def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen: bool = False) -> list[Stream]:
-    """The model's state dict with every floating tensor in ``dtype``.
+    """The model's state dict with every floating parameter in ``dtype``, buffers as stored.
 
     None keeps what training uses: trained parameters in the compute dtype, everything else as stored.
     """
@@ -110,7 +110,7 @@ def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen:
     found = []
     for key in weight_keys(source, exclude_frozen=exclude_frozen):
         stored = source.entries[key].dtype
-        wanted = trained if key[0] == "master" else dtype
+        wanted = {"master": trained, "param": dtype}.get(key[0])
         found.append(stream(source, key, dtype=wanted if stored.is_floating_point else None))
     return found
 

@@ -61,10 +61,12 @@ def _open(checkpoint_dir: Folder, tag: str | None) -> Source:
 
 
 def _streams(source: Source, dtype: torch.dtype, *, exclude_frozen: bool) -> list[Stream]:
-    """Trained weights and floating buffers in ``dtype``; frozen weights as they are stored unless another dtype than fp32 is wanted."""
+    """Trained weights in ``dtype``, narrower floating buffers too; frozen weights as stored unless another dtype than fp32 is wanted."""
     found = []
     for key in weight_keys(source, exclude_frozen=exclude_frozen):
-        as_stored = not source.entries[key].dtype.is_floating_point or (key[0] == "param" and dtype == torch.float32)
+        stored = source.entries[key].dtype
+        whole = {"param": dtype == torch.float32, "buffer": stored.itemsize >= dtype.itemsize}
+        as_stored = not stored.is_floating_point or whole.get(key[0], False)
         found.append(stream(source, key, dtype=None if as_stored else dtype))
     return found
 

@@ -14,7 +14,8 @@ class DtypePolicy(NamedTuple):
     ``compute`` is how parameters rest and enter the forward; autograd gives gradients the same dtype. ``low`` is the same for
     the modules that ``torch_autocast.lower_precision_safe_modules`` lists. ``accumulation`` is
     the sum over micro-batches, ``reduction`` what travels between ranks, ``master`` the copy that the optimizer updates
-    (its slots follow it), ``buffers`` the model's floating buffers. fp64 parameters keep their precision throughout.
+    (its slots follow it), ``buffers`` the model's floating buffers and the parameters of batch norms. fp64 parameters keep their
+    precision throughout.
     """
 
     compute: DtypeName | None
@@ -42,7 +43,7 @@ def dtype_policy(cfg: "DeepSpeedConfig") -> DtypePolicy:
         accumulation=cfg.grad_accum_dtype or "fp32",
         reduction=cfg.communication_data_type,
         master="fp32",
-        buffers=cfg.data_types.buffer_dtype or compute,
+        buffers=cfg.data_types.buffer_dtype,
     )
 
 
@@ -59,6 +60,7 @@ def dtype_rows(cfg: "DeepSpeedConfig") -> list[DtypeRow]:
     rows = [
         DtypeRow("parameters", params, switch),
         DtypeRow("modules kept in fp32", kept if policy.compute else "no matter: nothing is cast", "data_types.keep_in_fp32_modules"),
+        DtypeRow("parameters of batch norms", "as the running statistics, which are buffers", "fixed: torch computes with both in one"),
         DtypeRow("forward arithmetic", f"autocast to {autocast.dtype}" if autocast.enabled else same, "torch_autocast"),
         DtypeRow("gradients (autograd)", same, "follow the parameters"),
         DtypeRow("accumulation", policy.accumulation, "data_types.grad_accum_dtype"),
@@ -67,7 +69,7 @@ def dtype_rows(cfg: "DeepSpeedConfig") -> list[DtypeRow]:
             "master weights", policy.master if policy.compute else f"{policy.master}; the parameters themselves where they are", "fixed"
         ),
         DtypeRow("optimizer states", policy.master, "follow the master weights"),
-        DtypeRow("buffers", policy.buffers or own, "data_types.buffer_dtype, else the parameters"),
+        DtypeRow("buffers", policy.buffers or own, "data_types.buffer_dtype"),
     ]
     if autocast.enabled and autocast.lower_precision_safe_modules:
         listed = f"{policy.low}, gradients and wire too: {', '.join(autocast.lower_precision_safe_modules)}"

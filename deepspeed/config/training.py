@@ -83,7 +83,7 @@ class TorchAutocastConfig(Block):
 
 
 class DataTypesConfig(Block):
-    """``data_types``: dtypes of gradient accumulation, parameters and buffers; None follows the compute dtype."""
+    """``data_types``: dtypes of gradient accumulation, parameters and buffers. None: each its usual one."""
 
     grad_accum_dtype: OptionalDtype = None
     param_dtype: OptionalDtype = None

@@ -129,7 +129,7 @@ def run_grads(options: argparse.Namespace, out: TextIO) -> int:
         load_user_case(options.model, config)
     aside = sorted(key for key in config if key not in KEPT_KEYS)
     if aside:
-        out.write(f"checked in fp32 with AdamW; set aside from the configuration: {', '.join(aside)}\n")
+        out.write(f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {', '.join(aside)}\n")
     cells = _cells(options, config)
     out.write(_row(COLUMNS) + "\n")
     failed: list[CellResult] = []

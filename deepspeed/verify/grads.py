@@ -5,6 +5,8 @@ averaged gradients (``safe_get_full_grad`` between backward and step), the gradi
 step (``GatheredParameters``). All of it in fp32, where nothing but the order of additions may differ.
 
 An error is ``max|ours - reference| / max(1, max|reference|)`` of one tensor: absolute for values up to 1.
+
+A dtype of the model that changes otherwise than ``ds_config show --dtypes`` says is an error too, in 16 bits where asked for.
 """
 
 import time
@@ -18,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.config.dtypes import dtype_policy
+from deepspeed.engine_info import DTYPES
+from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.verify.models import SAMPLES, Case, Losses, Place, case_named
 from deepspeed.verify.ranks import RankFailure, RankPool
@@ -61,6 +66,8 @@ KEPT_KEYS = (
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 )
+# With these an engine is built once more, to look at the dtypes.
+DTYPE_KEYS = ("bf16", "fp16", "torch_autocast", "data_types")
 
 
 @dataclass(frozen=True)
@@ -196,12 +203,33 @@ def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors
         errors.add("param", scaled_error(value, record.params[name]), f"{name} after step {step}")
 
 
+def start_engine(case: Case, config: dict[str, Any]) -> Any:
+    """An engine over the case's model. Raises InvalidStateError for tensors that are neither in the dtype they were built in nor in one
+    that the table of dtypes has for their kind. Collective."""
+    model = case.build().train()
+    built = [{n: t.dtype for n, t in named} for named in (model.named_parameters(), model.named_buffers())]
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    policy = dtype_policy(engine._config)
+    # Kept in fp32, or lowered by autocast, are parameters that the configuration or the model's class lists.
+    listed = (["fp32"] if policy.compute else []) + ([policy.low] if engine._config.torch_autocast.enabled else [])
+    allowed = [{DTYPES[name] for name in names if name} for names in ([policy.compute, policy.buffers, *listed], [policy.buffers])]
+    changed = [
+        f"{name} from {before[name]} to {tensor.dtype}"
+        for before, named, dtypes in zip(built, (model.named_parameters(), model.named_buffers()), allowed, strict=True)
+        for name, tensor in named
+        if tensor.dtype not in {before[name], *dtypes}
+    ]
+    if changed:
+        raise InvalidStateError(f"dtypes changed that the table of ds_config show --dtypes leaves alone: {'; '.join(changed)}")
+    return engine
+
+
 def compare_engine(case: Case, reference: Reference, config: dict[str, Any]) -> tuple[dict[str, float], str]:
     """Train ``case`` with the engine on the ranks of this process group and compare with ``reference``.
 
     Returns the largest error of each kind ("loss", "grad", "norm", "param") and the name of the worst tensor. Collective.
     """
-    engine = deepspeed.initialize(model=case.build().train(), config=config)[0]
+    engine = start_engine(case, config)
     errors = _Errors()
     for step in range(len(reference.steps)):
         _check_step(engine, case, reference, step, errors)
@@ -214,7 +242,10 @@ def run_cell(cell: Cell, *, steps: int = STEPS) -> CellResult:
     started = time.perf_counter()
     case = load_case(cell)
     reference = train_reference(case, world=dist.get_world_size(), steps=steps)
-    largest, worst = compare_engine(case, reference, cell_config(cell, case))
+    config = cell_config(cell, case)
+    largest, worst = compare_engine(case, reference, config)
+    if lower := {key: cell.config[key] for key in DTYPE_KEYS if key in cell.config}:
+        start_engine(case, config | lower).destroy()
     return CellResult(
         cell=cell,
         loss_error=largest["loss"],

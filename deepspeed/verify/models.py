@@ -147,8 +147,11 @@ class Tied(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens)
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = self.embedded(tokens)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
@@ -303,6 +306,52 @@ class WithDropout(Stack):
         return self.head(x)
 
 
+class Rotary(Tied):
+    """Far positions turned by frequencies that no parameter holds; a rounded ``inv_freq`` turns them elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        exponents = torch.arange(0, HIDDEN, 2, dtype=torch.float32) / HIDDEN
+        self.register_buffer("inv_freq", 1.0 / (10000.0**exponents), persistent=False)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        angles = torch.arange(5000, 5000 + tokens.shape[1], device=tokens.device).float()[:, None] * self.get_buffer("inv_freq")
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+class BatchNormed(Stack):
+    """Running statistics, moved by every forward, between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(HIDDEN) for _ in self.layers])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = layer(norm(x))
+        return self.head(x)
+
+
+class Constants(Stack):
+    """Buffers that no checkpoint holds: fp32, float64, integers and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.full((IN_FEATURES,), 1 / 3), persistent=False)
+        self.register_buffer("wide", torch.linspace(0, 1, IN_FEATURES, dtype=torch.float64) + 1e-9, persistent=False)
+        self.register_buffer("order", torch.arange(IN_FEATURES).flip(0), persistent=False)
+        self.register_buffer("mask", torch.arange(IN_FEATURES) % 3 == 0, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offset, wide, order, mask = (self.get_buffer(name) for name in ("offset", "wide", "order", "mask"))
+        shift = 1e3 * offset - 333.0 + 1e6 * (wide - wide.float())  # what rounding would take away
+        return super().forward((x[:, order] + shift.to(x.dtype)).masked_fill(mask, 0.5))
+
+
 def seeded(model_class: type[nn.Module]) -> Callable[[], nn.Module]:
     """Return a builder of ``model_class`` whose initial weights do not depend on the caller's random state."""
 
@@ -389,6 +438,9 @@ def all_cases() -> dict[str, Case]:
         _regression("no_grad_first", NoGradFirst),
         _regression("frozen_checkpointed", FrozenCheckpointed),
         _regression("dropout_checkpointed", WithDropout),
+        _tokens("rotary", Rotary),
+        _regression("batch_norm", BatchNormed),
+        _regression("constants", Constants),
         _regression("everything", UsedTwice, accumulation=2, clipping=0.05, repeats=2, plain_backward=True),
     ]
     return {case.name: case for case in cases}

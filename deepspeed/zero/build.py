@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -30,8 +30,9 @@ from deepspeed.zero.unit import Unit
 
 @dataclass(frozen=True)
 class BuildRules:
-    """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype; parameters and buffers
-    with one of ``keep_fp32`` among the parts of their name stay fp32. Parameters in ``low`` rest (and travel) in ``low_dtype``.
+    """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype, ``buffer_dtype`` None every
+    buffer; parameters with one of ``keep_fp32`` among the parts of their name stay fp32, such buffers as they are. ``beside`` has the
+    parameters that follow the dtype of a buffer. Parameters in ``low`` rest (and travel) in ``low_dtype``.
     ``slot_bytes``: what the optimizer will keep for each element beside the weight."""
 
     device: torch.device
@@ -40,6 +41,7 @@ class BuildRules:
     granularity: Granularity
     keep_master: bool
     buffer_dtype: torch.dtype | None = None
+    beside: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
     low: frozenset[nn.Parameter] = frozenset()
     low_dtype: torch.dtype = torch.bfloat16
     slot_bytes: int = 8
@@ -54,6 +56,8 @@ class BuildRules:
             return param.dtype
         if self.compute_dtype is not None and self.kept(name):
             return torch.float32
+        if self.compute_dtype is not None and param in self.beside:
+            return self.buffer_dtype or self.beside[param]
         if param in self.low:
             return self.low_dtype
         return self.compute_dtype or param.dtype
@@ -236,12 +240,12 @@ def _values(unit: Unit, mesh: Mesh, device: torch.device) -> torch.Tensor:
 
 
 def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
-    """Buffers go to the device; floating ones to ``buffer_dtype``, else the compute dtype; values from the first rank."""
+    """Buffers go to the device, floating ones to ``buffer_dtype`` if there is one; values from the first rank."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is None or buffer.is_meta:
                 continue
-            wanted = None if rules.kept(f"{path}.{name}") else rules.buffer_dtype or rules.compute_dtype
+            wanted = None if rules.kept(f"{path}.{name}") else rules.buffer_dtype
             moved = buffer.to(device=rules.device, dtype=wanted if wanted and buffer.is_floating_point() else buffer.dtype)
             if moved is not buffer:
                 module._buffers[name] = moved

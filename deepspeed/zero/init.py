@@ -24,6 +24,7 @@ from deepspeed.observe.log import logger
 from deepspeed.zero.facts import UnitFacts, UnitState
 from deepspeed.zero.layout import element_layout
 from deepspeed.zero.param import mark_zero_parameter
+from deepspeed.zero.partition import statistics_dtypes
 from deepspeed.zero.plan import OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
 from deepspeed.zero.tiers import Tiers
 from deepspeed.zero.unit import Unit
@@ -36,8 +37,8 @@ _orig_torch_arange = torch.arange
 _numbers = count()
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: torch.dtype, *, target_device: Any = None) -> Any:
-    """Wrap a tensor constructor so that floating results are made in ``target_fp_dtype`` on ``target_device``.
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: torch.dtype | None, *, target_device: Any = None) -> Any:
+    """Wrap a tensor constructor so that floating results are made in ``target_fp_dtype`` (None: as ever) on ``target_device``.
 
     ``torch.arange`` is left alone: positions and ids computed in 16 bits are silently wrong. Clients replace this function on
     ``deepspeed.runtime.zero.partition_parameters`` while they build a model.
@@ -49,7 +50,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: torch.dtype
         if target_device is not None and kwargs.get("device") is None and not _device_mode_active():
             kwargs["device"] = target_device
         asked = kwargs.get("dtype")
-        if asked is None and torch.get_default_dtype() != target_fp_dtype:
+        if asked is None and target_fp_dtype not in (None, torch.get_default_dtype()):
             made = fn(*args, **kwargs)
             return made.to(target_fp_dtype) if made.is_floating_point() else made
         return fn(*args, **kwargs)
@@ -160,7 +161,8 @@ class Init:
         for name in _CONSTRUCTORS:
             original = getattr(torch, name)
             self._saved[name] = original
-            setattr(torch, name, wrapper(original, self.dtype, target_device=self.device))
+            # No dtype: what becomes a parameter is rounded when it is cut, and what becomes a buffer never.
+            setattr(torch, name, wrapper(original, None, target_device=self.device))
 
     def _stop(self) -> None:
         self._inside = False
@@ -182,13 +184,15 @@ class Init:
             self._cut_tree(child)
 
     def _cut_tree(self, module: nn.Module) -> None:
+        beside = statistics_dtypes(module)
         for name, part in module.named_modules():
             self._open.pop(id(part), None)
             if any(p.is_meta and not hasattr(p, "_ds_unit") for p in part.parameters(recurse=False)):
                 self._materialise(part, name)
             for leaf, param in part.named_parameters(recurse=False):
                 if not hasattr(param, "_ds_unit"):
-                    self._cut(param, f"{type(part).__name__}.{leaf}")
+                    dtype = beside.get(param, self.dtype) if param.is_floating_point() else param.dtype
+                    self._cut(param, f"{type(part).__name__}.{leaf}", dtype)
 
     def _materialise(self, module: nn.Module, name: str) -> None:
         """Give a meta module memory and its own initial values."""
@@ -211,14 +215,13 @@ class Init:
             )
             self._without_values.clear()
 
-    def _cut(self, param: nn.Parameter, name: str) -> None:
-        """Turn one whole parameter into this rank's shard of it."""
+    def _cut(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> None:
+        """Turn one whole parameter into this rank's shard of it, in ``dtype``."""
         layout = element_layout([(name, tuple(param.shape), 0)], self._mesh.zero.size)
         # A drive transfers pages: what is smaller than a few of them stays in memory.
         tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
         plan = UnitPlan(StatePlan((Spread.SHARDED,), tier), None, None)
         unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, facts=UnitFacts(self._mesh))
-        dtype = self.dtype if param.is_floating_point() else param.dtype
         with torch.no_grad():
             values = torch.zeros(layout.numel, dtype=dtype, device=self.device)
             Unit.view(values, layout.segments[0]).copy_(param)

@@ -68,6 +68,12 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
+def statistics_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
+    """The parameters beside running statistics (a batch norm's), with the dtype of those: torch computes with both in one dtype."""
+    found = [(m, m._buffers.get("running_mean")) for m in model.modules()]
+    return {p: mean.dtype for m, mean in found if mean is not None for p in m.parameters(recurse=False)}
+
+
 def _numel(param: nn.Parameter) -> int:
     return local_of(param).numel()
 

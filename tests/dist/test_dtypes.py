@@ -1,21 +1,28 @@
 """Mixed precision: bf16 and fp16 with fp32 masters, loss scales, skipped steps, and the dtype that travels."""
 
 import logging
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import deepspeed
+from deepspeed.checkpoint.tool.cli import main as tool
+from deepspeed.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
+from deepspeed.verify.grads import Cell, full_gradients, full_parameters, run_cell, scaled_error
 from deepspeed.verify.models import case_named
 from deepspeed.verify.reference import trainable
+from deepspeed.zero import build
 from tests.harness.faults import Faults
 from tests.harness.pool import RankPool
-from tests.harness.reference16 import rounded, train_16bit
+from tests.harness.reference16 import lowered, rounded, train_16bit
 from tests.harness.spy import CollectiveSpy
-from tests.harness.training import ADAMW, STAGES, here, make_config, start
+from tests.harness.training import ADAMW, STAGES, here, make_config, outcome, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,7 +43,7 @@ def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra
     clip_and_accumulate = {"gradient_clipping": case.clipping, "gradient_accumulation_steps": case.accumulation}
     engine = start(case.build().train(), make_config(stage, **clip_and_accumulate, **extra))
     params = trainable(engine.module)
-    assert {p.dtype for p in params.values()} == {dtype}
+    assert {n: p.dtype for n, p in params.items()} == {n: p.dtype for n, p in trainable(lowered(case.build(), dtype)).items()}
     error = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "master": 0.0, "weight": 0.0}
 
     def add(kind: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
@@ -56,16 +63,144 @@ def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra
     for key, param in params.items():
         master = safe_get_full_fp32_param(param)
         add("master", master, expected.masters[key])
-        add("weight", weights[key].float(), master.to(dtype).float())
+        add("weight", weights[key].float(), master.to(param.dtype).float())
+    if dist.get_world_size() == 1:
+        own = dict(engine.module.named_buffers())
+        same = [own[n].dtype is b.dtype and torch.equal(own[n], b) for n, b in expected.buffers.items()]
+        error["buffers"] = 1.0 - sum(same) / max(1, len(same))
     engine.destroy()
     return error
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping", "tied", "unused"])
+@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping", "tied", "unused", "rotary", "batch_norm", "constants"])
 def test_bf16_with_exact_reduction_equals_the_reference(pool2: RankPool, name: str, stage: int) -> None:
     for error in pool2.run(compare_16bit, name, stage, torch.bfloat16, 1.0, {**BF16, **EXACT}):
         assert max(error.values()) <= 1e-6, error
+
+
+@pytest.mark.parametrize(("extra", "dtype", "scale"), [(BF16, torch.bfloat16, 1.0), (FP16, torch.float16, 128.0)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["rotary", "batch_norm", "constants"])
+def test_buffers_are_not_rounded_and_running_statistics_move(
+    pool1: RankPool, name: str, extra: dict[str, Any], dtype: torch.dtype, scale: float
+) -> None:
+    """On one rank, which has seen the same batches as the plain model."""
+    (error,) = pool1.run(compare_16bit, name, 3, dtype, scale, {**extra, **EXACT})
+    assert error["buffers"] == 0.0 and max(error.values()) <= 1e-6, error
+
+
+class Buffered(nn.Module):
+    """Constructors of every kind, in buffers that are saved and in one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.linear = nn.Linear(6, 1)
+        self.register_buffer("third", torch.full((6,), 1 / 3))
+        self.register_buffer("tenth", torch.ones(6) * 0.1, persistent=False)
+        self.register_buffer("inv_freq", 1.0 / (10000.0 ** (torch.arange(0, 12, 2).float() / 12)))
+        self.register_buffer("wide", torch.eye(2, dtype=torch.float64) / 3)
+        self.register_buffer("narrow", torch.zeros(3, dtype=torch.float16) + 0.1)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x)).float().square().mean()
+
+
+def buffers_along_the_way(stage: int, folder: str, sharded: bool) -> list[str]:
+    """Where a buffer was not what the model's code makes of it: built, trained, saved, loaded, exported."""
+    plain = dict(Buffered().named_buffers())
+    config = make_config(stage, **BF16)
+
+    def made() -> Any:
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=sharded):
+            model = Buffered()
+        return start(model, config)
+
+    wrong: list[str] = []
+
+    def compare(when: str, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+        wrong.extend(
+            f"{when}: {n} {found[n].dtype}"
+            for n, b in expected.items()
+            if n in found and not (found[n].dtype is b.dtype and torch.equal(found[n], b))
+        )
+
+    engine = made()
+    compare("built", plain, dict(engine.module.named_buffers()))
+    weights = {n: p.dtype for n, p in engine.module.named_parameters()}
+    wrong += [f"{n} {d}" for n, d in weights.items() if d is not (torch.float32 if n.startswith("norm.") else torch.bfloat16)]
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
+    engine.backward(engine(x))
+    engine.step()
+    trained = {n: b.clone() for n, b in engine.module.named_buffers()}
+    mean = plain["norm.running_mean"] * 0.9 + x.float().mean(0) * 0.1
+    wrong += [] if torch.allclose(trained["norm.running_mean"], mean, atol=1e-6) else ["the running mean did not move"]
+    engine.save_checkpoint(folder)
+    whole = engine._zero3_consolidated_16bit_state_dict() if stage == 3 else None
+    compare("consolidated", trained, whole or {})
+    engine.destroy()
+    out = f"{folder}-out"
+    if dist.get_rank() == 0:
+        compare(
+            "zero_to_fp32",
+            {n: b.float() if n == "narrow" else b for n, b in trained.items()},
+            get_fp32_state_dict_from_zero_checkpoint(folder),
+        )
+        tag = f"{folder}/global_step1"
+        wrong += ["export"] * tool(["export", tag, out, "--format", "deepspeed", "--stage", str(stage), "--world", "2"])
+    dist.barrier()
+    for source in (folder, out):
+        engine = made()
+        path, _ = engine.load_checkpoint(source, tag="global_step1")
+        wrong += [] if path else [f"nothing loaded from {source}"]
+        compare(f"loaded from {source}", {n: b for n, b in trained.items() if n != "tenth"}, dict(engine.module.named_buffers()))
+        engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "sharded"), [(0, False), (2, False), (3, False), (3, True)])
+def test_a_buffer_keeps_its_dtype_and_every_bit(pool2: RankPool, tmp_path: Path, stage: int, sharded: bool) -> None:
+    assert pool2.run(buffers_along_the_way, stage, str(tmp_path / "saved"), sharded) == [[], []]
+
+
+def _verified(name: str, config: dict[str, Any], *, cast: bool) -> str:
+    """What ``ds_verify grads`` says of the dtypes; ``cast``: as if buffers were rounded on the way."""
+    honest = build._move_buffers
+
+    def rounding(model: nn.Module, mesh: Any, rules: Any) -> None:
+        honest(model, mesh, replace(rules, buffer_dtype=torch.bfloat16))
+
+    build._move_buffers = rounding if cast else honest
+    try:
+        return outcome(lambda: run_cell(Cell(name, stage=3, config=config), steps=1))
+    finally:
+        build._move_buffers = honest
+
+
+@pytest.mark.parametrize("config", [{}, BF16], ids=["fp32", "bf16"])
+def test_the_gate_sees_a_changed_dtype(pool2: RankPool, config: dict[str, Any]) -> None:
+    for said in pool2.run(_verified, "rotary", config, cast=True):
+        assert "InvalidStateError" in said and "inv_freq from torch.float32 to torch.bfloat16" in said
+    allowed = {**BF16, "data_types": {"buffer_dtype": "bf16"}}
+    for name, told in (("rotary", config), ("batch_norm", config), ("rotary", allowed), ("batch_norm", allowed)):
+        assert pool2.run(_verified, name, told, cast=False) == ["", ""]
+
+
+def _as_told(dtype: str) -> dict[str, torch.dtype]:
+    engine = start(Buffered(), make_config(3, **BF16, data_types={"buffer_dtype": dtype}))
+    engine.backward(engine(torch.ones(4, 6).bfloat16()))
+    found = {n: t.dtype for n, t in (*engine.module.named_buffers(), *engine.module.named_parameters())}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_buffer_dtype_casts_floating_buffers_and_batch_norms_with_them(pool2: RankPool, name: str, dtype: torch.dtype) -> None:
+    for found in pool2.run(_as_told, name):
+        assert found.pop("linear.weight") is found.pop("linear.bias") is torch.bfloat16
+        assert found.pop("steps") is found.pop("norm.num_batches_tracked") is torch.int64
+        assert set(found.values()) == {dtype}
 
 
 @pytest.mark.parametrize("stage", STAGES)

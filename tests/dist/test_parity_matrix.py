@@ -37,6 +37,9 @@ CORNERS = (
     "frozen_checkpointed",
     "dropout_checkpointed",
     "everything",
+    "rotary",
+    "batch_norm",
+    "constants",
 )
 
 

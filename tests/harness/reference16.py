@@ -16,12 +16,21 @@ from deepspeed.verify.reference import GATE_ADAM, clip_factor, global_norm
 
 @dataclass(frozen=True)
 class Run16:
-    """Per step: losses by (rank, micro), averaged unscaled gradients, norm; and the final fp32 master weights."""
+    """Per step: losses by (rank, micro), averaged unscaled gradients, norm; and the final fp32 master weights and buffers."""
 
     losses: list[dict[tuple[int, int], float]]
     grads: list[dict[str, Tensor]]
     norms: list[float]
     masters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``model`` with its parameters in ``dtype``, buffers as they are, and batch norms, which want both in one, in fp32."""
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            param.data = param.data.to(torch.float32 if isinstance(module, nn.BatchNorm1d) else dtype)
+    return model
 
 
 def rounded(case: Case, dtype: torch.dtype) -> Case:
@@ -29,7 +38,10 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
     build = case.build
 
     def build_rounded() -> nn.Module:
-        return build().to(dtype).float()
+        model = build()
+        for param in model.parameters():
+            param.data = param.data.to(dtype).float()
+        return model
 
     return replace(case, build=build_rounded)
 
@@ -41,9 +53,9 @@ def train_16bit(
     model = case.build().train()
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-    model.to(dtype)
+    lowered(model, dtype)
     optimizer = torch.optim.AdamW(masters.values(), **GATE_ADAM)
-    run = Run16([], [], [], {})
+    run = Run16([], [], [], {}, dict(model.named_buffers()))
     for step in range(steps):
         total = {name: torch.zeros_like(master) for name, master in masters.items()}
         losses: dict[tuple[int, int], float] = {}
