@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.errors import DeepSpeedError
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import Transfer
 
@@ -187,3 +188,16 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
     everyone: list[Any] = [None] * group.size
     dist.all_gather_object(everyone, value, group=group.pg)
     return everyone
+
+
+def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[], int] = lambda: 0) -> dict[int, str]:
+    """Rank -> what went wrong there, of the members with a ``fault``. Collective: what one rank raises alone, the others wait for.
+
+    ``depth``: called before each exchange, how deep this rank is in nested calls. The outer ones repeat theirs until all are out.
+    """
+    text = None if fault is None else f"{fault}" if isinstance(fault, DeepSpeedError) else f"{type(fault).__name__}: {fault}"
+    while True:
+        own = depth()
+        depths, texts = zip(*gather_objects((own, text), group), strict=True)
+        if own == max(depths):
+            return {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,11 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
+from deepspeed.zero.facts import View
 from deepspeed.zero.layout import Segment
 from deepspeed.zero.param import ZeroParamStatus, ZeroParamType, local_of, point
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.unit import Unit, View
+from deepspeed.zero.unit import Unit
 
 __all__ = ["GatheredParameters", "ZeroParamStatus", "ZeroParamType", "register_external_parameter", "unregister_external_parameter"]
 
@@ -35,6 +36,9 @@ def _runtime(unit: Unit) -> Runtime | None:
     """The runtime of the living engine that trains the unit, if there is one."""
     keeper = unit.keeper
     return keeper if isinstance(keeper, Runtime) and keeper.client() is not None else None
+
+
+_ROW_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,12 @@ class GatheredParameters:
     """Inside, the given parameters hold their full values on every rank; outside, sharded ones are released again.
 
     ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None: read only,
-    edits are lost. ``modifier_rank`` r: what global rank r holds at exit wins everywhere, masters included. Collective.
+    an edit is a UsageError on every rank. ``modifier_rank`` r: what global rank r holds at exit wins everywhere, masters included.
+    Collective at both ends; when a rank raises inside, nothing is written back and the others raise a UsageError that names it. An
+    ``engine.step()`` inside shows its new values.
+
+    What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a forward keeps its
+    values after the exit; it costs the memory of the parameter's whole unit until the last such alias is gone.
     """
 
     def __init__(
@@ -76,13 +85,19 @@ class GatheredParameters:
         self._params = [p for p in found if getattr(p, "_ds_unit", None) is not None and hasattr(p, "ds_id")]
         self._modifier = modifier_rank
         self._units: list[Unit] = []
+        self._pinned = ExitStack()
+        self._marks: list[_Mark] = []
         self._saving: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
         units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
-        self._units = sorted(units.values(), key=lambda u: u.order)
-        for unit in self._units:
-            unit.pin()
+        with ExitStack() as pinned:  # also when a later gather fails
+            for unit in sorted(units.values(), key=lambda u: u.order):
+                unit.pin(lend=True)
+                pinned.callback(unit.unpin)
+                self._units.append(unit)
+            self._pinned = pinned.pop_all()
+        self._marks = [_Mark.of(u) for u in self._units] if self._modifier is None else []
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a forward the
         # module's own hooks gather for the backward, so they are not needed there.
         if torch.is_grad_enabled() and any(u.movable and _runtime(u) is not None and not u.may_fetch_on_demand() for u in self._units):
@@ -97,39 +112,90 @@ class GatheredParameters:
                 return _SavedPlace(unit, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         return tensor
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, raised: BaseException | None, _: object) -> None:
         if self._saving is not None:
-            self._saving.__exit__(*exc)
+            self._saving.__exit__(kind, raised, _)
             self._saving = None
         try:
-            if self._modifier is not None and exc[0] is None:
-                for param in self._params:
-                    self._write_back(param)
+            if raised is None:
+                self._settle()
+            elif isinstance(raised, Exception):  # not what ends a process or closes a generator
+                with suppress(Exception):  # what was raised inside says more
+                    self._failures(raised)
         finally:
-            for unit in self._units:
-                unit.unpin()
-            self._units = []
+            self._pinned.close()
+            self._units, self._marks = [], []
 
-    def _write_back(self, param: nn.Parameter) -> None:
-        place = _place(param)
-        if place is None:
-            return
-        unit, position, segment = place
-        with torch.no_grad():
-            inside = unit.view(unit.full, segment)
-            if tuple(local_of(param).shape) != segment.shape:
-                raise UsageError(
-                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(param.shape)} inside GatheredParameters; "
+    def _settle(self) -> None:
+        """What the modifier rank holds becomes the parameters; an error on every rank when one has a fault. Collective."""
+        for rank, text in self._failures(self._fault()).items():
+            raise UsageError(f"rank {rank} failed inside GatheredParameters, so nothing is written back on any rank: {text}")
+        for param in self._params if self._modifier is not None else ():
+            self._write_back(param)
+
+    def _failures(self, fault: Exception | None) -> dict[int, str]:
+        """Rank -> its fault. A rank that raised may have left contexts that others are still in: it serves them until then. Collective."""
+        failed: dict[int, str] = {}
+        for mesh, keeper in {id(u.mesh): (u.mesh, u.keeper) for u in self._units}.values():
+            group = mesh.control or mesh.zero
+            failed |= collectives.failures(fault, group, depth=keeper.meet if keeper is not None else lambda: 0)
+        return failed
+
+    def _fault(self) -> UsageError | None:
+        """What is wrong with the parameters as this rank leaves them."""
+        edited = [mark.unit.title for mark in self._marks if mark.outdated()]
+        for param in self._params:
+            unit, segment = param._ds_unit, param._ds_unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
+            own, inside = local_of(param), unit.view(unit.full, segment)
+            if tuple(own.shape) != segment.shape:
+                return UsageError(
+                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(own.shape)} inside GatheredParameters; "
                     "replace the Parameter object instead (module.weight = nn.Parameter(...)) before deepspeed.initialize"
                 )
+            if self._modifier is not None and self._modifier not in unit.mesh.zero.ranks:
+                ranks = unit.mesh.zero.ranks
+                return UsageError(f"modifier_rank {self._modifier} is not one of the ranks {ranks} that share {segment.name!r}")
+            if self._modifier is None and own.data_ptr() != inside.data_ptr() and not torch.equal(own.to(inside), inside):
+                edited.append(segment.name)
+        if not edited:
+            return None
+        return UsageError(
+            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither the shards nor the "
+            "optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit a clone"
+        )
+
+    def _write_back(self, param: nn.Parameter) -> None:
+        unit, position = param._ds_unit, param._ds_position  # type: ignore[attr-defined]
+        with torch.no_grad():
+            inside = unit.view(unit.full, unit.layout.segments[position])
             if local_of(param).data_ptr() != inside.data_ptr():
                 inside.copy_(local_of(param))
                 point(param, inside)
             world = unit.mesh.zero
-            if self._modifier not in world.ranks:
-                raise UsageError(f"modifier_rank {self._modifier} is not one of the ranks {world.ranks} that share {segment.name!r}")
             collectives.broadcast(inside, world, source=world.ranks.index(self._modifier))
             unit.absorb(position)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The values of a gathered unit as a reader got them, in a few thousandths of their size."""
+
+    unit: Unit
+    version: int
+    sums: torch.Tensor
+
+    @classmethod
+    def of(cls, unit: Unit) -> "_Mark":
+        """Row and column sums over the bits: an edit that leaves all of them as they were was made to."""
+        data = unit.full.detach().view(torch.uint8)
+        cut = data.numel() // _ROW_BYTES * _ROW_BYTES
+        rows = data[:cut].view(torch.int64).view(-1, _ROW_BYTES // 8)
+        return cls(unit, unit.version, torch.cat([rows.sum(1), rows.sum(0), data[cut:]]))
+
+    def outdated(self) -> bool:
+        """True when the values were edited, by something else than a step or a context with a modifier rank."""
+        now = _Mark.of(self.unit)
+        return now.version == self.version and not torch.equal(now.sums, self.sums)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -195,6 +261,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
                 _store(unit, segment, resting, kind, value=value)
         if unit.full.untyped_storage().nbytes():
             unit.view(unit.full, segment).copy_(value)
+            unit.new_version(shown=True)
 
 
 def _landed(unit: Unit) -> float:

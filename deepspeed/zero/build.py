@@ -135,9 +135,7 @@ def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) ->
     if not any(state is not None and state.tier is Tier.NVME for row in fitted.rows for state in (row.param, row.optim)):
         return
     own = tiers.open(fitted.rows, fitted.memory, width=width)
-    said = collectives.gather_objects(str(own or ""), mesh.job)
-    wrong = {rank: text for rank, text in zip(mesh.job.ranks, said, strict=True) if text}
-    if wrong:
+    if wrong := collectives.failures(own, mesh.job):
         tiers.close()
         if own is not None:
             raise own

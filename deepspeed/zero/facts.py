@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
@@ -72,6 +74,14 @@ class UnitFacts:
         return self.early / self.divisor
 
 
+class View(Protocol):
+    """What an optimizer sees of the master: ``param`` covers flat indices [start, stop)."""
+
+    start: int
+    stop: int
+    param: nn.Parameter
+
+
 def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
     """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
     start = 0
@@ -80,3 +90,9 @@ def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
             numel //= axis.size
             start += numel * axis.index
     return start, start + numel
+
+
+def square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum of squares in float64, from a norm in fp32 or wider."""
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return torch.linalg.vector_norm(values, dtype=wide).double().square()

@@ -19,13 +19,13 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.agreement import Agreement, Decision, Kind, Request
-from deepspeed.zero.facts import GradState, UnitState
+from deepspeed.zero.facts import GradState, UnitState, View
 from deepspeed.zero.gradients import GradientPolicy, Gradients
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.plan import Spread, StateKind, ZeroPlan
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.streams import Streams
-from deepspeed.zero.unit import Unit, View
+from deepspeed.zero.unit import Unit
 
 _READ_AHEAD = 3  # units that may be on their way from a drive beside the ones being fetched
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
@@ -125,12 +125,14 @@ class Runtime:
             self.schedule.end()
             self._forget_ahead()
 
-    def meet(self) -> None:
-        """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7)."""
-        if self.depth or not any(self._numels):
-            return
-        while self._ask(Kind.LEAVE).kind is not Kind.LEAVE:
+    def meet(self) -> int:
+        """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7).
+
+        A user's context ends so too; the number of pins tells whether all are at the end of the same one.
+        """
+        while not self.depth and any(self._numels) and self._ask(Kind.LEAVE).kind is not Kind.LEAVE:
             pass
+        return sum(u.pins for u in self.units)
 
     def borrowed(self) -> list[Unit]:
         """Units the running module has read without owning them; its backward will read them too."""
@@ -351,6 +353,10 @@ class Runtime:
                 started.append(self._publish_one(unit, (written or {}).get(unit, ())))
         for transfer in started:
             transfer.wait()
+        for unit in units:
+            if unit.movable and unit.state is UnitState.READY:  # held by a context of the user's: it shows the new values
+                self.streams.gather(unit.start_gather).wait()
+                unit.new_version(shown=True)
 
     def _publish_one(self, unit: Unit, written: Sequence[tuple[int, int]]) -> Transfer:
         """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""

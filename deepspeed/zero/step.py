@@ -100,13 +100,12 @@ def _update_together(
         written = _update(optimizer, views, tiles, factor)
     except Exception as error:  # whatever it is, the others must hear of it
         failure = error
-    said = collectives.gather_objects(str(failure or ""), runtime.mesh.job)
+    failed = collectives.failures(failure, runtime.mesh.job)
     if failure is not None:
         raise failure
-    for rank, text in zip(runtime.mesh.job.ranks, said, strict=True):
-        if text:
-            tiles.tear()
-            raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
+    for rank, text in failed.items():
+        tiles.tear()
+        raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
     return written
 
 

@@ -13,9 +13,9 @@ from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
 from deepspeed.tier.store import Memory, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Transfer
-from deepspeed.zero.facts import GradState, UnitFacts, UnitState, check_move, owned_range
+from deepspeed.zero.facts import GradState, UnitFacts, UnitState, View, check_move, owned_range, square_sum
 from deepspeed.zero.layout import FlatLayout, Segment
-from deepspeed.zero.param import expose, follow, hide, local_of, point, storage_uses, unmark_zero_parameter
+from deepspeed.zero.param import expose, follow, hide, local_of, point, shrinkable, storage_uses, unmark_zero_parameter
 from deepspeed.zero.plan import Spread, StateKind, Tier, UnitPlan
 from deepspeed.zero.tiers import Tiers
 
@@ -31,13 +31,7 @@ class Keeper(Protocol):
 
     def unpin(self, unit: "Unit") -> None: ...
 
-
-class View(Protocol):
-    """What an optimizer sees of the master: ``param`` covers flat indices [start, stop)."""
-
-    start: int
-    stop: int
-    param: nn.Parameter
+    def meet(self) -> int: ...
 
 
 class Unit:
@@ -69,6 +63,7 @@ class Unit:
         self.pins = 0
         self.version = 0
         self.fetched_version = 0
+        self._lent = False
         self.full = torch.empty(0)
         self.partial: torch.Tensor | None = None
         self.rest: dict[StateKind, TierStore] = {}
@@ -102,8 +97,7 @@ class Unit:
         """
         self.tiers = tiers
         start, stop = self.range_of(StateKind.PARAM)
-        self.full = values.to(dtype) if values.dtype != dtype else values
-        self._views = [self.view(self.full, s) for s in self.layout.segments]
+        self._spread(values.to(dtype) if values.dtype != dtype else values)
         for p, view in zip(self.params, self._views, strict=True):
             expose(p, view)
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
@@ -120,6 +114,10 @@ class Unit:
             # What the unit itself holds of the storage: the buffer, its views and the parameters over it.
             self._own_uses = storage_uses(self.full)
             self.release()
+
+    def _spread(self, full: torch.Tensor) -> None:
+        self.full, self._views = full, [self.view(full, s) for s in self.layout.segments]
+        self._bare_uses = storage_uses(full)
 
     def _place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
         return self.tiers.place(kind, tier, numel, dtype) if self.tiers is not None else None
@@ -331,6 +329,8 @@ class Unit:
     # -- gather and release ----------------------------------------------------------------------------------------------
     def allocate(self) -> None:
         """ABSENT -> FETCHING: give the full buffer its bytes back. Where there are none to be had the unit stays ABSENT."""
+        if self.full.numel() != self.layout.numel:
+            self._spread(self.full.new_empty(self.layout.numel))
         storage = self.full.untyped_storage()
         storage.resize_(self.layout.numel * self.full.element_size())
         self.move(UnitState.FETCHING)
@@ -363,7 +363,7 @@ class Unit:
             expose(p, view)
 
     def release(self) -> None:
-        """READY -> ABSENT: free the full buffer; views stay, the storage is resized and never replaced."""
+        """READY -> ABSENT: the storage keeps no bytes, or stays with whoever it was lent to and another is made for the next fetch."""
         if not self.movable:
             return
         self.move(UnitState.ABSENT)
@@ -372,7 +372,10 @@ class Unit:
             self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
         for p in self.params:
             hide(p, self._void)
+        if (self._lent and storage_uses(self.full) > self._bare_uses) or not shrinkable(self.full):
+            self.full, self._views = self.full.new_empty(0), []
         self.full.untyped_storage().resize_(0)
+        self._lent = False
 
     def read_by_others(self) -> bool:
         """True while views of the full buffer other than the unit's own are alive (while READY): in a backward, ops that will read."""
@@ -475,10 +478,12 @@ class Unit:
             if lo < hi:
                 with self.values(kind, write=True) as resting:
                     resting[lo - start : hi - start].copy_(values[lo - segment.offset : hi - segment.offset])
+        self.new_version(shown=True)
 
-    def new_version(self) -> None:
-        """PARAM at rest changes: what was gathered before is old."""
+    def new_version(self, *, shown: bool = False) -> None:
+        """PARAM at rest changes: what was gathered before is old, unless it is ``shown`` in the full buffer already."""
         self.version += 1
+        self.fetched_version = self.version if shown else self.fetched_version
 
     def publish_part(self, start: int, values: torch.Tensor) -> Transfer:
         """Make PARAM at rest hold ``values`` (any floating dtype; untouched until it has), which begin at flat index ``start``."""
@@ -558,13 +563,14 @@ class Unit:
         """Position in the one order in which every rank handles several units."""
         return self.index
 
-    def pin(self) -> None:
-        """Hold the full values until ``unpin``."""
+    def pin(self, *, lend: bool = False) -> None:
+        """Hold the full values until ``unpin``. ``lend``: who reads them outside a forward may keep what is read."""
         if (keeper := self.keeper) is not None:
             keeper.pin(self)
         else:
             self.fetch_whole()
             self.pins += 1
+        self._lent = self._lent or (lend and not self.may_fetch_on_demand())
 
     def hold_for_backward(self) -> None:
         """Have the full values here until the running backward is over. Collective where they are not."""
@@ -592,9 +598,3 @@ class Unit:
 
 def _nobody() -> None:
     return None
-
-
-def square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in float64, from a norm in fp32 or wider."""
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return torch.linalg.vector_norm(values, dtype=wide).double().square()

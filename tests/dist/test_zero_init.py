@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.errors import UsageError
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import HIDDEN, VOCABULARY, Block, Case, case_named, cross_entropy, token_batch
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes
@@ -325,7 +326,7 @@ def test_odd_uses_of_the_context(pool2: RankPool) -> None:
 
 
 def edited(when: str) -> tuple[float, bool]:
-    """GatheredParameters edits before and after initialize: the modifier's values win everywhere, others' edits are lost."""
+    """GatheredParameters edits before and after initialize: the modifier's values win everywhere, an edit without one is refused."""
     plain = _from_rank_0(_seeded("tied"))
     with deepspeed.zero.Init():
         model = _seeded("tied")
@@ -338,8 +339,9 @@ def edited(when: str) -> tuple[float, bool]:
     with torch.no_grad():
         plain.layers[0].up.weight.fill_(1.5)
         plain.embed.weight.fill_(0.25)
-    with deepspeed.zero.GatheredParameters(model.layers[1].up.weight), torch.no_grad():
-        model.layers[1].up.weight.fill_(77.0)  # without a modifier an edit is lost
+    with pytest.raises(UsageError, match="modifier_rank"):  # noqa: SIM117 - the error comes from the exit
+        with deepspeed.zero.GatheredParameters(model.layers[1].up.weight), torch.no_grad():
+            model.layers[1].up.weight.fill_(77.0)
     before = max(scaled_error(v, dict(plain.named_parameters())[k].detach()) for k, v in full_parameters(model).items())
     engine = engine or start(model, make_config(3, zero=ZERO))
     losses = [case_named("tied").seeded_loss(m, here(0))[0].detach() for m in (engine, plain)]

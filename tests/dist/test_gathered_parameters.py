@@ -1,0 +1,311 @@
+"""GatheredParameters: what is read inside may be kept, edits are made or refused on every rank, and no rank waits for one that raised."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import dlpack
+
+import deepspeed
+from deepspeed.errors import UsageError
+from deepspeed.utils import safe_set_full_fp32_param
+from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.models import case_named
+from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes, not_at_rest
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, outcome, start, train_step
+
+pytestmark = pytest.mark.timeout(60)
+ZERO = {"param_persistence_threshold": 0}
+gathered = deepspeed.zero.GatheredParameters
+
+
+def _shared(p: nn.Parameter) -> Tensor:
+    return p.detach().share_memory_()
+
+
+TAKEN: dict[str, Callable[[nn.Parameter], Any]] = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "cpu": lambda p: p.detach().cpu(),
+    "view": lambda p: p.detach().t()[1:],
+    "numpy": lambda p: p.detach().numpy(),
+    "memoryview": lambda p: memoryview(p.detach().numpy()),
+    "dlpack": lambda p: dlpack.to_dlpack(p.data),
+    "shared memory": _shared,
+    "state_dict": lambda p: nn.ParameterList([p]).state_dict()["0"],
+}
+
+
+def _as_tensor(taken: Any) -> Tensor:
+    if isinstance(taken, Tensor):
+        return taken
+    return dlpack.from_dlpack(taken) if type(taken).__name__ == "PyCapsule" else torch.as_tensor(np.asarray(taken))
+
+
+def kept(how: str, born_sharded: bool) -> tuple[list[str], float]:
+    """Take something inside, keep it over exits and steps; what went wrong, and the error of the training."""
+    config = make_config(3, zero=ZERO)
+    case = case_named("plain")
+    wrong = []
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=born_sharded):
+        model = case.build().train()
+    if born_sharded:
+        with gathered(model.head.weight):
+            early, before_engine = TAKEN[how](model.head.weight), model.head.weight.detach().clone()
+        with gathered(model.head.weight):
+            assert torch.equal(model.head.weight, before_engine)
+        early = _as_tensor(early)
+        wrong += [] if torch.equal(early, before_engine if how != "view" else before_engine.t()[1:]) else ["lost before initialize"]
+    pair = Lockstep(case, config, model=model)
+    pair.step(0)
+    weight = pair.engine.module.layers[1].up.weight
+    with gathered(weight):
+        taken, value = TAKEN[how](weight), weight.detach().clone()
+    wrong += [] if live_bytes(pair.engine.module) == 0 else ["not released"]
+    pair.step(1)
+    with gathered(list(pair.engine.module.parameters())):
+        wrong += [] if not torch.equal(weight, value) else ["the step changed nothing"]
+    pair.step(2)
+    found = _as_tensor(taken)
+    wrong += [] if torch.equal(found, value.t()[1:] if how == "view" else value) else ["the values were lost"]
+    storage = StorageWeakRef(found.untyped_storage())
+    del taken, found
+    gc.collect()
+    wrong += [] if storage.expired() else ["the memory of the alias was not given back"]
+    wrong += not_at_rest(pair.engine)
+    return wrong, pair.finish()[0]
+
+
+@pytest.mark.parametrize("born_sharded", [False, True], ids=["built", "zero_init"])
+@pytest.mark.parametrize("how", TAKEN)
+def test_what_is_taken_inside_keeps_its_values_after_the_exit(pool2: RankPool, how: str, born_sharded: bool) -> None:
+    for wrong, error in pool2.run(kept, how, born_sharded):
+        assert wrong == [] and error <= TOLERANCE
+
+
+class Exporting(nn.Module):
+    """Looks at its own weight through numpy in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 5)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.second.weight.detach().numpy())
+        return self.second(self.first(x))
+
+
+def exported_in_forward() -> float:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model, plain = Exporting(), Exporting()
+    plain.load_state_dict(model.state_dict())
+    pair = Lockstep(case_named("plain"), make_config(3, zero=ZERO), model=model, plain=plain)
+    for step in range(3):
+        pair.step(step)
+    for ours, theirs in zip(pair.engine.module.seen, plain.seen[::2], strict=True):
+        assert ours.shape == theirs.shape
+    return pair.finish()[0]
+
+
+def test_a_forward_may_export_a_weight_to_numpy(pool2: RankPool) -> None:
+    assert max(pool2.run(exported_in_forward)) <= TOLERANCE
+
+
+class Large(nn.Module):
+    """More than one row of the sums that edits are found by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(96, 96) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x)).square().mean()
+
+
+@contextlib.contextmanager
+def large(**changes: Any) -> Iterator[Any]:
+    engine = start(Large(), make_config(3, zero=ZERO, **changes))
+    yield engine
+    engine.destroy()
+
+
+def _assign(p: nn.Parameter) -> None:
+    p.data = p.data + 1
+
+
+def _numpy(p: nn.Parameter) -> None:
+    p.detach().numpy()[0, 0] += 1.0
+
+
+def _swap(p: nn.Parameter) -> None:
+    p.data[[0, 90]] = p.data[[90, 0]]
+
+
+EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "add_": lambda p: p.add_(1.0),
+    "data": lambda p: p.data.mul_(2.0),
+    "one element": lambda p: p.data[95, 95].fill_(7.0),
+    "first element": lambda p: p.data[0, 0].fill_(7.0),
+    "detach": lambda p: p.detach().zero_(),
+    "numpy": _numpy,
+    "assigned": _assign,
+    "two rows exchanged": _swap,
+}
+
+
+def edited(how: str, ranks: tuple[int, ...]) -> list[str]:
+    with large() as engine:
+        before = full_parameters(engine.module)
+        weight = engine.module.blocks[0].weight
+
+        def edit() -> None:
+            with torch.no_grad(), gathered(weight):
+                if dist.get_rank() in ranks:
+                    EDITS[how](weight)
+
+        said = outcome(edit)
+        wrong = [] if "UsageError" in said and f"rank {ranks[0]}" in said and "modifier_rank" in said and "blocks.0" in said else [said]
+        wrong += not_at_rest(engine)
+        wrong += [] if equal(before, full_parameters(engine.module)) else ["the values changed"]
+        with torch.no_grad(), gathered(weight, modifier_rank=ranks[0]):
+            if dist.get_rank() in ranks:
+                EDITS[how](weight)
+        wrong += [] if not equal(before, full_parameters(engine.module)) else ["the modifier's edit was lost"]
+        return wrong
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("how", EDITS)
+def test_an_edit_in_a_read_only_context_is_an_error_on_every_rank(pool2: RankPool, how: str, ranks: tuple[int, ...]) -> None:
+    assert pool2.run(edited, how, ranks) == [[], []]
+
+
+def no_edits(dtype: str) -> list[str]:
+    """What writes without an edit of the user's, or with a word about whose values count."""
+    with large(**({dtype: {"enabled": True}} if dtype else {})) as engine:
+        weight = engine.module.blocks[0].weight
+        wrong = []
+        with torch.no_grad(), gathered(list(engine.module.parameters())):
+            weight.add_(0)
+            weight.data = weight.data.clone()
+        with torch.no_grad(), gathered(weight):
+            with gathered(weight, modifier_rank=1):
+                weight.fill_(3.0)
+            safe_set_full_fp32_param(weight, torch.full((96, 96), 4.0))
+            wrong += [] if bool((weight == 4.0).all()) else ["a value set inside is not seen there"]
+        wrong += [] if bool((full_parameters(engine.module)["blocks.0.weight"] == 4.0).all()) else ["lost"]
+        return wrong + not_at_rest(engine)
+
+
+@pytest.mark.parametrize("dtype", ["", "bf16"])
+def test_writes_with_an_owner_are_no_edits(pool2: RankPool, dtype: str) -> None:
+    assert pool2.run(no_edits, dtype) == [[], []]
+
+
+def raising(where: str, modifier: int | None) -> list[str]:
+    """Rank 1 raises inside; what both ranks see, and whether training goes on."""
+    case = case_named("plain")
+    pair = Lockstep(case, make_config(3, zero=ZERO), model=case.build().train())
+    model = pair.engine.module
+    pair.step(0)
+    before = full_parameters(model)
+
+    def inside() -> None:
+        with torch.no_grad(), gathered(model.head.weight, modifier_rank=modifier):
+            if modifier is not None:
+                model.head.weight.fill_(9.0)
+            if where == "before a gather" and dist.get_rank() == 1:
+                raise KeyError("the cause")
+            with gathered(model.layers[1].up.weight):
+                if where == "in a nested one" and dist.get_rank() == 1:
+                    raise KeyError("the cause")
+            if where == "after a gather" and dist.get_rank() == 1:
+                raise KeyError("the cause")
+
+    said = outcome(inside)
+    expected = ("KeyError",) if dist.get_rank() == 1 else ("UsageError", "rank 1", "KeyError", "the cause")
+    wrong = [] if all(word in said for word in expected) else [said]
+    wrong += not_at_rest(pair.engine)
+    wrong += [] if equal(before, full_parameters(model)) else ["an edit was kept"]
+    pair.step(1)
+    error, worst = pair.finish()
+    return wrong + ([] if error <= TOLERANCE else [worst])
+
+
+@pytest.mark.parametrize("modifier", [None, 0, 1])
+@pytest.mark.parametrize("where", ["before a gather", "in a nested one", "after a gather"])
+def test_a_rank_that_raises_inside_ends_the_context_on_every_rank(pool2: RankPool, where: str, modifier: int | None) -> None:
+    assert pool2.run(raising, where, modifier, time_limit=20) == [[], []]
+
+
+def wrong_shape() -> str:
+    with large() as engine:
+
+        def edit() -> None:
+            with gathered(engine.module.blocks[0].bias, modifier_rank=0):
+                if dist.get_rank() == 1:
+                    engine.module.blocks[0].bias.data = torch.ones(7)
+
+        said = outcome(edit)
+        return said if not not_at_rest(engine) else "not at rest"
+
+
+def test_a_fault_of_one_rank_at_the_exit_is_raised_on_all(pool2: RankPool) -> None:
+    for said in pool2.run(wrong_shape, time_limit=20):
+        assert "UsageError" in said and "rank 1" in said and "(7,)" in said
+
+
+def step_inside(dtype: str, modifier: int | None) -> tuple[list[str], float]:
+    case = case_named("plain")
+    changes = {"bf16": {"enabled": True}} if dtype else {}
+    engine = start(case.build().train(), make_config(3, zero=ZERO, **changes))
+    model = engine.module
+    wrong = []
+    with gathered(list(model.parameters()), modifier_rank=modifier):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        alias = model.head.weight.detach()
+        losses = train_step(engine, case, 0)
+        inside = {n: p.detach().clone() for n, p in model.named_parameters()}
+        wrong += [] if torch.equal(alias, inside["head.weight"]) else ["an alias taken inside shows the old values"]
+        losses += train_step(engine, case, 1)
+        after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    wrong += [n for n in before if torch.equal(before[n], inside[n]) or torch.equal(inside[n], after[n])]
+    wrong += [] if equal(after, full_parameters(model)) else ["the values inside were not those of the step"]
+    other = start(case.build().train(), make_config(3, zero=ZERO, **changes))
+    expected = [loss for step in range(2) for loss in train_step(other, case, step)]
+    wrong += [] if equal(after, full_parameters(other.module)) else ["not as a run without the context"]
+    wrong += not_at_rest(engine)
+    engine.destroy()
+    other.destroy()
+    return wrong, max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+
+
+@pytest.mark.parametrize("modifier", [None, 0])
+@pytest.mark.parametrize("dtype", ["", "bf16"])
+def test_a_step_inside_shows_the_new_values(pool2: RankPool, dtype: str, modifier: int | None) -> None:
+    for wrong, difference in pool2.run(step_inside, dtype, modifier):
+        assert wrong == [] and difference == 0.0
+
+
+def refused_once() -> bool:
+    """An error of the exit names what was edited and not something else."""
+    with large() as engine, contextlib.suppress(UsageError):
+        with torch.no_grad(), gathered(list(engine.module.parameters())):
+            engine.module.blocks[1].bias.add_(1.0)
+        return False
+    return True
+
+
+def test_small_parameters_are_looked_at_too(pool2: RankPool) -> None:
+    assert pool2.run(refused_once) == [True, True]
