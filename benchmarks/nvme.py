@@ -27,18 +27,18 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 
 
-def config(folder: str, limit_mib: int, *, offload: bool = True) -> dict[str, Any]:
-    """Everything on the drive, bf16 with fp32 master weights and moments."""
+def config(folder: str, limit_mib: int, *, offload: bool = True, stated: bool = True) -> dict[str, Any]:
+    """Everything on the drive, bf16 with fp32 master weights and moments; not ``stated``: as much of it as the memory there is demands."""
     drive = {"device": "nvme", "nvme_path": folder}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 20_000}
     if offload:
-        zero |= {"offload_optimizer": drive, "offload_param": {**drive, "max_in_cpu": 0}}
+        zero |= {"offload_optimizer": drive, "offload_param": {**drive, **({"max_in_cpu": 0} if stated else {})}}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": zero,
-        "memory": {"host_limit": limit_mib * MIB} if offload else {},
+        "memory": {"host_limit": limit_mib * MIB} if offload and stated else {},
     }
 
 
@@ -53,7 +53,7 @@ def child(args: argparse.Namespace) -> None:
     from deepspeed.observe import hostmem
 
     begin = time.monotonic()
-    cfg = config(args.folder, args.limit, offload=not args.in_memory)
+    cfg = config(args.folder, args.limit, offload=not args.in_memory, stated=not args.unstated)
     shape = GPTConfig(vocab=256, context=args.context, width=args.width, layers=args.layers, heads=args.width // 64, checkpoint=True)
     torch.manual_seed(0)
     remote = None if args.in_memory else "nvme"
@@ -222,6 +222,7 @@ def run(args: argparse.Namespace, layers: int, *, in_memory: bool = False, limit
     command = [sys.executable, __file__, "child", "--folder", args.folder, "--limit", str(bound.mib), "--layers", str(layers)]
     command += ["--width", str(args.width), "--context", str(args.context), "--steps", str(args.steps)]
     command += ["--in-memory"] if in_memory else []
+    command += ["--unstated"] if args.unstated else []
     command += ["--trace", args.trace] if args.trace else []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=bound.enter)
     watcher = threading.Thread(target=bound.watch, args=(process,))
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--timeout", type=float, default=3000)
     parser.add_argument("--in-memory", action="store_true")
+    parser.add_argument("--unstated", action="store_true", help="no memory block: the engine measures what there is")
     parser.add_argument("--trace", default="", help="write a Chrome trace there")
     args = parser.parse_args()
     if args.what == "child":

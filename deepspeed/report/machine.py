@@ -6,6 +6,7 @@ import platform
 import re
 from pathlib import Path
 
+from deepspeed.observe import cgroups
 from deepspeed.report.rows import Row, Section, gather, size
 
 ROOT = Path("/")
@@ -25,7 +26,6 @@ ISA = (
     "sve2",
 )
 LEAST_SHM, LEAST_MEMLOCK, LEAST_FILES = 1 << 30, 1 << 30, 4096
-UNLIMITED = 1 << 60  # cgroups of the first kind write "no limit" as a number near 2**63
 
 
 def _cpuinfo(root: Path) -> dict[str, list[str]]:
@@ -68,26 +68,10 @@ def socket_row(root: Path = ROOT) -> Row:
     return Row("sockets, NUMA nodes", f"{sockets}, {nodes}")
 
 
-def cgroup_numbers(root: Path, controller: str, file: str, old_file: str) -> list[str]:
-    """What this process's control groups, innermost first, say in ``file`` (or in ``old_file`` under cgroups of the first kind)."""
-    found = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / (controllers and controller)
-        inner = base / path.lstrip("/")
-        # In a container the path may be the host's while the mounted tree begins at the container's own group.
-        for folder in dict.fromkeys([inner, *inner.parents, base]):
-            target = folder / (old_file if controllers else file)
-            if folder.is_relative_to(base) and target.is_file():
-                found.append(target.read_text().strip())
-    return found
-
-
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Cores' worth of time that the control group allows (second kind only); None without a limit."""
-    allowed = [line.split() for line in cgroup_numbers(root, "cpu", "cpu.max", "cpu.none")]
+    files = [folder / "cpu.max" for folder, first in cgroups.groups(root, "cpu") if not first]
+    allowed = [file.read_text().split() for file in files if file.is_file()]
     return min((int(fields[0]) / int(fields[1]) for fields in allowed if fields[0] != "max"), default=None)
 
 
@@ -113,16 +97,10 @@ def memory_rows(root: Path = ROOT) -> list[Row]:
     total = hostmem.host_total_bytes()
     rows = [Row("memory", f"{size(total)}, available {size(hostmem.host_available_bytes())}")]
     if (root / "proc/self/cgroup").exists():
-        limit = memory_limit(root)
+        limit = cgroups.memory_limit(root)
         doubt = "The process is killed beyond this, whatever the machine has; count offloaded states against it." if limit < total else ""
         rows.append(Row("memory limit (control group)", "none" if limit == math.inf else size(limit), doubt))
     return rows
-
-
-def memory_limit(root: Path = ROOT) -> float:
-    """Bytes that the control group allows; infinity without a limit."""
-    numbers = [int(text) for text in cgroup_numbers(root, "memory", "memory.max", "memory.limit_in_bytes") if text != "max"]
-    return min((number for number in numbers if number < UNLIMITED), default=math.inf)
 
 
 def shm_row(path: str = "/dev/shm") -> Row:

@@ -1,8 +1,9 @@
 """From a plain model to units with memory: partition, layout, values, runtime, hooks."""
 
 import hashlib
+import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,10 +14,11 @@ from deepspeed.comm import collectives
 from deepspeed.device import get_accelerator
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.observe import hostmem
+from deepspeed.observe import cgroups, hostmem
+from deepspeed.observe.log import log_dist
 from deepspeed.zero.budget import MemoryPlan, UnitSize, Widths
 from deepspeed.zero.facts import UnitFacts
-from deepspeed.zero.fit import Fitted, Limits, fit
+from deepspeed.zero.fit import Fitted, RankMemory, doubt, fit, limits_of, limits_present
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
@@ -96,8 +98,8 @@ def build(
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad] if group_of is not None else []
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype)
-    tiers = Tiers(plan.offload, rules.device)
     fitted = _fitted(model, parts.units, plan, mesh, rules=rules, policy=policy)
+    tiers = Tiers(fitted.offload, rules.device)
     _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
@@ -116,7 +118,10 @@ def build(
 
 
 def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh, *, rules: BuildRules, policy: GradientPolicy) -> Fitted:
-    """The rows of the units, within the limits of the plan. Every rank finds the same ones: the fullest host decides."""
+    """The rows of the units, within the limits of the plan and, where something is offloaded, of the machine.
+
+    Every rank finds the same ones: the fullest host decides.
+    """
     whole = rules.granularity is Granularity.PARAMETER
     sizes = [
         UnitSize(s.numel, s.rest.itemsize, row, max(p.numel() for p in s.params) if whole else 0)
@@ -125,9 +130,21 @@ def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh,
     widths = Widths(policy.accum.itemsize, rules.slot_bytes, policy.comm.itemsize if policy.comm else 0)
     shared = rules.device.type == "cpu"
     on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _held(model, on_host=False))
-    used = collectives.gather_objects((max(0, hostmem.rss_bytes() - _held(model, on_host=True)), on_device), mesh.zero)
-    limits = Limits(plan.offload.host_limit, plan.offload.device_limit, max(h for h, _ in used), max(d for _, d in used))
-    return fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
+    ranks = memory_of_ranks(mesh, device=on_device, replaced=_held(model, on_host=True))
+    limits, present = limits_of(plan.offload, ranks), limits_present(ranks)
+    if not limits.host and any(state is not None and state.away for s in sizes for state in (s.row.param, s.row.optim)):
+        limits = replace(present, device=limits.device, device_used=limits.device_used)
+    fitted = fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
+    for text in filter(None, (fitted.moved, doubt(present, fitted.memory))):
+        log_dist(text, level=logging.WARNING)
+    return fitted
+
+
+def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[RankMemory]:
+    """What every rank sees now; ``device`` bytes are held there, ``replaced`` bytes of this host for a while only. Collective."""
+    rss = hostmem.rss_bytes()
+    held = min(rss, replaced)
+    return collectives.gather_objects(RankMemory(rss - held, device, held, tuple(cgroups.memory_pools())), mesh.job)
 
 
 def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:

@@ -1,39 +1,93 @@
-"""Rows that keep the promise of ``memory.host_limit`` and ``memory.device_limit``, or an error with settings that would."""
+"""Rows that keep within memory: ``memory.host_limit``, ``memory.device_limit``, and what the machine has; or settings that would."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.observe.cgroups import Pool
 from deepspeed.zero.budget import MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
 from deepspeed.zero.plan import OffloadPlan, StatePlan, Tier, UnitPlan, ZeroPlan
+
+_SPARE = 8  # of the memory there is, one part in so many is left to activations, inputs and the interpreter
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank before anything is built, in bytes: what stays in use, what of the host the model's new places will replace, the pools."""
+
+    host: int
+    device: int
+    replaced: int
+    pools: tuple[Pool, ...] = ()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes; 0 for no limit. ``host_used`` and ``device_used`` are held already and stay."""
+    """Bytes; 0 for no limit. ``host_used`` and ``device_used`` are held already and stay.
+
+    ``source``: what leaves no more than ``host``, where that is no setting; then it moves what can be moved (see ``fit``).
+    """
 
     host: int = 0
     device: int = 0
     host_used: int = 0
     device_used: int = 0
+    source: str = ""
 
     def allow(self, plan: MemoryPlan) -> bool:
         """Whether ``plan`` stays below both."""
-        host_fits = not self.host or plan.host + self.host_used <= self.host
-        return host_fits and (not self.device or plan.device + self.device_used <= self.device)
+        return not self.too_much_host(plan) and (not self.device or plan.device + self.device_used <= self.device)
+
+    def too_much_host(self, plan: MemoryPlan) -> bool:
+        """Whether ``plan`` needs more host memory than there may be."""
+        return bool(self.host) and plan.host + self.host_used > self.host
+
+    def stated(self, plan: MemoryPlan) -> str:
+        """The limit that ``plan`` exceeds, in words."""
+        if not self.too_much_host(plan):
+            return f"memory.device_limit is {self.device / 2**20:,.0f} MiB"
+        verb = f"{self.source} leaves a rank" if self.source else "memory.host_limit is"
+        return f"{verb} {self.host / 2**20:,.0f} MiB"
+
+
+def limits_of(offload: OffloadPlan, ranks: Sequence[RankMemory]) -> Limits:
+    """What the configuration allows. Equal on every rank: the fullest one decides."""
+    return Limits(offload.host_limit, offload.device_limit, max(r.host for r in ranks), max(r.device for r in ranks))
+
+
+def limits_present(ranks: Sequence[RankMemory]) -> Limits:
+    """What the fullest host has for one rank: its part of the tightest pool, less an eighth. Equal on every rank.
+
+    Ranks that draw on one pool share it evenly, and what their models hold now is theirs to use again.
+    """
+    sharing: defaultdict[object, list[tuple[RankMemory, Pool]]] = defaultdict(list)
+    for rank in ranks:
+        for pool in rank.pools:
+            sharing[pool.key].append((rank, pool))
+    rooms = []
+    for those in sharing.values():
+        room = (min(pool.free for _, pool in those) + sum(rank.replaced for rank, _ in those)) // len(those)
+        together = f", which {len(those)} ranks share," if len(those) > 1 else ""
+        rooms.append((room - room // _SPARE, max(rank.host for rank, _ in those), those[0][1].name + together))
+    room, used, source = min(rooms, default=(0, 0, ""))
+    return Limits(max(1, room + used) if rooms else 0, host_used=used, source=source)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The rows to build, one per unit, and what they hold."""
+    """The rows to build, one per unit, where they may go, and what they hold. ``moved``: what the user should know about it."""
 
     rows: list[UnitPlan]
+    offload: OffloadPlan
     memory: MemoryPlan
+    moved: str = ""
 
 
 def fit(plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, limits: Limits, *, shared: bool) -> Fitted:
     """The rows of ``units``, with gradients on the drive where host memory has no room for them.
 
+    Where nobody stated how much memory there may be (``limits.source``), sharded parameters go there too, as many as have to.
     Raises DeepSpeedConfigError, with the table and the first settings that would fit, when the limits cannot be kept.
     """
 
@@ -41,31 +95,59 @@ def fit(plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: 
         sized = [replace(unit, row=row) for unit, row in zip(units, rows, strict=True)]
         return memory_plan(sized, ways, offload, widths, prefetch=plan.prefetch_numel, shared=shared)
 
-    rows = [unit.row for unit in units]
-    found = Fitted(rows, holding(rows, plan.offload))
-    if limits.allow(found.memory):
-        return found
-    rows = [gradients_on_drive(row) for row in rows]
-    found = Fitted(rows, holding(rows, plan.offload))
-    if limits.allow(found.memory):
-        return found
-    smallest = found.memory
-    for advice, other, offload in _alternatives(rows, plan):
-        smallest = holding([gradients_on_drive(row) for row in other], offload)
+    first = None
+    for rows, offload in _movements([unit.row for unit in units], plan, limits, shared=shared):
+        memory = holding(rows, offload)
+        first = first or memory
+        if not limits.allow(memory):
+            continue
+        if offload is not plan.offload:  # what has room beside the rest stays in memory
+            room = (limits.host - limits.host_used - memory.host) // max(unit.width for unit in units)
+            offload = replace(offload, host_param_numel=min(room, plan.offload.host_param_numel))
+            memory = holding(rows, offload)
+        return Fitted(rows, offload, memory, _moved(first, memory, limits))
+    smallest = memory
+    for advice, other, sizes in _alternatives(rows, offload):
+        smallest = holding([gradients_on_drive(row) for row in other], sizes)
         if limits.allow(smallest):
-            raise DeepSpeedConfigError(f"{_excess(found.memory, limits)}It fits with {advice}: {_sizes(smallest, limits)}.")
+            raise DeepSpeedConfigError(f"{_excess(memory, limits)}It fits with {advice}: {_sizes(smallest, limits)}.{_overrule(limits)}")
     least = f"With everything that can move on a drive it needs {_sizes(smallest, limits)}"
-    raise DeepSpeedConfigError(f"{_excess(found.memory, limits)}{least}: raise the limit or use more ranks.")
+    raise DeepSpeedConfigError(f"{_excess(memory, limits)}{least}: raise the limit or use more ranks.{_overrule(limits)}")
 
 
-def _alternatives(rows: list[UnitPlan], plan: ZeroPlan) -> Iterator[tuple[str, list[UnitPlan], OffloadPlan]]:
+def _movements(rows: list[UnitPlan], plan: ZeroPlan, limits: Limits, *, shared: bool) -> Iterator[tuple[list[UnitPlan], OffloadPlan]]:
+    """Rows that need ever less host memory, without another word in the configuration."""
+    offload = plan.offload
+    yield rows, offload
+    rows = [gradients_on_drive(row) for row in rows]
+    yield rows, offload
+    folder = offload.param_folder or offload.optim_folder
+    in_memory = plan.regular.param.away or shared
+    if limits.source and folder and in_memory and plan.regular.param.sharded:
+        yield [_move(row, "param", Tier.NVME) for row in rows], replace(offload, param_folder=folder, host_param_numel=0)
+
+
+def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
+    """What went to the drive because of ``limits``; empty when nothing did, or when the user stated them."""
+    if first is now or not limits.source:
+        return ""
+    drive = [{line.what: line.drive for line in plan.lines} for plan in (first, now)]
+    parts = [f"{(n - drive[0].get(what, 0)) / 2**20:,.0f} MiB of {what}" for what, n in drive[1].items() if n > drive[0].get(what, 0)]
+    return f"{limits.stated(first)}, so {' and '.join(parts)} rest on the drive instead (state memory.host_limit to decide yourself)"
+
+
+def doubt(present: Limits, memory: MemoryPlan) -> str:
+    """A warning when what is planned is more than there is; empty otherwise."""
+    if not present.too_much_host(memory):
+        return ""
+    return f"{present.stated(memory)}, but model states alone will hold {_sizes(memory, present)}: the system may end the run"
+
+
+def _alternatives(rows: list[UnitPlan], offload: OffloadPlan) -> Iterator[tuple[str, list[UnitPlan], OffloadPlan]]:
     """Ever smaller settings, as words, rows and sizes; each includes the ones before it."""
     steps: list[str] = []
-    offload = plan.offload
     for tier, name in ((Tier.HOST, "cpu"), (Tier.NVME, "nvme")):
         for kind in ("optimizer", "param"):
-            if kind == "param" and not plan.regular.param.sharded:
-                continue
             moved = [_move(row, kind, tier) for row in rows]
             if moved == rows:
                 continue
@@ -81,7 +163,7 @@ def _alternatives(rows: list[UnitPlan], plan: ZeroPlan) -> Iterator[tuple[str, l
         steps.append("zero_optimization.offload_param.max_in_cpu 0")
         yield " and ".join(steps), rows, offload
     offload = replace(offload, tile_numel=min(offload.tile_numel, 1 << 20), optim_buffers=2, param_buffers=2)
-    steps.append("sub_group_size 1048576 and buffer_count 2")
+    steps.append(f"sub_group_size {offload.tile_numel} and buffer_count 2")
     yield " and ".join(steps), rows, offload
 
 
@@ -98,9 +180,11 @@ def _move(row: UnitPlan, kind: str, tier: Tier) -> UnitPlan:
 
 
 def _excess(plan: MemoryPlan, limits: Limits) -> str:
-    over_host = limits.host and plan.host + limits.host_used > limits.host
-    key, limit = ("memory.host_limit", limits.host) if over_host else ("memory.device_limit", limits.device)
-    return f"{key} is {limit / 2**20:,.0f} MiB, but a rank of this run would hold {_sizes(plan, limits)}:\n{plan.table()}\n"
+    return f"{limits.stated(plan)}, but a rank of this run would hold {_sizes(plan, limits)}:\n{plan.table()}\n"
+
+
+def _overrule(limits: Limits) -> str:
+    return " A memory.host_limit of yours counts instead of what was measured." if limits.source else ""
 
 
 def _sizes(plan: MemoryPlan, limits: Limits) -> str:

@@ -6,6 +6,7 @@ when), so at most one small subtree is whole at a time. Inside the context a sha
 """
 
 import sys
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -21,7 +22,9 @@ from deepspeed.errors import NotYetError, UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
+from deepspeed.zero.build import memory_of_ranks
 from deepspeed.zero.facts import UnitFacts, UnitState
+from deepspeed.zero.fit import limits_present
 from deepspeed.zero.layout import element_layout
 from deepspeed.zero.param import mark_zero_parameter
 from deepspeed.zero.partition import statistics_dtypes
@@ -111,6 +114,10 @@ class Init:
         self.dtype = dtype
         self.device = torch.device(get_accelerator().current_device_name())
         self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
+        if self._tier is Tier.NVME and not offload.host_limit and (present := limits_present(memory_of_ranks(self._mesh))).host:
+            # No more than half of what there is waits in memory: initialize needs some too.
+            room = (present.host - present.host_used) // 2 // dtype.itemsize
+            offload = replace(offload, host_param_numel=min(offload.host_param_numel, room))
         self._tiers = Tiers(offload, self.device)
         if self.device.type == "cpu":
             hostmem.return_large_blocks()

@@ -10,9 +10,7 @@ from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import Memory, TierStore
 from deepspeed.tier.stored import Stored
 from deepspeed.zero.budget import MemoryPlan
-from deepspeed.zero.plan import OffloadPlan, StateKind, Tier, UnitPlan
-
-_GRAD_BUFFERS = 3  # one filled by a reduction while two are written
+from deepspeed.zero.plan import GRADIENT_BUFFERS, OffloadPlan, StateKind, Tier, UnitPlan
 
 
 class Tiers:
@@ -30,7 +28,7 @@ class Tiers:
         """A place for a state that rests on ``tier``; None for the device itself. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                self._grad_staging = self._grad_staging or Staging(_GRAD_BUFFERS, pin=self._pins(pin=self.plan.pin_optim))
+                self._grad_staging = self._grad_staging or Staging(GRADIENT_BUFFERS, pin=self._pins(pin=self.plan.pin_optim))
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)

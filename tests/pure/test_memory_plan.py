@@ -7,8 +7,10 @@ import pytest
 
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.zero import gradients, runtime
+from deepspeed.zero import plan as zero_plan
 from deepspeed.zero.budget import Line, MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
-from deepspeed.zero.fit import Fitted, Limits, fit
+from deepspeed.zero.fit import Fitted, Limits, doubt, fit
 from deepspeed.zero.plan import Tier, ZeroPlan, make_plan
 
 N = 1000  # elements of a unit
@@ -52,6 +54,11 @@ def test_an_fp32_parameter_is_its_own_master() -> None:
     assert lines(plan, sizes(plan, N, width=4))["optimizer state"].device == N * 8
     plan = plan_of({"stage": 1, "offload_optimizer": {"device": "cpu"}})
     assert lines(plan, sizes(plan, N, width=4))["optimizer state"] == Line("optimizer state", host=N * 12)
+    # Where the device is the host, offloading to it makes no second copy.
+    assert lines(plan, sizes(plan, N, width=4), shared=True)["optimizer state"] == Line("optimizer state", host=N * 8)
+    # What max_in_cpu keeps in host memory is the master of an update there.
+    plan = plan_of({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {**DRIVE, "max_in_cpu": N}})
+    assert lines(plan, sizes(plan, N, N, width=4))["optimizer state"].host == N * 8 + N * 12
 
 
 def test_sharded_over_four_ranks() -> None:
@@ -323,6 +330,96 @@ def test_parameters_that_stay_whole_are_not_sent_away() -> None:
     with pytest.raises(DeepSpeedConfigError) as told:
         fit(plan, sizes(plan, 1_000_000), (2,), Widths(), Limits(device=100), shared=False)
     assert "offload_param" not in str(told.value)
+
+
+# -- limits that nobody stated ----------------------------------------------------------------------------------------------------------
+
+GROUP = "control group /job (memory.max 3 MiB)"
+BIG = (100_000,) * 30
+
+
+def present(nbytes: int) -> Limits:
+    return Limits(host=nbytes, source=GROUP)
+
+
+def elements(found: Fitted, what: str) -> tuple[int, int]:
+    """Bytes in memory and on the drive."""
+    (line,) = (line for line in found.memory.lines if line.what == what)
+    return line.device + line.host, line.drive
+
+
+def test_gradients_go_first_and_the_log_says_so() -> None:
+    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, "offload_param": DRIVE})
+    units = sizes(plan, *BIG)
+    whole = fitted(plan, units, Limits())
+    assert whole.moved == "" and whole.offload is plan.offload
+    found = fitted(plan, units, present(whole.memory.host - 1))
+    assert elements(found, "gradients") == (0, 12_000_000) and elements(found, "parameters") == (6_000_000, 0)
+    assert found.offload is plan.offload, "parameters stay"
+    assert found.moved.startswith(f"{GROUP} leaves a rank") and "11 MiB of gradients rest on the drive" in found.moved, found.moved
+    assert "memory.host_limit" in found.moved
+    assert fitted(plan, units, Limits(host=whole.memory.host - 1)).moved == "", "the user knows a limit of their own"
+
+
+def test_then_as_many_parameters_as_have_to() -> None:
+    """Every limit between the smallest plan and the one of gradients alone is kept, with no more on the drive than that takes."""
+    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, "offload_param": DRIVE})
+    units = sizes(plan, *BIG)
+    before = elements(fitted(plan, units, present(8_000_000)), "parameters")[0]
+    for limit in range(7_900_000, 3_400_000, -100_000):
+        found = fitted(plan, units, present(limit))
+        here, drive = elements(found, "parameters")
+        assert found.memory.host <= limit < found.memory.host + 2 * 200_000 and here + drive == 6_000_000 and here <= before
+        assert "MiB of parameters and 11 MiB of gradients rest on the drive" in found.moved
+        before = here
+    assert before < 1_500_000
+
+
+@pytest.mark.parametrize("param", [{}, {"offload_param": {"device": "cpu"}}], ids=["nothing", "cpu"])
+def test_parameters_use_the_folder_of_the_optimizer_state(param: dict[str, Any]) -> None:
+    plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, **param})
+    units = sizes(plan, *BIG)
+    found = fitted(plan, units, present(5_000_000))
+    assert {row.param.tier for row in found.rows} == {Tier.NVME} and found.offload.param_folder == "/drive"
+    assert found.memory.host <= 5_000_000 and elements(found, "parameters")[0] > 0
+    # Parameters of an accelerator are not in host memory.
+    apart = 5_000_000 if param else 2_000_000
+    found = fitted(plan, units, present(apart), shared=False)
+    assert {row.param.tier for row in found.rows} == ({Tier.NVME} if param else {Tier.DEVICE}) and found.memory.host <= apart
+
+
+def test_parameters_that_every_rank_holds_whole_stay() -> None:
+    """Small ones under stage 3, all under stage 2."""
+    plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
+    units = [*sizes(plan, *BIG), UnitSize(50, 2, plan.row(trainable=True, persistent=True))]
+    assert fitted(plan, units, present(5_000_000)).rows[-1].param.tier is Tier.DEVICE
+    plan = plan_of({"stage": 2, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
+    said = refusal(plan, sizes(plan, *BIG), present(5_000_000))
+    assert said.startswith(f"{GROUP} leaves a rank 5 MiB, but") and "offload_param" not in said
+
+
+def test_a_refusal_names_the_group_and_settings_that_fit() -> None:
+    plan = plan_of({"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10_000})
+    said = refusal(plan, sizes(plan, *BIG), present(20_000_000))
+    assert GROUP in said and "It fits with" in said and 'offload_optimizer.device "nvme"' in said and "memory.host_limit" in said
+    better = plan_of({"stage": 3, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
+    assert fitted(better, sizes(better, *BIG), present(20_000_000)).memory.host <= 20_000_000
+    said = refusal(plan, sizes(plan, *BIG), present(100_000))
+    assert "raise the limit or use more ranks" in said and "A memory.host_limit of yours counts" in said
+
+
+def test_more_than_there_is_is_a_doubt() -> None:
+    plan = plan_of({"stage": 0})
+    memory = fitted(plan, sizes(plan, *BIG), Limits()).memory
+    assert doubt(present(memory.host), memory) == doubt(Limits(), memory) == ""
+    said = doubt(present(memory.host - 1), memory)
+    assert said.startswith(f"{GROUP} leaves a rank") and "may end the run" in said
+
+
+def test_the_plan_counts_what_the_runtime_keeps_in_flight() -> None:
+    """One number each: what the plan multiplies by is what the runtime holds at most."""
+    assert gradients._IN_FLIGHT == zero_plan.REDUCTIONS_IN_FLIGHT
+    assert runtime._READ_AHEAD == zero_plan.READS_AHEAD
 
 
 # -- configuration -------------------------------------------------------------------------------------------------------------------

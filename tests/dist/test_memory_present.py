@@ -1,0 +1,154 @@
+"""Without a stated limit, offloaded states keep within the memory there is: more of them rest on the drive, or the run is refused."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.observe.cgroups import Pool
+from deepspeed.observe.log import logger
+from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Block
+from deepspeed.zero import Init
+from deepspeed.zero import build as zero_build
+from deepspeed.zero.budget import MemoryPlan
+from deepspeed.zero.plan import StateKind, Tier
+from tests.dist.test_offload_parity import WIDTH, same, snapshot, wide_case
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(120)
+STEPS = 3
+GROUP = "control group /job (memory.max 9 MiB)"
+
+
+class Deep(nn.Module):
+    """Gradients of twelve equal blocks are more than the buffers that lead to a drive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(IN_FEATURES, WIDTH), nn.Linear(WIDTH, OUT_FEATURES)
+        self.layers = nn.ModuleList([Block(WIDTH) for _ in range(12)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@contextlib.contextmanager
+def memory_left(room: int, ranks: int) -> Iterator[list[str]]:
+    """As if ``ranks`` ranks shared a control group that leaves ``room`` bytes to each of them; yields the warnings."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_build.hostmem, "rss_bytes", lambda: 0)
+        patch.setattr(zero_build.cgroups, "memory_pools", lambda: [Pool(("job",), GROUP, 9 << 20, ranks * (room * 8 // 7))])
+        yield said
+    logger.removeHandler(handler)
+
+
+def trained(zero: dict[str, Any], **config: Any) -> tuple[MemoryPlan, list[bool], dict[str, Tensor]]:
+    """The plan, whether each block's parameters are on a drive, and everything that can be known after training. Collective."""
+    case = wide_case(Deep)
+    engine = start(case.build().train(), make_config(3, zero={"prefetch_bucket_size": 0, "sub_group_size": 4096, **zero}, **config))
+    for step in range(STEPS):
+        train_step(engine, case, step)
+    stored = [u.plan.param.tier is Tier.NVME and StateKind.PARAM in u.stored for u in engine.runtime.units if u.movable]
+    plan, found = engine.memory_plan(), snapshot(engine)
+    engine.destroy()
+    return plan, stored, found
+
+
+def keeps_within(folder: str, ranks: int) -> list[str]:
+    """Ever less room: everything in memory, then gradients on the drive, then ever more parameters; the same bits each time."""
+    bad: list[str] = []
+    drive = {"device": "nvme", "nvme_path": folder}
+    *_, wanted = trained({})
+    for zero in ({"offload_optimizer": drive, "offload_param": drive}, {"offload_optimizer": drive}):
+        whole, *_ = trained(zero)
+        need, moved = whole.host, {line.what: line for line in whole.lines}
+        params = moved["parameters"].host + moved["parameters"].device
+        for less, grads, some in ((0, False, False), (1, True, False), (moved["gradients"].host - 1, True, True)):
+            with memory_left(need - less, ranks) as said:
+                plan, stored, found = trained(zero)
+            memory = {line.what: line for line in plan.lines}
+            if plan.host > need - less or bool(memory["gradients"].drive) != grads:
+                bad.append(f"{need - less} of {need}: {plan.table()}")
+            if not (0 < memory["parameters"].drive < params if some else memory["parameters"].drive == 0):
+                bad.append(f"{need - less} of {need}: {memory['parameters']} of {params}")
+            if any(stored) != some or (some and all(stored)):
+                bad.append(f"{need - less} of {need}: on the drive {stored}")
+            told = [text for text in said if GROUP in text]
+            if len(told) != (grads and torch.distributed.get_rank() == 0) or any("gradients rest on the drive" not in t for t in told):
+                bad.append(f"{need - less} of {need}: the log says {said}")
+            bad += [f"{need - less} of {need}: {key}" for key in wanted if not same(wanted[key], found[key])]
+    return bad
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_go_to_the_drive_until_they_fit(ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{ranks}")
+    assert pool.run(keeps_within, str(tmp_path), ranks, time_limit=100) == [[]] * ranks
+
+
+def refused(zero: dict[str, Any]) -> list[str]:
+    """No room at all: an error on every rank, and the model is as it was."""
+    model = wide_case(Deep).build().train()
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with memory_left(1000, 2):
+        try:
+            start(model, make_config(3, zero=zero))
+            said = "no error"
+        except DeepSpeedConfigError as error:
+            said = str(error)
+    whole = all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    return [said, str(whole)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_what_cannot_fit_is_refused_on_every_rank(pool2: RankPool, tmp_path: Path, device: str) -> None:
+    place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    told = pool2.run(refused, {"offload_optimizer": place, "offload_param": place})
+    for said, whole in told:
+        assert said.startswith(f"{GROUP}, which 2 ranks share, leaves a rank 0 MiB, but") and "memory.host_limit" in said, said
+        assert whole == "True"
+    assert told[0] == told[1] and list(tmp_path.iterdir()) == []
+
+
+def without_offload() -> list[list[str]]:
+    """Where nothing is offloaded, where it fits, and where the user has stated a limit."""
+    told = []
+    for room, config in ((1000, {}), (1 << 30, {}), (1000, {"memory": {"host_limit": "1GiB"}})):
+        with memory_left(room, 2) as said:
+            trained({}, **config)
+        told.append([text for text in said if GROUP in text])
+    return told
+
+
+def test_without_offload_there_is_a_warning_and_no_refusal(pool2: RankPool) -> None:
+    told, quiet = pool2.run(without_offload)
+    assert [len(texts) for texts in told] == [1, 0, 1] and quiet == [[], [], []]
+    assert "may end the run" in told[0][0] and "may end the run" in told[2][0]
+
+
+def born(folder: str, limit: int | None) -> int:
+    """Bytes of the parameters that ``zero.Init`` leaves in memory."""
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **({"memory": {"host_limit": limit}} if limit else {})}
+    with memory_left(400_000, 1), Init(config_dict_or_path=config):
+        model = nn.ModuleList(nn.Linear(200, 200, bias=False) for _ in range(6))  # 160,000 bytes each
+    return sum(p._ds_unit.shard.untyped_storage().nbytes() for p in model.parameters() if not p._ds_unit.stored)
+
+
+def test_a_model_is_born_within_half_of_what_there_is(pool1: RankPool, tmp_path: Path) -> None:
+    assert pool1.run(born, str(tmp_path), None) == [160_000]
+    assert pool1.run(born, str(tmp_path), 1 << 30) == [960_000], "a stated limit counts"

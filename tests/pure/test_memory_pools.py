@@ -1,0 +1,185 @@
+"""What may still be had of the memory that processes share: read from trees of control groups, and divided among the ranks."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from deepspeed.observe import cgroups
+from deepspeed.observe.cgroups import Pool
+from deepspeed.zero.fit import Limits, RankMemory, limits_of, limits_present
+from deepspeed.zero.plan import OffloadPlan
+
+MIB = 1 << 20
+SECOND = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+MEMINFO = "MemTotal:       8388608 kB\nMemFree:        1048576 kB\nMemAvailable:   4194304 kB\nHugePages_Total:       0\n"
+
+
+def tree(root: Path, files: dict[str, str | int]) -> Path:
+    """A root folder with ``files``; a boot id unless there is one."""
+    for name, text in {"proc/sys/kernel/random/boot_id": "one machine\n", **files}.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    return root
+
+
+def stat(**numbers: int) -> str:
+    return "".join(f"{key} {value}\n" for key, value in {"anon": 7, "file": 10**9, **numbers}.items())
+
+
+def second(root: Path, **groups: dict[str, str | int]) -> Path:
+    """A tree of the second kind: nested groups, outermost first, this process in the last one."""
+    files: dict[str, str | int] = {"proc/self/mountinfo": SECOND, "sys/fs/cgroup/cgroup.controllers": "cpu memory"}
+    path = ""
+    for name, inside in groups.items():
+        path += f"/{name}"
+        files |= {f"sys/fs/cgroup{path}/{file.replace('_', '.', 1)}": text for file, text in inside.items()}
+    return tree(root, {**files, "proc/self/cgroup": f"0::{path}\n"})
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_page_cache_is_not_in_use(tmp_path: Path) -> None:
+    """Shared memory, which is a part of "file" too, cannot be taken back."""
+    used = stat(active_file=100 * MIB, inactive_file=50 * MIB, slab_reclaimable=MIB, shmem=300 * MIB)
+    root = second(tmp_path, job={"memory_max": 3072 * MIB, "memory_current": 1000 * MIB, "memory_stat": used})
+    (group,) = cgroups.memory_groups(root)
+    assert group.limit == 3072 * MIB and group.free == (3072 - 1000 + 151) * MIB
+    assert "/sys/fs/cgroup/job" in group.name and "memory.max 3,072 MiB" in group.name
+
+
+def test_nested_groups_are_all_read(tmp_path: Path) -> None:
+    """The outer one is larger, and fuller."""
+    root = second(
+        tmp_path,
+        slice={"memory_max": 4096 * MIB, "memory_current": 3996 * MIB},
+        job={"memory_max": "max", "memory_current": 900 * MIB},
+        task={"memory_max": 2048 * MIB, "memory_current": 48 * MIB},
+    )
+    task, outer = cgroups.memory_groups(root)
+    assert (task.limit, task.free) == (2048 * MIB, 2000 * MIB) and (outer.limit, outer.free) == (4096 * MIB, 100 * MIB)
+    assert task.key != outer.key and cgroups.memory_limit(root) == 2048 * MIB
+
+
+def test_the_lower_of_two_limits_counts(tmp_path: Path) -> None:
+    """Above memory.high a process is held back until nothing moves any more."""
+    root = second(tmp_path, job={"memory_max": 3 * MIB, "memory_high": 2 * MIB, "memory_current": MIB})
+    (group,) = cgroups.memory_groups(root)
+    assert group.free == MIB and "memory.high 2 MiB" in group.name
+
+
+def test_without_a_limit_there_is_no_group(tmp_path: Path) -> None:
+    root = second(tmp_path, job={"memory_max": "max", "memory_high": "max", "memory_current": 5})
+    assert cgroups.memory_groups(root) == [] and cgroups.memory_limit(root) == math.inf
+
+
+def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    root = second(tmp_path, job={"memory_max": MIB, "memory_current": 3 * MIB})
+    assert cgroups.memory_groups(root)[0].free == 0
+
+
+FIRST = (
+    "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+    "35 31 0:32 {within} /mnt/memory rw,relatime shared:1 - cgroup cgroup rw,memory\n"
+    "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("within", "path", "folder"),
+    [
+        ("/", "/jobs/a", "jobs/a"),  # on the machine itself
+        ("/docker/x", "/docker/x", ""),  # a container that sees the machine's paths
+        ("/docker/x", "/docker/x/inner", "inner"),
+        ("/", "/docker/x", ""),  # one whose tree begins at its own group
+        ("/", "/../other", ""),  # a group outside the namespace
+    ],
+)
+def test_groups_of_the_first_kind_are_where_they_are_mounted(tmp_path: Path, within: str, path: str, folder: str) -> None:
+    files: dict[str, str | int] = {
+        "proc/self/mountinfo": FIRST.format(within=within),
+        "proc/self/cgroup": f"9:name=systemd:/\n4:memory:{path}\n3:cpu,cpuacct:/\n0::/\n",
+        f"mnt/memory/{folder}/memory.limit_in_bytes": 2048 * MIB,
+        f"mnt/memory/{folder}/memory.usage_in_bytes": 600 * MIB,
+        f"mnt/memory/{folder}/memory.stat": stat(active_file=1, total_active_file=90 * MIB, total_inactive_file=10 * MIB),
+        "mnt/other/memory.limit_in_bytes": 1,
+    }
+    if folder:
+        files["mnt/memory/memory.limit_in_bytes"] = 9223372036854771712
+    (group,) = cgroups.memory_groups(tree(tmp_path, files))
+    assert group.free == (2048 - 600 + 100) * MIB and "memory.limit_in_bytes 2,048 MiB" in group.name
+
+
+def test_the_machine_is_a_pool_too(tmp_path: Path) -> None:
+    root = second(tmp_path / "a", job={"memory_max": 6144 * MIB, "memory_current": MIB})
+    tree(root, {"proc/meminfo": MEMINFO})
+    group, machine = cgroups.memory_pools(root)
+    assert machine.free == 4096 * MIB and machine.limit == 8192 * MIB and "4,096 of 8,192 MiB" in machine.name
+    assert machine.key != group.key
+    other = tree(tmp_path / "b", {"proc/meminfo": MEMINFO, "proc/sys/kernel/random/boot_id": "another machine\n"})
+    assert cgroups.memory_pools(other)[0].key != machine.key
+
+
+def test_a_system_that_does_not_tell_has_no_pools(tmp_path: Path) -> None:
+    assert cgroups.memory_pools(tmp_path) == [] and cgroups.memory_limit(tmp_path) == math.inf
+
+
+def test_this_machine_can_be_read() -> None:
+    for pool in cgroups.memory_pools():
+        assert 0 <= pool.free <= pool.limit and pool.name and pool.key, pool
+
+
+# -- dividing ------------------------------------------------------------------------------------------------------------------------
+
+
+def pool(name: str, free: int) -> Pool:
+    return Pool((name,), f"pool {name}", 10**9, free)
+
+
+def rank(*pools: Pool, host: int = 0, replaced: int = 0) -> RankMemory:
+    return RankMemory(host, 0, replaced, pools)
+
+
+def room(*ranks: RankMemory) -> int:
+    found = limits_present(ranks)
+    return found.host - found.host_used
+
+
+def test_one_rank_has_the_pool_less_an_eighth() -> None:
+    found = limits_present([rank(pool("a", 8000), host=500)])
+    assert found == Limits(host=7000 + 500, host_used=500, source="pool a")
+
+
+def test_ranks_of_one_machine_share_it() -> None:
+    assert room(rank(pool("a", 8000)), rank(pool("a", 8000))) == 3500
+    assert "which 2 ranks share" in limits_present([rank(pool("a", 8000)), rank(pool("a", 7000))]).source
+
+
+def test_ranks_of_several_machines_do_not_and_the_fullest_decides() -> None:
+    assert room(rank(pool("a", 8000)), rank(pool("b", 1600))) == 1400
+    assert room(rank(pool("a", 8000)), rank(pool("a", 8000)), rank(pool("b", 5000))) == 3500
+
+
+def test_groups_of_their_own_inside_a_group_they_share() -> None:
+    """The tightest one decides, not the smallest."""
+    inner = [rank(pool(f"task {i}", 4000), pool("job", 16_000)) for i in range(4)]
+    assert room(*inner) == 3500
+    tight = [rank(pool(f"task {i}", 4000), pool("job", 8000)) for i in range(4)]
+    assert room(*tight) == 1750 and "pool job" in limits_present(tight).source
+
+
+def test_what_the_models_hold_now_is_theirs_to_use_again() -> None:
+    assert room(rank(pool("a", 6000), replaced=2000)) == 7000
+    assert room(rank(pool("a", 6000), replaced=2000), rank(pool("a", 6000))) == 3500
+
+
+def test_a_full_pool_is_a_limit_and_no_pool_is_none() -> None:
+    assert limits_present([rank(pool("a", 0))]).host > 0
+    assert limits_present([rank(host=900)]) == Limits(host_used=0)
+
+
+def test_a_stated_limit_counts_by_the_fullest_rank() -> None:
+    ranks = [RankMemory(100, 7, 0, (pool("a", 1),)), RankMemory(300, 5, 0, (pool("a", 1),))]
+    assert limits_of(OffloadPlan(host_limit=1000, device_limit=50), ranks) == Limits(1000, 50, 300, 7)
