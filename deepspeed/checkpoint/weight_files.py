@@ -17,19 +17,7 @@ from deepspeed.errors import CheckpointError
 
 SAFETENSORS = ("model", ".safetensors")
 TORCH = ("pytorch_model", ".bin")
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**n for n, prefix in enumerate("KMGT", 1)} | {f"{prefix}IB": 1024**n for n, prefix in enumerate("KMGT", 1)}
 Progress = Callable[[int], None]
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of "5GB" (decimal), "512MiB" (binary) or a number. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = match[2].upper() if match else "?"
-    value = int(float(match[1]) * _UNITS[unit]) if match and unit in _UNITS else 0
-    if value < 1:
-        raise ValueError(f"{text!r} is no size; write it like 5GB or 512MiB")
-    return value
 
 
 def plan_shards(streams: Sequence[Stream], max_bytes: int | None) -> list[list[Stream]]:

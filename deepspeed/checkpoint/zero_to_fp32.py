@@ -15,8 +15,9 @@ import torch
 from deepspeed.checkpoint.names import MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX, OPTIM_FILE_SUFFIX, ZERO_FILE_PREFIX, natural_order
 from deepspeed.checkpoint.opening import find_and_open
 from deepspeed.checkpoint.source import Source
-from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, parse_size, write_weights
+from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, write_weights
 from deepspeed.checkpoint.weights import Stream, shared_names, stream, weight_keys
+from deepspeed.config.values import byte_count
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import logger
 
@@ -108,7 +109,7 @@ def convert_zero_checkpoint_to_state_dict(
     Holds one shard in memory, or a piece of one tensor with ``safe_serialization`` (where tied names are written once).
     Raises FileNotFoundError, CheckpointError, ValueError for a malformed size, OSError.
     """
-    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    limit = None if max_shard_size is None else byte_count(max_shard_size)
     source = _open(checkpoint_dir, tag)
     try:
         streams = _streams(source, dtype, exclude_frozen=exclude_frozen_parameters)

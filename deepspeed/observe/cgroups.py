@@ -1,11 +1,11 @@
 """Control groups of this process, of both kinds, and the memory that it may still have; read from the kernel's files under ``root``."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
+_BOOT = "proc/sys/kernel/random/boot_id"
 _UNLIMITED = 1 << 60  # groups of the first kind write "no limit" as a number near 2**63
 
 
@@ -32,21 +32,14 @@ def _numbers(file: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
-def _mounts(root: Path) -> dict[str, tuple[str, str]]:
-    """Which part of each controller's tree is mounted, and where; "" is the tree of the second kind."""
-    found: dict[str, tuple[str, str]] = {}
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        place, _, source = line.partition(" - ")
-        kind, *rest = source.split()
-        if kind in ("cgroup", "cgroup2"):
-            for name in [""] if kind == "cgroup2" else rest[-1].split(","):
-                found.setdefault(name, (place.split()[3], place.split()[4]))
-    return found
-
-
 def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     """Folders of this process's groups, innermost first, and whether they are of the first kind (one tree for each controller)."""
-    mounts = _mounts(root)
+    mounts: dict[str, tuple[str, str]] = {}  # what part of each controller's tree is mounted, and where; "" is that of the second kind
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        place, _, source = line.partition(" - ")
+        kind, *_, options = source.split()
+        for name in {"cgroup": options.split(","), "cgroup2": [""]}.get(kind, []):
+            mounts.setdefault(name, (place.split()[3], place.split()[4]))
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if names and controller not in names.split(","):
@@ -64,7 +57,7 @@ def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 def memory_groups(root: Path = ROOT) -> list[Pool]:
     """The groups that limit this process's memory, innermost first. Page cache is free: the kernel takes it back when it is needed."""
-    machine, found = _text(root / "proc/sys/kernel/random/boot_id"), []
+    machine, found = _text(root / _BOOT), []
     for folder, first in groups(root, "memory"):
         files = ("memory.limit_in_bytes",) if first else ("memory.max", "memory.high")
         limits = [(int(text), file) for file in files if (text := _text(folder / file)).isdigit() and int(text) < _UNLIMITED]
@@ -78,15 +71,11 @@ def memory_groups(root: Path = ROOT) -> list[Pool]:
     return found
 
 
-def memory_limit(root: Path = ROOT) -> float:
-    """Bytes that the control groups allow; infinity without a limit."""
-    return min((group.limit for group in memory_groups(root)), default=math.inf)
-
-
 def memory_pools(root: Path = ROOT) -> list[Pool]:
     """Everything that bounds this process's memory: its control groups, and the machine. Empty where the kernel does not tell."""
-    numbers = {key: kib << 10 for key, kib in _numbers(root / "proc/meminfo").items()}
-    free, total = numbers.get("MemAvailable", 0), numbers.get("MemTotal", 0)
-    name = f"available memory of the machine ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
-    machine = [Pool((_text(root / "proc/sys/kernel/random/boot_id"),), name, total, free)] if "MemAvailable" in numbers else []
-    return memory_groups(root) + machine
+    found, kib = memory_groups(root), _numbers(root / "proc/meminfo")
+    if "MemAvailable" in kib:
+        free, total = kib["MemAvailable"] << 10, kib["MemTotal"] << 10
+        name = f"available memory of the machine ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
+        found.append(Pool((_text(root / _BOOT),), name, total, free))
+    return found

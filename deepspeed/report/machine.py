@@ -97,7 +97,7 @@ def memory_rows(root: Path = ROOT) -> list[Row]:
     total = hostmem.host_total_bytes()
     rows = [Row("memory", f"{size(total)}, available {size(hostmem.host_available_bytes())}")]
     if (root / "proc/self/cgroup").exists():
-        limit = cgroups.memory_limit(root)
+        limit = min((group.limit for group in cgroups.memory_groups(root)), default=math.inf)
         doubt = "The process is killed beyond this, whatever the machine has; count offloaded states against it." if limit < total else ""
         rows.append(Row("memory limit (control group)", "none" if limit == math.inf else size(limit), doubt))
     return rows

@@ -9,18 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from deepspeed.zero.plan import (
-    GRADIENT_BUFFERS,
-    READS_AHEAD,
-    REDUCTIONS_IN_FLIGHT,
-    UNITS_AHEAD,
-    OffloadPlan,
-    Spread,
-    Spreads,
-    StatePlan,
-    Tier,
-    UnitPlan,
-)
+from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, Spreads, StatePlan, Tier, UnitPlan
 
 
 @dataclass(frozen=True)
@@ -94,10 +83,10 @@ def memory_plan(
         rest, host_left = _param(sums, unit, ways, host_left)
         if unit.row.grad is not None and unit.row.optim is not None:
             sums.add("gradients", unit.row.grad.tier, _share(unit.numel, unit.row.grad.spread, ways) * widths.accumulate)
-            _optim(sums, unit, ways, widths, in_place=_same_memory(rest, unit.row.optim.tier, shared=shared))
+            _optim(sums, unit, ways, widths, rest=rest, shared=shared)
     moving = sorted((u for u in units if _movable(u, ways)), key=lambda u: -u.numel * u.width)
     if moving:
-        ahead = min(prefetch, UNITS_AHEAD * moving[len(moving) // 2].numel) * moving[0].width
+        ahead = min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel) * moving[0].width
         sums.add("units gathered at once", Tier.DEVICE, moving[0].numel * moving[0].width + ahead)
     sums.add("gradients on their way", Tier.DEVICE, _travelling(units, widths) + (0 if shared else _landing(units, ways, widths)))
     sums.add("staging buffers", Tier.HOST, _staging(units, ways, offload, widths))
@@ -139,16 +128,12 @@ def _param(sums: _Sums, unit: UnitSize, ways: Sequence[int], host_left: int) -> 
     return tier, host_left
 
 
-def _same_memory(a: Tier, b: Tier, *, shared: bool) -> bool:
-    """Whether both are places in one memory, so that an fp32 parameter can be its own master."""
-    return Tier.NVME not in (a, b) and (a is b or shared)
-
-
-def _optim(sums: _Sums, unit: UnitSize, ways: Sequence[int], widths: Widths, *, in_place: bool) -> None:
+def _optim(sums: _Sums, unit: UnitSize, ways: Sequence[int], widths: Widths, *, rest: Tier, shared: bool) -> None:
     optim = unit.row.optim
     assert optim is not None
-    own = _share(unit.numel, optim.spread, ways)
-    sums.add("optimizer state", optim.tier, own * (widths.slots + (0 if in_place and unit.width >= 4 else 4)))
+    # An fp32 parameter that rests in the same memory is its own master.
+    same = unit.width >= 4 and Tier.NVME not in (rest, optim.tier) and (rest is optim.tier or shared)
+    sums.add("optimizer state", optim.tier, _share(unit.numel, optim.spread, ways) * (widths.slots + (0 if same else 4)))
 
 
 def _travelling(units: Sequence[UnitSize], widths: Widths) -> int:
@@ -157,7 +142,7 @@ def _travelling(units: Sequence[UnitSize], widths: Widths) -> int:
     waiting = sum(u.numel * widths.accumulate for u in trained if not u.row.reduce_each_backward)
     if waiting:
         return waiting
-    return (REDUCTIONS_IN_FLIGHT + 1) * max((u.numel * (widths.wire or u.width) for u in trained), default=0)
+    return (InFlight.REDUCTIONS + 1) * max((u.numel * (widths.wire or u.width) for u in trained), default=0)
 
 
 def _saved_copy(unit: UnitSize, ranks: int, widths: Widths) -> int:
@@ -171,7 +156,7 @@ def _saved_copy(unit: UnitSize, ranks: int, widths: Widths) -> int:
 def _landing(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths) -> int:
     """Reduced gradients on the device that go elsewhere next."""
     away = [_share(u.numel, u.row.grad.spread, ways) for u in units if u.row.grad is not None and u.row.grad.away]
-    return (REDUCTIONS_IN_FLIGHT + 1) * max(away, default=0) * widths.accumulate
+    return (InFlight.REDUCTIONS + 1) * max(away, default=0) * widths.accumulate
 
 
 def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
@@ -180,14 +165,14 @@ def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPla
     shards = [_share(u.numel, u.row.param.spread, ways) * u.width for u in units if u.row.param.tier is Tier.NVME]
     if shards:
         piece = min(max(shards), offload.param_piece_numel * units[0].width)
-        total += min(offload.param_buffers, READS_AHEAD + 1) * piece
+        total += min(offload.param_buffers, InFlight.READS + 1) * piece
     tiles = [_share(u.numel, u.row.optim.spread, ways) for u in units if u.row.optim is not None and u.row.optim.tier is Tier.NVME]
     grads = [_share(u.numel, u.row.grad.spread, ways) for u in units if u.row.grad is not None and u.row.grad.tier is Tier.NVME]
     if tiles:
         each = 4 + widths.slots + (widths.accumulate if grads else 0)
         whole = max(u.largest for u in units if u.row.optim is not None)
         total += offload.optim_buffers * max(whole, min(max(tiles), offload.tile_numel)) * each
-    return total + GRADIENT_BUFFERS * max(grads, default=0) * widths.accumulate
+    return total + InFlight.GRADIENT_BUFFERS * max(grads, default=0) * widths.accumulate
 
 
 def gradients_on_drive(row: UnitPlan) -> UnitPlan:

@@ -37,18 +37,17 @@ class Limits:
 
     def allow(self, plan: MemoryPlan) -> bool:
         """Whether ``plan`` stays below both."""
-        return not self.too_much_host(plan) and (not self.device or plan.device + self.device_used <= self.device)
+        return self.allow_host(plan) and (not self.device or plan.device + self.device_used <= self.device)
 
-    def too_much_host(self, plan: MemoryPlan) -> bool:
-        """Whether ``plan`` needs more host memory than there may be."""
-        return bool(self.host) and plan.host + self.host_used > self.host
+    def allow_host(self, plan: MemoryPlan) -> bool:
+        """Whether there may be as much host memory as ``plan`` needs."""
+        return not self.host or plan.host + self.host_used <= self.host
 
-    def stated(self, plan: MemoryPlan) -> str:
+    def broken_by(self, plan: MemoryPlan) -> str:
         """The limit that ``plan`` exceeds, in words."""
-        if not self.too_much_host(plan):
-            return f"memory.device_limit is {self.device / 2**20:,.0f} MiB"
-        verb = f"{self.source} leaves a rank" if self.source else "memory.host_limit is"
-        return f"{verb} {self.host / 2**20:,.0f} MiB"
+        host = f"{self.source} leaves a rank" if self.source else "memory.host_limit is"
+        what, limit = ("memory.device_limit is", self.device) if self.allow_host(plan) else (host, self.host)
+        return f"{what} {limit / 2**20:,.0f} MiB"
 
 
 def limits_of(offload: OffloadPlan, ranks: Sequence[RankMemory]) -> Limits:
@@ -62,9 +61,8 @@ def limits_present(ranks: Sequence[RankMemory]) -> Limits:
     Ranks that draw on one pool share it evenly, and what their models hold now is theirs to use again.
     """
     sharing: defaultdict[object, list[tuple[RankMemory, Pool]]] = defaultdict(list)
-    for rank in ranks:
-        for pool in rank.pools:
-            sharing[pool.key].append((rank, pool))
+    for member, pool in ((r, p) for r in ranks for p in r.pools):
+        sharing[pool.key].append((member, pool))
     rooms = []
     for those in sharing.values():
         room = (min(pool.free for _, pool in those) + sum(rank.replaced for rank, _ in those)) // len(those)
@@ -110,9 +108,13 @@ def fit(plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: 
     for advice, other, sizes in _alternatives(rows, offload):
         smallest = holding([gradients_on_drive(row) for row in other], sizes)
         if limits.allow(smallest):
-            raise DeepSpeedConfigError(f"{_excess(memory, limits)}It fits with {advice}: {_sizes(smallest, limits)}.{_overrule(limits)}")
-    least = f"With everything that can move on a drive it needs {_sizes(smallest, limits)}"
-    raise DeepSpeedConfigError(f"{_excess(memory, limits)}{least}: raise the limit or use more ranks.{_overrule(limits)}")
+            way_out = f"It fits with {advice}: {_sizes(smallest, limits)}"
+            break
+    else:
+        way_out = f"With everything that can move on a drive it needs {_sizes(smallest, limits)}: raise the limit or use more ranks"
+    held = f"{limits.broken_by(memory)}, but a rank of this run would hold {_sizes(memory, limits)}:\n{memory.table()}\n"
+    overrule = " A memory.host_limit of yours counts instead of what was measured." if limits.source else ""
+    raise DeepSpeedConfigError(f"{held}{way_out}.{overrule}")
 
 
 def _movements(rows: list[UnitPlan], plan: ZeroPlan, limits: Limits, *, shared: bool) -> Iterator[tuple[list[UnitPlan], OffloadPlan]]:
@@ -122,8 +124,7 @@ def _movements(rows: list[UnitPlan], plan: ZeroPlan, limits: Limits, *, shared: 
     rows = [gradients_on_drive(row) for row in rows]
     yield rows, offload
     folder = offload.param_folder or offload.optim_folder
-    in_memory = plan.regular.param.away or shared
-    if limits.source and folder and in_memory and plan.regular.param.sharded:
+    if limits.source and folder and plan.regular.param.sharded and (shared or plan.regular.param.away):
         yield [_move(row, "param", Tier.NVME) for row in rows], replace(offload, param_folder=folder, host_param_numel=0)
 
 
@@ -133,14 +134,13 @@ def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
         return ""
     drive = [{line.what: line.drive for line in plan.lines} for plan in (first, now)]
     parts = [f"{(n - drive[0].get(what, 0)) / 2**20:,.0f} MiB of {what}" for what, n in drive[1].items() if n > drive[0].get(what, 0)]
-    return f"{limits.stated(first)}, so {' and '.join(parts)} rest on the drive instead (state memory.host_limit to decide yourself)"
+    return f"{limits.broken_by(first)}, so {' and '.join(parts)} rest on the drive instead (state memory.host_limit to decide yourself)"
 
 
 def doubt(present: Limits, memory: MemoryPlan) -> str:
     """A warning when what is planned is more than there is; empty otherwise."""
-    if not present.too_much_host(memory):
-        return ""
-    return f"{present.stated(memory)}, but model states alone will hold {_sizes(memory, present)}: the system may end the run"
+    said = f"{present.broken_by(memory)}, but model states alone will hold {_sizes(memory, present)}: the system may end the run"
+    return "" if present.allow_host(memory) else said
 
 
 def _alternatives(rows: list[UnitPlan], offload: OffloadPlan) -> Iterator[tuple[str, list[UnitPlan], OffloadPlan]]:
@@ -177,14 +177,6 @@ def _move(row: UnitPlan, kind: str, tier: Tier) -> UnitPlan:
         return row
     grad = StatePlan(row.grad.spread, max(row.grad.tier, Tier.HOST, key=order.index))
     return replace(row, optim=StatePlan(row.optim.spread, tier), grad=grad)
-
-
-def _excess(plan: MemoryPlan, limits: Limits) -> str:
-    return f"{limits.stated(plan)}, but a rank of this run would hold {_sizes(plan, limits)}:\n{plan.table()}\n"
-
-
-def _overrule(limits: Limits) -> str:
-    return " A memory.host_limit of yours counts instead of what was measured." if limits.source else ""
 
 
 def _sizes(plan: MemoryPlan, limits: Limits) -> str:

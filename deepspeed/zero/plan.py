@@ -10,11 +10,14 @@ from enum import Enum
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
-# What may be in memory at once beside the states at rest; the runtime keeps these, and the memory plan counts them.
-REDUCTIONS_IN_FLIGHT = 2
-UNITS_AHEAD = 2  # typical ones, gathered before they are needed
-READS_AHEAD = 3  # shards on their way from a drive beside the ones being fetched
-GRADIENT_BUFFERS = 3  # one filled by a reduction while two are written
+
+class InFlight:
+    """What is in memory at most beside the states at rest. The runtime keeps to these numbers, and the memory plan counts them."""
+
+    REDUCTIONS = 2
+    UNITS = 2  # typical ones, gathered before they are needed
+    READS = 3  # shards on their way from a drive beside the ones being fetched
+    GRADIENT_BUFFERS = 3  # one filled by a reduction while two are written
 
 
 class StateKind(Enum):

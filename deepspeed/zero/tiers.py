@@ -10,7 +10,7 @@ from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import Memory, TierStore
 from deepspeed.tier.stored import Stored
 from deepspeed.zero.budget import MemoryPlan
-from deepspeed.zero.plan import GRADIENT_BUFFERS, OffloadPlan, StateKind, Tier, UnitPlan
+from deepspeed.zero.plan import InFlight, OffloadPlan, StateKind, Tier, UnitPlan
 
 
 class Tiers:
@@ -28,7 +28,7 @@ class Tiers:
         """A place for a state that rests on ``tier``; None for the device itself. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                self._grad_staging = self._grad_staging or Staging(GRADIENT_BUFFERS, pin=self._pins(pin=self.plan.pin_optim))
+                self._grad_staging = self._grad_staging or Staging(InFlight.GRADIENT_BUFFERS, pin=self._pins(pin=self.plan.pin_optim))
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)
@@ -108,10 +108,8 @@ class Tiers:
         pins = {"parameters": self.plan.pin_param, "optimizer state": self.plan.pin_optim}
         wanted = [what for what, pin in pins.items() if pin]
         effect = "" if self.device.type != "cpu" else " (no effect: the device is the host)"
-        limits = [
-            f"memory.{k}_limit {v / 2**20:,.0f} MiB" for k, v in (("host", self.plan.host_limit), ("device", self.plan.device_limit)) if v
-        ]
-        limits = [f"{text} (no effect: the device is the host)" if "device" in text and effect else text for text in limits]
+        stated = (("host", self.plan.host_limit, ""), ("device", self.plan.device_limit, effect))
+        limits = [f"memory.{kind}_limit {nbytes / 2**20:,.0f} MiB{note}" for kind, nbytes, note in stated if nbytes]
         return [*said, *limits, f"page-locked memory for {' and '.join(wanted) or 'nothing'}{effect}"]
 
     def close(self) -> None:

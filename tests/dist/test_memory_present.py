@@ -14,8 +14,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.cgroups import Pool
 from deepspeed.observe.log import logger
 from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Block
-from deepspeed.zero import Init
-from deepspeed.zero import build as zero_build
+from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.budget import MemoryPlan
 from deepspeed.zero.plan import StateKind, Tier
 from tests.dist.test_offload_parity import WIDTH, same, snapshot, wide_case

@@ -1,6 +1,5 @@
 """What may still be had of the memory that processes share: read from trees of control groups, and divided among the ranks."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,7 @@ def test_nested_groups_are_all_read(tmp_path: Path) -> None:
     )
     task, outer = cgroups.memory_groups(root)
     assert (task.limit, task.free) == (2048 * MIB, 2000 * MIB) and (outer.limit, outer.free) == (4096 * MIB, 100 * MIB)
-    assert task.key != outer.key and cgroups.memory_limit(root) == 2048 * MIB
+    assert task.key != outer.key
 
 
 def test_the_lower_of_two_limits_counts(tmp_path: Path) -> None:
@@ -72,7 +71,7 @@ def test_the_lower_of_two_limits_counts(tmp_path: Path) -> None:
 
 def test_without_a_limit_there_is_no_group(tmp_path: Path) -> None:
     root = second(tmp_path, job={"memory_max": "max", "memory_high": "max", "memory_current": 5})
-    assert cgroups.memory_groups(root) == [] and cgroups.memory_limit(root) == math.inf
+    assert cgroups.memory_groups(root) == []
 
 
 def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ def test_the_machine_is_a_pool_too(tmp_path: Path) -> None:
 
 
 def test_a_system_that_does_not_tell_has_no_pools(tmp_path: Path) -> None:
-    assert cgroups.memory_pools(tmp_path) == [] and cgroups.memory_limit(tmp_path) == math.inf
+    assert cgroups.memory_pools(tmp_path) == []
 
 
 def test_this_machine_can_be_read() -> None:

@@ -129,7 +129,7 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
             "sys/fs/cgroup/a/cpu.max": "max 100000\n",
         },
     )
-    assert cgroups.memory_limit(new) == 1 << 30 and machine.cpu_quota(new) == 1.5
+    assert cgroups.memory_groups(new)[0].limit == 1 << 30 and machine.cpu_quota(new) == 1.5
     assert "time for 1.5" in machine.cores_row(new).value
     assert "killed beyond" in _named(machine.memory_rows(new))["memory limit (control group)"].doubt
     # in a container the path is the host's and the tree begins at the container's own group
@@ -140,7 +140,7 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 << 30}\n",
         },
     )
-    assert cgroups.memory_limit(old) == 2 << 30 and machine.cpu_quota(old) is None
+    assert cgroups.memory_groups(old)[0].limit == 2 << 30 and machine.cpu_quota(old) is None
     _tree(old, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
     assert _named(machine.memory_rows(old))["memory limit (control group)"] == Row("memory limit (control group)", "none")
 

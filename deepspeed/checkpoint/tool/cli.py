@@ -22,7 +22,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint.tool import audit, diff, export, importing, info, prune, verify
 from deepspeed.checkpoint.tool.common import located
-from deepspeed.checkpoint.weight_files import parse_size
+from deepspeed.config.values import byte_count
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 
 BAD_INPUT = 2
@@ -45,7 +45,7 @@ def _count(text: str) -> int:
 
 def _size(text: str) -> str:
     try:
-        parse_size(text)
+        byte_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -9,8 +9,9 @@ import torch
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.tool import reference_layout
 from deepspeed.checkpoint.tool.common import appearing, opened, progress, say, sized
-from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, check_empty, parse_size, write_weights
+from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, check_empty, write_weights
 from deepspeed.checkpoint.weights import Stream, open_facts, shared_names, stream, total_bytes, weight_streams
+from deepspeed.config.values import byte_count
 from deepspeed.errors import CheckpointError
 
 FORMATS = ("hf", "fp32", "dcp", "deepspeed", "torch")
@@ -33,7 +34,7 @@ def run(args: Namespace) -> int:
         if args.format == "dcp":
             return _dcp(source, out, streams)
         kind = SAFETENSORS if args.format == "hf" else TORCH
-        limit = parse_size(args.max_shard_size)
+        limit = byte_count(args.max_shard_size)
         with progress("export", total_bytes(streams)) as told:
             written = write_weights(streams, out, kind, max_shard_bytes=limit, shared=shared_names(source), progress=told)
     say(f"wrote {len(streams)} tensors, {sized(total_bytes(streams))}, to {', '.join(str(p) for p in _ends(written))}")
