@@ -16,7 +16,7 @@ from deepspeed.observe.log import logger
 from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Block
 from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.budget import MemoryPlan
-from deepspeed.zero.plan import StateKind, Tier
+from deepspeed.zero.plan import StateKind
 from tests.dist.test_offload_parity import WIDTH, same, snapshot, wide_case
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -61,7 +61,7 @@ def trained(zero: dict[str, Any], **config: Any) -> tuple[MemoryPlan, list[bool]
     engine = start(case.build().train(), make_config(3, zero={"prefetch_bucket_size": 0, "sub_group_size": 4096, **zero}, **config))
     for step in range(STEPS):
         train_step(engine, case, step)
-    stored = [u.plan.param.tier is Tier.NVME and StateKind.PARAM in u.stored for u in engine.runtime.units if u.movable]
+    stored = [u.on_drive(StateKind.PARAM) for u in engine.runtime.units if u.movable]
     plan, found = engine.memory_plan(), snapshot(engine)
     engine.destroy()
     return plan, stored, found
@@ -145,7 +145,7 @@ def born(folder: str, limit: int | None) -> int:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **({"memory": {"host_limit": limit}} if limit else {})}
     with memory_left(400_000, 1), Init(config_dict_or_path=config):
         model = nn.ModuleList(nn.Linear(200, 200, bias=False) for _ in range(6))  # 160,000 bytes each
-    return sum(p._ds_unit.shard.untyped_storage().nbytes() for p in model.parameters() if not p._ds_unit.stored)
+    return sum(p._ds_unit.shard.untyped_storage().nbytes() for p in model.parameters() if not p._ds_unit.on_drive(StateKind.PARAM))
 
 
 def test_a_model_is_born_within_half_of_what_there_is(pool1: RankPool, tmp_path: Path) -> None:
