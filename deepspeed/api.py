@@ -16,8 +16,8 @@ from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.dtypes import dtype_policy
 from deepspeed.config.features import inert_notes
-from deepspeed.device import get_accelerator
-from deepspeed.engine import DeepSpeedEngine, device_for
+from deepspeed.device import device_for, get_accelerator
+from deepspeed.engine import DeepSpeedEngine
 from deepspeed.engine_info import DTYPES
 from deepspeed.engine_reports import follow_collectives, report_start
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, OptimizerConfigError, UsageError

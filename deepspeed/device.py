@@ -444,6 +444,24 @@ def set_accelerator(accel_obj: Accelerator | None) -> None:
     _Chosen.accelerator = accel_obj
 
 
+def device_for(local_rank: int) -> torch.device:
+    """The torch device of a local rank: its accelerator, or the CPU."""
+    accelerator = get_accelerator()
+    # Schedulers that give every task one device show each of them only its own, as number 0.
+    return torch.device(accelerator.device_name(local_rank if accelerator.device_count() > 1 else 0))
+
+
+def take_device(local_rank: int) -> torch.device:
+    """Make the device of ``local_rank`` current unless this process has chosen one already; returns the current device.
+
+    A process that has chosen nothing stands on device 0, and several on one device cannot form a group.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu" and accelerator.current_device() == 0:
+        accelerator.set_device(device_for(local_rank).index)
+    return accelerator.torch_device()
+
+
 def set_random_seed(seed: int) -> None:
     """Seed ``random``, ``numpy`` where it is loaded, torch's CPU generator and every device of this process."""
     random.seed(seed)

@@ -20,7 +20,7 @@ from deepspeed.engine_info import DTYPES, EngineInfo
 from deepspeed.engine_pending import EnginePending
 from deepspeed.engine_timing import EngineTiming
 from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh, destroy_mesh
+from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
@@ -480,11 +480,13 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """Remove every hook and give every buffer back. Collective.
 
         A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready for another
-        ``initialize``.
+        ``initialize``. So does every model when some rank, which may have raised, does not come within seconds.
         """
         if self._destroyed:
             return
-        failed = self._end_save()
+        collective = self._saver.running or (not self._parts.born_sharded and any(u.movable for u in self.runtime.units))
+        together = not collective or meet_at_end(self.mesh)
+        failed = self._end_save(together=together)
         self._relocation.come_back()
         self._destroyed = True
         self._held.close()
@@ -496,14 +498,14 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self._views.clear()
         if self.tiles is not None:
             self.tiles.close()
-        dismantle(self._parts)
+        dismantle(self._parts, together=together)
         if self.basic_optimizer is not None:
             self.basic_optimizer.state.clear()
             for group in self.basic_optimizer.param_groups:
                 group["params"] = []
         self.runtime.window_ends = lambda: True
         self.runtime.on_backward = lambda: None
-        destroy_mesh(self.mesh)
+        destroy_mesh(self.mesh, keep_axes=any(unit.params for unit in self.runtime.units))
         if failed is not None:
             raise failed
 
@@ -544,12 +546,3 @@ def _to_half(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_to_half(v) for v in value)
     return value
-
-
-def device_for(local_rank: int) -> torch.device:
-    """The torch device of a local rank: its accelerator, or the CPU."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return torch.device("cpu")
-    # Schedulers that give every task one device show each of them only its own, as number 0.
-    return torch.device(accelerator.device_name(local_rank if accelerator.device_count() > 1 else 0))

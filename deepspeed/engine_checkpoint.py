@@ -122,10 +122,10 @@ class EngineCheckpoint:
         """Until a background save has its name. Collective. Raises CheckpointError when it failed."""
         self._saver.settle(wait=True)
 
-    def _end_save(self) -> CheckpointError | None:
-        """Wait for a background save at the end of the engine; its failure."""
+    def _end_save(self, *, together: bool) -> CheckpointError | None:
+        """Wait for a background save at the end of the engine, alone where other ranks do not come; its failure."""
         try:
-            self._saver.settle(wait=True)
+            self._saver.settle(wait=True) if together else self._saver.finish_alone()
         except CheckpointError as error:
             return error
         return None

@@ -200,6 +200,21 @@ class Saver:
                 return
 
     @property
+    def running(self) -> bool:
+        """Whether a background save has not been settled."""
+        return self._running is not None
+
+    def finish_alone(self) -> None:
+        """Bring this rank's part of a background save to its end without the other ranks; raise when it failed."""
+        own, self._running = self._running, None
+        if own is not None:
+            own.hurry()
+            own.wait(None)
+            if own.error is not None:
+                own.told = True
+                raise CheckpointError(f"the background save of checkpoint {own.tag} failed: {own.error}") from own.error
+
+    @property
     def _first(self) -> bool:
         return self._mesh.first
 

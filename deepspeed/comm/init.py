@@ -1,21 +1,26 @@
 """Starting the process group: from a launcher's variables, from MPI or Slurm, or for one process alone."""
 
 import atexit
+import contextlib
 import gc
 import math
 import os
 import socket
+import threading
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from deepspeed.comm import trace
-from deepspeed.comm.rendezvous import LOOPBACK, Rendezvous, discover, from_scheduler, is_azure, local_rank_of
+from deepspeed.comm.rendezvous import LOOPBACK, Rendezvous, adopted, discover, from_scheduler, interface_with, is_azure
 from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.device import get_accelerator
+from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.observe.log import log_dist
+from deepspeed.observe.log import log_dist, logger
+
+_ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it is the default route
 
 
 def _free_port() -> int:
@@ -65,6 +70,33 @@ def _timeout(requested: timedelta) -> timedelta:
     return timedelta(minutes=value)
 
 
+def _source_address(host: str) -> str:
+    """This machine's address on the way to ``host``; nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _prepare(backend: str, found: Rendezvous) -> None:
+    """What must stand before groups are made: the device, and the network for gloo, which carries the control messages of nccl jobs too.
+
+    Left to itself gloo listens where this machine's own name points to, on many images the loopback.
+    """
+    # torch's device_id stays unset: with it every later new_group of some ranks only, such as those that carry weights to
+    # inference engines, is a split that all ranks would have to take part in.
+    if backend != "gloo":
+        take_device(found.local_rank)
+    if found.one_machine or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    interfaces = {name: [a.address for a in addresses] for name, addresses in psutil.net_if_addrs().items()}
+    for host in (found.address, _ELSEWHERE):  # rank 0's own name may lead to its loopback
+        with contextlib.suppress(OSError):
+            if name := interface_with(_source_address(host), interfaces):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                return
+
+
 def _start(backend: str, timeout: timedelta, found: Rendezvous, init_method: str | None) -> None:
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=found.rank, world_size=found.world_size)
@@ -75,15 +107,30 @@ def _start(backend: str, timeout: timedelta, found: Rendezvous, init_method: str
         dist.init_process_group(backend, init_method="env://", timeout=timeout, rank=found.rank, world_size=found.world_size)
 
 
-def _leave_group() -> None:
-    """Let gloo's worker threads end before the interpreter does.
+def _leave_at_exit(limit_s: float = 20.0) -> None:
+    """Let gloo's worker threads, which carry the control messages of nccl jobs too, end before the interpreter does.
 
     A worker that drops the last reference to a tensor needs the interpreter; one that asks for it during finalization ends the
-    process with SIGABRT after a successful run.
+    process with SIGABRT after a successful run. A backend that waits for ranks that are gone is left alone after ``limit_s``.
     """
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    asked, left = threading.Event(), threading.Event()
+
+    def leave() -> None:
+        asked.wait()
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        finally:
+            left.set()
+
+    def at_exit() -> None:
+        gc.collect()
+        asked.set()
+        if not left.wait(limit_s):
+            logger.warning("the process group has not ended within %g s; the process ends without it", limit_s)
+
+    threading.Thread(target=leave, name="leave-group", daemon=True).start()  # at exit Python starts no threads any more
+    atexit.register(at_exit)
 
 
 def init_distributed(
@@ -104,16 +151,20 @@ def init_distributed(
     else RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT, else MPI or Slurm variables, else the process is alone;
     what was found is written to those variables where they are unset. Without MASTER_PORT and with the default
     ``distributed_port`` the port follows from Slurm's or Open MPI's job id (:func:`deepspeed.comm.rendezvous.job_port`), so that
-    two jobs on one machine do not meet. ``timeout`` defaults to ``DEEPSPEED_TIMEOUT`` minutes, or 10. The device is
-    not touched. ``config`` (dict or parsed) may hold a ``comms_logger`` block.
+    two jobs on one machine do not meet. ``timeout`` defaults to ``DEEPSPEED_TIMEOUT`` minutes, or 10. Where the
+    backend is a device's, the local rank's device becomes the current one, unless another one is already. Where ranks are on several
+    machines, GLOO_SOCKET_IFNAME is set, unless it is, to the interface that leads to rank 0. ``config`` (dict or parsed) may hold a
+    ``comms_logger`` block.
 
     Raises UsageError with ``dist_init_required=False`` and no group, DeepSpeedConfigError for contradictory variables.
     """
     if config is not None:
         trace.configure(deepspeed_config=config)
     if dist.is_initialized():
-        group_rank, group_size = dist.get_rank(), dist.get_world_size()
-        os.environ["LOCAL_RANK"] = str(local_rank_of(os.environ, group_rank, group_size, devices=_device_count))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        found = adopted(os.environ, rank, size, devices=_device_count)
+        os.environ["LOCAL_RANK"] = str(found.local_rank)
+        _prepare(dist.get_backend(), found)
         return
     if dist_init_required is False:
         raise UsageError("dist_init_required=False, but there is no process group; start one before, or leave the argument out.")
@@ -130,6 +181,6 @@ def init_distributed(
     if verbose:
         where = "alone" if found.port is None else f"meeting at {found.address}:{os.environ['MASTER_PORT']}"
         log_dist(f"starting torch.distributed with {backend}: rank {found.rank} of {found.world_size}, {where}")
+    _prepare(backend, found)
     _start(backend, _timeout(timeout), found, init_method)
-    if backend == "gloo":
-        atexit.register(_leave_group)
+    _leave_at_exit()

@@ -4,9 +4,10 @@ RANK and WORLD_SIZE (torchrun, the deepspeed launcher, by hand) come first; what
 Slurm's variables, which also serve alone; without any of them the process is alone.
 """
 
+import ipaddress
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -30,6 +31,11 @@ class Rendezvous(NamedTuple):
     address: str
     port: int | None
     local_size: int | None = None
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all ranks are known to be on this machine."""
+        return self.world_size in (1, self.local_size) or self.address == "localhost" or _leads_here(self.address)
 
 
 class _Scheduler(NamedTuple):
@@ -126,6 +132,21 @@ def _optional(env: Mapping[str, str], names: tuple[str, ...], *, least: int = 0)
     return None if name is None else _integer(env, name, least=least)
 
 
+def _leads_here(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def interface_with(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
+    """Name of the network interface that has ``address``; None for a loopback address, which reaches no other machine."""
+    if _leads_here(address):
+        return None
+    # the system writes a link-local IPv6 address as address%interface
+    return next((name for name, own in interfaces.items() if address in {a.partition("%")[0] for a in own}), None)
+
+
 def first_host(nodelist: str) -> str:
     """First machine of a Slurm node list: ``gpu[03-05,9],login1`` -> ``gpu03``."""
     match = re.match(r"(?:[^,\[\]\s]|\[\d[^\]]*\])+", nodelist.strip())
@@ -213,6 +234,14 @@ def local_rank_of(env: Mapping[str, str], rank: int, world_size: int, *, devices
     if stated is not None:
         return stated
     return rank % (_local_size(env, speaking, world_size) or max(1, devices()))
+
+
+def adopted(env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device) -> Rendezvous:
+    """What ``env`` says of a rank whose process group was started by others."""
+    local_size = _local_size(env, _speaking(env, rank, world_size), world_size)
+    return Rendezvous(
+        rank, world_size, local_rank_of(env, rank, world_size, devices=devices), env.get("MASTER_ADDR") or LOOPBACK, None, local_size
+    )
 
 
 def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, devices: Callable[[], int]) -> Rendezvous:

@@ -36,7 +36,8 @@ hosts and devices:
   and never one that it hides. Without accelerators, or with DS_ACCELERATOR=cpu, --num_gpus N starts N ranks on the CPU.
   A hostfile has lines 'name slots=N'. FILTER is name[:slot,...][@name...], as in 'node1@node2:0,2'.
   The ranks meet on the first host, by its name in the hostfile, unless --master_addr says otherwise.
-  Other hosts are given variables starting with MLFLOW, PYTHON, MV2, UCX or NCCL, and those of .deepspeed_env files (lines
+  Other hosts are given variables starting with MLFLOW, PYTHON, MV2, UCX, NCCL,
+  GLOO, TORCH_, PYTORCH_, OMP_, CUDA_DEVICE_, CUDA_LAUNCH or CUDA_MODULE, and those of .deepspeed_env files (lines
   KEY=VALUE; in the home directory, then here; DS_ENV_FILE names another file).
 
 exit status:

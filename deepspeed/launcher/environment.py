@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed.errors import DeepSpeedConfigError
 
 # A list on purpose, although it is module state: clients append the prefixes they want forwarded (as runner.EXPORT_ENVS).
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"]
+# Of CUDA only what changes how programs run: which devices and toolkit there are differs between machines.
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH_", "PYTORCH_", "OMP_", "CUDA_DEVICE_", "CUDA_LAUNCH", "CUDA_MODULE"]
 # What decides how the launchers themselves behave must be the same on all hosts.
 _OUR_OWN = ("DS_ACCELERATOR", "DS_JOIN_TIMEOUT_S", "DS_HOST_TIMEOUT_S")
 # Microsoft's AISC platform sets these on each host by itself.

@@ -1,11 +1,16 @@
 """Process groups for mesh axes: the only place besides ``comm`` that creates them."""
 
+import contextlib
+import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from deepspeed.comm.collectives import AxisGroup
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, shard_axes
+from deepspeed.comm.collectives import AxisGroup, gather_objects
+from deepspeed.errors import UsageError
+from deepspeed.mesh.topology import Axis, dense_topology, shard_axes
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,7 @@ class Mesh:
     different batches. ``zero``: the ranks that hold the same parameters, whole or in shards: values are broadcast and collectives are
     agreed on there. It spans ``axes`` (inner first), over which states are cut; ``axes[i]`` is served by ``groups[i]``. ``control`` is a
     host-side (gloo) group over the ranks of ``zero`` for messages of a few bytes, None for one rank or where none is wanted.
-    ``divisor``: ranks over which the mean of a gradient is taken.
+    ``divisor``: ranks over which the mean of a gradient is taken. ``name`` tells engines apart, and is the same on their ranks.
     """
 
     axes: tuple[Axis, ...]
@@ -25,6 +30,7 @@ class Mesh:
     data: AxisGroup
     zero: AxisGroup
     control: AxisGroup | None
+    name: str = ""
 
     @property
     def divisor(self) -> int:
@@ -55,40 +61,75 @@ def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
     return Mesh(axes, (everyone,), everyone, everyone, everyone, None)
 
 
+def _new_name(everyone: AxisGroup) -> str:
+    """A name that no mesh over these ranks has had, the same on all of them. Collective."""
+    count = c10d._get_default_store().add(f"deepspeed/meshes/{everyone.ranks[everyone.index]}", 1)
+    return f"deepspeed/mesh{max(gather_objects(count, everyone))}"
+
+
+def _new_group(name: str, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+    """A group of ``ranks``, made by them alone: the ranks outside may be making other groups.
+
+    ``dist.new_group`` cannot: either all ranks of the job take part, or it names the group by how many groups each rank has, which may
+    differ, and may come again after a group was destroyed, with addresses where nobody listens any more.
+    """
+    where = {rank: position for position, rank in enumerate(ranks)}
+    kind, store, label = dist.Backend(backend), c10d._get_default_store(), c10d.GroupName(f"{name}/{ranks[0]}")
+    limit = c10d._get_default_timeout(kind)
+    try:
+        pg, _ = c10d._new_process_group_helper(len(ranks), where[dist.get_rank()], list(ranks), kind, store, label, timeout=limit)
+    except RuntimeError as error:
+        raise UsageError(
+            f"the {backend} group of {len(ranks)} ranks cannot be made: {str(error).partition(chr(10))[0]}. If the ranks are on several "
+            "machines, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on each to the network interface that leads to the others; "
+            f"GLOO_SOCKET_IFNAME is {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')!r} here"
+        ) from error
+    c10d._world.pg_group_ranks[pg] = where
+    return pg
+
+
 def build_mesh(backend: str, *, inner_size: int | None = None, group: dist.ProcessGroup | None = None, control: bool = True) -> Mesh:
     """Create the groups of one engine over ``group`` (default: the whole world). Collective over the ranks of ``group``.
 
-    ``backend`` is what tensors travel on ("nccl" or "gloo"). One rank needs no process group at all.
+    ``backend`` is what tensors travel on ("nccl" or "gloo"). One rank needs no process group at all. Raises UsageError when a group
+    cannot be made.
     """
     plain = plain_mesh(backend, group=group)
-    everyone, host = plain.zero, None
+    everyone, host, groups = plain.zero, None, plain.groups
     if everyone.size == 1:
         return plain
-    topology, rank = dense_topology(everyone.ranks, inner_size=inner_size), dist.get_rank()
-    # A caller's group need not be everybody's: then the members alone make the new ones.
-    local = group is not None
+    name = _new_name(everyone)
     if control:
-        host = AxisGroup(_new_group(everyone.ranks, "gloo", local=local), everyone.size, everyone.index, everyone.ranks, "gloo")
-    axes = shard_axes(topology, rank)
-    if len(axes) == 1:
-        return Mesh(axes, (everyone,), everyone, everyone, everyone, host)
-    made = {members: _new_group(members, backend, local=local) for members in _cut(topology) if rank in members or not local}
-    groups = tuple(_members(axis, made[axis.ranks], backend) for axis in axes)
-    return Mesh(axes, groups, everyone, everyone, everyone, host)
+        host = AxisGroup(_new_group(f"{name}/control", everyone.ranks, "gloo"), everyone.size, everyone.index, everyone.ranks, "gloo")
+    axes = shard_axes(dense_topology(everyone.ranks, inner_size=inner_size), dist.get_rank())
+    if len(axes) > 1:
+        groups = tuple(_members(axis, _new_group(f"{name}/{axis.name}", axis.ranks, backend), backend) for axis in axes)
+    return Mesh(axes, groups, everyone, everyone, everyone, host, name)
 
 
-def _cut(topology: Topology) -> list[tuple[int, ...]]:
-    return [*topology.groups("dp", "sp"), *topology.groups("dp_outer")]
+def meet_at_end(mesh: Mesh, limit_s: float = 15.0) -> bool:
+    """Whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
+
+    Not a collective: a rank that has raised may never come, or be in another collective of a group that this one would disturb.
+    So they meet in the store, where the first to decide decides for all.
+    """
+    if mesh.job.size == 1:
+        return True
+    try:
+        store = dist.PrefixStore(f"{mesh.name}/end", c10d._get_default_store())
+        if store.add("ranks", 1) == mesh.job.size:
+            store.compare_set("end", "", "together")
+        with contextlib.suppress(RuntimeError):
+            store.wait(["end"], timedelta(seconds=limit_s))
+        return bool(store.compare_set("end", "", "apart") == b"together")
+    except (RuntimeError, ValueError):  # the store went with the rank that kept it, or the default group was destroyed
+        return False
 
 
-def _new_group(ranks: tuple[int, ...], backend: str, *, local: bool) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=local)
-
-
-def destroy_mesh(mesh: Mesh) -> None:
-    """Give back the groups that ``build_mesh`` made (never the caller's own)."""
+def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:
+    """Give back the groups that ``build_mesh`` made (never the caller's own); not those of axes that shards still lie on."""
     if not dist.is_initialized():
         return
-    made = [g for g in (*mesh.groups, mesh.control) if g is not None and g.pg is not mesh.zero.pg]
+    made = [g for g in (mesh.control, *(() if keep_axes else mesh.groups)) if g is not None and g.pg is not mesh.zero.pg]
     for group in made:
         dist.destroy_process_group(group.pg)

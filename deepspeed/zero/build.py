@@ -15,7 +15,7 @@ from deepspeed.device import get_accelerator
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import cgroups, hostmem
-from deepspeed.observe.log import log_dist
+from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.budget import MemoryPlan, UnitSize, Widths
 from deepspeed.zero.facts import UnitFacts
 from deepspeed.zero.fit import Fitted, RankMemory, doubt, fit, limits_of, limits_present
@@ -272,14 +272,16 @@ def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
                     moved.copy_(whole)
 
 
-def dismantle(parts: ZeroParts) -> None:
-    """End of an engine: give the parameters back and every buffer but their values. Collective when sharded.
+def dismantle(parts: ZeroParts, *, together: bool) -> None:
+    """End of an engine: give the parameters back and every buffer but their values. Collective when sharded and ``together``.
 
-    A model that was whole becomes whole again; one born sharded may not fit whole, so its units stay behind as bare shards, which
-    ``GatheredParameters`` and another ``build`` understand.
+    A model that was whole becomes whole again; one born sharded may not fit whole, and without the other ranks none can be, so its
+    units stay behind as bare shards, which ``GatheredParameters`` and another ``build`` understand.
     """
+    if not (together or parts.born_sharded) and any(unit.movable for unit in parts.units):
+        logger.warning("some rank did not come to destroy(): the model stays in shards, for GatheredParameters or another engine to gather")
     for unit in parts.units:
-        if parts.born_sharded and unit.movable:
+        if unit.movable and (parts.born_sharded or not together):
             unit.strip()
             continue
         unit.fetch_whole()

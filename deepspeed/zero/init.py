@@ -5,6 +5,7 @@ when), so at most one small subtree is whole at a time. Inside the context a sha
 ``self.apply(init_weights)`` at the end of a constructor, is gathered on demand and cut again afterwards; values come from rank 0.
 """
 
+import os
 import sys
 from dataclasses import replace
 from itertools import count
@@ -17,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from deepspeed.comm import collectives
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.device import get_accelerator
+from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import NotYetError, UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
@@ -112,7 +113,7 @@ class Init:
         if dtype is None:
             dtype = _DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32
         self.dtype = dtype
-        self.device = torch.device(get_accelerator().current_device_name())
+        self.device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
         if self._tier is Tier.NVME and not offload.host_limit and (present := limits_present(memory_of_ranks(self._mesh))).host:
             # No more than half of what there is waits in memory: initialize needs some too.

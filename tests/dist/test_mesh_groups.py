@@ -1,0 +1,74 @@
+"""The groups of an engine are made by its ranks alone, under names of their own, and where no messages are sent there are none."""
+
+import random
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.errors import UsageError
+from deepspeed.mesh.groups import build_mesh, destroy_mesh
+from deepspeed.verify.models import case_named
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def _sums(rounds: int) -> list[tuple[float, ...]]:
+    """Sums of ranks over control, inner and outer axis of meshes over [0, 2] and [1, 3], made and given back again and again."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    uneven = dist.new_group([0, 1])  # torch names local groups by how many a rank has
+    rank = dist.get_rank()
+    found = []
+    for _ in range(rounds):
+        time.sleep(random.Random(rank + 10 * len(found)).random() / 2)  # ranks do not arrive together
+        mesh = build_mesh("gloo", inner_size=1, group=halves[rank % 2])
+        assert mesh.control is not None
+        sums = []
+        for group in (mesh.control, *mesh.groups):
+            value = torch.tensor(float(rank))
+            dist.all_reduce(value, group=group.pg)
+            sums.append(float(value))
+        found.append(tuple(sums))
+        destroy_mesh(mesh)
+    for group in (*halves, uneven):
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return found
+
+
+def test_shard_groups_inside_a_callers_groups_are_made_by_each_on_its_own_and_again(pool4: RankPool) -> None:
+    found = pool4.run(_sums, 3)
+    assert found == [[(float(2 * (rank % 2) + 2), float(rank), float(2 * (rank % 2) + 2))] * 3 for rank in range(4)]
+
+
+def _groups_made(divergence: str) -> list[bool]:
+    case = case_named("plain")
+    engine = start(case.build(), make_config(3, zero={"divergence": divergence}))
+    train_step(engine, case, 0)
+    there = engine.mesh.control is not None
+    engine.destroy()
+    return [there]
+
+
+def test_no_control_group_where_no_messages_are_sent(pool2: RankPool) -> None:
+    assert pool2.run(_groups_made, "assume_none") == [[False]] * 2
+    assert pool2.run(_groups_made, "tolerate") == [[True]] * 2
+
+
+def _unreachable() -> str:
+    with (
+        mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", side_effect=RuntimeError("connectFullMesh failed\nframe #0")),
+        mock.patch.dict("os.environ", GLOO_SOCKET_IFNAME="lo7"),
+        pytest.raises(UsageError) as caught,
+    ):
+        build_mesh("gloo")
+    return str(caught.value)
+
+
+def test_a_group_that_cannot_be_made_names_the_variable_to_set(pool2: RankPool) -> None:
+    for text in pool2.run(_unreachable):
+        assert "connectFullMesh failed. If" in text and "set GLOO_SOCKET_IFNAME" in text and "'lo7'" in text
