@@ -54,7 +54,7 @@ def begin(save_dir: Path, tag: str) -> Path:
     for left in left_behind(save_dir):
         logger.warning("removing %s, which a process that died while saving has left behind", left)
         discard(left)
-    folder = save_dir / f".{tag}.saving-{_owner()}"
+    folder = temporary_for(save_dir / tag)
     folder.mkdir()
     return folder
 
@@ -145,6 +145,17 @@ def _owner() -> str:
     return f"{_host()}-{os.getpid()}-{_stat(os.getpid())[1]}-{uuid.uuid4().hex[:12]}"
 
 
+def temporary_for(path: Path) -> Path:
+    """A hidden name beside ``path``, never the same twice, for what gets its name when it is complete.
+
+    What dead processes of this host have left of ``path`` is removed.
+    """
+    for left in left_behind(path.parent):
+        if left.name.startswith(f".{path.name}.saving-"):
+            discard(left)
+    return path.with_name(f".{path.name}.saving-{_owner()}")
+
+
 def _lives(pid: int, born: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -172,7 +183,7 @@ def _host() -> str:
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replace ``path`` by a file with ``content`` that is on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.saving-{_owner()}")
+    temporary = temporary_for(path)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(fd, "wb") as file:

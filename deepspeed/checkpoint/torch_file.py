@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import torch
 
-from deepspeed.checkpoint.folders import sync_folder
+from deepspeed.checkpoint.folders import sync_folder, temporary_for
 
 _PIECE = 8 << 20  # elements that are copied at once
 _LOCAL_HEADER = 30  # bytes; the lengths of name and extra field are in its last four
@@ -33,7 +33,7 @@ class TorchFile:
         self.path = path
         self._shapes = dict(shapes)
         self._aliases = dict(aliases or {})
-        self._partial = path.with_name(f".{path.name}.partial")
+        self._partial = temporary_for(path)
         self._file: BinaryIO | None = None
         self._offsets: dict[str, int] = {}
 

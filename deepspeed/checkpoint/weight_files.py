@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from deepspeed.checkpoint.folders import sync_folder, write_atomically
+from deepspeed.checkpoint.folders import sync_folder, temporary_for, write_atomically
 from deepspeed.checkpoint.safetensors_file import write_safetensors
 from deepspeed.checkpoint.weights import Stream, total_bytes
 from deepspeed.errors import CheckpointError
@@ -72,7 +72,7 @@ def write_weights(
         for path, name in zip(temporary, names, strict=True):
             os.replace(path, out / name)
     for name in stale:
-        (out / name).unlink()
+        (out / name).unlink(missing_ok=True)  # several processes may write the same files at once
     written = [out / name for name in names]
     if total > 1:
         written.append(_write_index(out / f"{stem}{suffix}.index.json", names, shards, aliases))
@@ -100,7 +100,7 @@ def _write_torch(file: BinaryIO, shard: list[Stream], aliases: Mapping[str, str]
 @contextlib.contextmanager
 def _temporary(final: Path) -> Iterator[Path]:
     """A hidden name beside ``final`` that is gone afterwards, whatever happens."""
-    path = final.with_name(f".{final.name}.partial")
+    path = temporary_for(final)
     try:
         yield path
     finally:

@@ -43,18 +43,18 @@ def opened(path: Path, tag: str | None = None, *, allow_pickle: bool = False) ->
 def appearing(out: Path) -> Iterator[Path]:
     """A hidden folder beside ``out``; what it holds moves into ``out`` at the end, and vanishes when something goes wrong."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    hidden = folders.temporary_for(out)
     hidden.mkdir()
     try:
         yield hidden
         if not out.exists():
-            os.rename(hidden, out)
-        else:
-            for path in hidden.iterdir():
-                target = out / path.name
-                if target.is_dir():
-                    shutil.rmtree(target)
-                os.replace(path, target)
+            with contextlib.suppress(OSError):  # another process may have been faster
+                os.rename(hidden, out)
+        for path in hidden.iterdir() if hidden.exists() else ():
+            target = out / path.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(path, target)
         folders.sync_folder(out)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
