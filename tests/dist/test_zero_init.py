@@ -15,6 +15,7 @@ import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import HIDDEN, VOCABULARY, Block, Case, case_named, cross_entropy, token_batch
+from tests.harness.devices import two_devices
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start, train_step
@@ -407,3 +408,13 @@ def born_twice() -> bool:
 
 def test_a_born_sharded_model_survives_its_engine(pool2: RankPool) -> None:
     assert pool2.run(born_twice) == [True, True]
+
+
+def _where_parameters_are_made() -> tuple[str, list[int]]:
+    with two_devices(backend="gloo") as devices:  # so that no group is started on devices that are not there
+        made = deepspeed.zero.Init().device
+        return str(made), devices.chosen
+
+
+def test_every_rank_builds_its_model_on_its_own_device(pool2: RankPool) -> None:
+    assert pool2.run(_where_parameters_are_made) == [("cuda:0", [0]), ("cuda:1", [1])]

@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
 import deepspeed.comm as ds_comm
 from deepspeed.comm import init, trace
-from deepspeed.comm.rendezvous import Rendezvous, discover, first_host, job_port, local_rank_of
+from deepspeed.comm.rendezvous import Rendezvous, adopted, discover, first_host, interface_with, job_port, local_rank_of
 from deepspeed.errors import DeepSpeedConfigError
+from tests.harness.devices import two_devices
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "77"}
 
@@ -243,10 +245,10 @@ comm.destroy_process_group()
 """
 
 
-def _run_alone(script: str) -> subprocess.CompletedProcess[str]:
+def _run_alone(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in names}
-    return subprocess.run([sys.executable, "-W", "error", "-c", script], env=env, capture_output=True, text=True, timeout=90)
+    return subprocess.run([sys.executable, "-W", "error", "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=90)
 
 
 def test_one_process_needs_no_variable_and_may_start_twice() -> None:
@@ -280,3 +282,105 @@ def test_configure_reads_a_block_and_arguments_win(monkeypatch: pytest.MonkeyPat
     assert trace.LOG.enabled and not trace.LOG.prof_all and trace.LOG.prof_ops == ["send"] and trace.LOG.verbose
     trace.configure({"train_batch_size": 1}, enabled=False)
     assert not trace.LOG.enabled
+
+
+TWO_NODES = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}
+
+
+def _start_rank(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], **arguments: object) -> dict[str, str]:
+    """The environment when rank 3 of 4 starts its group."""
+    env = dict(env)
+    monkeypatch.setattr(os, "environ", env)
+    started: list[str] = []
+    monkeypatch.setattr(init, "_start", lambda backend, *_: started.append(backend))
+    monkeypatch.setattr(init, "_leave_at_exit", lambda: None)
+    init.init_distributed(verbose=False, rank=3, world_size=4, **arguments)  # type: ignore[arg-type]
+    assert len(started) == 1
+    return env
+
+
+@pytest.mark.parametrize(
+    ("current", "backend", "chosen"),
+    [(0, None, [1]), (1, None, []), (0, "gloo", [])],
+    ids=["nothing chosen", "the user has chosen", "a group on the host"],
+)
+def test_a_rank_stands_on_its_own_device_before_its_group_starts(
+    monkeypatch: pytest.MonkeyPatch, current: int, backend: str | None, chosen: list[int]
+) -> None:
+    with two_devices(current=current) as devices:
+        _start_rank(monkeypatch, {**TWO_NODES, "GLOO_SOCKET_IFNAME": "x"}, dist_backend=backend)
+        assert devices.chosen == chosen
+
+
+INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["172.16.0.9"], "ib0": ["10.0.0.5", "fe80::1%ib0"]}
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [("10.0.0.5", "ib0"), ("fe80::1", "ib0"), ("172.16.0.9", "eth0"), ("127.0.0.1", None), ("::1", None), ("1.1.1.1", None)],
+)
+def test_the_interface_of_an_address(address: str, name: str | None) -> None:
+    assert interface_with(address, INTERFACES) == name
+
+
+@pytest.mark.parametrize(
+    ("env", "ways", "name"),
+    [
+        ({}, {"10.0.0.1": "10.0.0.5"}, "ib0"),
+        ({}, {"10.0.0.1": "127.0.1.1", init._ELSEWHERE: "172.16.0.9"}, "eth0"),
+        ({}, {}, None),
+        ({"GLOO_SOCKET_IFNAME": "mine"}, {"10.0.0.1": "10.0.0.5"}, "mine"),
+        ({"LOCAL_WORLD_SIZE": "4"}, {"10.0.0.1": "10.0.0.5"}, None),
+        ({"MASTER_ADDR": "127.0.0.1"}, {"127.0.0.1": "10.0.0.5"}, None),
+        ({"MASTER_ADDR": "localhost"}, {"localhost": "10.0.0.5"}, None),
+    ],
+    ids=["the way to rank 0", "rank 0 knows itself by its loopback", "no way", "the user's word", "one machine", "loopback", "localhost"],
+)
+def test_gloo_is_told_the_network_that_leads_to_rank_0(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], ways: dict[str, str], name: str | None
+) -> None:
+    def way(host: str) -> str:
+        if host not in ways:
+            raise OSError("no route")
+        return ways[host]
+
+    monkeypatch.setattr(init, "_source_address", way)
+    monkeypatch.setattr(
+        init.psutil, "net_if_addrs", lambda: {n: [SimpleNamespace(address=a) for a in own] for n, own in INTERFACES.items()}
+    )
+    assert _start_rank(monkeypatch, {**TWO_NODES, **env}).get("GLOO_SOCKET_IFNAME") == name
+
+
+def test_the_way_to_this_machine_is_found() -> None:
+    assert init._source_address("localhost") in ("127.0.0.1", "::1")
+
+
+def test_a_group_of_others_is_described_by_the_environment() -> None:
+    assert adopted(TORCHRUN, 3, 4) == Rendezvous(3, 4, 1, "n0", None, 2)
+    assert adopted({}, 3, 4).one_machine and not adopted(TORCHRUN, 3, 4).one_machine
+
+
+LEAVES = """
+import sys, threading, torch.distributed as dist
+import deepspeed.comm as comm
+from deepspeed.comm import init
+init._leave_at_exit.__defaults__ = (0.2,)
+init.get_accelerator().communication_backend_name = lambda: "nccl"
+start = init._start
+init._start = lambda backend, *rest: start("gloo", *rest)
+comm.init_distributed(verbose=False)
+destroy = dist.destroy_process_group
+def destroyed():
+    if sys.argv[1] == "stuck":
+        threading.Event().wait()
+    destroy()
+    print("left", flush=True)
+dist.destroy_process_group = destroyed
+"""
+
+
+@pytest.mark.parametrize(("way", "printed", "logged"), [("free", "left\n", ""), ("stuck", "", "has not ended within 0.2 s")])
+def test_every_backend_is_left_at_exit_and_none_holds_the_process(way: str, printed: str, logged: str) -> None:
+    done = _run_alone(LEAVES, way)
+    assert (done.returncode, done.stdout) == (0, printed), done.stderr
+    assert logged in done.stderr and bool(done.stderr) == bool(logged)

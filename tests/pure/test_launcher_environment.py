@@ -26,6 +26,13 @@ def test_prefixes_of_clients_count() -> None:
         runner.EXPORT_ENVS.remove("MY_")
 
 
+def test_what_users_set_for_torch_and_its_backends_reaches_other_hosts_and_what_machines_differ_in_does_not() -> None:
+    wanted = {name: "1" for name in ("GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    wanted |= {name: "1" for name in ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING")}
+    here = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_HOME": "/usr", "TORCHELASTIC_RUN_ID": "x"}
+    assert export({**wanted, **here}).keys() == {*wanted, "PYTHONPATH"}
+
+
 def test_current_directory_leads_and_files_win() -> None:
     assert export({})["PYTHONPATH"] == "/cwd"
     assert export({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == "/cwd:/a:/b"
