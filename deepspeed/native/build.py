@@ -7,12 +7,11 @@ import importlib.util
 import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deepspeed.errors import BuildError, CUDAMismatchException
 from deepspeed.native import cache
-from deepspeed.native.compiler import COMPILE_LIMIT_S, PROBE_LIMIT_S, Compiler, find, first_error, run_tool
+from deepspeed.native.compiler import COMPILE_LIMIT_S, PROBE_LIMIT_S, Compiler, find, first_error, run_at_once, run_tool
 from deepspeed.native.spec import Kind, OpSpec, short_hash
 from deepspeed.observe.log import logger
 
@@ -50,12 +49,14 @@ def compile_library(op: OpSpec, compiler: Compiler, work: Path) -> Path:
         if status != 0:
             raise BuildError(f"op {op.name}: {compiler.command[0]} fails with status {status}: {first_error(output)}")
 
-    objects = [work / f"{index}.o" for index in range(len(op.sources))]
-    commands = [compiler.object_command(op, source, target) for source, target in zip(op.files(), objects, strict=True)]
-    with ThreadPoolExecutor(min(len(commands), os.cpu_count() or 1)) as pool:
-        list(pool.map(run, commands))
+    objects = {work / f"{index}.o": source for index, source in enumerate(op.files())}
+    commands = {target: compiler.object_command(op, source, target) for target, source in objects.items()}
+    if len(commands) == 1 or not run_at_once(commands, work):
+        # One after the other: what failed comes first, and says why.
+        for target in sorted(commands, key=Path.exists):
+            run(commands[target])
     library = work / f"{op.name}.so"
-    run(compiler.link_command(op, objects, library))
+    run(compiler.link_command(op, list(objects), library))
     if not library.is_file():
         raise BuildError(f"op {op.name}: {compiler.command[0]} ended well but made no library; CXX must name a C++ compiler")
     return library

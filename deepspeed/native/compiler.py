@@ -7,8 +7,9 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ NVCC_FOLDERS = ("/usr/local/cuda/bin",)
 CUDA_TARGETS = ("80", "90")
 PROBE_LIMIT_S = 20.0
 COMPILE_LIMIT_S = 900.0
+_GRACE_S = 2.0
 
 _ERROR = re.compile(r"\berror\s*:|\bfatal\b|undefined reference|cannot find|not found|No such file|No space left|[Pp]ermission denied")
 
@@ -49,14 +51,41 @@ def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
         try:
             status = child.wait(limit_s)
         except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            for way in (signal.SIGTERM, signal.SIGKILL):  # ninja passes the first on to its compilers, each in a group of its own
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(child.pid, way)
+                    child.wait(_GRACE_S)
             child.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise BuildError(f"{shown} took more than {limit_s:.0f} s and was stopped") from error
             raise
         output.seek(0)
         return status, output.read().decode(errors="replace")
+
+
+def find_ninja() -> str | None:
+    """The ninja program, on PATH or where its Python package puts it; None where there is none."""
+    return shutil.which("ninja", path=os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")]))
+
+
+def run_at_once(commands: Mapping[Path, Sequence[str]], work: Path) -> bool:
+    """Let ninja run the commands that make these files, as many at once as there are cores; False when one fails, or without ninja.
+
+    Files of ninja's own go to the folder ``work``. Raises BuildError when they take too long.
+    """
+    ninja = find_ninja()
+    if ninja is None:
+        return False
+    lines = [f"builddir = {_for_ninja(work)}", "rule run", "  command = $run"]
+    for target, command in commands.items():
+        lines += [f"build {_for_ninja(target)}: run", "  run = " + shlex.join(command).replace("$", "$$")]
+    plan = work / "build.ninja"
+    plan.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return run_tool([ninja, "-f", str(plan)], limit_s=COMPILE_LIMIT_S)[0] == 0
+
+
+def _for_ninja(path: Path) -> str:
+    return re.sub("([$ :])", r"$\1", str(path))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from deepspeed.native import builders
+from deepspeed.native.compiler import find_ninja
 from deepspeed.report.rows import Row, Section, first_line, gather
 from deepspeed.version import __version__
 
@@ -28,7 +28,6 @@ REQUIRED = {
     "psutil": ("", ""),
     "ninja": ("", ""),
     "hjson": ("", ""),
-    "packaging": ("", ""),
     "tqdm": ("", ""),
 }
 OPTIONAL = {
@@ -36,8 +35,8 @@ OPTIONAL = {
     "transformers": "its models and Trainer run on this package",
     "accelerate": "its Accelerator runs on this package",
     "tensorboard": "writes metrics as TensorBoard event files",
-    "wandb": "nothing yet: the wandb monitor is not in this release",
-    "comet_ml": "nothing yet: the comet monitor is not in this release",
+    "wandb": "sends metrics to Weights & Biases",
+    "comet_ml": "sends metrics to Comet",
     "matplotlib": "plots in the examples",
     "mpi4py": "not needed: ranks started by MPI are recognised without it",
 }
@@ -177,8 +176,8 @@ def compiler_row() -> Row:
 
 def ninja_row() -> Row:
     """The build tool, from the PATH or from its Python package."""
-    path = shutil.which("ninja") or ("Python package" if importlib.util.find_spec("ninja") else None)
-    return Row("ninja", path or "none", "" if path else "Extensions made with torch are built with it; install the Python package ninja.")
+    path = find_ninja()
+    return Row("ninja", path or "none", "" if path else "Sources are compiled one after the other; install the Python package ninja.")
 
 
 def cuda_rows(built_for: str | None) -> list[Row]:

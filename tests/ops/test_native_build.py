@@ -251,6 +251,47 @@ def test_a_compiler_that_hangs_is_stopped(tmp_path: Path) -> None:
     assert not too_long(begin, 5)
 
 
+def _two_sources(tiny: OpSpec) -> OpSpec:
+    (tiny.folder() / "more.cpp").write_text('extern "C" int two() { return 2; }\n')
+    return replace(tiny, sources=("tiny.cpp", "more.cpp"))
+
+
+def test_several_sources_are_compiled_at_once(tiny: OpSpec, tmp_path: Path, wrap: Any) -> None:
+    here = 'case "$*" in *tiny.cpp*) me=a you=b;; *more.cpp*) me=b you=a;; *) me= you=;; esac'
+    # each waits for the other, and gives up after ten seconds
+    meet = f"touch {tmp_path}/at_$me; n=0; while [ ! -e {tmp_path}/at_$you ]; do sleep 0.05; n=$((n+1)); [ $n -gt 200 ] && exit 1; done"
+    wrap(f'{here}; if [ -n "$me" ]; then {meet}; fi')
+    library = build.load(_two_sources(tiny))
+    assert (library.add(2, 3), library.two()) == (5, 2)
+
+
+@pytest.mark.parametrize("program", [None, "false"])
+def test_without_ninja_and_with_a_broken_one_the_same_is_built(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, program: str | None) -> None:
+    monkeypatch.setattr(compiler, "find_ninja", lambda: program)
+    assert build.load(_two_sources(tiny)).two() == 2
+
+
+def test_the_first_error_of_several_sources_is_the_compilers_own(tiny: OpSpec) -> None:
+    op = _two_sources(tiny)
+    (op.folder() / "more.cpp").write_text("int ok;\nint broken = nothing;\n")
+    with pytest.raises(BuildError, match=r"op tiny: .* fails with status 1: .*more.cpp:2:.*error: .*nothing"):
+        build.load(op)
+
+
+def test_compilers_under_ninja_end_with_a_build_that_is_stopped(
+    tiny: OpSpec, tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrap(f'case "$*" in *" -c "*) echo $$ >> {tmp_path}/pids; exec sleep 60;; esac')
+    monkeypatch.setattr(compiler, "COMPILE_LIMIT_S", 2.0)
+    with pytest.raises(BuildError, match="took more than 2 s"):
+        build.load(_two_sources(tiny))
+    pids = (tmp_path / "pids").read_text().split()
+    begin = time.monotonic()
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and not too_long(begin, 5):
+        time.sleep(0.05)
+    assert pids and not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
 def test_no_compiler_but_a_cache_that_has_it(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     library = build.build(tiny)
     monkeypatch.setenv("PATH", "/nowhere")
