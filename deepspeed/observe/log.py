@@ -25,8 +25,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` on the listed global ranks; ``None`` means rank 0 and ``[-1]`` means every rank."""
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO, *, stacklevel: int = 1) -> None:
+    """Log ``message`` on the listed global ranks; ``None`` means rank 0 and ``[-1]`` means every rank.
+
+    The line names the caller's place in the code; with a ``stacklevel`` of 2, that of the caller's caller, and so on.
+    """
     wanted = [0] if ranks is None else ranks
     if -1 in wanted or rank() in wanted:
-        logger.log(level, "[rank %d] %s", rank(), message)
+        logger.log(level, "[rank %d] %s", rank(), message, stacklevel=stacklevel + 1)

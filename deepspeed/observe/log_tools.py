@@ -8,7 +8,7 @@ from deepspeed.observe.log import log_dist, logger
 
 @functools.lru_cache(maxsize=1024)
 def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, ranks=None if ranks is None else list(ranks), level=level)
+    log_dist(message, ranks=None if ranks is None else list(ranks), level=level, stacklevel=3)
 
 
 def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
@@ -19,12 +19,12 @@ def log_dist_once(message: str, ranks: list[int] | None = None, level: int = log
 @functools.lru_cache(maxsize=1024)
 def warning_once(message: str) -> None:
     """Warn at most once per message."""
-    logger.warning(message)
+    logger.warning(message, stacklevel=2)
 
 
 def print_dist(message: str, ranks: list[int] | None = None) -> None:
     """``log_dist`` at INFO."""
-    log_dist(message, ranks=ranks)
+    log_dist(message, ranks=ranks, stacklevel=2)
 
 
 def level_number(name: str) -> int:

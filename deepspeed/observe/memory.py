@@ -34,5 +34,5 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if not force:
         return
     gc.collect()
-    log_dist(f"{message}: {memory_report()}")
+    log_dist(f"{message}: {memory_report()}", stacklevel=2)
     get_accelerator().reset_peak_memory_stats()

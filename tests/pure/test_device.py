@@ -1,6 +1,7 @@
 """The device layer answers on every machine, and asking touches no device."""
 
 import io
+import logging
 import time
 from types import SimpleNamespace
 
@@ -223,3 +224,15 @@ def test_missing_parts_say_so() -> None:
             make(1, size=2)
     with GatherReplacedLayerParams([], nn.Linear(1, 1), enabled=True):
         pass
+
+
+def test_log_lines_name_who_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    monkeypatch.setattr(log_tools.logger, "handlers", [handler])
+    monkeypatch.setattr(log_tools.logger, "level", logging.INFO)
+    for write in (log_tools.log_dist, log_tools.log_dist_once, log_tools.print_dist, log_tools.warning_once):
+        write(f"from {write.__name__}")
+    memory.see_memory_usage("from memory", force=True)
+    assert [(record.filename, record.funcName) for record in found] == [("test_device.py", "test_log_lines_name_who_wrote_them")] * 5

@@ -17,7 +17,7 @@ from deepspeed.native.builders import ALL_OPS
 from deepspeed.observe import cgroups
 from deepspeed.report import cli, devices, machine, software, variables
 from deepspeed.report.rows import Row, Section, doubts, gather, size
-from tests.budget.source import ROOT
+from tests.budget.source import ROOT, imports, modules
 from tests.harness.patience import too_long
 
 CPUINFO = "".join(
@@ -265,3 +265,15 @@ def test_it_takes_less_than_five_seconds() -> None:
     late = too_long(start, 5)
     assert done.returncode == 0 and done.stderr == b""
     assert not late
+
+
+def test_every_requirement_is_used_by_the_package() -> None:
+    imported = {name.partition(".")[0] for module in modules() for name in imports(module)}
+    used = {"py-cpuinfo": "cpuinfo"}
+    programs = {"ninja"}  # run by native builds
+    assert {name for name in software.REQUIRED if used.get(name, name) not in imported} == programs
+
+
+def test_every_monitor_that_is_there_has_its_package_in_the_report() -> None:
+    for name in ("tensorboard", "wandb", "comet_ml"):
+        assert "metrics" in software.OPTIONAL[name] and "not in this release" not in software.OPTIONAL[name]
