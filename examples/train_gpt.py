@@ -4,7 +4,7 @@
 
 The same script runs with torchrun, or alone as ``python examples/train_gpt.py --deepspeed_config ...``. The batch of a step depends only
 on the seed and the step, and the configuration fixes its size, so the loss curve depends neither on the number of ranks nor on the ZeRO
-configuration. Writes <out>/loss_<config>.json, <out>/loss_<config>.png and <out>/sample_<config>.txt.
+configuration. Writes <out>/loss_<config>.json, <out>/sample_<config>.txt and, with matplotlib, <out>/loss_<config>.png.
 """
 
 import argparse
@@ -121,15 +121,18 @@ def sample(engine: deepspeed.DeepSpeedEngine, context: int, length: int, seed: i
 
 
 def write_results(history: History, text: str, out: Path) -> None:
-    """The loss curve as JSON and PNG, and the sample as text."""
-    import matplotlib  # a plot is the only thing that needs it, and only on one rank
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """The loss curve as JSON and, where matplotlib is installed, as PNG; the sample as text."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"loss_{history.config}.json").write_text(json.dumps(asdict(history)) + "\n")
     (out / f"sample_{history.config}.txt").write_text(text + "\n")
+    try:
+        import matplotlib  # a plot is the only thing that needs it, and only on one rank
+    except ImportError as error:
+        tqdm.write(f"no plot of the loss: {error}; pip install matplotlib")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(range(1, len(history.train) + 1), history.train, linewidth=1, label="training")
     axes.plot(*zip(*history.validation, strict=True), marker="o", label="held out")
@@ -220,7 +223,7 @@ def main() -> None:
         tqdm.write(
             f"\n{text}\n\nheld-out loss {history.validation[-1][1]:.4f} nats per byte after {args.steps} steps in {history.seconds:.0f} s"
         )
-        tqdm.write(f"wrote {args.out}/loss_{history.config}.json, .png and {args.out}/sample_{history.config}.txt")
+        tqdm.write(f"wrote {', '.join(str(path) for path in sorted(args.out.glob(f'*_{history.config}.*')))}")
     engine.destroy()
 
 

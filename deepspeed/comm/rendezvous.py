@@ -231,8 +231,8 @@ def local_rank_of(env: Mapping[str, str], rank: int, world_size: int, *, devices
     """Local rank of global rank ``rank``: LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks or devices here."""
     speaking = _speaking(env, rank, world_size)
     stated = _optional(env, ("LOCAL_RANK", *(name for row in speaking for name in row.local_rank)))
-    if stated is not None:
-        return stated
+    if stated is not None or world_size == 1:
+        return stated or 0
     return rank % (_local_size(env, speaking, world_size) or max(1, devices()))
 
 
@@ -248,9 +248,11 @@ def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, dev
     """Everything else about rank ``rank`` of ``world_size``."""
     if rank >= world_size:
         raise DeepSpeedConfigError(f"RANK={rank} does not fit WORLD_SIZE={world_size}; ranks go from 0 to WORLD_SIZE - 1")
+    local_rank = local_rank_of(env, rank, world_size, devices=devices)
+    if world_size == 1:  # what a launcher left of other ranks is not about this process
+        return Rendezvous(rank, 1, local_rank, env.get("MASTER_ADDR") or LOOPBACK, None, 1)
     speaking = _speaking(env, rank, world_size)
     local_size = _local_size(env, speaking, world_size)
-    local_rank = local_rank_of(env, rank, world_size, devices=devices)
     if local_size is not None and local_rank >= local_size:
         raise DeepSpeedConfigError(
             f"local rank {local_rank} does not fit {local_size} ranks on this machine (LOCAL_RANK and LOCAL_WORLD_SIZE, or what MPI "
@@ -258,8 +260,6 @@ def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, dev
         )
     if local_size is not None and local_size > world_size:
         raise DeepSpeedConfigError(f"{local_size} ranks on this machine (LOCAL_WORLD_SIZE) are more than WORLD_SIZE={world_size} in all")
-    if world_size == 1:
-        return Rendezvous(rank, 1, local_rank, env.get("MASTER_ADDR") or LOOPBACK, None, local_size)
     scheduler = speaking[0] if speaking else None
     one_machine = local_size == world_size
     address = _address(env, scheduler, one_machine=one_machine)

@@ -203,6 +203,8 @@ def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) ->
                 state.faults += error.faults or (str(error),)
     if config is None or state.faults:
         return Findings(source, None, tuple(_with_line(source, item) for item in state.faults))
+    if "pipeline" in source.data:
+        said.append("the block 'pipeline' is valid and asks for nothing: models are not cut into pipeline stages in this release")
     notes = [*dict.fromkeys(said), *notes_of({item.path: item for item in settings(config, source)}, idle=inert_under(config))]
     return Findings(source, config, (), tuple(notes), tuple(autos))
 

@@ -301,12 +301,12 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         unit.note_gradient(grad)
 
 
-def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Apply ``fn`` to the full gradient of each parameter. Collective."""
+def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], fn: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]) -> None:
+    """Replace the full gradient of each parameter by ``fn(gradient, parameter)``. Collective."""
     for param in params:
         grad = safe_get_full_grad(param)
         if grad is not None:
-            safe_set_full_grad(param, fn(grad))
+            safe_set_full_grad(param, fn(grad, param))
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
     safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 from deepspeed.verify.grads import full_parameters, scaled_error
 from deepspeed.verify.models import Case, Place, case_named
@@ -345,3 +346,27 @@ def test_whole_weights(pool2: RankPool, tmp_path: Path, stage: int, save: bool) 
         assert report["wrong"] == []
         assert report["refused"] == (stage < 3), "ValueError where parameters are not sharded, and only there"
         assert report["written"] == (stage < 3 or save)
+
+
+def _updated_gradients(stage: int) -> bool:
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage, zero=ZERO))
+    engine.backward(case.seeded_loss(engine, here(0))[0])
+    params = dict(engine.module.named_parameters())
+    before = {name: safe_get_full_grad(p) for name, p in params.items()}
+    met: list[nn.Parameter] = []
+
+    def double(grad: Tensor, param: nn.Parameter) -> Tensor:
+        met.append(param)
+        assert tuple(grad.shape) == tuple(param.shape)
+        return 2 * grad
+
+    safe_update_full_grad_vectorized(params.values(), double)
+    same = all(torch.equal(safe_get_full_grad(p), 2 * before[name]) for name, p in params.items())
+    engine.destroy()
+    return same and all(a is b for a, b in zip(met, params.values(), strict=True))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_updated_by_a_function_of_value_and_parameter(pool2: RankPool, stage: int) -> None:
+    assert pool2.run(_updated_gradients, stage) == [True, True]

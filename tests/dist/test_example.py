@@ -16,7 +16,8 @@ LAUNCHER = (sys.executable, "bin/deepspeed", "--num_gpus", "2")
 pytestmark = pytest.mark.timeout(180)
 
 
-def _run(command: tuple[str, ...], level: int, out: Path, *more: str) -> list[float]:
+def _job(command: tuple[str, ...], level: int, out: Path, python_path: str, *more: str) -> str:
+    """What the job prints; it must succeed."""
     job = [
         *command,
         "examples/train_gpt.py",
@@ -32,9 +33,14 @@ def _run(command: tuple[str, ...], level: int, out: Path, *more: str) -> list[fl
         *SMALL,
         *more,
     ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    env = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(job, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def _run(command: tuple[str, ...], level: int, out: Path, *more: str) -> list[float]:
+    _job(command, level, out, str(ROOT), *more)
     assert (out / f"loss_zero{level}.png").stat().st_size > 1000
     record = json.loads((out / f"loss_zero{level}.json").read_text())
     return [float(v) for v in record["train"]]
@@ -62,3 +68,11 @@ def test_every_level_gives_the_same_curve_and_two_ranks_equal_one(tmp_path: Path
     assert 5.0 < curves[0][0] < 6.5
     for curve in curves.values():
         assert max(abs(a - b) for a, b in zip(curve, curves[0], strict=True)) < 5e-6
+
+
+def test_without_matplotlib_only_the_plot_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(\"No module named 'matplotlib'\")\n")
+    out = tmp_path / "out"
+    text = _job((sys.executable,), 0, out, f"{tmp_path}{os.pathsep}{ROOT}")
+    assert "no plot of the loss: No module named 'matplotlib'" in text
+    assert sorted(path.name for path in out.iterdir()) == ["loss_zero0.json", "sample_zero0.txt"]

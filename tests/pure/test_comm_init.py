@@ -79,6 +79,13 @@ def test_contradictions_are_sentences(env: dict[str, str], named: str) -> None:
         discover(env)
 
 
+def test_sizes_left_over_from_a_launcher_do_not_disturb_a_process_alone() -> None:
+    for left in ({"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "0"}, {"LOCAL_SIZE": "2"}, {"LOCAL_SIZE": "x"}):
+        for own in ({}, {"RANK": "0", "WORLD_SIZE": "1"}):
+            found = discover({**left, **own})
+            assert (found.rank, found.world_size, found.local_rank, found.port) == (0, 1, 0, None)
+
+
 def test_open_mpi() -> None:
     assert discover(OMPI, 123) == Rendezvous(1, 2, 1, "127.0.0.1", 123, 2)
     assert discover(OMPI, auto_mpi_discovery=False) == Rendezvous(0, 1, 0, "127.0.0.1", None)

@@ -187,6 +187,13 @@ def test_check_leaves_the_logger_as_it_was(tmp_path: Path, capsys: pytest.Captur
     assert logger.handlers == before
 
 
+@pytest.mark.parametrize("block", [{}, {"stages": 2}, {"mine": 3}])
+def test_check_says_what_a_pipeline_block_means(block: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "check", written(tmp_path, {"train_batch_size": 1, "pipeline": block}))
+    assert status == 0 and "the block 'pipeline' is valid" in out and "not cut into pipeline stages in this release" in out
+    assert all(f"pipeline.{name} has no effect" in out and "PipelineModule, which is not in this release" in out for name in block)
+
+
 # --- show ---
 
 
