@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deepspeed.checkpoint.manifest import MANIFEST
@@ -54,7 +54,7 @@ def begin(save_dir: Path, tag: str) -> Path:
     for left in left_behind(save_dir):
         logger.warning("removing %s, which a process that died while saving has left behind", left)
         discard(left)
-    folder = temporary_for(save_dir / tag)
+    folder = _hidden_name(save_dir / tag)
     folder.mkdir()
     return folder
 
@@ -145,15 +145,24 @@ def _owner() -> str:
     return f"{_host()}-{os.getpid()}-{_stat(os.getpid())[1]}-{uuid.uuid4().hex[:12]}"
 
 
-def temporary_for(path: Path) -> Path:
-    """A hidden name beside ``path``, never the same twice, for what gets its name when it is complete.
+def _hidden_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.saving-{_owner()}")
 
-    What dead processes of this host have left of ``path`` is removed.
+
+@contextlib.contextmanager
+def temporary_for(path: Path) -> Iterator[Path]:
+    """A hidden name beside ``path``, never the same twice, for what gets its name when it is complete; what has it at the end is removed.
+
+    So is, before, what dead processes of this host have left of ``path``.
     """
     for left in left_behind(path.parent):
         if left.name.startswith(f".{path.name}.saving-"):
             discard(left)
-    return path.with_name(f".{path.name}.saving-{_owner()}")
+    hidden = _hidden_name(path)
+    try:
+        yield hidden
+    finally:
+        discard(hidden)
 
 
 def _lives(pid: int, born: int) -> bool:
@@ -183,18 +192,13 @@ def _host() -> str:
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replace ``path`` by a file with ``content`` that is on the disk when this returns."""
-    temporary = temporary_for(path)
-    try:
+    with temporary_for(path) as temporary:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(fd, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
     sync_folder(path.parent)
 
 

@@ -33,16 +33,15 @@ class TorchFile:
         self.path = path
         self._shapes = dict(shapes)
         self._aliases = dict(aliases or {})
-        self._partial = temporary_for(path)
+        self._cleanup = contextlib.ExitStack()
         self._file: BinaryIO | None = None
         self._offsets: dict[str, int] = {}
 
     def __enter__(self) -> "TorchFile":
-        try:
+        with contextlib.ExitStack() as stack:
+            self._partial = stack.enter_context(temporary_for(self.path))
             self._lay_out()
-        except BaseException:
-            self._forget()
-            raise
+            self._cleanup = stack.pop_all()
         return self
 
     def _lay_out(self) -> None:
@@ -63,10 +62,6 @@ class TorchFile:
                 self._offsets[name] = by_number[number]
         self._file = self._partial.open("r+b")
 
-    def _forget(self) -> None:
-        with contextlib.suppress(OSError):
-            self._partial.unlink()
-
     def write(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
         """Elements from ``start`` on of one tensor, in row-major order; on any device, in any dtype."""
         assert self._file is not None
@@ -80,7 +75,7 @@ class TorchFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._file is not None
-        try:
+        with self._cleanup:
             with self._file:
                 if kind is None:
                     self._file.flush()
@@ -88,8 +83,6 @@ class TorchFile:
             if kind is None:
                 os.replace(self._partial, self.path)
                 sync_folder(self.path.parent)
-        finally:
-            self._forget()  # there is none after the replacement
 
 
 def _places(path: Path) -> dict[str, int]:

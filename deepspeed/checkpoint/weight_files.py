@@ -61,7 +61,7 @@ def write_weights(
     names = [f"{stem}{suffix}"] if total == 1 else [f"{stem}-{i:05d}-of-{total:05d}{suffix}" for i in range(1, total + 1)]
     aliases = {} if kind == SAFETENSORS or not shared else shared
     with contextlib.ExitStack() as cleanup:
-        temporary = [cleanup.enter_context(_temporary(out / name)) for name in names]
+        temporary = [cleanup.enter_context(temporary_for(out / name)) for name in names]
         for path, shard in zip(temporary, shards, strict=True):
             with _synced(path) as file:
                 if kind == SAFETENSORS:
@@ -98,16 +98,6 @@ def _write_torch(file: BinaryIO, shard: list[Stream], aliases: Mapping[str, str]
 
 
 @contextlib.contextmanager
-def _temporary(final: Path) -> Iterator[Path]:
-    """A hidden name beside ``final`` that is gone afterwards, whatever happens."""
-    path = temporary_for(final)
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
 def _synced(path: Path) -> Iterator[BinaryIO]:
     with path.open("wb") as file:
         yield file
@@ -117,7 +107,7 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 def save_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Let ``write`` fill the file ``path``, which appears only when it is complete and on the disk."""
-    with _temporary(path) as temporary:
+    with temporary_for(path) as temporary:
         with _synced(temporary) as file:
             write(file)
         os.replace(temporary, path)

@@ -47,11 +47,12 @@ def test_export_by_all_ranks_into_one_folder(pool4: RankPool, tmp_path: Path) ->
 
 def test_what_a_dead_process_left_of_a_file_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
-    own = temporary_for(path)
-    dead = path.with_name(own.name.replace(f"-{os.getpid()}-", "-4194305-"))
-    dead.write_bytes(b"half")
-    own.write_bytes(b"half")
-    other = tmp_path / dead.name.replace("model", "other")
-    other.write_bytes(b"half")
-    write_atomically(path, b"whole")
-    assert sorted(tmp_path.iterdir()) == sorted([path, own, other])
+    with temporary_for(path) as own:
+        own.write_bytes(b"half")
+        dead = path.with_name(own.name.replace(f"-{os.getpid()}-", "-4194305-"))
+        other = tmp_path / dead.name.replace("model", "other")
+        dead.write_bytes(b"half")
+        other.write_bytes(b"half")
+        write_atomically(path, b"whole")
+        assert sorted(tmp_path.iterdir()) == sorted([path, own, other])
+    assert sorted(tmp_path.iterdir()) == sorted([path, other])

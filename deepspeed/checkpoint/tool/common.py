@@ -43,9 +43,8 @@ def opened(path: Path, tag: str | None = None, *, allow_pickle: bool = False) ->
 def appearing(out: Path) -> Iterator[Path]:
     """A hidden folder beside ``out``; what it holds moves into ``out`` at the end, and vanishes when something goes wrong."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = folders.temporary_for(out)
-    hidden.mkdir()
-    try:
+    with folders.temporary_for(out) as hidden:
+        hidden.mkdir()
         yield hidden
         if not out.exists():
             with contextlib.suppress(OSError):  # another process may have been faster
@@ -56,8 +55,6 @@ def appearing(out: Path) -> Iterator[Path]:
                 shutil.rmtree(target)
             os.replace(path, target)
         folders.sync_folder(out)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
 
 
 @contextlib.contextmanager
