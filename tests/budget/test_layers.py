@@ -1,6 +1,7 @@
 """Arrows point one way: imports go down the layers, and each outside interface has one home."""
 
 import ast
+import re
 
 import pytest
 
@@ -105,6 +106,13 @@ def _ours(module: str) -> set[str]:
 def test_imports_point_down(module: str) -> None:
     upward = {name for name in _ours(module) if layer(name) > layer(module) and (module, name) not in UPWARD}
     assert not upward, f"{module} (layer {layer(module)}) imports from above"
+
+
+def test_contributing_shows_these_layers() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (\d) \| (.+?) \|", text, re.MULTILINE)
+    shown = {f"deepspeed.{name}": int(number) for number, names in rows for name in re.findall(r"`([\w.]+)`", names)}
+    assert shown == {name: number for name, number in LAYERS.items() if name != "deepspeed"}
 
 
 def test_no_cycles() -> None:

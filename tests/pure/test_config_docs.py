@@ -194,3 +194,9 @@ def test_type_words() -> None:
     assert type_text({"type": "integer", "minimum": 1}) == "int >= 1"
     assert type_text({"anyOf": [{"type": "number", "maximum": 1, "minimum": 0}, {"type": "null"}]}) == "float >= 0, <= 1 or null"
     assert type_text({"type": "array", "items": {"enum": ["a", "b"]}}) == 'list of `"a"`, `"b"`'
+
+
+def test_the_readme_counts_the_keys_as_the_manual_does() -> None:
+    counts = re.search(r"^(\d+) keys: (\d+) honoured, (\d+) inert here, (\d+) not yet\.$", manual_text(), re.MULTILINE)
+    told = re.search(r"of (\d+) keys (\d+) are honoured, (\d+) accepted .*?(\d+) is an error", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert counts and told and told.groups() == counts.groups()
