@@ -77,7 +77,7 @@ def test_a_reader_that_got_lost_holds_nothing(stored: Stored) -> None:
     writer.join(20)
     assert not writer.is_alive()
     values = torch.empty(5000)
-    stored.load(values)
+    stored.get(values).wait()
     assert bool((values == 3.0).all())
     stored.drop()
 
