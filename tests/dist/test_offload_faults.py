@@ -150,6 +150,7 @@ class LateFailure:
 
     def __init__(self, transfer: Any) -> None:
         self._transfer = transfer
+        self.nbytes = transfer.nbytes
 
     def wait(self) -> None:
         self._transfer.wait()
