@@ -271,16 +271,6 @@ def partial_parts(states: States) -> Iterator[Part]:
                 yield Part(f"grad_partial@{states.mesh.job.index}", segment.name, segment.shape, 0, values)
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a module's state, by their names there."""
-    found = {}
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
-
-
 def buffer_parts(buffers: dict[str, torch.Tensor], state: str) -> Iterator[Part]:
     for name, buffer in buffers.items():
         yield Part(state, name, tuple(buffer.shape), 0, buffer.detach().contiguous().view(-1))

@@ -21,7 +21,6 @@ from deepspeed.checkpoint.collect import (
     nbytes_of,
     odd_state,
     partial_parts,
-    persistent_buffers,
     scalar_state,
     weight_parts,
     weights_of,
@@ -35,6 +34,7 @@ from deepspeed.errors import PlainStateError
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.weights import persistent_buffers
 
 
 @dataclass(frozen=True)

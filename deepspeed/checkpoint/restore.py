@@ -17,7 +17,6 @@ from deepspeed.checkpoint.collect import (
     covered,
     names_of,
     pack_scalar,
-    persistent_buffers,
     segments_of,
     view_key,
     weights_of,
@@ -30,6 +29,7 @@ from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
+from deepspeed.zero.weights import persistent_buffers
 
 _LISTED = 12
 _WEIGHTS = ("master", "param")

@@ -34,11 +34,17 @@ def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, t
             aliases[name] = first[id(param)]
         else:
             first[id(param)], tensors[name] = name, param
+    return tensors | persistent_buffers(module), aliases
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a module's state, by their names there."""
+    found = {}
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}" if prefix else name] = buffer
-    return tensors, aliases
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
 
 
 def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
