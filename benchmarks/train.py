@@ -45,17 +45,27 @@ class Contender:
     def parse(cls, text: str) -> "Contender":
         """Raises ValueError where the peer is unknown or the level is not 0..3."""
         peer, *rest = text.split(":")
-        if not (ROOT / "benchmarks" / "peers" / f"{peer}.py").is_file() or peer in ("engine", "measure", "checkpoint_rank"):
-            raise ValueError(f"unknown peer {peer!r} in {text!r}; known: ours, fsdp2, ddp, reference")
+        if peer not in ("ours", "before", "fsdp2", "ddp", "reference"):
+            raise ValueError(f"unknown peer {peer!r} in {text!r}; known: ours, before, fsdp2, ddp, reference")
         level = int(rest[0]) if rest and rest[0] else 3
         if level not in range(4):
             raise ValueError(f"level {level} in {text!r} is not 0, 1, 2 or 3")
         return cls(peer, level, rest[1] if len(rest) > 1 else "default")
 
     @property
+    def script(self) -> str:
+        """Who runs it, in ``peers``."""
+        return "ours" if self.peer == "before" else self.peer
+
+    @property
     def name(self) -> str:
         """As it stands in the tables."""
-        base = {"ours": f"this project, ZeRO-{self.level}", "fsdp2": "torch FSDP2", "ddp": "torch DDP"}
+        base = {
+            "ours": f"this project, ZeRO-{self.level}",
+            "before": f"before, ZeRO-{self.level}",
+            "fsdp2": "torch FSDP2",
+            "ddp": "torch DDP",
+        }
         label = base.get(self.peer, f"reference, ZeRO-{self.level}")
         return label if self.variant == "default" else f"{label} ({self.variant})"
 
@@ -105,8 +115,8 @@ def environment(contender: Contender, args: argparse.Namespace) -> dict[str, str
     """The machine's environment without a PYTHONPATH of the caller; only ``ours`` sees this tree."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     env |= {"OMP_NUM_THREADS": str(args.threads), "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    if contender.peer == "ours":
-        env["PYTHONPATH"] = str(ROOT)
+    if contender.peer in ("ours", "before"):
+        env["PYTHONPATH"] = str(ROOT if contender.peer == "ours" else args.before.absolute())
     if contender.peer == "reference":  # its just-in-time builds look for ninja on the PATH
         env |= {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(args.reference_python).absolute().parent}{os.pathsep}{env['PATH']}"}
     return env
@@ -116,7 +126,7 @@ def measure(model: str, contender: Contender, args: argparse.Namespace) -> dict[
     """One fresh run; None (with the reason on stderr) where it failed."""
     python = args.reference_python if contender.peer == "reference" else sys.executable
     command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    command += [str(ROOT / "benchmarks" / "peers" / f"{contender.peer}.py"), "--model", model, "--level", str(contender.level)]
+    command += [str(ROOT / "benchmarks" / "peers" / f"{contender.script}.py"), "--model", model, "--level", str(contender.level)]
     command += ["--variant", contender.variant, "--steps", str(args.steps), "--warmup", str(args.warmup), "--threads", str(args.threads)]
     with tempfile.TemporaryDirectory() as folder:  # not the repository: the current folder is on the path of ``python -m``
         process = subprocess.Popen(
@@ -236,6 +246,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--reference-python", type=Path, default=ROOT / ".bench" / "reference" / "bin" / "python", help="see benchmarks/README.md"
     )
+    parser.add_argument("--before", type=Path, default=ROOT, help="another checkout of this project, which the peer 'before' runs")
     parser.add_argument("--json", type=Path, default=ROOT / ".bench" / "train.jsonl", help="every measurement is appended here")
     parser.add_argument("--write-docs", action="store_true", help="write the tables into docs/benchmarks.md")
     args = parser.parse_args()
