@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from deepspeed.comm.collectives import is_code
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.dtypes import dtype_policy
@@ -202,6 +203,11 @@ def _check_model(model: nn.Module) -> None:
             raise UsageError(
                 f"parameter {name!r} is complex ({param.dtype}), which the sharded optimizer cannot hold; keep it as a real tensor with a "
                 "last dimension of 2 and use torch.view_as_complex(param) in forward"
+            )
+        if is_code(param.dtype) and param.requires_grad:
+            raise UsageError(
+                f"parameter {name!r} is {param.dtype}, whose values are codes without their scales, and cannot be trained; let it require no gradient "
+                "(param.requires_grad_(False)), or build the model in bfloat16 or float32"
             )
         unit = getattr(param, "_ds_unit", None)
         keeper = unit.keeper if unit is not None else None

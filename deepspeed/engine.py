@@ -172,7 +172,8 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     def update(self) -> None:
         """One optimizer update from the gradients at hand: unscale, clip, step, publish; or skip it on overflow. Collective."""
-        if self._backwards == 0:
+        self.runtime.gradients.collect()
+        if self._backwards == 0 and not self.runtime.gradients.any():
             raise UsageError("step() was called before backward(): there are no gradients. Call engine.backward(loss) first")
         assert self.basic_optimizer is not None
         config = self._config
@@ -215,6 +216,8 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     def _before_backward(self) -> None:
         """A backward has begun, through the engine or not; the latter is scaled here."""
         self._backwards += 1
+        gradients = self.runtime.gradients
+        gradients.scale = 1.0
         if self._in_engine_backward:
             return
         if self._scaler.loss_scale != 1.0 and not self._scaled_by_user:
@@ -223,7 +226,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._scaled_by_user = False
-        self.runtime.gradients.scale = 1.0 / self._gas if self._managed else 1.0
+        gradients.scale = 1.0 / self._gas if self._managed else 1.0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for calling ``.backward()`` on it directly."""
@@ -434,7 +437,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
             return
         if place != "cpu":
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
-        self.runtime.gradients.land_all()
+        self.runtime.gradients.withdraw()
         self._relocation.leave(include, pin=pin_memory and self.device.type != "cpu")
         self._lent = True
         if self.device.type != "cpu":

@@ -91,7 +91,8 @@ class EngineCheckpoint:
             raise UsageError("save_checkpoint() was called inside a forward or backward of the model; call it between steps")
         config = self._config.checkpoint
         name = self._common_tag(tag)
-        self.runtime.gradients.land_all()
+        self.runtime.gradients.collect()
+        self.runtime.gradients.settle()
         state = client_state or {}
         content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)
         whole = not self.runtime.plan.regular.param.sharded

@@ -48,6 +48,15 @@ def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return buffer
 
 
+def is_code(dtype: torch.dtype) -> bool:
+    """Whether ``dtype`` is an 8-bit float: codes that mean nothing without their scales, which no backend knows; they travel as bytes."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if is_code(tensor.dtype) else tensor
+
+
 class Collective(Transfer):
     """A collective in flight, over ``buffers``; ``finish`` runs when it has arrived, then the listeners' ``ends``."""
 
@@ -95,7 +104,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
 
     ``shard`` may be this rank's slice of ``full`` itself. Asynchronous on every backend.
     """
-    piece = shard.numel()
+    full, shard, piece = _as_sent(full), _as_sent(shard), shard.numel()
     own = full[group.index * piece : (group.index + 1) * piece]
     ends = group.note("all_gather", full)
     if group.size == 1 or group.backend == "gloo":

@@ -268,8 +268,8 @@ def _landed(unit: Unit) -> float:
     """Wait for reductions under way; what a rest gradient must then be multiplied by to be the averaged, unscaled gradient."""
     runtime = _runtime(unit)
     assert runtime is not None and (client := runtime.client()) is not None
-    runtime.gradients.land_all()
-    return unit.facts.after / client.current_loss_scale()
+    runtime.gradients.settle()
+    return runtime.gradients.after(unit) / client.current_loss_scale()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ class BuildRules:
 
     def rest_dtype(self, name: str, param: nn.Parameter) -> torch.dtype:
         """What PARAM of that parameter is stored in."""
-        if not param.dtype.is_floating_point:
+        if not param.dtype.is_floating_point or collectives.is_code(param.dtype):
             return param.dtype
         if self.compute_dtype is not None and self.kept(name):
             return torch.float32
@@ -96,7 +96,7 @@ def build(
     if rules.device.type == "cpu":
         hostmem.return_large_blocks()
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
-    trained = [p for p in model.parameters() if p.requires_grad] if group_of is not None else []
+    trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype)
     fitted = _fitted(model, parts.units, plan, mesh, rules=rules, policy=policy)
     tiers = Tiers(fitted.offload, rules.device)
@@ -261,7 +261,8 @@ def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
             if buffer is None or buffer.is_meta:
                 continue
             wanted = None if rules.kept(f"{path}.{name}") else rules.buffer_dtype
-            moved = buffer.to(device=rules.device, dtype=wanted if wanted and buffer.is_floating_point() else buffer.dtype)
+            cast = buffer.is_floating_point() and not collectives.is_code(buffer.dtype)
+            moved = buffer.to(device=rules.device, dtype=wanted if wanted and cast else buffer.dtype)
             if moved is not buffer:
                 module._buffers[name] = moved
             if moved.numel() and moved.layout is torch.strided:

@@ -2,7 +2,8 @@
 
 Each parameter's gradient is packed into its unit's flat ``partial`` the moment autograd has finished it, pre-divided so that the
 sum over ranks is the mean, and dropped. Reduction is linear, so it does not matter how often or when a unit is reduced: every
-local contribution is reduced exactly once. (Invariant I4.)
+local contribution is reduced exactly once. (Invariant I4.) Between the last backward of a window and the step, gradients that rest
+whole on the device are shown in ``param.grad``; what a client writes there counts.
 """
 
 import functools
@@ -15,7 +16,7 @@ from deepspeed.comm import collectives
 from deepspeed.tier.stored import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.facts import GradState
-from deepspeed.zero.param import take_gradient
+from deepspeed.zero.param import gradient_like, local_of, take_gradient, written_gradients
 from deepspeed.zero.plan import Spread, StateKind, Tier
 from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import Unit
@@ -61,6 +62,9 @@ class Gradients:
         self.hold = False
         # One finite/non-finite probe per reduced partial, on the device: read only when a step overflows.
         self._probes: list[tuple[int, torch.Tensor]] = []
+        # Rest gradients and their views in the parameters' shapes; and the units whose parameters show those views now.
+        self._views: dict[Unit, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._shown: dict[Unit, list[torch.Tensor]] = {}
         for unit in units:
             if unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
                 unit.open_grad(self._accum_dtype(unit))  # a full drive shows before the first step
@@ -83,6 +87,13 @@ class Gradients:
             if factor != 1.0:
                 target.mul_(factor)
         unit.note_packed(position)
+
+    def collect(self) -> None:
+        """Pack what ``.grad`` of trained parameters holds although no hook has delivered it: a client or a split backward wrote it."""
+        for unit in self._units:
+            if unit.trainable and unit not in self._shown:
+                for position in written_gradients(unit.params):
+                    self.pack(unit, position)
 
     def _partial(self, unit: Unit) -> torch.Tensor:
         return unit.open_partial(self._wire_dtype(unit) if self.reduces_now(unit) else self._accum_dtype(unit))
@@ -163,6 +174,49 @@ class Gradients:
         """Units with local contributions that no reduction has taken yet."""
         return tuple(u.index for u in self._units if u.partial is not None)
 
+    # -- what clients see ----------------------------------------------------------------------------------------------------
+    def after(self, unit: Unit) -> float:
+        """What the unit's rest gradient still has to be multiplied by to be the mean."""
+        return 1.0 if self._shown else unit.facts.after
+
+    def show(self) -> None:
+        """Let ``.grad`` of parameters whose reduced gradient rests whole on the device be a view of it, in the accumulation dtype."""
+        for unit in self._units:
+            if not unit.plan.gradient_whole or not unit.grad_filled or unit in self._shown or written_gradients(unit.params):
+                continue
+            self.land_all()
+            assert unit.grad is not None
+            if unit.facts.after != 1.0:
+                unit.grad.mul_(unit.facts.after)
+            if unit not in self._views or self._views[unit][0] is not unit.grad:
+                parts = zip(unit.params, unit.layout.segments, strict=True)
+                self._views[unit] = unit.grad, [gradient_like(p, unit.view(unit.grad, s)) for p, s in parts]
+            self._shown[unit] = self._views[unit][1]
+            for param, view in zip(unit.params, self._shown[unit], strict=True):
+                param.grad_dtype = None  # any
+                param.grad = view
+
+    def settle(self) -> None:
+        """Wait for every reduction in flight; what a client has put in the place of a shown gradient (None too) becomes the gradient."""
+        self.land_all()
+        for unit, views in self._shown.items():
+            for param, view in zip(unit.params, views, strict=True):
+                if param.grad is not view:
+                    written = take_gradient(param)
+                    local_of(view).copy_(torch.zeros_like(local_of(view)) if written is None else written)
+                    param.grad = view
+
+    def withdraw(self) -> None:
+        """Take the shown gradients out of ``.grad``, so that nothing is added to them there; see ``settle``."""
+        self.settle()
+        while self._shown:
+            unit, _ = self._shown.popitem()
+            for param in unit.params:
+                param.grad = None
+                param.grad_dtype = param.dtype
+            if unit.facts.after != 1.0 and unit.grad is not None:
+                unit.grad.div_(unit.facts.after)
+
     # -- end of the window ---------------------------------------------------------------------------------------------------
     def collapse(self) -> list[Unit]:
         """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros."""
@@ -188,9 +242,11 @@ class Gradients:
 
     def clear(self) -> None:
         """Drop every gradient; buffers of the rest gradients are kept for the next window."""
-        self.land_all()
+        self.withdraw()
         self._probes.clear()
         for unit in self._units:
+            for position in written_gradients(unit.params) if unit.trainable else ():
+                take_gradient(unit.params[position])
             unit.clear_grad()
 
     def any(self) -> bool:

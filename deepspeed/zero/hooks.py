@@ -8,8 +8,10 @@ Private torch names used here: ``torch._C._current_graph_task_id`` (are we insid
 """
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -61,6 +63,39 @@ def stashed_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
+def _drop_gradient(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+class ClippingNotice:
+    """``torch.nn.utils.clip_grad_norm_``, but ``notice`` (held weakly) hears of the parameters first; until ``remove``, in any order."""
+
+    _PLACES = (torch.nn.utils, torch.nn.utils.clip_grad)
+
+    def __init__(self, notice: Callable[[list[torch.Tensor]], None]) -> None:
+        functools.update_wrapper(self, torch.nn.utils.clip_grad_norm_)
+        self._clip = torch.nn.utils.clip_grad_norm_
+        self._notice: weakref.WeakMethod[Any] | None = weakref.WeakMethod(notice)
+        self._put(self)
+
+    def __call__(self, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        notice = self._notice() if self._notice is not None else None
+        if notice is not None:
+            notice(parameters)
+        return self._clip(parameters, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Say nothing any more, and leave torch as it was once nobody after this one listens."""
+        self._notice = None
+        while isinstance(top := torch.nn.utils.clip_grad_norm_, ClippingNotice) and (top._notice is None or top._notice() is None):
+            self._put(top._clip)
+
+    def _put(self, function: Callable[..., torch.Tensor]) -> None:
+        for place in self._PLACES:
+            place.clip_grad_norm_ = function  # type: ignore[attr-defined]
+
+
 class ModuleHooks:
     """All hooks of one runtime on one module tree; ``remove()`` takes every one of them away, ``install()`` puts them back."""
 
@@ -70,7 +105,20 @@ class ModuleHooks:
         self._touches = touches
         self._roots = roots
         self._warned: set[nn.Module] = set()
+        self._told_clipping = False
+        self._checked_at = -1
         self._armed_task: int | None = None
+        # Parameters that autograd works for although they are in no group of the optimizer.
+        training = any(unit.trainable for unit in runtime.units)
+        frozen = [unit for unit in runtime.units if training and not unit.trainable]
+        self._outside = {p: s.name for u in frozen for p, s in zip(u.params, u.layout.segments, strict=True) if p.requires_grad}
+        if self._outside and runtime.mesh.first:
+            logger.warning(
+                "%d parameters require a gradient and are in no group of the optimizer (%s): they are not trained, count in no norm, and "
+                "their gradients are dropped. Put them into the optimizer, or let them require none, which saves computing it",
+                len(self._outside),
+                ", ".join([*self._outside.values()][:8]) + (", ..." if len(self._outside) > 8 else ""),
+            )
         self.forward_handles: list[Any] = []
         self.backward_handles: list[Any] = []
         self.install()
@@ -85,10 +133,16 @@ class ModuleHooks:
                 self._hook_module(module, movable, is_root=module in self._roots)
         if self._model not in self._touches:
             self._hook_module(self._model, [], is_root=False)
+        hold = self.backward_handles.append
         for unit in units:
-            if unit.trainable:
-                for position, param in enumerate(unit.params):
-                    self.backward_handles.append(param.register_post_accumulate_grad_hook(self._gradient_hook(unit, position)))
+            for position, param in enumerate(unit.params if unit.trainable else ()):
+                hold(param.register_post_accumulate_grad_hook(self._gradient_hook(unit, position)))
+                if unit.plan.gradient_whole:  # before autograd adds to what is shown there
+                    hold(param.register_hook(lambda _: self._arm()))
+        for param in self._outside:
+            hold(param.register_post_accumulate_grad_hook(_drop_gradient))
+        if any(unit.trainable and not unit.plan.gradient_whole for unit in units):
+            hold(ClippingNotice(self._notice_clipping))
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -105,8 +159,9 @@ class ModuleHooks:
             recompute = inside_backward()
             if recompute:
                 self._arm()
-            elif module is self._model:
+            elif module is self._model and self._checked_at != runtime.steps:
                 self._check_parameters()
+                self._checked_at = runtime.steps
             runtime.enter(units, recompute=recompute)
             if is_root and torch.is_grad_enabled():
                 self._watch_inputs(units, (args, kwargs))
@@ -130,7 +185,12 @@ class ModuleHooks:
         self.forward_handles.append(module.register_forward_hook(after, always_call=True))
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that replaced ours after ``initialize``; say once which ones are trained in vain."""
+        """Refuse parameters that were replaced or moved after ``initialize``; say once which ones are trained in vain.
+
+        Looks at every parameter, hence once a step; what happens to all parameters together is noticed by ``Runtime.enter`` at once.
+        """
+        for held in self._runtime.units:
+            held.check_views()
         if not any(unit.trainable for unit in self._runtime.units):
             return
         for module in self._touches:
@@ -143,13 +203,23 @@ class ModuleHooks:
                         f"parameter {name!r} of a {type(module).__name__} was replaced by another object after deepspeed.initialize "
                         "(load_state_dict(assign=True)?); the engine's optimizer would never update it. Copy the values in place instead"
                     )
-                if not unit.trainable and module not in self._warned:
+                if not unit.trainable and param not in self._outside and module not in self._warned:
                     self._warned.add(module)
                     logger.warning(
                         "parameter %s was unfrozen after deepspeed.initialize and is not trained; let it require a gradient before, and "
                         "put it into the optimizer",
                         param._ds_name,  # type: ignore[attr-defined]
                     )
+
+    def _notice_clipping(self, parameters: list[torch.Tensor]) -> None:
+        """The client clips by hand what is sharded, and would be told a norm of 0: say once what does it."""
+        units = {u for p in parameters if (u := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
+        if not self._told_clipping and any(u.trainable and not u.plan.gradient_whole for u in units.intersection(self._runtime.units)):
+            self._told_clipping = True
+            logger.warning(
+                "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: their gradients are sharded "
+                "over the ranks. Set gradient_clipping in the configuration; engine.get_global_grad_norm() is the norm after step()"
+            )
 
     def _warn_unseen(self, module: nn.Module) -> None:
         if module not in self._warned:

@@ -118,7 +118,8 @@ def _metadata_functions() -> frozenset[Any]:
     return frozenset(found)
 
 
-_ALIASES = (torch.Tensor.detach, torch.detach, inspect.getattr_static(torch.Tensor, "data").__get__)
+# ``view_as(itself)`` leads to the node where autograd accumulates, which split backwards look for.
+_ALIASES = (torch.Tensor.detach, torch.detach, torch.Tensor.view_as, inspect.getattr_static(torch.Tensor, "data").__get__)
 _SET_DATA = inspect.getattr_static(torch.Tensor, "data").__set__
 _STRIDES = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
@@ -291,6 +292,15 @@ def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
 
+def gradient_like(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """``values`` (the local part of a gradient) as what ``.grad`` of the parameter can be."""
+    if not hasattr(parameter, "_local_tensor"):
+        return values
+    whole: Any = parameter
+    options = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return whole.from_local(values, whole.device_mesh, whole.placements, **options)
+
+
 def hide(parameter: nn.Parameter, void: torch.Tensor) -> None:
     """Give ``parameter`` the released face over the scalar ``void``, spread over the logical shape."""
     if not isinstance(parameter, ReleasedFace):
@@ -305,6 +315,12 @@ def expose(parameter: nn.Parameter, values: torch.Tensor) -> None:
         parameter.__class__ = type(parameter)._ds_visible_class  # type: ignore[attr-defined]
         parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     point(parameter, values)
+
+
+def written_gradients(parameters: list[nn.Parameter]) -> list[int]:
+    """Positions of the parameters that have a ``.grad``. Asked of all at once, without each released one's own dispatch."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [i for i, p in enumerate(parameters) if p.grad is not None]
 
 
 def _released_arguments(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

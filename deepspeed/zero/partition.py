@@ -143,7 +143,7 @@ class _Builder:
         replicated = persistent or not self.plan.regular.param.sharded
         scope: object = "bucket" if replicated else (path if is_block else "rest")
         key = (scope, trainable, persistent, param.dtype, rest)
-        limit = self.plan.pack_numel if replicated else (None if is_block else min(self.plan.pack_numel, _PACK_NUMEL))
+        limit = None if is_block and not replicated else min(self.plan.pack_numel, _BUCKET_NUMEL if replicated else _PACK_NUMEL)
         index = self._open.get(key)
         if index is None or (limit is not None and self.specs[index].numel + _numel(param) > limit and not self._same_module(index, param)):
             index = len(self.specs)
@@ -161,6 +161,8 @@ class _Builder:
         return self.names[param].rpartition(".")[0] == self.specs[index].names[-1].rpartition(".")[0]
 
 
+# What is only reduced is cut so that reductions travel while the backward goes on, whatever the bucket may hold.
+_BUCKET_NUMEL = 1 << 25
 # Modules outside the repeated blocks are packed up to this many elements: large embeddings stay units of their own.
 _PACK_NUMEL = 1_000_000
 

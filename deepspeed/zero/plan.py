@@ -81,6 +81,11 @@ class UnitPlan:
             for p, o in zip(self.param.spread, self.optim.spread, strict=True):
                 assert (p, o) != (Spread.SHARDED, Spread.REPLICATED), "a sharded parameter needs sharded optimizer state"
 
+    @property
+    def gradient_whole(self) -> bool:
+        """Whether every rank keeps the whole reduced gradient on its device."""
+        return self.grad is not None and not self.grad.sharded and not self.grad.away
+
     def frozen(self) -> "UnitPlan":
         return replace(self, grad=None, optim=None)
 

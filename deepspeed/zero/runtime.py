@@ -96,7 +96,7 @@ class Runtime:
     @property
     def after(self) -> float:
         """What a reduced gradient has still to be multiplied by to be the mean."""
-        return self.units[0].facts.after if self.units else 1.0
+        return self.gradients.after(self.units[0]) if self.units else 1.0
 
     def attached(self, view: Any, *, write: bool = False, publish: bool = False) -> contextlib.AbstractContextManager[None]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
@@ -140,7 +140,7 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         for unit in self.units:
-            unit.check_views()
+            unit.check_views(sample=True)
         phase = "train" if torch.is_grad_enabled() else "eval"
         if phase == "eval" or self.schedule.phase is None:
             self.schedule.begin(phase)
@@ -265,6 +265,7 @@ class Runtime:
         if self.in_backward:
             return
         self.on_backward()
+        self.gradients.withdraw()
         self.in_backward = True
         self.gradients.final = self.window_ends()
 
@@ -299,15 +300,17 @@ class Runtime:
     def flush(self) -> None:
         """End of a backward (or of a pipeline's): reduce what is left, release everything. Idempotent (I4)."""
         self.flushes += 1
+        self.gradients.collect()
         while True:
             pending = tuple(u.index for u in self.units if u.partial is not None and self.gradients.reduces_now(u))
             if self._ask(Kind.FLUSH, pending=pending).kind is Kind.FLUSH:
                 break
         self._settle()
+        if self.gradients.final and not self.gradients.hold:
+            self.gradients.show()
 
     def _settle(self) -> None:
         self.in_backward = False
-        self.gradients.scale = 1.0
         if self.schedule.phase == "train":
             self.schedule.end()
         self._forget_ahead()
@@ -334,6 +337,8 @@ class Runtime:
             raise UsageError("step() was called inside a forward or backward of the model; call it after backward() has returned")
         self.gradients.final = True
         self.gradients.hold = False
+        self.gradients.withdraw()
+        self.gradients.collect()
         while self._ask(Kind.STEP, pending=self.gradients.pending()).kind is not Kind.STEP:
             pass
         return self.gradients.collapse()
