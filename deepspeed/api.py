@@ -206,7 +206,7 @@ def _check_model(model: nn.Module) -> None:
             )
         if is_code(param.dtype) and param.requires_grad:
             raise UsageError(
-                f"parameter {name!r} is {param.dtype}, whose values are codes without their scales, and cannot be trained; let it require no gradient "
+                f"parameter {name!r} is {param.dtype}: codes without their scales, which cannot be trained. Let it require no gradient "
                 "(param.requires_grad_(False)), or build the model in bfloat16 or float32"
             )
         unit = getattr(param, "_ds_unit", None)

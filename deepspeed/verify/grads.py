@@ -192,7 +192,8 @@ def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors
         for index, (ours, expected) in enumerate(zip(losses, record.losses[rank, micro], strict=True)):
             errors.add("loss", scaled_error(ours.detach(), torch.tensor(expected)), f"{index} at step {step} micro {micro}")
         engine_backward(engine, case, losses)
-        if micro == case.accumulation - 1:
+        case.write_by_hand(engine.module, Place(step, micro, rank, world))
+        if micro == case.accumulation - 1 and not case.by_hand:  # what was just written is reduced in the step
             for name, grad in full_gradients(params).items():
                 errors.add("grad", scaled_error(grad, record.grads[name]), f"{name} at step {step}")
         engine.step()

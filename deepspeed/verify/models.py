@@ -50,7 +50,7 @@ class Case:
     micro-batch. ``loss(model, batch, place)`` calls the model (plain or wrapped in an engine) and returns the losses,
     each a scalar, in the order in which they are to be back-propagated; several losses share one graph.
     ``repeats`` back-propagates every loss that many times with ``retain_graph``. ``plain_backward`` uses
-    ``loss.backward()`` in place of ``engine.backward(loss)``.
+    ``loss.backward()`` in place of ``engine.backward(loss)``. ``by_hand`` adds to ``.grad`` after every backward.
     """
 
     name: str
@@ -61,12 +61,21 @@ class Case:
     clipping: float = 0.0
     repeats: int = 1
     plain_backward: bool = False
+    by_hand: bool = False
 
     def seeded_loss(self, model: nn.Module, place: Place) -> Losses:
         """Run the forward pass of one place; dropout draws the same masks in the reference and in the engine."""
         batch = self.batch(place)
         torch.manual_seed(place.seed())
         return self.loss(model, batch, place)
+
+    def write_by_hand(self, model: nn.Module, place: Place, *, share: float = 1.0) -> None:
+        """What a client adds to ``.grad``, ``share`` of it, where there is one and where there is none; the same on every rank."""
+        generator = place._replace(rank=0).generator()
+        for index, param in enumerate(model.parameters() if self.by_hand else ()):
+            if param.requires_grad and index % 3:
+                written = (torch.randn(param.shape, generator=generator) * share).to(param)
+                param.grad = written if param.grad is None else param.grad.add_(written) if index % 3 == 1 else param.grad + written
 
 
 def _freeze(*params: Tensor) -> None:
@@ -414,7 +423,7 @@ def _tokens(name: str, model_class: type[nn.Module]) -> Case:
 
 
 def all_cases() -> dict[str, Case]:
-    """Every named case; the first thirteen and ``manual_accumulation`` make the parity matrix, the rest are corners."""
+    """Every named case; those up to ``manual_accumulation`` make the parity matrix, the rest are corners."""
     cases = [
         _regression("plain", Stack),
         _regression("accumulation", Stack, accumulation=4),
@@ -429,6 +438,8 @@ def all_cases() -> dict[str, Case]:
         _regression("two_losses", TwoHeads, loss=two_losses),
         _regression("retain_graph", Stack, repeats=2),
         _regression("manual", Stack, plain_backward=True),
+        _regression("by_hand", Unused, accumulation=2, clipping=0.05, by_hand=True),
+        _regression("by_hand_twice", TwoHeads, loss=two_losses, repeats=2, by_hand=True),
         _regression("manual_accumulation", Stack, plain_backward=True, accumulation=3),
         _tokens("functional_tied", FunctionalTied),
         _regression("odd_shapes", OddShapes),

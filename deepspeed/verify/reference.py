@@ -86,6 +86,7 @@ def train_reference(case: Case, *, world: int, steps: int = 3, optimizer: Optimi
             for micro in range(case.accumulation):
                 values = case.seeded_loss(model, Place(step, micro, rank, world))
                 backward_all(case, values, 1.0 / (world * case.accumulation))
+                case.write_by_hand(model, Place(step, micro, rank, world), share=1.0 / world)
                 losses[rank, micro] = [float(value.detach()) for value in values]
         for param in params.values():
             if param.grad is None:

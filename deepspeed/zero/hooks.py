@@ -137,8 +137,8 @@ class ModuleHooks:
         for unit in units:
             for position, param in enumerate(unit.params if unit.trainable else ()):
                 hold(param.register_post_accumulate_grad_hook(self._gradient_hook(unit, position)))
-                if unit.plan.gradient_whole:  # before autograd adds to what is shown there
-                    hold(param.register_hook(lambda _: self._arm()))
+                if unit.plan.gradient_whole:  # before autograd, or who else asked for this gradient, adds it to what is shown there
+                    hold(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
         for param in self._outside:
             hold(param.register_post_accumulate_grad_hook(_drop_gradient))
         if any(unit.trainable and not unit.plan.gradient_whole for unit in units):

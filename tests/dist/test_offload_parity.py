@@ -92,6 +92,7 @@ CASES: dict[str, Callable[[], Case]] = {
     },
     "manual_accumulation": lambda: case_named("manual_accumulation"),
     "odd_shapes": lambda: case_named("odd_shapes"),
+    "by_hand": lambda: wide_case(Everything, accumulation=2, by_hand=True),
     "mixed_dtype": lambda: case_named("mixed_dtype"),
 }
 

@@ -26,6 +26,8 @@ MATRIX = (
     "retain_graph",
     "manual",
     "manual_accumulation",
+    "by_hand",
+    "by_hand_twice",
 )
 CORNERS = (
     "functional_tied",

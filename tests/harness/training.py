@@ -51,6 +51,7 @@ def train_step(engine: Any, case: Case, step: int) -> list[float]:
         for loss in losses:
             engine.backward(loss)
             values.append(float(loss.detach()))
+        case.write_by_hand(engine.module, here(step, micro))
         engine.step()
     return values
 

@@ -1,0 +1,353 @@
+"""What clients write into ``.grad`` counts, once; what they read there at stage 0 is the reduced gradient."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from deepspeed.observe.log import logger
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from deepspeed.verify.grads import full_parameters, scaled_error
+from deepspeed.verify.models import Case, Place, case_named
+from deepspeed.verify.reference import gate_optimizer, trainable
+from tests.harness.lockstep import TOLERANCE
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES, here, make_config, outcome, start
+
+pytestmark = pytest.mark.timeout(60)
+SHARDED = (1, 2, 3)
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+
+
+@contextlib.contextmanager
+def warned() -> Iterator[list[str]]:
+    """What the package's logger warns of."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                said.append(record.getMessage())
+
+    logger.addHandler(handler := Keep())
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+class Pair:
+    """An engine, and the plain model that is to stay equal to it; ``back`` accumulates the mean of all ranks' gradients."""
+
+    def __init__(self, stage: int, *, case: str = "unused", **changes: Any) -> None:
+        self.case: Case = case_named(case)
+        self.engine = start(self.case.build().train(), make_config(stage, **changes))
+        self.plain = self.case.build().train()
+        self.optimizer = gate_optimizer(self.plain)
+
+    def losses(self, model: Any, *, micro: int = 0, rank: int | None = None) -> Tensor:
+        place = here(0, micro)
+        return self.case.seeded_loss(model, place if rank is None else place._replace(rank=rank))[0]
+
+    def back(self, *, micro: int = 0, factor: float = 1.0) -> None:
+        """One micro-batch through ``engine.backward`` and on the plain model."""
+        self.engine.backward(self.losses(self.engine, micro=micro))
+        self.plain_back(micro=micro, factor=factor)
+
+    def plain_back(self, *, micro: int = 0, factor: float = 1.0) -> None:
+        world = dist.get_world_size()
+        for rank in range(world):
+            (self.losses(self.plain, micro=micro, rank=rank) * factor / world).backward()
+
+    def params(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Ours and the plain ones."""
+        return list(zip(trainable(self.engine.module).values(), trainable(self.plain).values(), strict=True))
+
+    def error(self) -> float:
+        """After a step of both: the largest difference of any parameter or the norm. Ends the engine. Collective."""
+        for _, param in self.params():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        norm = torch.nn.utils.get_total_norm([p.grad for _, p in self.params() if p.grad is not None])
+        self.engine.step()
+        self.optimizer.step()
+        found = scaled_error(torch.tensor(self.engine.get_global_grad_norm()), norm)
+        expected = dict(self.plain.named_parameters())
+        for name, value in full_parameters(self.engine.module).items():
+            found = max(found, scaled_error(value, expected[name].detach()))
+        left = [p for p in self.engine.module.parameters() if p.grad is not None]
+        self.engine.destroy()
+        assert not left, "a gradient was left behind the step"
+        return found
+
+
+def mean_over_ranks(tensor: Callable[[int], Tensor]) -> Tensor:
+    world = dist.get_world_size()
+    return sum(tensor(rank) for rank in range(world)) / world  # type: ignore[return-value]
+
+
+# -- writing -------------------------------------------------------------------------------------------------------------------------
+
+
+def each_rank_its_own(stage: int, way: str) -> float:
+    """Contributions that differ by rank are averaged, wherever gradients are not shown."""
+    pair = Pair(stage, **({"gradient_accumulation_steps": 2} if way == "early" else {}))
+    hold = pair.engine.no_sync() if way == "no_sync" else contextlib.nullcontext()
+    with hold:
+        pair.back(factor=0.5 if way == "early" else 1.0)
+    rank = dist.get_rank()
+    for ours, plain in pair.params():
+        assert ours.grad is None
+        ours.grad = torch.full(ours.shape, rank + 1.0)
+        plain.grad = mean_over_ranks(lambda r, p=plain: torch.full(p.shape, r + 1.0)) + (0 if plain.grad is None else plain.grad)
+    if way == "early":
+        pair.engine.step()  # no boundary: nothing is lost
+        pair.back(micro=1, factor=0.5)
+    return pair.error()
+
+
+@pytest.mark.parametrize(("stage", "way"), [*((s, "last") for s in SHARDED), *((s, w) for s in STAGES for w in ("no_sync", "early"))])
+def test_written_gradients_are_further_contributions(pool2: RankPool, stage: int, way: str) -> None:
+    assert max(pool2.run(each_rank_its_own, stage, way)) <= TOLERANCE
+
+
+def without_backward(stage: int, *, plainly: bool) -> tuple[float, str]:
+    """Gradients from ``torch.autograd.grad``, and from no backward at all."""
+    pair = Pair(stage)
+    empty = outcome(pair.engine.step)
+    if plainly:
+        grads = [torch.full(p.shape, 0.5) for _, p in pair.params()]
+    else:
+        names = [p for p, _ in pair.params()]
+        found = torch.autograd.grad(pair.losses(pair.engine), names, allow_unused=True)
+        grads = [torch.zeros(p.shape) if g is None else g for p, g in zip(names, found, strict=True)]
+        pair.plain_back()
+    for (ours, plain), grad in zip(pair.params(), grads, strict=True):
+        ours.grad = grad
+        if plainly:
+            plain.grad = grad.clone()
+    return pair.error(), empty
+
+
+@pytest.mark.parametrize("plainly", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_written_gradients_alone_make_a_step(pool2: RankPool, stage: int, plainly: bool) -> None:  # noqa: FBT001
+    for error, empty in pool2.run(without_backward, stage, plainly=plainly):
+        assert error <= TOLERANCE
+        assert "before backward" in empty
+
+
+def plain_window(stage: int) -> float:
+    """In a plain loop packing divides by the window; what is written by hand there is divided like the gradient beside it."""
+    pair = Pair(stage, gradient_accumulation_steps=4)
+    for micro in range(4):
+        pair.losses(pair.engine, micro=micro).backward()
+        pair.plain_back(micro=micro, factor=0.25)
+        for ours, plain in pair.params() if micro < 3 or stage else ():
+            ours.grad = torch.full(ours.shape, micro + 1.0)
+            plain.grad = torch.full(plain.shape, (micro + 1.0) / 4) + (0 if plain.grad is None else plain.grad)
+        if micro < 3:
+            pair.engine.step()
+    return pair.error()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_written_gradients_are_divided_like_those_of_autograd(pool2: RankPool, stage: int) -> None:
+    assert max(pool2.run(plain_window, stage)) <= TOLERANCE
+
+
+def dropped(stage: int, way: str) -> float:
+    pair = Pair(stage)
+    pair.back()
+    for ours, _ in pair.params():
+        ours.grad = torch.full(ours.shape, 7.0)
+    if way == "engine":
+        pair.engine.zero_grad()
+    elif way == "optimizer":
+        pair.engine.optimizer.zero_grad()
+    else:
+        with contextlib.suppress(RuntimeError):
+            pair.engine.backward(pair.engine(torch.ones(2, 3)).sum() if way == "forward" else torch.ones((), requires_grad=True).log() * 0)
+        if way == "forward":  # those of earlier micro-batches stay
+            kept = [pair.engine.runtime.gradients.any(), all(p.grad is not None for p, _ in pair.params())]
+            assert all(kept), kept
+            pair.engine.zero_grad()
+    assert all(p.grad is None for p, _ in pair.params())
+    pair.optimizer.zero_grad()
+    pair.back()
+    return pair.error()
+
+
+@pytest.mark.parametrize("way", ["engine", "optimizer", "forward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_drops_what_was_written(pool2: RankPool, stage: int, way: str) -> None:
+    """And an error in a forward does not."""
+    assert max(pool2.run(dropped, stage, way)) <= TOLERANCE
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------------------
+
+
+def shown(changes: dict[str, Any]) -> list[float]:
+    """``.grad`` against the plain mean after each micro-batch's backward: hidden, then shown, then gone."""
+    pair = Pair(0, case="plain", gradient_accumulation_steps=2, **changes)
+    pair.back(factor=0.5)
+    assert all(p.grad is None for p, _ in pair.params())
+    pair.engine.step()
+    pair.back(micro=1, factor=0.5)
+    scale = pair.engine.loss_scale()
+    errors = [scaled_error(ours.grad.float() / scale, plain.grad) for ours, plain in pair.params()]  # type: ignore[union-attr,arg-type]
+    errors += [scaled_error(safe_get_full_grad(ours), plain.grad) for ours, plain in pair.params()]  # type: ignore[arg-type]
+    storages = {ours.grad.untyped_storage().data_ptr() for ours, _ in pair.params()}  # type: ignore[union-attr]
+    assert storages == {u.grad.untyped_storage().data_ptr() for u in pair.engine.runtime.units}, "a copy"
+    assert {ours.grad.dtype for ours, _ in pair.params()} == {torch.float32}  # type: ignore[union-attr]
+    pair.losses(pair.engine)  # a forward in between (and its graph) changes nothing
+    assert all(p.grad is not None for p, _ in pair.params())
+    pair.engine.step()
+    assert all(p.grad is None and p.grad_dtype is p.dtype for p, _ in pair.params())
+    pair.engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 1e-6),
+        ({"prescale_gradients": False, "gradient_predivide_factor": 1.5}, 1e-6),
+        ({"bf16": {"enabled": True}}, 2e-2),
+        (FP16, 2e-3),
+    ],
+    ids=["fp32", "predivided", "bf16", "fp16"],
+)
+def test_stage_0_shows_the_reduced_gradient(pool2: RankPool, changes: dict[str, Any], tolerance: float) -> None:
+    """A view of it, in the accumulation dtype, from the last backward of the window to the step."""
+    assert max(max(errors) for errors in pool2.run(shown, changes)) <= tolerance
+
+
+def edited(way: str, changes: dict[str, Any]) -> float:
+    """The same edit on the engine's parameters and the plain ones."""
+    pair = Pair(0, case="plain", **changes)
+    pair.back()
+    for params in zip(*pair.params(), strict=True):
+        if way == "clip":
+            assert float(torch.nn.utils.clip_grad_norm_(params, 0.01)) > 0.01
+        for index, param in enumerate(params):
+            if way == "scale":
+                param.grad.mul_(0.5)  # type: ignore[union-attr]
+            elif way == "add":
+                param.grad.add_(torch.full(param.shape, 0.25))  # type: ignore[union-attr]
+            elif way == "replace" and index % 2:
+                param.grad = torch.full(param.shape, 0.1 * index)
+            elif way == "none" and index % 2:
+                param.grad = None
+            elif way in {"zero", "again", "regulariser"} and index % 2:
+                param.grad = torch.full(param.shape, 2.0)
+    if way == "zero":
+        pair.engine.module.zero_grad()
+        pair.plain.zero_grad()
+    elif way == "again":
+        pair.back(micro=1)
+    elif way == "regulariser":  # its backward passes no output of a module
+        for model in (pair.engine.module, pair.plain):
+            sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    elif way == "set":
+        ours, plain = pair.params()[0]
+        safe_set_full_grad(ours, torch.full(ours.shape, 3.0))
+        assert float(ours.grad.flatten()[0]) == pytest.approx(3.0)  # type: ignore[union-attr]
+        plain.grad = torch.full(plain.shape, 3.0)
+    return pair.error()
+
+
+@pytest.mark.parametrize("changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"])
+@pytest.mark.parametrize("way", ["clip", "scale", "add", "replace", "none", "zero", "again", "regulariser", "set"])
+def test_edits_of_a_shown_gradient_count(pool2: RankPool, way: str, changes: dict[str, Any]) -> None:
+    """In place, by another tensor, by None, and with a further backward behind them."""
+    assert max(pool2.run(edited, way, changes)) <= TOLERANCE
+
+
+def clipped_in_vain(stage: int) -> tuple[list[str], list[bool]]:
+    original = torch.nn.utils.clip_grad_norm_
+    engines = [start(case_named("plain").build(), make_config(stage)) for _ in range(2)]
+    with warned() as said:
+        for engine in engines:
+            for step in range(2):
+                engine.backward(case_named("plain").seeded_loss(engine, here(step))[0])
+                torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+                torch.nn.utils.clip_grad.clip_grad_norm_(parameters=engine.module.parameters(), max_norm=1.0)
+                torch.nn.utils.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+                engine.step()
+    wrapped = [torch.nn.utils.clip_grad_norm_ is original]
+    for engine in engines:  # not in reverse order
+        engine.destroy()
+        wrapped.append(torch.nn.utils.clip_grad_norm_ is original)
+    return [text for text in said if "clip_grad_norm_" in text], wrapped
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_of_sharded_gradients_is_told_once(pool2: RankPool, stage: int) -> None:
+    """Once for each engine, with the remedy; torch is as before when the last one has gone."""
+    for said, restored in pool2.run(clipped_in_vain, stage):
+        assert len(said) == (2 if stage else 0)
+        assert all("gradient_clipping" in text and "get_global_grad_norm" in text for text in said)
+        assert restored == ([False, False, True] if stage else [True] * 3)
+
+
+# -- backwards that write the gradient themselves ------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """A pipeline stage: tensors in, tensors out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def split_backward(stage: int, window: int) -> float:
+    """Zero-bubble schedules: gradients of the inputs first, those of the weights after those of other micro-batches."""
+    engine = start(Blocks(), make_config(stage, gradient_accumulation_steps=window))
+    plain = Blocks()
+    optimizer = gate_optimizer(plain)
+
+    def batch(place: Place) -> Tensor:
+        return torch.randn(4, 6, generator=place.generator())
+
+    for step in range(2):
+        waiting = []
+        for micro in range(window):
+            x = batch(here(step, micro)).requires_grad_()
+            loss = engine(x).square().mean()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                _, groups = stage_backward_input([loss], None, [x], engine.module.parameters())
+            waiting.append(groups)
+            if micro % 2 or micro == window - 1:
+                while waiting:
+                    stage_backward_weight(engine.module.parameters(), waiting.pop(0))
+            engine.step()
+        world = dist.get_world_size()
+        for rank in range(world):
+            for micro in range(window):
+                (plain(batch(Place(step, micro, rank, world))).square().mean() / world / window).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(plain.named_parameters())
+    error = max(scaled_error(value, expected[name].detach()) for name, value in full_parameters(engine.module).items())
+    engine.destroy()
+    return error
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_split_backward_of_pipeline_schedules(pool2: RankPool, stage: int, window: int) -> None:
+    assert max(pool2.run(split_backward, stage, window)) <= TOLERANCE
