@@ -456,11 +456,9 @@ class Unit:
         self.kept = self.kept and keep
 
     def abandon(self) -> None:
-        """After an error: nobody uses the unit, and no gradient waits in a parameter."""
+        """After an error: nobody uses the unit."""
         self.users = 0
         self.end_backward(keep=False)
-        for param in self.params:
-            param.grad = None
 
     # -- resting copies ------------------------------------------------------------------------------------------------------
     def local_part(self, position: int) -> torch.Tensor:
