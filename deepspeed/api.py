@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from deepspeed.comm.collectives import is_code
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.dtypes import dtype_policy
@@ -32,7 +31,7 @@ from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.zero.build import BuildRules, build, group_index
-from deepspeed.zero.facts import UnitFacts
+from deepspeed.zero.facts import UnitFacts, castable
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.layout import Granularity
@@ -204,7 +203,7 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name!r} is complex ({param.dtype}), which the sharded optimizer cannot hold; keep it as a real tensor with a "
                 "last dimension of 2 and use torch.view_as_complex(param) in forward"
             )
-        if is_code(param.dtype) and param.requires_grad:
+        if param.is_floating_point() and not castable(param.dtype) and param.requires_grad:
             raise UsageError(
                 f"parameter {name!r} is {param.dtype}: codes without their scales, which cannot be trained. Let it require no gradient "
                 "(param.requires_grad_(False)), or build the model in bfloat16 or float32"

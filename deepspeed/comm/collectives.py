@@ -48,13 +48,12 @@ def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return buffer
 
 
-def is_code(dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` is an 8-bit float: codes that mean nothing without their scales, which no backend knows; they travel as bytes."""
-    return dtype.is_floating_point and dtype.itemsize == 1
+_KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8))
 
 
-def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if is_code(tensor.dtype) else tensor
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes where a backend may not know the dtype (8-bit floats, complex, bool, int16): it is only moved."""
+    return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
 
 class Collective(Transfer):
@@ -104,9 +103,10 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
 
     ``shard`` may be this rank's slice of ``full`` itself. Asynchronous on every backend.
     """
-    full, shard, piece = _as_sent(full), _as_sent(shard), shard.numel()
-    own = full[group.index * piece : (group.index + 1) * piece]
     ends = group.note("all_gather", full)
+    full, shard = _bytes(full), _bytes(shard)
+    piece = shard.numel()
+    own = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
         works = [] if group.size == 1 else _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
         if own.data_ptr() != shard.data_ptr():
@@ -177,7 +177,7 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:
         ends = group.note("broadcast", tensor)
-        dist.broadcast(tensor, group_src=source, group=group.pg)
+        dist.broadcast(_bytes(tensor), group_src=source, group=group.pg)
         for end in ends:
             end()
 

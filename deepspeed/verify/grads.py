@@ -115,7 +115,7 @@ def scaled_error(ours: Tensor, reference: Tensor) -> float:
         return float("inf")
     if reference.numel() == 0:
         return 0.0
-    difference = (ours.detach().double().cpu() - reference.double()).abs().max() / max(1.0, float(reference.abs().max()))
+    difference = (ours.detach().double().cpu() - reference.double()).abs().max() / max(1.0, float(reference.double().abs().max()))
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
 

@@ -17,7 +17,7 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import cgroups, hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.budget import MemoryPlan, UnitSize, Widths
-from deepspeed.zero.facts import UnitFacts
+from deepspeed.zero.facts import UnitFacts, castable
 from deepspeed.zero.fit import Fitted, RankMemory, doubt, fit, limits_of, limits_present
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import ModuleHooks
@@ -54,7 +54,7 @@ class BuildRules:
 
     def rest_dtype(self, name: str, param: nn.Parameter) -> torch.dtype:
         """What PARAM of that parameter is stored in."""
-        if not param.dtype.is_floating_point or collectives.is_code(param.dtype):
+        if not castable(param.dtype):
             return param.dtype
         if self.compute_dtype is not None and self.kept(name):
             return torch.float32
@@ -261,14 +261,12 @@ def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
             if buffer is None or buffer.is_meta:
                 continue
             wanted = None if rules.kept(f"{path}.{name}") else rules.buffer_dtype
-            cast = buffer.is_floating_point() and not collectives.is_code(buffer.dtype)
-            moved = buffer.to(device=rules.device, dtype=wanted if wanted and cast else buffer.dtype)
+            moved = buffer.to(device=rules.device, dtype=wanted if wanted and castable(buffer.dtype) else buffer.dtype)
             if moved is not buffer:
                 module._buffers[name] = moved
             if moved.numel() and moved.layout is torch.strided:
-                # As bytes: not every backend knows every dtype (complex, bool, int16).
                 whole = moved.contiguous()
-                collectives.broadcast(whole.reshape(-1).view(torch.uint8), mesh.zero)
+                collectives.broadcast(whole, mesh.zero)
                 if whole is not moved:
                     moved.copy_(whole)
 

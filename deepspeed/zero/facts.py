@@ -82,6 +82,11 @@ class View(Protocol):
     param: nn.Parameter
 
 
+def castable(dtype: torch.dtype) -> bool:
+    """Whether values may change to another precision: 8-bit floats are codes, which mean nothing without their scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
     """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
     start = 0

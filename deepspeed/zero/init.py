@@ -24,7 +24,7 @@ from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.zero.build import memory_of_ranks
-from deepspeed.zero.facts import UnitFacts, UnitState
+from deepspeed.zero.facts import UnitFacts, UnitState, castable
 from deepspeed.zero.fit import limits_present
 from deepspeed.zero.layout import element_layout
 from deepspeed.zero.param import mark_zero_parameter
@@ -199,7 +199,7 @@ class Init:
                 self._materialise(part, name)
             for leaf, param in part.named_parameters(recurse=False):
                 if not hasattr(param, "_ds_unit"):
-                    dtype = beside.get(param, self.dtype) if param.is_floating_point() else param.dtype
+                    dtype = beside.get(param, self.dtype) if castable(param.dtype) else param.dtype
                     self._cut(param, f"{type(part).__name__}.{leaf}", dtype)
 
     def _materialise(self, module: nn.Module, name: str) -> None:

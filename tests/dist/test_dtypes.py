@@ -15,10 +15,11 @@ from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.grads import Cell, full_gradients, full_parameters, run_cell, scaled_error
-from deepspeed.verify.models import case_named
+from deepspeed.verify.models import IN_FEATURES, Stack, case_named, seeded
 from deepspeed.verify.reference import trainable
 from deepspeed.zero import build
 from tests.harness.faults import Faults
+from tests.harness.lockstep import lockstep
 from tests.harness.pool import RankPool
 from tests.harness.reference16 import lowered, rounded, train_16bit
 from tests.harness.spy import CollectiveSpy
@@ -444,3 +445,62 @@ def test_torch_autocast_computes_low_and_keeps_fp32_weights(pool2: RankPool, sta
         assert seen == {torch.bfloat16}
         assert dtypes == {torch.float32}
         assert grad_error <= 1e-2
+
+
+class Quantised(Stack):
+    """A frozen projection of 8-bit codes with one scale, dequantised in the forward, and a buffer of such codes."""
+
+    codes: nn.Parameter
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        codes = torch.linspace(-3, 3, IN_FEATURES * IN_FEATURES).view(IN_FEATURES, IN_FEATURES).to(dtype)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("table", codes[0].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + x @ self.codes.to(x.dtype) * 0.25 + self.get_buffer("table").to(x.dtype))
+
+
+def codes_kept(stage: int, name: str, folder: str) -> tuple[float, str, bool, bool]:
+    """fp32 error against plain training; dtypes of codes in a bf16 run; are its codes the same bits, and after a save and load?"""
+    dtype = getattr(torch, name)
+    case = replace(case_named("plain"), build=seeded(lambda: Quantised(dtype)))  # type: ignore[arg-type]
+    error = lockstep(case, make_config(stage))[0]
+    engine = start(case.build(), make_config(stage, **BF16))
+    for step in range(2):
+        engine.backward(case.seeded_loss(engine, here(step))[0])
+        engine.step()
+    engine.save_checkpoint(folder, tag="t")
+    wanted = Quantised(dtype).codes.view(torch.uint8)
+    same = [torch.equal(full_parameters(engine.module)["codes"].view(torch.uint8), wanted)]
+    dtypes = f"{engine.module.codes.dtype} {engine.module.table.dtype} {engine.module.head.weight.dtype}"
+    engine.destroy()
+    other = case.build()
+    other.codes.data = torch.zeros(IN_FEATURES, IN_FEATURES).to(dtype)
+    engine = start(other, make_config(stage, **BF16))
+    engine.load_checkpoint(folder, tag="t")
+    same.append(torch.equal(full_parameters(engine.module)["codes"].view(torch.uint8), wanted))
+    engine.destroy()
+    return error, dtypes, *same
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_8_bit_floats_stay_the_codes_they_are(pool2: RankPool, tmp_path: Path, stage: int, name: str) -> None:
+    """They are neither cast to the compute dtype nor sent in a dtype no backend knows."""
+    for error, dtypes, trained, loaded in pool2.run(codes_kept, stage, name, str(tmp_path)):
+        assert error <= 1e-6
+        assert dtypes == f"torch.{name} torch.{name} torch.bfloat16"
+        assert trained and loaded
+
+
+def trained_codes() -> str:
+    model = Quantised(torch.float8_e4m3fn)
+    model.codes.requires_grad_()
+    return outcome(lambda: start(model, make_config(3)))
+
+
+def test_trained_8_bit_floats_are_refused(pool1: RankPool) -> None:
+    (said,) = pool1.run(trained_codes)
+    assert "UsageError" in said and "'codes'" in said and "requires_grad_(False)" in said

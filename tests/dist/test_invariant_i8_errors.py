@@ -1,6 +1,8 @@
 """I8: an error leaves a runtime that goes on as if the batch had not happened; destroy() returns every byte and removes every hook."""
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -251,3 +253,47 @@ def test_invariant_i8_destroy_amid_an_iteration(pool2: RankPool) -> None:
     for said, same in pool2.run(destroyed_in_flight):
         assert len(said) == 3
         assert same
+
+
+@contextlib.contextmanager
+def no_memory_at(count: int) -> Iterator[None]:
+    """The ``count``-th allocation of a full buffer fails as a device without memory does."""
+    real, left = torch.UntypedStorage.resize_, [count]
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        left[0] -= size > 0
+        if left[0] == 0 and size:
+            raise torch.OutOfMemoryError("injected: out of memory")
+        return real(self, size)
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = real  # type: ignore[method-assign]
+
+
+def out_of_memory(count: int) -> tuple[str, bool, list[str]]:
+    """What a batch without memory raises; are the weights those of a run without it, bit by bit; what is not at rest afterwards."""
+    case = case_named("plain")
+    expected = _run(case, 3, phase="", module="", plain=False)
+    engine = start(case.build(), make_config(3, zero=ZERO))
+    said, restless = "", []
+    for step in range(3):
+        try:
+            with no_memory_at(count):
+                engine.backward(case.seeded_loss(engine, here(90))[0])
+        except torch.OutOfMemoryError as error:
+            said, restless = str(error), [*restless, *not_at_rest(engine)]
+        train_step(engine, case, step)
+    weights = full_parameters(engine.module)
+    engine.destroy()
+    return said, equal(expected, weights), restless
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 8])
+def test_invariant_i8_no_memory_for_a_gather(pool2: RankPool, count: int) -> None:
+    """The error is the allocator's own, in forward (1, 3) and backward, and a loop that skips such batches goes on."""
+    for said, same, restless in pool2.run(out_of_memory, count):
+        assert said == "injected: out of memory"
+        assert same and restless == []

@@ -291,6 +291,19 @@ def refusals() -> dict[str, str]:
     said["data"] = outcome(lambda: engine(samples(0, 0)))
     engine.destroy()
     engine = start(model := plain(), make_config(1))
+    for step in range(2):
+        engine.backward(square_loss(engine, samples(step, 0)))
+        if step == 1:  # between forward and step, and of one module only
+            model[2].weight.data = model[2].weight.data.clone()
+        engine.step()
+    said["data later"] = outcome(lambda: engine(samples(0, 0)))
+    engine.destroy()
+    engine = start(model := plain(), make_config(1, gradient_accumulation_steps=4))
+    engine(samples(0, 0))
+    model.double()
+    said["cast"] = outcome(lambda: engine(samples(0, 0)))
+    engine.destroy()
+    engine = start(model := plain(), make_config(1))
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     said["assign"] = outcome(lambda: engine(samples(0, 0)))
     said["group"] = outcome(lambda: engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}))
@@ -314,6 +327,8 @@ def test_weights_that_would_silently_not_be_trained_are_refused(pool2: Any) -> N
     for said in pool2.run(refusals):
         for case, words in {
             "data": "given other data",
+            "data later": "given other data",
+            "cast": "moved or cast",
             "assign": "assign=True",
             "group": "add_param_group",
             "lazy": "lazy",

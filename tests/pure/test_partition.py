@@ -89,3 +89,14 @@ def test_large_leftovers_are_units_of_their_own() -> None:
 def test_units_do_not_depend_on_the_rank_or_the_call() -> None:
     first, second = (_parts(all_cases()["frozen"].build()) for _ in range(2))
     assert [(u.name, u.names) for u in first.units] == [(u.name, u.names) for u in second.units]
+
+
+def test_what_is_only_reduced_is_cut_so_that_reductions_overlap_with_the_backward() -> None:
+    """A bucket of 5e8 elements (the key's default) would be one reduction at the end of the backward of most models."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(3000, 3000) for _ in range(12)), nn.Embedding(20_000, 3000))
+    for stage in (0, 1, 2):
+        units = _parts(model, stage).units
+        assert max(u.numel for u in units if len(u.params) > 1) <= 1 << 25
+        assert len(units) == 5, "whole buckets, and the large embedding alone"
+        assert max(u.numel for u in _parts(model, stage, reduce_bucket_size=10_000_000).units if len(u.params) > 1) <= 10_000_000
