@@ -172,8 +172,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     def update(self) -> None:
         """One optimizer update from the gradients at hand: unscale, clip, step, publish; or skip it on overflow. Collective."""
-        self.runtime.gradients.collect()
-        if self._backwards == 0 and not self.runtime.gradients.any():
+        if self._backwards == 0 and not self.runtime.gradients.collect():
             raise UsageError("step() was called before backward(): there are no gradients. Call engine.backward(loss) first")
         assert self.basic_optimizer is not None
         config = self._config

@@ -88,12 +88,16 @@ class Gradients:
                 target.mul_(factor)
         unit.note_packed(position)
 
-    def collect(self) -> None:
-        """Pack what ``.grad`` of trained parameters holds although no hook has delivered it: a client or a split backward wrote it."""
+    def collect(self) -> bool:
+        """Pack what ``.grad`` of trained parameters holds although no hook has delivered it: a client or a split backward wrote it.
+
+        True when there is a gradient now.
+        """
         for unit in self._units:
             if unit.trainable and unit not in self._shown:
                 for position in written_gradients(unit.params):
                     self.pack(unit, position)
+        return self.any()
 
     def _partial(self, unit: Unit) -> torch.Tensor:
         return unit.open_partial(self._wire_dtype(unit) if self.reduces_now(unit) else self._accum_dtype(unit))
@@ -182,7 +186,7 @@ class Gradients:
     def show(self) -> None:
         """Let ``.grad`` of parameters whose reduced gradient rests whole on the device be a view of it, in the accumulation dtype."""
         for unit in self._units:
-            if not unit.plan.gradient_whole or not unit.grad_filled or unit in self._shown or written_gradients(unit.params):
+            if not unit.plan.gradient_whole or not unit.grad_filled or unit in self._shown:
                 continue
             self.land_all()
             assert unit.grad is not None
@@ -193,7 +197,8 @@ class Gradients:
                 self._views[unit] = unit.grad, [gradient_like(p, unit.view(unit.grad, s)) for p, s in parts]
             self._shown[unit] = self._views[unit][1]
             for param, view in zip(unit.params, self._shown[unit], strict=True):
-                param.grad_dtype = None  # any
+                if view.dtype is not param.dtype:
+                    param.grad_dtype = None  # any
                 param.grad = view
 
     def settle(self) -> None:
@@ -210,10 +215,11 @@ class Gradients:
         """Take the shown gradients out of ``.grad``, so that nothing is added to them there; see ``settle``."""
         self.settle()
         while self._shown:
-            unit, _ = self._shown.popitem()
-            for param in unit.params:
+            unit, views = self._shown.popitem()
+            for param, view in zip(unit.params, views, strict=True):
                 param.grad = None
-                param.grad_dtype = param.dtype
+                if view.dtype is not param.dtype:
+                    param.grad_dtype = param.dtype
             if unit.facts.after != 1.0 and unit.grad is not None:
                 unit.grad.div_(unit.facts.after)
 
@@ -240,12 +246,12 @@ class Gradients:
         unit.move_grad(GradState.LOCAL)
         unit.move_grad(GradState.REDUCED)
 
-    def clear(self) -> None:
-        """Drop every gradient; buffers of the rest gradients are kept for the next window."""
+    def clear(self, *, collected: bool = False) -> None:
+        """Drop every gradient; buffers of the rest gradients are kept for the next window. ``collected``: none waits in a parameter."""
         self.withdraw()
         self._probes.clear()
         for unit in self._units:
-            for position in written_gradients(unit.params) if unit.trainable else ():
+            for position in written_gradients(unit.params) if unit.trainable and not collected else ():
                 take_gradient(unit.params[position])
             unit.clear_grad()
 

@@ -57,7 +57,7 @@ def take_step(
         norm = global_norm(runtime, units) * factor
         if not math.isfinite(norm) and rules.skip_nonfinite:
             report_nonfinite(runtime, units)
-            runtime.gradients.clear()
+            runtime.gradients.clear(collected=True)
             return StepResult(math.inf, overflow=True)
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
@@ -71,7 +71,7 @@ def take_step(
     for view in written:
         ranges.setdefault(view.unit, []).append((view.start, view.stop))
     runtime.publish(units, ranges)
-    runtime.gradients.clear()
+    runtime.gradients.clear(collected=True)
     return StepResult(norm, overflow=False)
 
 
