@@ -5,6 +5,7 @@ all-gather copies both ends, while a direct exchange moves the minimum of bytes,
 and lets the receiver add in the accumulation dtype. On other backends (nccl) they are the tensor collectives.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,8 +37,26 @@ class AxisGroup:
 
     def note(self, op: str, tensor: torch.Tensor) -> list[Callable[[], None]]:
         """Tell the listeners; what is to be called at the end."""
+        next(_odometer)
         answers = [listener(op, tensor.numel(), tensor.dtype, self.size) for listener in self.ledger]
         return [end for end in answers if end is not None]
+
+
+# Collectives of this package in this process, whatever they belong to; reading it counts too.
+_odometer = itertools.count()
+
+
+def issued() -> int:
+    """A number that grows by one from call to call, and by more if this process has communicated in between.
+
+    Counted are the collectives of this package, and those of anybody on a process group; where a group does not count them, it
+    counts as busy. (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    try:
+        return next(_odometer) + sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return next(_odometer)
 
 
 def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -182,11 +201,30 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
             end()
 
 
+def all_equal(value: int, group: AxisGroup) -> bool:
+    """Whether every member passed the same ``value`` (0 <= value < 2^62): ceil(log2(size)) exchanges of 16 bytes.
+
+    A maximum may meet the same value twice, so passing it on over doubling distances reaches all, also when size is no power of two.
+    """
+    extremes = torch.tensor([value, -value])
+    for distance in (1 << k for k in range((group.size - 1).bit_length())):
+        theirs = torch.empty_like(extremes)
+        source, target = (group.index - distance) % group.size, (group.index + distance) % group.size
+        ends = group.note("digest", extremes)
+        works: list[Any] = [dist.irecv(theirs, group=group.pg, group_src=source), dist.isend(extremes, group=group.pg, group_dst=target)]
+        Transfer(works, ends=ends).wait()
+        extremes = torch.maximum(extremes, theirs)
+    return not extremes.sum()
+
+
 def exchange_ints(values: list[int], group: AxisGroup) -> list[list[int]]:
     """All-gather one short list of int64 (same length everywhere); rank order."""
     mine = torch.tensor(values, dtype=torch.int64)
     everyone = torch.empty(group.size * len(values), dtype=torch.int64)
+    ends = group.note("rows", everyone)
     _all_gather_flat(everyone, mine, group=group.pg)
+    for end in ends:
+        end()
     return everyone.view(group.size, len(values)).tolist()
 
 

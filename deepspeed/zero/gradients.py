@@ -246,6 +246,12 @@ class Gradients:
         unit.move_grad(GradState.LOCAL)
         unit.move_grad(GradState.REDUCED)
 
+    def vacate(self, units: list[Unit]) -> None:
+        """Forget the reduced gradients of ``units``, which are sums of nothing."""
+        self.land_all()
+        for unit in units:
+            unit.clear_grad()
+
     def clear(self, *, collected: bool = False) -> None:
         """Drop every gradient; buffers of the rest gradients are kept for the next window. ``collected``: none waits in a parameter."""
         self.withdraw()

@@ -179,7 +179,7 @@ class ModuleHooks:
             runtime.leave(units, keep=keep)
             # An exception on its way out must not wait for other ranks.
             if module is self._model and sys.exc_info()[0] is None:
-                runtime.meet()
+                runtime.meet(passing=True)
 
         self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self.forward_handles.append(module.register_forward_hook(after, always_call=True))

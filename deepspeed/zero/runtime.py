@@ -6,7 +6,7 @@ which order, is agreed between the ranks (agreement.py); what to fetch early com
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import ARRIVED, Transfer
-from deepspeed.zero.agreement import Agreement, Decision, Kind, Request
+from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.facts import GradState, UnitState, View
 from deepspeed.zero.gradients import GradientPolicy, Gradients
 from deepspeed.zero.optim_tiles import OptimTiles
@@ -76,14 +76,18 @@ class Runtime:
         self.on_backward: Callable[[], None] = lambda: None
         self._numels = [u.layout.numel if u.movable else 0 for u in units]
         movable = sorted(n for n in self._numels if n)
-        # Two typical units ahead hide a gather and halve the messages; more would only hold memory. One large unit may come alone.
-        self._first = plan.prefetch_numel if plan.overlap else 0
-        self._window = min(self._first, 2 * movable[len(movable) // 2]) if movable else 0
+        # Two typical units ahead hide a gather; more would only hold memory. The next unit comes early however large it is.
+        self._window = min(plan.prefetch_numel, 2 * movable[len(movable) // 2]) if movable and plan.overlap else 0
         self._reads_ahead = any(u.on_drive(StateKind.PARAM) for u in units)
         self._on_demand: list[list[Unit]] = []
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
         self._path: list[int] = []
+        # Of the interval under way: units that only a guest has reduced, and whether any other was; others' collectives, and where
+        # their count stood at the end of the forward.
+        self._vacant: list[Unit] = []
+        self._contributed = self._foreign = False
+        self._passed_at: int | None = None
         # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
         self.second_order = False
         for unit in units:
@@ -125,20 +129,31 @@ class Runtime:
             self.schedule.end()
             self._forget_ahead()
 
-    def meet(self) -> int:
+    def meet(self, *, passing: bool = False) -> int:
         """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7).
 
-        A user's context ends so too; the number of pins tells whether all are at the end of the same one.
+        A user's context ends so too; the number of pins tells whether all are at the end of the same one. ``passing``: no message is
+        needed where a backward is to follow.
         """
-        while not self.depth and any(self._numels) and self._ask(Kind.LEAVE).kind is not Kind.LEAVE:
+        passing = passing and torch.is_grad_enabled() and not self.agreement.foreign
+        wanted = Decision(Kind.LEAVE, PASSING if passing else ())
+        while not self.depth and any(self._numels) and self._ask(wanted.kind, wanted.units) != wanted:
             pass
+        self._passed_at = collectives.issued() if passing else None
         return sum(u.pins for u in self.units)
+
+    def _look_back(self) -> None:
+        """Note whether anything else has communicated since the end of the last forward: see [Note: agreement]."""
+        if self._passed_at is not None:
+            self._foreign |= collectives.issued() != self._passed_at + 1
+            self._passed_at = None
 
     def borrowed(self) -> list[Unit]:
         """Units the running module has read without owning them; its backward will read them too."""
         return list(self._on_demand[-1]) if self._on_demand else []
 
     def _begin_forward(self) -> None:
+        self._look_back()
         for unit in self.units:
             unit.check_views(sample=True)
         phase = "train" if torch.is_grad_enabled() else "eval"
@@ -149,10 +164,8 @@ class Runtime:
         """Release an idle READY unit unless it is needed again next (or within the distance the user allows)."""
         if not unit.movable or unit.state is not UnitState.READY or self.in_backward or unit.kept:
             return
-        distance = self.schedule.reuse_distance(unit.index, self._numels)
-        if distance is not None and distance <= self.plan.reuse_numel and self._live_numel() <= self.plan.live_numel:
-            return
-        unit.release()
+        if not self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel) or self._live_numel() > self.plan.live_numel:
+            unit.release()
 
     def _live_numel(self) -> int:
         return sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
@@ -161,6 +174,7 @@ class Runtime:
     def need(self, units: Iterable[Unit]) -> None:
         """Make ``units`` READY now, and start fetching what the schedule foresees. Collective with the other ranks."""
         movable = [u for u in units if u.movable]
+        here = {u.index for u in movable}
         for unit in movable:
             self.schedule.use(unit.index)
             if self.agreement.strict:
@@ -169,53 +183,61 @@ class Runtime:
             if unit.state is not UnitState.ABSENT and unit.fetched_version != unit.version:
                 self._discard(unit)  # a forecast from before the last step must never serve stale weights (I6)
             while unit.state is UnitState.ABSENT:
-                self._ask(Kind.GATHER, (unit.index, *self._ahead(unit.index)))
+                self._ask(Kind.GATHER, (unit.index, *self._ahead(here)))
         for unit in movable:
             unit.arrive()
-        ahead = self._ahead(None) if movable else []
+        ahead = self._ahead(here) if movable else []
         if ahead:
-            self._ask(Kind.GATHER, tuple(ahead))
+            self._ask(Kind.GATHER, tuple(ahead), urgent=False)
         if self._reads_ahead and movable:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Start reading the next shards from their drive. Local: what another rank reads ahead does not matter."""
-        for index in list(dict.fromkeys(self.schedule.upcoming()))[:_READ_AHEAD]:
+        for index in self.schedule.ahead([0] * len(self.units), window_numel=0, most=_READ_AHEAD):
             unit = self.units[index]
             if unit.on_drive(StateKind.PARAM) and unit.state is UnitState.ABSENT and not unit.read_ahead():
                 return
 
-    def _ahead(self, besides: int | None) -> list[int]:
+    def _ahead(self, besides: Collection[int]) -> list[int]:
         """Units to fetch early; none while the next one is here or on its way, so that several share one message."""
-        if not self._first:
+        if not self._window:
             return []
-        foreseen = self.schedule.ahead(self._numels, first_numel=self._first, window_numel=self._window)
-        others = [i for i in foreseen if i != besides]
+        others = self.schedule.ahead(self._numels, window_numel=self._window, besides=besides)
         if others and self.units[others[0]].state is not UnitState.ABSENT:
             return []
-        return [i for i in others if self.units[i].movable and self.units[i].state is UnitState.ABSENT][:7]
+        return [i for i in others if self.units[i].movable and self.units[i].state is UnitState.ABSENT]
 
-    def _ask(self, kind: Kind, units: tuple[int, ...] = (), *, pending: tuple[int, ...] = ()) -> Decision:
-        """Agree with the other ranks on the next collectives and carry them out; complete gradients go along."""
-        reduces = () if kind >= Kind.LEAVE else tuple(self._complete)
-        path = tuple(self._path) if kind >= Kind.LEAVE else ()
-        decision = self.agreement.decide(Request(kind, units, pending, reduces, path))
-        if decision.kind >= Kind.LEAVE:
-            self._path.clear()
-        self._execute(decision, wanted=units[0] if units else None)
+    def _ask(self, kind: Kind, units: tuple[int, ...] = (), *, pending: tuple[int, ...] = (), urgent: bool = True) -> Decision | None:
+        """Agree with the other ranks on the next collectives and carry them out, complete gradients included; the last decision."""
+        request = Request(kind, units, pending, () if kind >= Kind.LEAVE else tuple(self._complete))
+        if kind >= Kind.LEAVE:
+            local = tuple(i for i in self.gradients.pending() if i not in pending)
+            void = bool(self._vacant) and not (self._contributed or local or pending)
+            request = Request(kind, units, pending, (), tuple(self._path), local, self._foreign, void)
+        decision = None
+        for decision in self.agreement.ask(request, urgent=urgent):
+            self._execute(decision, wanted=units[0] if units else None)
+            if decision.kind >= Kind.FLUSH or decision.closes:
+                self._path.clear()
+            if decision.closes:
+                self._end_interval(vacate=request.void and self.agreement.agreed)
         self._complete = [i for i in self._complete if self.units[i].partial is not None]
         return decision
 
+    def _end_interval(self, *, vacate: bool) -> None:
+        """Forget what only matters until a closing message. ``vacate``: no rank had a gradient for what was reduced; there is none."""
+        if vacate:
+            self.gradients.vacate(self._vacant)
+        self._vacant.clear()
+        self._contributed = self._foreign = False
+
     def _execute(self, decision: Decision, *, wanted: int | None) -> None:
-        for index in decision.reduces:
+        for index in decision.reduced:
             self._reduce(self.units[index])
         if decision.kind is Kind.GATHER:
             for position, index in enumerate(decision.units):
-                self._gather(self.units[index], guest=position == 0 and index != wanted)
-        elif decision.kind is not Kind.LEAVE:
-            for index in decision.units:
-                if index not in decision.reduces:
-                    self._reduce(self.units[index])
+                self._gather(self.units[index], guest=index != wanted and (position == 0 or wanted not in decision.units))
 
     def _gather(self, unit: Unit, *, guest: bool) -> None:
         self.counters.gathers += 1
@@ -264,6 +286,7 @@ class Runtime:
         """The first gradient of a backward has reached the model."""
         if self.in_backward:
             return
+        self._look_back()
         self.on_backward()
         self.gradients.withdraw()
         self.in_backward = True
@@ -282,12 +305,19 @@ class Runtime:
 
     def _reduce_complete(self) -> None:
         while self._complete:
-            self._ask(Kind.REDUCE, (self._complete[0],))
+            overdue = len(self._complete) > 2 * _TRAVEL_TOGETHER
+            if self._ask(Kind.REDUCE, (self._complete[0],), urgent=overdue) is None:
+                del self._complete[: int(overdue)]  # its turn is over; the flush will reduce it
+                break
 
     def _reduce(self, unit: Unit) -> None:
         self.counters.reductions += 1
         if not unit.fired:
             self.counters.guest_collectives += 1
+        if unit.grad_state is GradState.EMPTY:
+            self._vacant.append(unit)
+        else:
+            self._contributed |= bool(unit.fired)
         self.gradients.reduce(unit)
 
     def backward_done(self, unit: Unit) -> None:
@@ -303,7 +333,8 @@ class Runtime:
         self.gradients.collect()
         while True:
             pending = tuple(u.index for u in self.units if u.partial is not None and self.gradients.reduces_now(u))
-            if self._ask(Kind.FLUSH, pending=pending).kind is Kind.FLUSH:
+            decision = self._ask(Kind.FLUSH, pending=pending)
+            if decision is not None and decision.kind is Kind.FLUSH:
                 break
         self._settle()
         if self.gradients.final and not self.gradients.hold:
@@ -339,9 +370,10 @@ class Runtime:
         self.gradients.hold = False
         self.gradients.withdraw()
         self.gradients.collect()
-        while self._ask(Kind.STEP, pending=self.gradients.pending()).kind is not Kind.STEP:
-            pass
-        return self.gradients.collapse()
+        while True:
+            decision = self._ask(Kind.STEP, pending=self.gradients.pending())
+            if decision is not None and decision.kind is Kind.STEP:
+                return self.gradients.collapse()
 
     def publish(self, units: list[Unit], written: Mapping[Unit, Sequence[tuple[int, int]]] | None = None) -> None:
         """After an update: bring PARAM of ``units`` in line with OPTIM, and let no older fetch survive.
@@ -398,6 +430,8 @@ class Runtime:
         self._on_demand.clear()
         self._complete.clear()
         self._path.clear()
+        self._vacant.clear()
+        self._passed_at = None
         self.in_backward = False
         self.schedule.abandon()
         self._forget_ahead()

@@ -1,11 +1,13 @@
-"""Recorded unit uses, and what they say about the near future. Pure.
+"""What was done, and what it says about the near future: unit uses on this rank, intervals of decisions on all. Pure.
 
-One trace per phase ("train": forward and backward as one sequence; "eval"), so alternating train and eval passes keep
+Of unit uses there is one trace per phase ("train": forward and backward as one sequence; "eval"), so alternating train and eval passes keep
 both. A use that the trace did not foresee resynchronises or, failing that, silences the forecast until the phase ends;
 nothing is flushed and nothing is logged.
 """
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 
 @dataclass
@@ -68,31 +70,69 @@ class Schedule:
         """Close all phases without learning from them (an error cut them short)."""
         self._open.clear()
 
-    def upcoming(self) -> list[int]:
-        """Forecast of the uses from here to the end of the phase; empty when there is none."""
-        if not self._open or self._open[-1][1].position is None:
-            return []
-        now = self._open[-1][1]
-        return now.trace[now.position :]
+    def upcoming(self) -> Iterator[int]:
+        """Forecast of the uses from here to the end of the phase; empty when there is none. Read it before the next use."""
+        now = self._open[-1][1] if self._open else _Phase()
+        for position in range(len(now.trace) if now.position is None else now.position, len(now.trace)):
+            yield now.trace[position]
 
-    def ahead(self, numel_of: list[int], *, first_numel: int, window_numel: int) -> list[int]:
-        """Distinct upcoming units to fetch early: the first if it fits ``first_numel``, more while all fit ``window_numel``."""
+    def ahead(self, numel_of: list[int], *, window_numel: int, besides: Collection[int] = (), most: int = 7) -> list[int]:
+        """Distinct upcoming units to fetch early: the next one always, more while all fit ``window_numel``; ``besides`` are here."""
         chosen: list[int] = []
         total = 0
         for unit in self.upcoming():
-            if unit in chosen:
+            if unit in chosen or unit in besides:
                 continue
             total += numel_of[unit]
-            if total > (window_numel if chosen else first_numel):
+            if len(chosen) == most or (chosen and total > window_numel):
                 break
             chosen.append(unit)
         return chosen
 
-    def reuse_distance(self, unit: int, numel_of: list[int]) -> int | None:
-        """Elements of other units needed before ``unit`` is needed again; None when that is not foreseen."""
+    def needed_within(self, unit: int, numel_of: list[int], limit: int) -> bool:
+        """Whether ``unit`` is foreseen to be needed again before more than ``limit`` elements of others are."""
         distance = 0
         for other in self.upcoming():
             if other == unit:
-                return distance
+                return True
             distance += numel_of[other]
-        return None
+            if distance > limit:
+                break
+        return False
+
+
+_T = TypeVar("_T")
+_REACH = 64  # intervals that are compared
+_EQUAL = 2  # as many have to agree, at first
+
+
+class Habits(Generic[_T]):
+    """Intervals in the order in which they came, and the one that comes next if that order repeats.
+
+    What followed the longest earlier run of intervals equal to the latest ones follows again, if enough of them agree: two, twice as
+    many after each forecast that was wrong, one less after each that was right.
+    """
+
+    def __init__(self) -> None:
+        self._past: list[tuple[_T, ...] | None] = []
+        self._caution = _EQUAL
+
+    def close(self, interval: tuple[_T, ...] | None, *, foretold: bool) -> None:
+        """Append what has just ended, or None for what is not to be learnt; ``foretold``: there was a forecast of it."""
+        if foretold:
+            self._caution = min(2 * self._caution, _REACH // 2) if interval is None else max(_EQUAL, self._caution - 1)
+        known = next((p for p in reversed(self._past) if p == interval), interval)  # equal ones are one object
+        self._past = [*self._past[-2 * _REACH :], known]
+
+    def forecast(self) -> tuple[_T, ...]:
+        """The next interval; empty when none is foreseen."""
+        past, longest, follower = self._past, 0, None
+        for end in range(len(past) - 1, 0, -1):
+            length = 0
+            while length < min(end, _REACH) and past[-1 - length] is not None and past[end - 1 - length] is past[-1 - length]:
+                length += 1
+            if length > longest:
+                longest, follower = length, past[end]
+            if longest == _REACH:
+                break
+        return follower if follower is not None and longest >= self._caution else ()
