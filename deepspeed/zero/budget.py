@@ -86,7 +86,8 @@ def memory_plan(
             _optim(sums, unit, ways, widths, rest=rest, shared=shared)
     moving = sorted((u for u in units if _movable(u, ways)), key=lambda u: -u.numel * u.width)
     if moving:
-        ahead = min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel) * moving[0].width
+        after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
+        ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
         sums.add("units gathered at once", Tier.DEVICE, moving[0].numel * moving[0].width + ahead)
     sums.add("gradients on their way", Tier.DEVICE, _travelling(units, widths) + (0 if shared else _landing(units, ways, widths)))
     sums.add("staging buffers", Tier.HOST, _staging(units, ways, offload, widths))

@@ -12,7 +12,7 @@ from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start
 
 pytestmark = pytest.mark.timeout(60)
-STEPS = 5
+STEPS = 10
 PREFETCH = {"param_persistence_threshold": 0, "overlap_comm": True, "prefetch_bucket_size": 10_000}
 NO_PREFETCH = {"param_persistence_threshold": 0, "overlap_comm": False, "prefetch_bucket_size": 0}
 

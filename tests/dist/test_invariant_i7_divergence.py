@@ -14,6 +14,7 @@ import deepspeed
 from deepspeed.errors import DivergenceError
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Block, Case, Place, regression_batch, seeded
+from tests.harness.faults import Faults, InjectedFault
 from tests.harness.lockstep import TOLERANCE, Lockstep, not_at_rest
 from tests.harness.patience import too_long
 from tests.harness.pool import RankPool
@@ -238,6 +239,184 @@ def refused(scenario: str, phase: str) -> tuple[str, bool, float]:
     late = too_long(started, 5.0)
     pair.step(1)
     return said, late, pair.finish()[0]
+
+
+HABIT = 7  # equal steps, after which the ranks no longer send messages in between
+LATE = 11
+# What all ranks do, and what the last one does for once: the others go on by habit and do not know.
+SURPRISES = {
+    "skips_an_expert": (ALL, Route(experts=(0, 2))),
+    "skips_the_tower_and_the_head": (ALL, Route(tower=False, head=False)),
+    "needs_the_tower": (Route(tower=False), ALL),
+    "needs_an_expert": (Route(experts=(0,)), Route(experts=(0, 2))),
+    "needs_another_one": (Route(experts=(0,), tower=False), Route(experts=(1,), tower=False)),
+    "other_order": (ALL, Route(experts=(2, 0, 1), layers=(1, 0))),
+    "twice": (ALL, Route(experts=(1, 1, 0), layers=(0, 1, 0))),
+    "recomputes": (ALL, Route(recompute=True)),
+}
+
+
+@dataclass(frozen=True)
+class SurprisingLoss:
+    """The loss where the last rank surprises the others in step ``HABIT``; with ``shared``, a collective follows each forward."""
+
+    name: str
+    shared: bool = False
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
+        usual, surprise = SURPRISES[self.name]
+        x, y = batch
+        loss = (model(x, surprise if place.step == HABIT and place.rank == place.world - 1 else usual) - y).square().mean()
+        if self.shared and getattr(model, "is_engine", False):
+            dist.all_reduce(loss.detach().clone())
+        return [loss]
+
+
+def surprised(name: str, config: dict[str, Any], *, shared: bool = False, engines: int = 1) -> tuple[float, str, list[list[int]]]:
+    """Engines side by side through the surprise; the largest error, where, and each one's messages per step."""
+    case = Case(name, seeded(Router), regression_batch, SurprisingLoss(name, shared))
+    pairs = [Lockstep(case, config) for _ in range(engines)]
+    messages: list[list[int]] = [[] for _ in pairs]
+    for pair in pairs:
+        object.__setattr__(pair.engine, "is_engine", True)
+    for step in range(LATE):
+        before = [pair.engine.runtime.agreement.rounds for pair in pairs]
+        losses = [case.loss(pair.engine, case.batch(here(step)), here(step))[0] for pair in pairs]
+        for pair, loss in zip(pairs, losses, strict=True):
+            pair.engine.backward(loss)
+        for pair in pairs:
+            pair.plain_backward(step)
+            pair.compare_gradients(step)
+            pair.engine.step()
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
+            pair.compare_parameters(step)
+            assert not_at_rest(pair.engine) == []
+        for pair, row, start_ in zip(pairs, messages, before, strict=True):
+            row.append(pair.engine.runtime.agreement.rounds - start_)
+    error, worst = max((pair.error, pair.worst) for pair in pairs)
+    for pair in pairs:
+        pair.finish()
+    return error, worst, messages
+
+
+@pytest.mark.parametrize("name", SURPRISES)
+def test_invariant_i7_a_surprise_after_a_habit(pool2: RankPool, name: str) -> None:
+    for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+        assert messages[HABIT - 1] == 1, "a backward is to cost one message by now"
+        assert messages[HABIT] > 1
+
+
+@pytest.mark.parametrize("name", ["skips_an_expert", "needs_another_one", "other_order"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_invariant_i7_a_surprise_under_other_plans(pool2: RankPool, stage: int, name: str) -> None:
+    for error, worst, (messages,) in pool2.run(surprised, name, make_config(stage, zero={"reduce_bucket_size": 50}), time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+        assert messages[HABIT - 1] == 1
+
+
+@pytest.mark.parametrize("name", ["skips_the_tower_and_the_head", "needs_another_one", "twice"])
+def test_invariant_i7_a_surprise_on_one_of_three_ranks(pool3: RankPool, name: str) -> None:
+    for error, worst, (messages,) in pool3.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+        assert messages[HABIT - 1] == 1
+
+
+@pytest.mark.parametrize("name", ["skips_the_tower_and_the_head", "needs_the_tower", "other_order"])
+def test_invariant_i7_a_surprise_before_a_collective_of_the_users(pool2: RankPool, name: str) -> None:
+    """Between forward and backward the others wait for the rank that still needs something: the end of the forward stays a message."""
+    for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), shared=True, time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+        assert messages[HABIT - 1] <= 2
+
+
+@pytest.mark.parametrize("name", ["skips_an_expert", "needs_the_tower", "twice"])
+def test_invariant_i7_a_surprise_with_two_engines_interleaved(pool2: RankPool, name: str) -> None:
+    for error, worst, _ in pool2.run(surprised, name, make_config(3, zero=ZERO), engines=2, time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+
+
+def refused_after_a_habit(name: str) -> tuple[str, float]:
+    case = Case(name, seeded(Router), regression_batch, SurprisingLoss(name))
+    pair = Lockstep(case, make_config(3, zero={**ZERO, "divergence": "error"}))
+    for step in range(HABIT):
+        pair.step(step)
+    assert pair.engine.runtime.agreement.mismatches == 0
+    said = ""
+    try:
+        pair.engine.backward(case.seeded_loss(pair.engine, here(HABIT))[0])
+    except DivergenceError as error:
+        said = str(error)
+    pair.step(HABIT + 1)
+    return said, pair.finish()[0]
+
+
+@pytest.mark.parametrize("name", [n for n in SURPRISES if n != "recomputes"])
+def test_invariant_i7_error_mode_after_a_habit(pool2: RankPool, name: str) -> None:
+    for said, error in pool2.run(refused_after_a_habit, name, time_limit=LIMIT):
+        assert "rank 0" in said and "rank 1" in said and f"step {HABIT}" in said, said
+        assert any(part in said for part in ("expert", "tower", "layers", "head")), said
+        assert error <= TOLERANCE, "after the error, training does not go on as before"
+
+
+def failed_alone(phase: str) -> tuple[float, str]:
+    """After a habit one rank's batch fails half way, and it tries again; the others know nothing of it."""
+    pair = Lockstep(Case("same", seeded(Router), regression_batch, _same_route), make_config(3, zero=ZERO))
+    with Faults(pair.engine.module, rank=dist.get_rank()) as faults:
+        faults.raise_in("layers.0", phase=phase, step=-1, rank=1)
+        for step in range(LATE):
+            if step == HABIT and dist.get_rank() == 1:
+                faults.step = -1
+                with pytest.raises(InjectedFault):
+                    pair.engine.backward(pair.case.seeded_loss(pair.engine, here(90))[0])
+            faults.step = step
+            pair.step(step)
+        restless = not_at_rest(pair.engine)
+        assert restless == []
+        return pair.finish()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_invariant_i7_a_rank_that_failed_alone_is_waited_for(pool2: RankPool, phase: str) -> None:
+    for error, worst in pool2.run(failed_alone, phase, time_limit=LIMIT):
+        assert error <= TOLERANCE, worst
+
+
+def messages_of(stage: int, window: int, *, unequal: bool) -> list[list[int]]:
+    """Messages and unequal ones of each micro-batch, evaluations after a habit included; what these leave of gradients."""
+    case = _case("twice")
+    engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=window))
+    agreement = engine.runtime.agreement
+    messages: list[int] = []
+    weights = []
+    for step in range(10 * window):
+        before = agreement.rounds
+        engine.backward(_same_route(engine, case.batch(here(step)), here(step))[0])
+        engine.step()
+        messages.append(agreement.rounds - before)
+        if unequal and step == 9 * window - 1:
+            with torch.no_grad():
+                engine(case.batch(here(step))[0], ALL)
+            weights = [int(unit.grad_filled) for unit in engine.runtime.units]
+    mismatches = agreement.mismatches
+    engine.destroy()
+    return [messages, [mismatches], weights]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_that_have_not_differed_for_a_while_send_one_message_a_backward(pool2: RankPool, stage: int, window: int) -> None:
+    for messages, mismatches, _ in pool2.run(messages_of, stage, window, unequal=False):
+        assert messages[-2 * window :] == [1] * (2 * window)
+        assert mismatches == [0]
+
+
+def test_an_evaluation_in_place_of_a_foretold_backward_leaves_no_gradient(pool2: RankPool) -> None:
+    """All ranks execute the backward as guests; what it reduces are sums of nothing."""
+    for _, mismatches, filled in pool2.run(messages_of, 3, 1, unequal=True):
+        assert mismatches == [0]
+        assert filled and not any(filled)
 
 
 def _same_route(model: nn.Module, batch: tuple[Tensor, Tensor], _: Place) -> list[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import DivergenceError
 from deepspeed.zero import agreement as module
-from deepspeed.zero.agreement import Agreement, Decision, Kind, Request
+from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
 
 NAMES = [f"unit{i}" for i in range(130)]
 
@@ -22,7 +22,10 @@ class Table:
         self.barrier = threading.Barrier(ranks, timeout=20)
         self.rank = threading.local()
 
-    def exchange(self, row: list[int], _: AxisGroup) -> list[list[int]]:
+    def equal(self, value: int, group: AxisGroup) -> bool:
+        return len({row[0] for row in self.exchange([value], group)}) == 1
+
+    def exchange(self, row: list[int], _: AxisGroup | None = None) -> list[list[int]]:
         self.rows[self.rank.value] = row
         self.barrier.wait()
         found = [list(r) for r in self.rows]
@@ -31,12 +34,19 @@ class Table:
 
 
 def _together(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, body: Callable[[Agreement, int], object], mode: str = "tolerate"
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    body: Callable[[Agreement, int], object],
+    mode: str = "tolerate",
+    *,
+    table: Table | None = None,
+    objects: list[object] | None = None,
 ) -> list[object]:
     """Run ``body(agreement, rank)`` on every rank; results (or the exceptions) in rank order."""
-    table = Table(ranks)
+    table = table or Table(ranks)
     monkeypatch.setattr(module, "exchange_ints", table.exchange)
-    monkeypatch.setattr(module, "gather_objects", lambda value, _: [value] * ranks)
+    monkeypatch.setattr(module, "all_equal", table.equal)
+    monkeypatch.setattr(module, "gather_objects", lambda value, _: objects or [value] * ranks)
     results: list[object] = [None] * ranks
 
     def run(rank: int) -> None:
@@ -54,6 +64,11 @@ def _together(
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads), "hung"
     return results
+
+
+def _one(agreement: Agreement, request: Request) -> Decision:
+    (decision,) = agreement.ask(request)
+    return decision
 
 
 GATHER = Request(Kind.GATHER, (5, 6, 7))
@@ -74,15 +89,15 @@ CASES = [
 @pytest.mark.parametrize(("requests", "expected"), CASES)
 def test_the_smallest_request_is_everybodys_decision(monkeypatch: pytest.MonkeyPatch, requests: list[Request], expected: Decision) -> None:
     for order in (requests, requests[::-1], [requests[0], *requests]):
-        assert _together(monkeypatch, len(order), lambda a, rank, order=order: a.decide(order[rank])) == [expected] * len(order)
+        assert _together(monkeypatch, len(order), lambda a, rank, order=order: _one(a, order[rank])) == [expected] * len(order)
 
 
 @pytest.mark.parametrize("request_", [GATHER, Request(Kind.FLUSH, pending=(3, 70)), Request(Kind.GATHER, (4,), reduces=(1, 2))])
 def test_alone_and_unanimous_every_request_is_served_whole(monkeypatch: pytest.MonkeyPatch, request_: Request) -> None:
-    alone = Agreement(None, "tolerate", NAMES, where=lambda: "").decide(request_)
+    alone = _one(Agreement(None, "tolerate", NAMES, where=lambda: ""), request_)
     assert alone.reduces == request_.reduces
     assert alone.units == (request_.pending if request_.kind is Kind.FLUSH else request_.units)
-    assert _together(monkeypatch, 2, lambda a, _: a.decide(request_)) == [alone, alone]
+    assert _together(monkeypatch, 2, lambda a, _: _one(a, request_)) == [alone, alone]
 
 
 def _walk(agreement: Agreement, needs: list[tuple[Kind, int]]) -> list[Decision]:
@@ -90,12 +105,12 @@ def _walk(agreement: Agreement, needs: list[tuple[Kind, int]]) -> list[Decision]
     done = []
     for kind, unit in needs:
         while True:
-            done.append(agreement.decide(Request(kind, (unit,))))
+            done.append(_one(agreement, Request(kind, (unit,))))
             if done[-1].kind is kind and unit in done[-1].units:
                 break
     for end in (Kind.LEAVE, Kind.FLUSH, Kind.STEP):
         while True:
-            done.append(agreement.decide(Request(end)))
+            done.append(_one(agreement, Request(end)))
             if done[-1].kind is end:
                 break
     return done
@@ -113,7 +128,7 @@ def test_random_walks_neither_hang_nor_differ(monkeypatch: pytest.MonkeyPatch, r
 
 def test_mode_error_raises_on_every_rank_and_says_who(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [Request(Kind.GATHER, (1,)), Request(Kind.GATHER, (2,)), Request(Kind.FLUSH)]
-    for error in _together(monkeypatch, 3, lambda a, rank: a.decide(asked[rank]), mode="error"):
+    for error in _together(monkeypatch, 3, lambda a, rank: _one(a, asked[rank]), mode="error"):
         assert isinstance(error, DivergenceError)
         for part in ("rank 10 needs 'unit1'", "rank 11 needs 'unit2'", "rank 12 has reached the end of the backward", "step 7", "tolerate"):
             assert part in str(error)
@@ -121,12 +136,222 @@ def test_mode_error_raises_on_every_rank_and_says_who(monkeypatch: pytest.Monkey
 
 def test_mode_error_allows_different_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [Request(Kind.GATHER, (1, 2)), Request(Kind.GATHER, (1, 3))]
-    assert _together(monkeypatch, 2, lambda a, rank: a.decide(asked[rank]), mode="error") == [Decision(Kind.GATHER, (1,))] * 2
+    assert _together(monkeypatch, 2, lambda a, rank: _one(a, asked[rank]), mode="error") == [Decision(Kind.GATHER, (1,))] * 2
 
 
 def test_mode_assume_none_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(a: Agreement, rank: int) -> int:
-        a.decide(Request(Kind.GATHER, (rank,)))
+        _one(a, Request(Kind.GATHER, (rank,)))
         return a.rounds
 
     assert _together(monkeypatch, 2, count, mode="assume_none") == [0, 0]
+
+
+# -- by habit ------------------------------------------------------------------------------------------------------------------
+Program = list[tuple[str, int]]
+STEADY: Program = [("need", u) for u in range(5)] + [("leave", 0)] + [("back", u) for u in (3, 2, 1, 0)] + [("flush", 0), ("step", 0)]
+ENDS = {"leave": Kind.LEAVE, "end": Kind.LEAVE, "flush": Kind.FLUSH, "step": Kind.STEP}
+EVALUATION: Program = [("need", u) for u in range(5)] + [("end", 0)]
+
+
+class Rank:
+    """One rank as the runtime drives it: units that are here, gradients that wait, and every collective meeting the others'."""
+
+    def __init__(self, agreement: Agreement, table: Table) -> None:
+        self.agreement, self.table = agreement, table
+        self.here: set[int] = set()
+        self.local: list[int] = []
+        self.reduced: dict[int, int] = {}
+        self.log: list[Decision] = []
+        self.rounds: list[int] = []
+
+    def ask(self, kind: Kind, units: tuple[int, ...] = (), *, urgent: bool = True) -> Decision | None:
+        closing = kind >= Kind.FLUSH
+        request = Request(kind, units, tuple(sorted(self.local)) if closing else (), () if kind >= Kind.LEAVE else tuple(self.local))
+        decision = None
+        for decision in self.agreement.ask(request, urgent=urgent):
+            everybodys = self.table.exchange([hash((int(decision.kind), decision.units, decision.reduces))])
+            assert all(row == everybodys[0] for row in everybodys), "ranks issue different collectives"
+            self.log.append(decision)
+            for unit in decision.reduced:
+                if unit in self.local:
+                    self.local.remove(unit)
+                    self.reduced[unit] = self.reduced.get(unit, 0) + 1
+            if decision.kind is Kind.GATHER and units[:1] and units[0] in decision.units:
+                self.here.update(decision.units)
+        return decision
+
+    def run(self, program: Program) -> None:
+        for verb, unit in program:
+            if verb in ("need", "back"):
+                while unit not in self.here:
+                    self.ask(Kind.GATHER, (unit,))
+                if verb == "back":
+                    self.local.append(unit)
+                    if len(self.local) >= 2:
+                        self.reduce()
+                self.here.discard((unit - 1) % 5)
+                self.ask(Kind.GATHER, ((unit + (1 if verb == "need" else 4)) % 5,), urgent=False)
+            elif verb == "user":  # a collective of the user's own
+                self.table.exchange([-1])
+            else:
+                self.end(ENDS[verb], PASSING if verb == "leave" else ())
+
+    def reduce(self) -> None:
+        while self.local:
+            overdue = len(self.local) > 4
+            if self.ask(Kind.REDUCE, (self.local[0],), urgent=overdue) is None:
+                break
+
+    def end(self, kind: Kind, units: tuple[int, ...]) -> None:
+        while (decision := self.ask(kind, units)) is None or decision.kind is not kind or (kind is Kind.LEAVE and decision.units != units):
+            pass
+        if kind is Kind.LEAVE and not units:
+            self.here.clear()
+        if kind is Kind.FLUSH:
+            self.here.clear()
+            self.rounds.append(self.agreement.rounds)
+            assert not self.local
+
+
+def _ranks(monkeypatch: pytest.MonkeyPatch, programs: list[list[Program]]) -> list[Rank]:
+    """Every rank runs its programs one after the other; all have to issue the same collectives."""
+    table = Table(len(programs))
+
+    def body(agreement: Agreement, rank: int) -> Rank:
+        driven = Rank(agreement, table)
+        for program in programs[rank]:
+            driven.run(program)
+        return driven
+
+    found = _together(monkeypatch, len(programs), body, table=table)
+    for rank in found:
+        assert isinstance(rank, Rank), rank
+        assert rank.log == found[0].log  # type: ignore[attr-defined]
+    return found  # type: ignore[return-value]
+
+
+def _messages(rank: Rank) -> list[int]:
+    return [b - a for a, b in zip([0, *rank.rounds], rank.rounds, strict=False)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_equal_backwards_come_to_cost_one_message_each(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    for rank in _ranks(monkeypatch, [[STEADY] * 10] * ranks):
+        messages = _messages(rank)
+        assert messages[0] > 5 and messages[-5:] == [1] * 5
+        assert rank.agreement.mismatches == 0
+        assert rank.reduced == dict.fromkeys(range(4), 10)
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_accumulation_windows_have_a_habit_each(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    inner = [step for step in STEADY if step[0] != "step"]
+    inner = [("need", unit) if verb == "back" else (verb, unit) for verb, unit in inner]
+    programs = [*[inner] * (window - 1), STEADY] * 8
+    for rank in _ranks(monkeypatch, [programs] * 2):
+        assert _messages(rank)[-window:] == [1] * window
+        assert rank.reduced == dict.fromkeys(range(4), 8)
+
+
+def test_evaluations_and_training_have_habits_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in _ranks(monkeypatch, [[STEADY, EVALUATION, EVALUATION] * 8] * 2):
+        assert _messages(rank)[-2:] == [3, 3], "one at the end of each evaluation, one of the backward"
+
+
+# What one rank does for once instead of STEADY, while the others do not know.
+SURPRISES: dict[str, list[Program]] = {
+    "skips": [[s for s in STEADY if s[1] != 2 or s[0] not in ("need", "back")]],
+    "skips_the_last": [[s for s in STEADY if s[1] != 4 or s[0] not in ("need", "back")]],
+    "skips_the_first": [[s for s in STEADY if s[1] != 0 or s[0] not in ("need", "back")]],
+    "needs_more": [[("need", 0), ("need", 7), *STEADY[1:6], ("back", 7), *STEADY[6:]]],
+    "needs_more_in_the_backward": [[*STEADY[:8], ("need", 9), *STEADY[8:]]],
+    "other_order": [[("need", u) for u in (2, 0, 4, 1, 3)] + STEADY[5:]],
+    "backward_in_another_order": [STEADY[:6] + [("back", u) for u in (0, 1, 2, 3)] + STEADY[10:]],
+    "uses_one_twice": [[*STEADY[:3], ("need", 0), ("need", 1), *STEADY[3:]]],
+    "does_nothing_in_the_forward": [STEADY[5:]],
+    "is_cut_short_and_tries_again": [[*STEADY[:3], *STEADY]],
+    "is_cut_short_in_the_backward": [[*STEADY[:8], *STEADY]],
+    "runs_a_second_forward": [[*STEADY[:6], *STEADY]],
+    "evaluates_first": [[*EVALUATION[:-1], ("leave", 0), *STEADY]],
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", SURPRISES)
+def test_a_surprise_on_one_rank_is_served(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int) -> None:
+    for at in (5, 6, 9):
+        programs = [[STEADY] * 30 for _ in range(ranks)]
+        (programs[-1][at],) = SURPRISES[name]
+        for rank in _ranks(monkeypatch, programs):
+            assert max(_messages(rank)[at:]) > 1
+            assert _messages(rank)[-3:] == [1] * 3, "and forgotten"
+
+
+@pytest.mark.parametrize("name", [*SURPRISES, "evaluates"])
+def test_a_surprise_on_all_ranks_is_served(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (surprise,) = SURPRISES.get(name, [[*EVALUATION, *STEADY]])
+    programs = [STEADY] * 7 + [surprise] + [STEADY] * 22
+    for rank in _ranks(monkeypatch, [programs] * 2):
+        assert _messages(rank)[-3:] == [1] * 3
+
+
+def test_before_the_step_nothing_is_executed_for_a_guest(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = [STEADY] * 7 + [[*STEADY[:-1], *EVALUATION, STEADY[-1]]] + [STEADY] * 3
+    _ranks(monkeypatch, [programs] * 2)
+
+
+@pytest.mark.parametrize("name", [n for n in SURPRISES if n.startswith("skips")])
+def test_a_rank_that_skips_reaches_a_collective_of_the_users_after_the_forward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def with_user(program: Program) -> Program:
+        at = program.index(("leave", 0)) + 1
+        return [*program[:at], ("user", 0), *program[at:]]
+
+    programs = [[with_user(STEADY)] * 9 for _ in range(2)]
+    programs[1][7] = with_user(SURPRISES[name][0])
+    _ranks(monkeypatch, programs)
+
+
+def test_collectives_seen_after_a_forward_make_its_end_a_message_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(agreement: Agreement, _: int) -> tuple[bool, int]:
+        for _ in range(9):
+            _one(agreement, Request(Kind.LEAVE, () if agreement.foreign else PASSING))
+            before = agreement.rounds
+            _one(agreement, Request(Kind.FLUSH, foreign=True))
+        return agreement.foreign, before
+
+    assert _together(monkeypatch, 2, body) == [(True, 17)] * 2
+
+
+def test_random_surprises_neither_hang_nor_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(12):
+        draw = random.Random(seed)
+        programs: list[list[Program]] = [[], [], []]
+        for _ in range(25):
+            common = draw.choice([STEADY] * 6 + [[*EVALUATION, *STEADY]])
+            for program in programs:
+                program.append(draw.choice([p for (p,) in SURPRISES.values()]) if draw.random() < 0.05 else common)
+        for rank in _ranks(monkeypatch, programs):
+            assert len(rank.rounds) >= 25 - 3
+
+
+@pytest.mark.parametrize("name", [n for n in SURPRISES if n != "is_cut_short_and_tries_again"])
+def test_mode_error_raises_by_habit_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """At the latest at the end of the backward, where the paths are compared."""
+    table = Table(2)
+
+    def body(agreement: Agreement, rank: int) -> str:
+        driven = Rank(agreement, table)
+        for _ in range(7):
+            driven.run(STEADY)
+        path = tuple(u for verb, u in (SURPRISES[name][0] if rank else STEADY) if verb in ("need", "back"))
+        try:
+            while True:
+                for decision in agreement.ask(Request(Kind.FLUSH, path=path)):
+                    table.exchange([int(decision.kind)])
+        except DivergenceError as error:
+            return str(error)
+
+    paths = [tuple(u for verb, u in program if verb in ("need", "back")) for program in (STEADY, SURPRISES[name][0])]
+    found = _together(monkeypatch, 2, body, mode="error", objects=paths, table=table)
+    assert all(isinstance(text, str) and "rank 10 used" in text and "rank 11 used" in text for text in found), found

@@ -71,8 +71,8 @@ def test_sharded_over_four_ranks() -> None:
     assert found["gradients on their way"].device == 3 * (N + 1) * 2
 
 
-def test_prefetch_adds_at_most_two_typical_units() -> None:
-    for prefetch, ahead in ((100, 100), (10**9, 2 * N)):
+def test_prefetch_adds_the_next_unit_and_at_most_two_typical_ones() -> None:
+    for prefetch, ahead in ((0, 0), (100, N), (N + 100, N + 100), (10**9, 2 * N)):
         plan = plan_of({"stage": 3, "prefetch_bucket_size": prefetch}, 2)
         found = lines(plan, sizes(plan, N, N, N, 5 * N), (2,))
         assert found["units gathered at once"].device == (5 * N + ahead) * 2

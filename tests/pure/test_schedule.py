@@ -2,7 +2,7 @@
 
 import random
 
-from deepspeed.zero.schedule import Schedule
+from deepspeed.zero.schedule import Habits, Schedule
 
 
 def _record(schedule: Schedule, phase: str, uses: list[int]) -> list[list[int]]:
@@ -11,7 +11,7 @@ def _record(schedule: Schedule, phase: str, uses: list[int]) -> list[list[int]]:
     seen = []
     for unit in uses:
         schedule.use(unit)
-        seen.append(schedule.upcoming())
+        seen.append(list(schedule.upcoming()))
     schedule.end()
     return seen
 
@@ -45,7 +45,7 @@ def test_an_eval_inside_a_train_phase_suspends_it() -> None:
         schedule.end()
     schedule.begin("train")
     schedule.use(0)
-    assert schedule.upcoming() == [1, 0]
+    assert list(schedule.upcoming()) == [1, 0]
 
 
 def test_a_surprise_resynchronises_or_falls_silent() -> None:
@@ -78,7 +78,7 @@ def test_outside_a_phase_nothing_happens() -> None:
     schedule = Schedule()
     schedule.use(3)
     schedule.end()
-    assert schedule.upcoming() == [] and schedule.uses == 0 and schedule.phase is None
+    assert list(schedule.upcoming()) == [] and schedule.uses == 0 and schedule.phase is None
 
 
 def test_an_empty_phase_keeps_the_trace() -> None:
@@ -95,21 +95,108 @@ def test_ahead_fills_a_window_with_distinct_units() -> None:
     schedule.begin("train")
     schedule.use(0)
     sizes = [10, 20, 30, 5]
-    ahead = lambda first, window: schedule.ahead(sizes, first_numel=first, window_numel=window)  # noqa: E731
-    assert ahead(100, 100) == [1, 2, 0, 3]
-    assert ahead(100, 50) == [1, 2]
-    assert ahead(20, 0) == [1], "one large unit may come alone"
-    assert ahead(19, 1000) == []
+    assert schedule.ahead(sizes, window_numel=100) == [1, 2, 0, 3]
+    assert schedule.ahead(sizes, window_numel=50) == [1, 2]
+    assert schedule.ahead(sizes, window_numel=100, most=3) == [1, 2, 0]
+    assert schedule.ahead(sizes, window_numel=100, besides=(0, 1)) == [2, 3], "what is here is neither named nor counted"
 
 
-def test_reuse_distance_counts_what_lies_between() -> None:
+def test_the_next_unit_comes_early_however_large_it_is() -> None:
+    """A block of width 2048 has more elements than the default prefetch_bucket_size: then nothing was ever fetched early."""
+    schedule = Schedule()
+    block = 12 * 2048**2
+    _record(schedule, "train", [*range(8), *range(7, -1, -1)])
+    schedule.begin("train")
+    for unit in range(7):
+        schedule.use(unit)
+        assert schedule.ahead([block] * 8, window_numel=50_000_000, besides=(unit,)) == [unit + 1]
+
+
+def test_needed_within_counts_what_lies_between() -> None:
     schedule = Schedule()
     _record(schedule, "train", [0, 1, 2, 0])
     schedule.begin("train")
     schedule.use(0)
-    assert schedule.reuse_distance(0, [10, 20, 30]) == 50
-    assert schedule.reuse_distance(1, [10, 20, 30]) == 0
-    assert schedule.reuse_distance(7, [10, 20, 30]) is None
+    assert schedule.needed_within(0, [10, 20, 30], 50) and not schedule.needed_within(0, [10, 20, 30], 49)
+    assert schedule.needed_within(1, [10, 20, 30], 0)
+    assert not schedule.needed_within(7, [10, 20, 30], 1000)
+
+
+def test_a_gather_starts_at_the_first_use_inside_a_block() -> None:
+    """Blocks of several modules need their unit several times in a row: those uses must not stand for the next unit."""
+    blocks, uses_each = 32, 6
+    trace = [block for block in [*range(blocks), *range(blocks - 1, -1, -1)] for _ in range(uses_each)]
+    schedule = Schedule()
+    _record(schedule, "train", trace)
+    schedule.begin("train")
+    early: dict[int, int] = {}
+    here = {0}
+    for position, unit in enumerate(trace[: blocks * uses_each]):
+        schedule.use(unit)
+        assert unit in here
+        ahead = schedule.ahead([100] * blocks, window_numel=100, besides=(unit,))
+        if ahead and ahead[0] not in here:
+            early.setdefault(ahead[0], position)
+            here.add(ahead[0])
+    assert early == {block: (block - 1) * uses_each for block in range(1, blocks)}
+
+
+class _Counted(list[int]):
+    """A trace that counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, index: object) -> int:  # type: ignore[override]
+        assert isinstance(index, int), "the rest of the trace is copied"
+        _Counted.reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_pass_reads_its_trace_a_few_times_whatever_its_length() -> None:
+    for length in (100, 3200):
+        schedule = Schedule()
+        uses = [*range(length), *range(length - 1, -1, -1)]
+        _record(schedule, "train", uses)
+        schedule._phases["train"].trace = _Counted(uses)
+        schedule.begin("train")
+        _Counted.reads = 0
+        for unit in uses:
+            schedule.use(unit)
+            schedule.ahead([10] * length, window_numel=25, besides=(unit,))
+            schedule.needed_within(unit, [10] * length, 0)
+        assert _Counted.reads < 10 * len(uses)
+
+
+def _foretold(order: str, *, wrong: int = 0) -> str:
+    """What ``Habits`` foretell before each of the intervals in ``order``; "." is nothing."""
+    habits: Habits[str] = Habits()
+    for _ in range(wrong):
+        habits.close(None, foretold=True)
+    seen = ""
+    for interval in order:
+        foreseen = habits.forecast()
+        seen += foreseen[0] if foreseen else "."
+        habits.close((interval,), foretold=bool(foreseen))
+    return seen
+
+
+def test_habits_foretell_what_repeats() -> None:
+    assert _foretold("itttttt") == "....ttt"
+    assert _foretold("tetetetete") == "....tetete"
+    assert _foretold("teeteeteetee")[-6:] == "teetee"
+    assert _foretold("aaab" * 5)[-8:] == "aaabaaab", "an accumulation window"
+    assert _foretold("abcdefgh") == "." * 8
+
+
+def test_habits_grow_cautious_when_they_were_wrong() -> None:
+    assert _foretold("t" * 12, wrong=2) == "." * 9 + "ttt"
+
+
+def test_an_interval_that_is_not_learnt_breaks_the_chain() -> None:
+    habits: Habits[str] = Habits()
+    for interval in (("t",), ("t",), None, ("t",), ("t",)):
+        habits.close(interval, foretold=False)
+        assert habits.forecast() == ()
 
 
 def test_random_walks_never_fail_and_forecasts_only_move_on_along_the_trace() -> None:

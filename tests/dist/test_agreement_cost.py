@@ -1,0 +1,60 @@
+"""What agreeing costs is what the formulas of benchmarks/agreement.py say: comparisons, messages and bytes per step."""
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.budget.source import ROOT
+from tests.harness.pool import RankPool
+from tests.harness.training import make_config, start
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def formulas() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_agreement", ROOT / "benchmarks" / "agreement.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def counted(blocks: int, unequal: bool) -> list[list[tuple[int, int, int]]]:
+    """Of each step: comparisons, digests that this rank sent, and their bytes; then rows and their bytes."""
+    engine = start(formulas().chain(blocks, 8), make_config(3, zero={"param_persistence_threshold": 0}))
+    runtime, sent = engine.runtime, []
+    runtime.mesh.control.ledger.append(lambda op, numel, dtype, size: sent.append((op, numel * dtype.itemsize, size)))
+    found = []
+    for step in range(8):
+        sent.clear()
+        before, uneven = runtime.agreement.rounds, runtime.agreement.mismatches
+        engine.backward(engine(torch.full((2, 8), 0.1 * step)).square().mean())
+        engine.step()
+        digests = [nbytes for op, nbytes, _ in sent if op == "digest"]
+        # In a ring each rank passes on every row but one.
+        rows = [nbytes // size * (size - 1) for op, nbytes, size in sent if op == "rows"]
+        found.append([(runtime.agreement.rounds - before, len(digests), sum(digests))])
+        found[-1].append((runtime.agreement.mismatches - uneven, len(rows) * (runtime.mesh.zero.size - 1), sum(rows)))
+        if unequal:  # a forecast of its own on one rank
+            runtime.schedule._phases.clear()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("blocks", [6, 12, 13])
+def test_agreement_costs_what_the_formulas_say(pool2: RankPool, pool3: RankPool, pool4: RankPool, blocks: int) -> None:
+    bench = formulas()
+    for ranks, pool in ((2, pool2), (3, pool3), (4, pool4)):
+        for steps in pool.run(counted, blocks, unequal=False):
+            learning, habit = steps[2], steps[-1]
+            assert learning[0] == _row(bench.by_digest(ranks, bench.comparisons_by_message(blocks)))
+            assert habit[0] == _row(bench.by_digest(ranks, 1))
+            assert {row for _, row in steps} == {(0, 0, 0)}, "equal ranks exchange no rows"
+
+
+def _row(cost: object) -> tuple[int, int, int]:
+    return (cost.comparisons, cost.messages, cost.nbytes)  # type: ignore[attr-defined]
