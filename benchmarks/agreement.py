@@ -45,11 +45,12 @@ def by_digest(ranks: int, comparisons: int) -> Cost:
 
 
 def comparisons_by_message(units: int) -> int:
-    """Requests of a step without habits: ``units`` equal sharded units in a chain, two fetched early with one request.
+    """Requests of a step without habits: ``units`` equal sharded units in a chain.
 
-    The gathers of the forward and of the backward, two units a request, and the ends of forward, backward and step.
+    The gathers of two units go with one request, in both directions, and so do two reductions; then the ends of forward, backward and
+    step.
     """
-    return 1 + units // 2 + units // 2 + 3
+    return 3 * (units // 2) + 3
 
 
 def chain(blocks: int, width: int) -> Any:

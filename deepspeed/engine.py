@@ -19,7 +19,7 @@ from deepspeed.engine_checkpoint import EngineCheckpoint
 from deepspeed.engine_info import DTYPES, EngineInfo
 from deepspeed.engine_pending import EnginePending
 from deepspeed.engine_timing import EngineTiming
-from deepspeed.errors import UsageError
+from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
@@ -103,7 +103,10 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     # -- forward, backward, step -------------------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. After an error inside it, the engine is as it was before, gradients of the window included."""
+        """The module's forward. After an error inside it, the engine is as it was before, gradients of the window included.
+
+        A DivergenceError starts the accumulation window anew: other ranks may hear of it in their backward.
+        """
         self._check_alive()
         self._forget_failed_backward()
         if self._config.fp16.auto_cast and self.fp16_enabled():
@@ -113,8 +116,10 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         try:
             with self._autocast(), self._clock("forward"):
                 return self.module(*inputs, **kwargs)
-        except BaseException:
-            if not inside_backward():  # a recomputation is left by an exception when it has all it needs
+        except BaseException as error:
+            if isinstance(error, DivergenceError):
+                self._recover()
+            elif not inside_backward():  # a recomputation is left by an exception when it has all it needs
                 self._parts.hooks.disarm()
                 self.runtime.reset(keep_gradients=True)
             raise

@@ -212,7 +212,7 @@ def all_equal(value: int, group: AxisGroup) -> bool:
         source, target = (group.index - distance) % group.size, (group.index + distance) % group.size
         ends = group.note("digest", extremes)
         works: list[Any] = [dist.irecv(theirs, group=group.pg, group_src=source), dist.isend(extremes, group=group.pg, group_dst=target)]
-        Transfer(works, ends=ends).wait()
+        Collective(works, extremes, theirs, ends=ends).wait()
         extremes = torch.maximum(extremes, theirs)
     return not extremes.sum()
 

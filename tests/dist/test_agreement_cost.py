@@ -23,8 +23,8 @@ def formulas() -> ModuleType:
     return module
 
 
-def counted(blocks: int, unequal: bool) -> list[list[tuple[int, int, int]]]:
-    """Of each step: comparisons, digests that this rank sent, and their bytes; then rows and their bytes."""
+def counted(blocks: int) -> list[list[tuple[int, int, int]]]:
+    """Of each step: comparisons, digests that this rank sent, and their bytes; then exchanges of rows."""
     engine = start(formulas().chain(blocks, 8), make_config(3, zero={"param_persistence_threshold": 0}))
     runtime, sent = engine.runtime, []
     runtime.mesh.control.ledger.append(lambda op, numel, dtype, size: sent.append((op, numel * dtype.itemsize, size)))
@@ -35,12 +35,9 @@ def counted(blocks: int, unequal: bool) -> list[list[tuple[int, int, int]]]:
         engine.backward(engine(torch.full((2, 8), 0.1 * step)).square().mean())
         engine.step()
         digests = [nbytes for op, nbytes, _ in sent if op == "digest"]
-        # In a ring each rank passes on every row but one.
-        rows = [nbytes // size * (size - 1) for op, nbytes, size in sent if op == "rows"]
+        rows = [nbytes for op, nbytes, _ in sent if op == "rows"]
         found.append([(runtime.agreement.rounds - before, len(digests), sum(digests))])
-        found[-1].append((runtime.agreement.mismatches - uneven, len(rows) * (runtime.mesh.zero.size - 1), sum(rows)))
-        if unequal:  # a forecast of its own on one rank
-            runtime.schedule._phases.clear()
+        found[-1].append((runtime.agreement.mismatches - uneven, len(rows), sum(rows)))
     engine.destroy()
     return found
 
@@ -49,7 +46,7 @@ def counted(blocks: int, unequal: bool) -> list[list[tuple[int, int, int]]]:
 def test_agreement_costs_what_the_formulas_say(pool2: RankPool, pool3: RankPool, pool4: RankPool, blocks: int) -> None:
     bench = formulas()
     for ranks, pool in ((2, pool2), (3, pool3), (4, pool4)):
-        for steps in pool.run(counted, blocks, unequal=False):
+        for steps in pool.run(counted, blocks):
             learning, habit = steps[2], steps[-1]
             assert learning[0] == _row(bench.by_digest(ranks, bench.comparisons_by_message(blocks)))
             assert habit[0] == _row(bench.by_digest(ranks, 1))
@@ -58,3 +55,22 @@ def test_agreement_costs_what_the_formulas_say(pool2: RankPool, pool3: RankPool,
 
 def _row(cost: object) -> tuple[int, int, int]:
     return (cost.comparisons, cost.messages, cost.nbytes)  # type: ignore[attr-defined]
+
+
+def unequal(blocks: int) -> tuple[int, list[int]]:
+    """One request that differs between the ranks: the bytes of its rows."""
+    engine = start(formulas().chain(blocks, 8), make_config(3, zero={"param_persistence_threshold": 0}))
+    runtime, sent = engine.runtime, []
+    runtime.mesh.control.ledger.append(lambda op, numel, dtype, size: sent.append((op, numel * dtype.itemsize)))
+    runtime.need([runtime.units[runtime.mesh.zero.index]])
+    runtime.flush()
+    engine.destroy()
+    return runtime.agreement.mismatches, [nbytes for op, nbytes in sent if op == "rows"]
+
+
+@pytest.mark.parametrize("blocks", [3, 70])
+def test_unequal_requests_exchange_rows(pool2: RankPool, blocks: int) -> None:
+    for mismatches, rows in pool2.run(unequal, blocks):
+        assert mismatches == len(rows) > 0
+        # What arrives are the rows of all ranks, of which a ring passes on all but one.
+        assert set(rows) == {formulas().by_rows(2, blocks, 1).nbytes * 2}

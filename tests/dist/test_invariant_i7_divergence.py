@@ -305,7 +305,7 @@ def test_invariant_i7_a_surprise_after_a_habit(pool2: RankPool, name: str) -> No
     for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
         assert error <= TOLERANCE, worst
         assert messages[HABIT - 1] == 1, "a backward is to cost one message by now"
-        assert messages[HABIT] > 1
+        assert messages[HABIT] > 1 or name == "recomputes", "the same units in the same order are no surprise"
 
 
 @pytest.mark.parametrize("name", ["skips_an_expert", "needs_another_one", "other_order"])
@@ -360,11 +360,11 @@ def test_invariant_i7_error_mode_after_a_habit(pool2: RankPool, name: str) -> No
         assert error <= TOLERANCE, "after the error, training does not go on as before"
 
 
-def failed_alone(phase: str) -> tuple[float, str]:
-    """After a habit one rank's batch fails half way, and it tries again; the others know nothing of it."""
+def failed_alone() -> tuple[float, str]:
+    """After a habit one rank's forward fails half way, and it tries again; the others know nothing of it."""
     pair = Lockstep(Case("same", seeded(Router), regression_batch, _same_route), make_config(3, zero=ZERO))
     with Faults(pair.engine.module, rank=dist.get_rank()) as faults:
-        faults.raise_in("layers.0", phase=phase, step=-1, rank=1)
+        faults.raise_in("layers.0", phase="forward", step=-1, rank=1)
         for step in range(LATE):
             if step == HABIT and dist.get_rank() == 1:
                 faults.step = -1
@@ -377,9 +377,8 @@ def failed_alone(phase: str) -> tuple[float, str]:
         return pair.finish()
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_invariant_i7_a_rank_that_failed_alone_is_waited_for(pool2: RankPool, phase: str) -> None:
-    for error, worst in pool2.run(failed_alone, phase, time_limit=LIMIT):
+def test_invariant_i7_a_rank_that_failed_alone_is_waited_for(pool2: RankPool) -> None:
+    for error, worst in pool2.run(failed_alone, time_limit=LIMIT):
         assert error <= TOLERANCE, worst
 
 
