@@ -20,7 +20,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 WORD_BITS = 62
-MESSAGE_UNITS = 12  # of a request besides its sets of units: 8 to gather, 4 to reduce
+EVERY_REQUEST = 14  # integers of a request besides its set of units, when all requests were exchanged
+UNEQUAL = 2  # the same where only what the smallest of unequal requests is decided by is exchanged
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Cost:
     nbytes: int
 
 
-def by_rows(ranks: int, units: int, comparisons: int) -> Cost:
-    """Requests all-gathered as rows of int64 around a ring: what each comparison was, and what an unequal one adds."""
+def by_rows(ranks: int, units: int, comparisons: int, *, fixed: int = EVERY_REQUEST) -> Cost:
+    """Requests all-gathered as rows of int64 around a ring: what each comparison once was, and (``UNEQUAL``) an unequal one adds."""
     messages = comparisons * (ranks - 1)
-    return Cost(comparisons, messages, messages * 8 * (1 + MESSAGE_UNITS + max(1, -(-units // WORD_BITS))))
+    return Cost(comparisons, messages, messages * 8 * (fixed + max(1, -(-units // WORD_BITS))))
 
 
 def by_digest(ranks: int, comparisons: int) -> Cost:

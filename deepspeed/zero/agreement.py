@@ -1,30 +1,24 @@
 """One order of collectives on every rank, also when ranks take different branches.
 
-[Note: agreement] A rank *asks* before it issues gathers or reductions, and every rank executes the same *decisions* in the same
-order (ZeRO invariant I7). There are two ways to a decision.
+[Note: agreement] A rank *asks* before it issues gathers or reductions, and all execute the same *decisions* (ZeRO invariant I7).
 
-*By message.* The ranks compare a digest of what they ask for; if it is equal everywhere, all of it is executed. If not, they
-exchange the requests and the smallest one is executed by everybody: a rank that did not ask for it is a guest, which gathers and
-drops the unit, or contributes zeros to the reduction. A rank asks again until it was served, and one that has reached the end of
-the model's forward, of backward, or the step serves the others until all have.
+*By message:* the ranks compare a digest of their requests; equal ones are executed whole, of others the smallest one, by everybody: a
+rank that did not ask for it is a guest, which gathers and drops the unit, or contributes zeros. A rank asks again until it was
+served; one that has reached the end of forward, of backward or the step serves the others until all have.
 
-*By habit.* The decisions between two closing messages (the end of a backward; of a forward that has none) are an interval. All
-ranks executed the same ones, so all know the same past; if it repeats, all foretell the same next interval (schedule.Habits), and
-its decisions are executed when they come up, without messages. What a rank asks for is looked up in the rest of the interval: all
-before it is executed as a guest. If it is not there, the rank executes the whole rest as a guest, and then asks by message, where
-it meets the others at the latest at their closing message. An interval in which a rank did so, or in which a message found ranks
-unequal, is not learnt from.
+*By habit:* the decisions between two closing messages are an interval. All ranks executed the same ones, so from the common past all
+foretell the same next one (schedule.Habits), and execute it without messages. What a rank asks for is looked up in the rest of the
+interval; what lies before it is executed as a guest. If it is not there, the whole rest is, and then the rank asks by message.
 
-Why no rank waits for a collective that another one never issues: before each message a rank has executed the interval to its end,
-so the decisions between two messages are the same list everywhere, in the same order. Within the list a rank waits only for ranks
-that are further back in it; each of those goes on, because whatever its code does next either is in the rest, or makes it execute
-the rest: further reads, the end of the forward, of the backward. Messages pair off one by one; of the requests in one, the smallest
-is served, and its rank goes on, so some rank always does. What an error on one rank leaves of an interval stays to be executed.
+Why no rank waits for a collective that another one never issues: a rank has executed the interval to its end before it takes part in
+a message, so what is decided between two messages is one list everywhere, in one order. In the list a rank waits only for ranks
+further back in it, and these go on, because whatever their code does next either is in the rest or makes them execute it, the end of
+the backward at the latest. Of the requests in a message the smallest is served, so some rank goes on. An error leaves the rest to be
+executed at the next request.
 
-What the proof needs of the code outside: it does not wait for another rank in between. The end of a forward is no message by habit
-in training, so code between it and the backward that does (a collective of the user's, another engine) has to be seen: the runtime
-watches for it (``Request.foreign``), and from then on that place is a closing message, as it is in evaluation. The step is none
-either where every step followed its backward: a rank that then leaves one out alone is not waited for.
+The code outside must not wait for other ranks within an interval. Between a forward and its backward, where no message is sent by
+habit, the runtime watches for that (``Request.foreign``): once seen, the end of a forward stays a closing message, as it is without
+gradients. A step is passed by habit too; a rank that leaves one out alone is not waited for.
 """
 
 from collections.abc import Callable, Iterator
@@ -110,8 +104,6 @@ _ENDS = {
     Kind.FLUSH: "has reached the end of the backward",
     Kind.STEP: "has reached the step",
 }
-_WISHES = 8
-_REDUCES = 4
 _WORD = 62
 
 
@@ -198,21 +190,17 @@ class Agreement:
 
     def _smallest(self, request: Request) -> Decision:
         assert self._group is not None
-        said = exchange_ints(self._encode(request), self._group)
-        requests = [self._decode(row) for row in said]
-        heads = {r.head for r in requests}
+        words = [0] * self._words
+        for unit in request.pending:
+            words[unit // _WORD] |= 1 << (unit % _WORD)
+        said = exchange_ints([*map(int, request.head), *words], self._group)
+        heads = [(Kind(row[0]), row[1]) for row in said]
         if self._mode == "error":
-            try:
-                self._refuse(requests, heads, request.path)
-            except DivergenceError:
-                self._strayed = True
-                self._close()
-                raise
-        if all(row == said[0] for row in said):
-            return _whole(request)
+            self._refuse(heads, request.path)
         kind, unit = min(heads)
         if kind >= Kind.FLUSH:
-            return Decision(kind, tuple(sorted({u for r in requests for u in r.pending})))
+            pending = [u for u in range(len(self._names)) if any(row[2 + u // _WORD] >> u % _WORD & 1 for row in said)]
+            return Decision(kind, tuple(pending))
         return Decision(kind, (unit,) if unit >= 0 else ())
 
     def _close(self) -> None:
@@ -222,35 +210,24 @@ class Agreement:
         self._foretold, self._strayed = bool(self._rest), False
         self._done.clear()
 
-    def _encode(self, request: Request) -> list[int]:
-        wishes = [*request.units[:_WISHES], *([-1] * (_WISHES - len(request.units)))]
-        words = [0] * self._words
-        for unit in request.pending:
-            words[unit // _WORD] |= 1 << (unit % _WORD)
-        reduces = [*request.reduces[:_REDUCES], *([-1] * (_REDUCES - len(request.reduces)))]
-        return [int(request.kind), *wishes, *reduces, *words]
-
-    def _decode(self, row: list[int]) -> Request:
-        wishes, reduces, words = row[1 : 1 + _WISHES], row[1 + _WISHES : 1 + _WISHES + _REDUCES], row[1 + _WISHES + _REDUCES :]
-        pending = tuple(word * _WORD + bit for word, bits in enumerate(words) for bit in range(_WORD) if bits >> bit & 1)
-        return Request(Kind(row[0]), tuple(u for u in wishes if u >= 0), pending, tuple(u for u in reduces if u >= 0))
-
     @property
     def strict(self) -> bool:
         """True when ranks must take the same path."""
         return self._mode == "error"
 
-    def _refuse(self, requests: list[Request], heads: set[tuple[Kind, int]], path: tuple[int, ...]) -> None:
+    def _refuse(self, heads: list[tuple[Kind, int]], path: tuple[int, ...]) -> None:
         """Raise when the ranks ask for different things, or met having used different modules."""
         assert self._group is not None
-        if len(heads) > 1:
-            asked = [self._asks(*r.head) for r in requests]
+        if len(set(heads)) > 1:
+            asked = [self._asks(*head) for head in heads]
         else:
             paths = gather_objects(path, self._group)
             if all(p == paths[0] for p in paths):
                 return
             first = next(i for i in range(max(map(len, paths))) if len({p[i : i + 1] for p in paths}) > 1)
             asked = [f"used {self._names[p[first]]!r}" if first < len(p) else "used nothing more" for p in paths]
+        self._strayed = True
+        self._close()
         said = "; ".join(f"rank {rank} {what}" for rank, what in zip(self._group.ranks, asked, strict=True))
         raise DivergenceError(
             f"the ranks took different paths ({self._where()}): {said}. zero_optimization.divergence is 'error'; "

@@ -221,16 +221,12 @@ class Runtime:
             if decision.kind >= Kind.FLUSH or decision.closes:
                 self._path.clear()
             if decision.closes:
-                self._end_interval(vacate=request.void and self.agreement.agreed)
+                if request.void and self.agreement.agreed:
+                    self.gradients.vacate(self._vacant)  # no rank had a gradient for what was reduced
+                self._vacant.clear()
+                self._contributed = self._foreign = False
         self._complete = [i for i in self._complete if self.units[i].partial is not None]
         return decision
-
-    def _end_interval(self, *, vacate: bool) -> None:
-        """Forget what only matters until a closing message. ``vacate``: no rank had a gradient for what was reduced; there is none."""
-        if vacate:
-            self.gradients.vacate(self._vacant)
-        self._vacant.clear()
-        self._contributed = self._foreign = False
 
     def _execute(self, decision: Decision, *, wanted: int | None) -> None:
         for index in decision.reduced:

@@ -70,7 +70,8 @@ def unequal(blocks: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("blocks", [3, 70])
 def test_unequal_requests_exchange_rows(pool2: RankPool, blocks: int) -> None:
+    bench = formulas()
     for mismatches, rows in pool2.run(unequal, blocks):
         assert mismatches == len(rows) > 0
         # What arrives are the rows of all ranks, of which a ring passes on all but one.
-        assert set(rows) == {formulas().by_rows(2, blocks, 1).nbytes * 2}
+        assert set(rows) == {bench.by_rows(2, blocks, 1, fixed=bench.UNEQUAL).nbytes * 2}
