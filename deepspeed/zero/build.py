@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -85,8 +85,9 @@ def build(
     rules: BuildRules,
     policy: GradientPolicy,
     group_of: dict[nn.Parameter, int] | None,
+    facts_of: Callable[[str, nn.Parameter], UnitFacts] | None = None,
 ) -> ZeroParts:
-    """Take over every parameter of ``model``, whose ranks and divisor ``facts`` tells. Collective.
+    """Take over every parameter of ``model``. Collective. ``facts`` tells ranks and divisor, ``facts_of(name, param)`` those of single ones.
 
     ``group_of`` maps each trained parameter to its optimizer group; None when nothing will be trained (no gradients, no
     optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
@@ -97,14 +98,14 @@ def build(
         hostmem.return_large_blocks()
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
-    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype)
+    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of or (lambda *_: facts))
     fitted = _fitted(model, parts.units, plan, mesh, rules=rules, policy=policy)
     tiers = Tiers(fitted.offload, rules.device)
     _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
-        unit = _lay_out(index, spec, row, facts, rules=rules, groups=group_of or {})
-        unit.adopt(_values(unit, mesh, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
+        unit = _lay_out(index, spec, row, rules=rules, groups=group_of or {})
+        unit.adopt(_values(unit, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
             mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=not plan.regular.param.sharded)
         units.append(unit)
@@ -214,18 +215,19 @@ def _say(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
     return f"{name!r} {shape} {dtype} requires_grad={grad}"
 
 
-def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, facts: UnitFacts, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
+def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
     """A unit without memory."""
+    assert spec.facts is not None
     items = [(n, tuple(local_of(p).shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
-    cut = [a.size for i, a in enumerate(facts.mesh.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
+    cut = [a.size for i, a in enumerate(spec.facts.mesh.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
     layout = build_layout(items, prod(cut), granularity)
     by_name = dict(zip(spec.names, spec.params, strict=True))
-    return Unit(index, spec.name, [by_name[s.name] for s in layout.segments], layout=layout, plan=row, facts=facts)
+    return Unit(index, spec.name, [by_name[s.name] for s in layout.segments], layout=layout, plan=row, facts=spec.facts)
 
 
-def _values(unit: Unit, mesh: Mesh, device: torch.device) -> torch.Tensor:
+def _values(unit: Unit, device: torch.device) -> torch.Tensor:
     """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed on the way."""
     dtype = unit.params[0].dtype
     values = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
@@ -250,7 +252,7 @@ def _values(unit: Unit, mesh: Mesh, device: torch.device) -> torch.Tensor:
         if all(getattr(p, "_ds_unit", None) is not source for p in source.params):
             source.drop()
     if not sources:
-        collectives.broadcast(values, mesh.zero)
+        collectives.broadcast(values, unit.mesh.zero)
     return values
 
 

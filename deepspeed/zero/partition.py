@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from deepspeed.zero.facts import UnitFacts
 from deepspeed.zero.param import local_of
 from deepspeed.zero.plan import ZeroPlan
 
@@ -23,6 +24,7 @@ class UnitSpec:
     persistent: bool
     dtype: torch.dtype
     rest: torch.dtype
+    facts: UnitFacts | None = None
     params: list[nn.Parameter] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     numel: int = 0
@@ -84,11 +86,13 @@ def partition(
     *,
     trainable: Iterable[nn.Parameter],
     rest_dtype: Callable[[str, nn.Parameter], torch.dtype] = lambda _, param: param.dtype,
+    facts_of: Callable[[str, nn.Parameter], UnitFacts | None] = lambda *_: None,
 ) -> Partition:
     """Divide all parameters of ``model`` into units according to ``plan``.
 
     ``trainable``: the parameters that get gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored
-    in. Tied parameters are owned by the first module that holds them; every module that touches a unit directly is listed for it.
+    in. ``facts_of(name, param)``: who shares it and what divides its gradient; a unit holds parameters with equal facts. Tied
+    parameters are owned by the first module that holds them; every module that touches a unit directly is listed for it.
     """
     names = {p: n for n, p in model.named_parameters()}
     wanted = set(trainable)
@@ -96,8 +100,8 @@ def partition(
     homes, order, roots = _homes(model, names)
     builder = _Builder(plan, names)
     for param in order:
-        rest = rest_dtype(names[param], param)
-        builder.place(param, home=homes[param], trainable=param in wanted, persistent=param in small, rest=rest)
+        rest, facts = rest_dtype(names[param], param), facts_of(names[param], param)
+        builder.place(param, home=homes[param], trainable=param in wanted, persistent=param in small, rest=rest, facts=facts)
     return Partition(builder.specs, _touches(model, builder.index_of, homes, roots), set(roots.values()))
 
 
@@ -138,18 +142,20 @@ class _Builder:
         self.index_of: dict[nn.Parameter, int] = {}
         self._open: dict[tuple[object, ...], int] = {}
 
-    def place(self, param: nn.Parameter, *, home: tuple[str, bool], trainable: bool, persistent: bool, rest: torch.dtype) -> None:
+    def place(
+        self, param: nn.Parameter, *, home: tuple[str, bool], trainable: bool, persistent: bool, rest: torch.dtype, facts: UnitFacts | None
+    ) -> None:
         path, is_block = home
         replicated = persistent or not self.plan.regular.param.sharded
         scope: object = "bucket" if replicated else (path if is_block else "rest")
-        key = (scope, trainable, persistent, param.dtype, rest)
+        key = (scope, trainable, persistent, param.dtype, rest, facts)
         limit = None if is_block and not replicated else min(self.plan.pack_numel, _BUCKET_NUMEL if replicated else _PACK_NUMEL)
         index = self._open.get(key)
         if index is None or (limit is not None and self.specs[index].numel + _numel(param) > limit and not self._same_module(index, param)):
             index = len(self.specs)
             label = {"bucket": "bucket", "rest": path}.get(str(scope), path) or "root"
             kind = "small" if persistent else label
-            self.specs.append(UnitSpec(f"{kind}#{index}" if replicated else label, trainable, persistent, param.dtype, rest))
+            self.specs.append(UnitSpec(f"{kind}#{index}" if replicated else label, trainable, persistent, param.dtype, rest, facts))
             self._open[key] = index
         self.specs[index].add(self.names[param], param)
         self.index_of[param] = index
