@@ -1,11 +1,8 @@
 """One order of collectives on every rank, also when ranks take different branches.
 
 [Note: agreement] A rank *asks* before it issues gathers or reductions, and all execute the same *decisions* (ZeRO invariant I7).
-
-*By message:* the ranks compare a digest of their requests; equal ones are executed whole, of others the smallest one, by everybody: a
-rank that did not ask for it is a guest, which gathers and drops the unit, or contributes zeros. A rank asks again until it was
-served; one that has reached the end of forward, of backward or the step serves the others until all have.
-
+*By message:* they compare a digest of their requests; equal ones are executed whole, of others the smallest one, by everybody: a rank
+that did not ask for it is a guest, which gathers and drops the unit, or contributes zeros. A rank asks again until it was served.
 *By habit:* the decisions between two closing messages are an interval. All ranks executed the same ones, so from the common past all
 foretell the same next one (schedule.Habits), and execute it without messages. What a rank asks for is looked up in the rest of the
 interval; what lies before it is executed as a guest. If it is not there, the whole rest is, and then the rank asks by message.
@@ -14,11 +11,8 @@ Why no rank waits for a collective that another one never issues: a rank has exe
 a message, so what is decided between two messages is one list everywhere, in one order. In the list a rank waits only for ranks
 further back in it, and these go on, because whatever their code does next either is in the rest or makes them execute it, the end of
 the backward at the latest. Of the requests in a message the smallest is served, so some rank goes on. An error leaves the rest to be
-executed at the next request.
-
-The code outside must not wait for other ranks within an interval. Between a forward and its backward, where no message is sent by
-habit, the runtime watches for that (``Request.foreign``): once seen, the end of a forward stays a closing message, as it is without
-gradients. A step is passed by habit too; a rank that leaves one out alone is not waited for.
+executed at the next request. The code outside must not wait for other ranks within an interval; where a forward ends without a
+message, the runtime watches for that (``Runtime.meet``). A rank that alone leaves out a step is not waited for.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,10 +38,9 @@ class Kind(IntEnum):
 class Request:
     """``units[0]`` is needed; further ones (gathers only) are wished for. ``pending`` lists units with local gradients (FLUSH, STEP).
 
-    ``reduces`` are reductions that travel with another request, to save a message; they come before it. Of the rest only the digest
-    travels: ``path``, the units used since the last meeting point (where divergence is an error), and what else must be equal for
-    the next interval to be foretold: ``local``, units whose gradients stay on their rank; ``foreign``, whether others' collectives
-    were seen after a forward; ``void``, whether nothing but zeros was reduced.
+    ``reduces`` are reductions that travel with another request, to save a message; they come before it. ``path`` lists the units used
+    since the last meeting point, where divergence is an error; ``marks`` is what else must be equal for the interval to be learnt
+    from. Of the two only a digest travels.
     """
 
     kind: Kind
@@ -55,9 +48,7 @@ class Request:
     pending: tuple[int, ...] = ()
     reduces: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
-    local: tuple[int, ...] = ()
-    foreign: bool = False
-    void: bool = False
+    marks: tuple[object, ...] = ()
 
     @property
     def head(self) -> tuple[Kind, int]:
@@ -112,7 +103,6 @@ class Agreement:
 
     def __init__(self, group: AxisGroup | None, mode: str, unit_names: list[str], *, where: Callable[[], str]) -> None:
         self._group = group if group is not None and group.size > 1 and mode != "assume_none" else None
-        self._mode = mode
         self._names = unit_names
         self._where = where
         self._words = -(-len(unit_names) // _WORD) if unit_names else 1
@@ -120,10 +110,8 @@ class Agreement:
         self._rest: list[Decision] = []  # of the interval that is foretold, last one first
         self._done: list[Decision] = []
         self._foretold = self._strayed = False
-        # Seen between a forward and its backward: collectives of others.
-        self.foreign = False
-        # The last message found all ranks equal.
-        self.agreed = True
+        self.strict = mode == "error"  # ranks must take the same path
+        self.agreed = True  # the last message found all ranks equal
         self.rounds = self.mismatches = 0
 
     def ask(self, request: Request, *, urgent: bool = True) -> Iterator[Decision]:
@@ -167,26 +155,17 @@ class Agreement:
     def _message(self, request: Request) -> Decision:
         """Compare requests, exchange them if they differ, and return the common decision."""
         assert self._group is not None
+        r, marks = request, (*request.marks, self._strayed)
+        digest = hash((int(r.kind), r.units, r.pending, r.reduces, r.path, marks)) >> 2 & (1 << 61) - 1
+        self.agreed = all_equal(digest, self._group)
         self.rounds += 1
-        self.agreed = all_equal(self._digest(request), self._group)
-        if self.agreed:
-            decision = _whole(request)
-            if request.foreign and not self.foreign:
-                self.foreign = self._strayed = True
-                self._habits = Habits()
-        else:
-            self.mismatches += 1
-            decision = self._smallest(request)
+        self.mismatches += not self.agreed
         self._strayed |= not self.agreed
+        decision = _whole(request) if self.agreed else self._smallest(request)
         self._done.append(decision)
         if decision.closes:
             self._close()
         return decision
-
-    def _digest(self, request: Request) -> int:
-        r = request
-        flags = (self._strayed, r.foreign, r.void)
-        return hash((int(r.kind), r.units, r.pending, r.reduces, r.path, r.local, flags)) >> 2 & (1 << 61) - 1
 
     def _smallest(self, request: Request) -> Decision:
         assert self._group is not None
@@ -195,7 +174,7 @@ class Agreement:
             words[unit // _WORD] |= 1 << (unit % _WORD)
         said = exchange_ints([*map(int, request.head), *words], self._group)
         heads = [(Kind(row[0]), row[1]) for row in said]
-        if self._mode == "error":
+        if self.strict:
             self._refuse(heads, request.path)
         kind, unit = min(heads)
         if kind >= Kind.FLUSH:
@@ -210,11 +189,6 @@ class Agreement:
         self._foretold, self._strayed = bool(self._rest), False
         self._done.clear()
 
-    @property
-    def strict(self) -> bool:
-        """True when ranks must take the same path."""
-        return self._mode == "error"
-
     def _refuse(self, heads: list[tuple[Kind, int]], path: tuple[int, ...]) -> None:
         """Raise when the ranks ask for different things, or met having used different modules."""
         assert self._group is not None
@@ -226,7 +200,6 @@ class Agreement:
                 return
             first = next(i for i in range(max(map(len, paths))) if len({p[i : i + 1] for p in paths}) > 1)
             asked = [f"used {self._names[p[first]]!r}" if first < len(p) else "used nothing more" for p in paths]
-        self._strayed = True
         self._close()
         said = "; ".join(f"rank {rank} {what}" for rank, what in zip(self._group.ranks, asked, strict=True))
         raise DivergenceError(

@@ -83,10 +83,11 @@ class Runtime:
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
         self._path: list[int] = []
-        # Of the interval under way: units that only a guest has reduced, and whether any other was; others' collectives, and where
-        # their count stood at the end of the forward.
+        # Of the interval under way: units that only a guest has reduced, and whether any other was.
         self._vacant: list[Unit] = []
-        self._contributed = self._foreign = False
+        self._contributed = False
+        # Whether something else communicates between a forward and its backward; where the count stood at the end of a forward.
+        self._foreign = self._watchful = False
         self._passed_at: int | None = None
         # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
         self.second_order = False
@@ -135,7 +136,7 @@ class Runtime:
         A user's context ends so too; the number of pins tells whether all are at the end of the same one. ``passing``: no message is
         needed where a backward is to follow.
         """
-        passing = passing and torch.is_grad_enabled() and not self.agreement.foreign
+        passing = passing and torch.is_grad_enabled() and not self._watchful
         wanted = Decision(Kind.LEAVE, PASSING if passing else ())
         while not self.depth and any(self._numels) and self._ask(wanted.kind, wanted.units) != wanted:
             pass
@@ -214,15 +215,17 @@ class Runtime:
         if kind >= Kind.LEAVE:
             local = tuple(i for i in self.gradients.pending() if i not in pending)
             void = bool(self._vacant) and not (self._contributed or local or pending)
-            request = Request(kind, units, pending, (), tuple(self._path), local, self._foreign, void)
+            request = Request(kind, units, pending, (), tuple(self._path), (local, self._foreign, void))
         decision = None
         for decision in self.agreement.ask(request, urgent=urgent):
             self._execute(decision, wanted=units[0] if units else None)
             if decision.kind >= Kind.FLUSH or decision.closes:
                 self._path.clear()
             if decision.closes:
-                if request.void and self.agreement.agreed:
-                    self.gradients.vacate(self._vacant)  # no rank had a gradient for what was reduced
+                if self.agreement.agreed:
+                    self._watchful |= self._foreign
+                    if request.marks[-1:] == (True,):
+                        self.gradients.vacate(self._vacant)  # no rank had a gradient for what was reduced
                 self._vacant.clear()
                 self._contributed = self._foreign = False
         self._complete = [i for i in self._complete if self.units[i].partial is not None]

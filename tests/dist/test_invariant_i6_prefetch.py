@@ -64,7 +64,7 @@ def trained(scenario: str, zero: dict[str, int]) -> tuple[list[float], dict[str,
         (loss,) = case.seeded_loss(engine, here(step))
         if scenario == "eval_between":
             with torch.no_grad():
-                values.append(float(engine(case.batch(here(step))[0], ORDERS[step]).sum()))
+                values.append(float(engine(case.batch(here(step))[0], ORDERS[step % len(ORDERS)]).sum()))
         engine.backward(loss)
         engine.step()
         values.append(float(loss.detach()))

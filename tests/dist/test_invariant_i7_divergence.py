@@ -273,7 +273,7 @@ class SurprisingLoss:
 
 
 def surprised(name: str, config: dict[str, Any], *, shared: bool = False, engines: int = 1) -> tuple[float, str, list[list[int]]]:
-    """Engines side by side through the surprise; the largest error, where, and each one's messages per step."""
+    """Engines side by side through the surprise; the largest error, where, and each one's messages per forward and backward."""
     case = Case(name, seeded(Router), regression_batch, SurprisingLoss(name, shared))
     pairs = [Lockstep(case, config) for _ in range(engines)]
     messages: list[list[int]] = [[] for _ in pairs]
@@ -284,6 +284,8 @@ def surprised(name: str, config: dict[str, Any], *, shared: bool = False, engine
         losses = [case.loss(pair.engine, case.batch(here(step)), here(step))[0] for pair in pairs]
         for pair, loss in zip(pairs, losses, strict=True):
             pair.engine.backward(loss)
+        for pair, row, start_ in zip(pairs, messages, before, strict=True):
+            row.append(pair.engine.runtime.agreement.rounds - start_)
         for pair in pairs:
             pair.plain_backward(step)
             pair.compare_gradients(step)
@@ -292,8 +294,6 @@ def surprised(name: str, config: dict[str, Any], *, shared: bool = False, engine
             pair.optimizer.zero_grad()
             pair.compare_parameters(step)
             assert not_at_rest(pair.engine) == []
-        for pair, row, start_ in zip(pairs, messages, before, strict=True):
-            row.append(pair.engine.runtime.agreement.rounds - start_)
     error, worst = max((pair.error, pair.worst) for pair in pairs)
     for pair in pairs:
         pair.finish()

@@ -312,17 +312,6 @@ def test_a_rank_that_skips_reaches_a_collective_of_the_users_after_the_forward(m
     _ranks(monkeypatch, programs)
 
 
-def test_collectives_seen_after_a_forward_make_its_end_a_message_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(agreement: Agreement, _: int) -> tuple[bool, int]:
-        for _ in range(9):
-            _one(agreement, Request(Kind.LEAVE, () if agreement.foreign else PASSING))
-            before = agreement.rounds
-            _one(agreement, Request(Kind.FLUSH, foreign=True))
-        return agreement.foreign, before
-
-    assert _together(monkeypatch, 2, body) == [(True, 17)] * 2
-
-
 def test_random_surprises_neither_hang_nor_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(12):
         draw = random.Random(seed)
