@@ -1,6 +1,8 @@
 """The engine's ``save_checkpoint`` and ``load_checkpoint``."""
 
 import contextlib
+import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,11 +10,13 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint import folders
+from deepspeed.checkpoint.agree import gather, through, together
+from deepspeed.checkpoint.client_files import copy_for_later, write_client_files
 from deepspeed.checkpoint.collect import States
 from deepspeed.checkpoint.contents import Extras, content_of
 from deepspeed.checkpoint.loader import Loaded, load_into, open_everywhere
 from deepspeed.checkpoint.restore import LoadRules
-from deepspeed.checkpoint.saver import SaveOrder, Saver, agree, client_files, one_answer
+from deepspeed.checkpoint.saver import SaveOrder, Saver
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.torch_file import TorchFile
 from deepspeed.config import DeepSpeedConfig
@@ -95,23 +99,18 @@ class EngineCheckpoint:
         self.runtime.gradients.settle()
         state = client_state or {}
         content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)
-        whole = not self.runtime.plan.regular.param.sharded
-        level, bf16, first = self._config.zero_stage, self._config.bf16.enabled, self.mesh.first
-        order = SaveOrder(
-            Path(save_dir),
-            name,
-            latest=save_latest,
-            keep_last=config.keep_last,
-            rate_bytes=config.rate_limit or 0,
-            **({"extra": client_files(state, level=level, whole=whole, bf16=bf16)} if config.client_files and first else {}),
-        )
+        order = SaveOrder(Path(save_dir), name, latest=save_latest, keep_last=config.keep_last, rate_bytes=config.rate_limit or 0)
+        if config.client_files and self.mesh.first:
+            kept, whole, bf16 = copy_for_later(state), not self.runtime.plan.regular.param.sharded, self._config.bf16.enabled
+            write = functools.partial(write_client_files, client_state=kept, level=self._config.zero_stage, whole=whole, bf16=bf16)
+            order = replace(order, extra=write)
         (self._saver.save_behind if config.in_background else self._saver.save)(order, content)
         return True
 
     def _common_tag(self, tag: str | None) -> str:
         """One tag for all ranks."""
         own = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        said = one_answer(self.mesh, own)
+        said = gather(self.mesh, own)
         if len(set(said)) > 1 and self._config.checkpoint.tag_validation != "IGNORE":
             text = f"ranks save under different tags ({', '.join(dict.fromkeys(said))})"
             if self._config.checkpoint.tag_validation == "FAIL":
@@ -168,27 +167,14 @@ class EngineCheckpoint:
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
         with contextlib.ExitStack() as held:
-            file: TorchFile | None = None
-            error: Exception | None = None  # of any kind: torch tells of a full disk by a RuntimeError
-            try:
+            with together(self.mesh, f"writing {path}"):
                 if self.mesh.first:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-                    file = held.enter_context(TorchFile(path, shapes, aliases=aliases))
-            except Exception as failure:
-                error = failure
-            for name, values in whole_weights(self.module, tensors):  # every rank takes part, whatever has failed
-                if file is not None and error is None:
-                    try:
-                        file.write(name, values)
-                    except Exception as failure:
-                        error = failure
-            try:
-                if error is None:
-                    held.close()  # the file gets its name before anybody is told that all is well
-            except Exception as failure:
-                error = failure
-            agree(self.mesh, error, f"writing {path}")
+                    write = held.enter_context(TorchFile(path, shapes, aliases=aliases)).write
+            with together(self.mesh, f"writing {path}"):
+                through(whole_weights(self.module, tensors), write if self.mesh.first else lambda name, values: None)
+                held.close()  # the file gets its name before anybody is told that all is well
         return True
 
     save_fp16_model = save_16bit_model
@@ -234,14 +220,10 @@ class EngineCheckpoint:
             )
             if custom_load_fn is not None:
                 self.load_module_state_dict(loaded.state_dict(), load_module_strict, custom_load_fn)  # type: ignore[attr-defined]
-            error: Exception | None = None
-            try:
+            with together(self.mesh, f"loading {source.path}"):  # a data position of other data, a damaged gradient
                 self._take_facts(loaded, optimizer=optimizer, scheduler=schedule)
                 if not load_module_only:
                     self._take_counters(loaded, window=optimizer)
-            except Exception as failure:  # a data position of other data, a damaged gradient: the other ranks must know
-                error = failure
-            agree(self.mesh, error, f"loading {source.path}")
             self._torn = ""
             return str(source.path), loaded.client_state()
         finally:
@@ -299,7 +281,8 @@ class EngineCheckpoint:
             setattr(self, name, int(engine.get(name, 0)))
         self.runtime.steps = int(engine.get("global_steps", 0))
         world = loaded.facts.get("world") or {}
-        self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = world.get("size"), 1
+        self.loaded_checkpoint_dp_world_size = world.get("data", world.get("size"))
+        self.loaded_checkpoint_mp_world_size = world.get("tp", 1)
         norm = engine.get("norm")
         self._norm = float.fromhex(norm) if isinstance(norm, str) else norm
         self._take_window(loaded, engine, taken=window)

@@ -1,63 +1,108 @@
 """Parts of global tensors as spans of flat elements. Pure.
 
-A box holds elements [lo, hi), in row-major order, of a rectangular part of a global tensor (the whole tensor when it has no ``start``).
-Sharded state of any layout is a set of boxes: a flat cut of a parameter is a span of the whole, a tensor-parallel slice a part.
+A span holds elements [lo, hi), in row-major order, of a rectangular region of a global tensor (of the whole tensor when it has none).
+Sharded state of any layout is a set of spans: a flat cut of a parameter is a span of the whole, what ZeRO cuts of a tensor-parallel
+slice is a span of a region.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
+_LARGEST = 1 << 62
+
+
+class Region(NamedTuple):
+    """The rectangular part of ``shape`` that begins at index ``start`` of a global tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Span(NamedTuple):
+    """Elements [lo, hi), in row-major order, of ``region`` (None: of the whole tensor)."""
+
+    lo: int
+    hi: int
+    region: Region | None = None
+
 
 class Run(NamedTuple):
-    """``numel`` elements that are contiguous both in the global tensor (from ``globe``) and in the box's own order (from ``own``)."""
+    """``numel`` elements that are contiguous in two regions: from ``first`` and from ``second`` on, each in its region's own order."""
 
-    globe: int
-    own: int
+    first: int
+    second: int
     numel: int
 
 
-def runs(
-    shape: tuple[int, ...], *, lo: int, hi: int, start: tuple[int, ...] | None = None, part: tuple[int, ...] | None = None
-) -> Iterator[Run]:
-    """The span [lo, hi) of the part ``part`` at ``start`` of a global tensor of ``shape``, as ascending runs.
-
-    ``own`` counts from ``lo``. Without ``start`` the part is the whole tensor, and the span is one run.
-    """
-    if lo >= hi:
+def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[Run]:
+    """What two spans of a global tensor of ``shape`` have in common, as runs that ascend in both. Of equal regions it is one run."""
+    one, two = (s.region or Region((0,) * len(shape), shape) for s in (a, b))
+    if one == two:
+        if max(a.lo, b.lo) < min(a.hi, b.hi):
+            yield Run(max(a.lo, b.lo), max(a.lo, b.lo), min(a.hi, b.hi) - max(a.lo, b.lo))
         return
-    if start is None or part is None or (part == shape and not any(start)):
-        yield Run(lo, 0, hi - lo)
-        return
-    # Trailing dimensions that the part covers wholly are contiguous together with the one before them.
-    cut = len(shape)
-    while cut > 0 and part[cut - 1] == shape[cut - 1]:
+    start = [max(pair) for pair in zip(one.start, two.start, strict=True)]
+    stop = [min(s + n, t + m) for s, n, t, m in zip(*one, *two, strict=True)]
+    part = [max(0, e - s) for s, e in zip(start, stop, strict=True)]
+    # Trailing dimensions that both regions have wholly in common are contiguous together with the one before them.
+    cut = len(part)
+    while cut > 1 and part[cut - 1] == one.shape[cut - 1] == two.shape[cut - 1]:
         cut -= 1
-    inner = prod(part[max(cut - 1, 0) :])
-    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
-    outer = part[: max(cut - 1, 0)]
-    base = sum(s * t for s, t in zip(start, strides, strict=True))
-    # Only the rows that the span meets: a part may have far more.
-    for row in range(lo // inner, min(-(-hi // inner), prod(outer))) if inner else ():
-        first, last = max(lo, row * inner), min(hi, (row + 1) * inner)
-        at, rest = base, row
-        for d in reversed(range(len(outer))):
-            rest, i = divmod(rest, outer[d])
-            at += i * strides[d]
-        yield Run(at + first - row * inner, first - lo, last - first)
+    numel, outer = prod(part[cut - 1 :]), part[: cut - 1]
+
+    def at(row: int, region: Region) -> int:
+        """Where the row of that number in the common part begins in the region's own order."""
+        index = []
+        for width in reversed(outer):
+            row, i = divmod(row, width)
+            index.append(i)
+        where = 0
+        for i, s, origin, width in zip([*reversed(index), *[0] * (len(part) - len(index))], start, *region, strict=True):
+            where = where * width + i + s - origin
+        return where
+
+    # Only the rows that both spans meet: there may be far more.
+    rows = range(prod(outer)) if numel else range(0)
+    first = max(bisect.bisect_right(rows, s.lo - numel, key=lambda row: at(row, r)) for s, r in ((a, one), (b, two)))
+    last = min(bisect.bisect_left(rows, s.hi, key=lambda row: at(row, r)) for s, r in ((a, one), (b, two)))
+    for row in rows[first:last]:
+        here, there = at(row, one), at(row, two)
+        skip, end = max(a.lo - here, b.lo - there, 0), min(a.hi - here, b.hi - there, numel)
+        if skip < end:
+            yield Run(here + skip, there + skip, end - skip)
 
 
 class Gap(NamedTuple):
-    """Elements [lo, hi) of a tensor that are covered by none (``times`` 0) or by several boxes."""
+    """Elements [lo, hi) of a tensor that are covered by none (``times`` 0) or by several spans."""
 
     lo: int
     hi: int
     times: int
 
 
+def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
+    """Where ``spans`` do not cover the tensor of ``shape`` exactly once, in order. Their regions lie inside it."""
+    by_region: dict[Region, list[tuple[int, int]]] = {}
+    for span in spans:
+        by_region.setdefault(span.region or Region((0,) * len(shape), shape), []).append((span.lo, span.hi))
+    if _tiles(shape, list(by_region)) and not any(faults(prod(r.shape), flat) for r, flat in by_region.items()):
+        return []  # without counting rows, of which there may be millions
+    everything = Span(0, _LARGEST)  # what lies behind the end is a fault too
+    each = (runs(shape, everything, Span(lo, hi, region)) for region, flat in by_region.items() for lo, hi in flat)
+    return faults(prod(shape), ((run.first, run.first + run.numel) for run in itertools.chain.from_iterable(each)))
+
+
+def _tiles(shape: tuple[int, ...], regions: list[Region]) -> bool:
+    """Whether regions that lie inside a tensor of ``shape`` cover it once: they are disjoint, and as large as it together."""
+    apart = all(any(s + n <= t or t + m <= s for s, n, t, m in zip(*a, *b, strict=True)) for a, b in itertools.combinations(regions, 2))
+    return apart and sum(prod(r.shape) for r in regions) == prod(shape)
+
+
 def faults(numel: int, spans: Iterable[tuple[int, int]]) -> list[Gap]:
-    """Where ``spans`` do not cover [0, numel) exactly once, in order."""
+    """Where flat ``spans`` do not cover [0, numel) exactly once, in order."""
     edges: dict[int, int] = {0: 0, numel: 0}
     for lo, hi in spans:
         edges[lo] = edges.get(lo, 0) + 1

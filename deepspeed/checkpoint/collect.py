@@ -7,13 +7,15 @@ import base64
 import bisect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.boxes import Region
 from deepspeed.checkpoint.held import Read, Reader, Slot
 from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
@@ -22,18 +24,23 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import Spread, StateKind, StatePlan
 from deepspeed.zero.unit import Unit
 
+Place = tuple[str, Region | None]  # a parameter's name, and where the local tensor sits in the global one
 _PART_NUMEL = 8 << 20  # elements that are in memory at once, for what comes from a drive
 
 
 @dataclass(frozen=True)
 class Part:
-    """``values`` (flat) are the elements from ``lo`` on, in row-major order, of the global tensor (state, name)."""
+    """``values`` (flat) are the elements from ``lo`` on, in row-major order, of ``region`` of the global tensor (state, name).
+
+    ``shape`` is the global tensor's; no region: the whole of it.
+    """
 
     state: str
     name: str
     shape: tuple[int, ...]
     lo: int
     values: torch.Tensor
+    region: Region | None = None
 
 
 @dataclass(frozen=True)
@@ -67,16 +74,21 @@ class States:
         return found
 
 
+def region_of(segment: Segment) -> Region | None:
+    """Where the local tensor sits in the global one; None: it is the whole."""
+    if segment.global_start is None or segment.global_shape == segment.shape:
+        return None
+    return Region(segment.global_start, segment.shape)
+
+
+def shape_of(segment: Segment) -> tuple[int, ...]:
+    """The global tensor's."""
+    return segment.shape if segment.global_shape is None else segment.global_shape
+
+
 def weights_of(unit: Unit) -> tuple[StateKind, str]:
     """Which state holds the authoritative weights of a unit, and its name in a checkpoint."""
     return (StateKind.OPTIM, "master") if unit.master is not None else (StateKind.PARAM, "param")
-
-
-def plan_of(unit: Unit, kind: StateKind) -> StatePlan:
-    """The row entry of a state that the unit has."""
-    plan = {StateKind.PARAM: unit.plan.param, StateKind.GRAD: unit.plan.grad, StateKind.OPTIM: unit.plan.optim}[kind]
-    assert plan is not None
-    return plan
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ class Share:
 
 def share_of(unit: Unit, kind: StateKind) -> Share:
     """This rank's share of its resting range. Whole parameters are dealt out one by one instead (``takes``)."""
-    plan = plan_of(unit, kind)
+    plan: StatePlan = getattr(unit.plan, kind.value)
     replicas, index = 1, 0
     for way, axis in zip(plan.spread, unit.mesh.axes, strict=True):
         if way is Spread.REPLICATED:
@@ -131,15 +143,14 @@ def weight_parts(states: States, reader: Reader, *, without: set[str]) -> Iterat
     for unit in states.units:
         kind, state = weights_of(unit)
         share, base = share_of(unit, kind), unit.range_of(kind)[0]
-        ours = list(overlaps(unit, share))
+        ours = [o for o in overlaps(unit, share) if o[1].name not in without]
         with reader.values(unit, kind) as read:
             for _, segment, lo, hi in ours:
-                if segment.name not in without:
-                    yield from _pieces(state, segment, read, lo, hi, base=base)
-            if states.mesh.first:  # in nobody's range, but a complete checkpoint names them
+                yield from _pieces(state, segment, read, lo, hi, base=base)
+            if unit.mesh.zero.index == 0:  # in nobody's range, but a complete checkpoint names them
                 for segment in unit.layout.segments:
-                    if not segment.numel and segment.name not in without:
-                        yield Part(state, segment.name, segment.shape, 0, read(0, 0))
+                    if not prod(shape_of(segment)) and segment.name not in without:
+                        yield Part(state, segment.name, shape_of(segment), 0, read(0, 0))
         if kind is StateKind.OPTIM:
             for view in states.views_of(unit):
                 with reader.slots(view) as slots:
@@ -149,7 +160,8 @@ def weight_parts(states: States, reader: Reader, *, without: set[str]) -> Iterat
 def _pieces(state: str, segment: Segment, read: Read, lo: int, hi: int, *, base: int) -> Iterator[Part]:
     """Flat indices [lo, hi) of a unit, of which ``read`` knows those from ``base`` on, in parts of bounded size."""
     for at in range(lo, hi, _PART_NUMEL):
-        yield Part(state, segment.name, segment.shape, at - segment.offset, read(at - base, min(hi, at + _PART_NUMEL) - base))
+        values = read(at - base, min(hi, at + _PART_NUMEL) - base)
+        yield Part(state, segment.name, shape_of(segment), at - segment.offset, values, region_of(segment))
 
 
 def is_elementwise(view: OptimView, value: Any) -> bool:
@@ -175,15 +187,24 @@ def _slot_parts(view: OptimView, slots: dict[str, Slot], share: Share, ours: lis
                 lo, hi = max(lo, view.start), min(hi, view.stop)
                 yield from _pieces(f"optim.{name}", segment, slot.read, lo, hi, base=view.start)
         elif view.unit.layout.granularity is Granularity.PARAMETER:
-            if ours:
-                yield Part(f"optim.{name}", view.name, shape, 0, slot.read(0, numel))
+            for _, segment, _, _ in ours:
+                region = region_of(segment)
+                state, key = ("optim", view.name) if region is None else ("part", part_key(view.name, region))
+                yield Part(f"{state}.{name}", key, shape, 0, slot.read(0, numel))
         elif share.index == 0:
             yield Part(f"opaque.{name}", view_key(view), shape, 0, slot.read(0, numel))
 
 
 def view_key(view: OptimView) -> str:
-    """Name of a view for state that only the very same layout can take back."""
-    return f"{view.unit.name}:{view.group}:{view.start}-{view.stop}/{view.unit.layout.numel}"
+    """Name of a view for state that only the very same layout can take back; other ranks' parameters may have units of that name."""
+    job, zero = view.unit.mesh.job, view.unit.mesh.zero
+    whose = "" if zero.size == job.size else f"@{job.ranks.index(zero.ranks[0])}"
+    return f"{view.unit.name}:{view.group}:{view.start}-{view.stop}/{view.unit.layout.numel}{whose}"
+
+
+def part_key(name: str, region: Region) -> str:
+    """Name of a part of a parameter for state that only the very same part can take back."""
+    return f"{name}@{','.join(map(str, region.start))}+{','.join(map(str, region.shape))}"
 
 
 def covered(view: OptimView) -> list[str]:
@@ -252,23 +273,36 @@ def unpack_scalar(packed: Any) -> Any:
     return float.fromhex(packed) if isinstance(packed, str) else packed
 
 
-def gradient_parts(states: States, reader: Reader) -> Iterator[Part]:
+def gradient_parts(states: States, reader: Reader, *, without: set[str]) -> Iterator[Part]:
     """Gradients of an accumulation window that is open, as far as they are reduced; every unit has some."""
     for unit in states.units:
         base = unit.range_of(StateKind.GRAD)[0]
         with reader.values(unit, StateKind.GRAD) as read:
             for _, segment, lo, hi in overlaps(unit, share_of(unit, StateKind.GRAD)):
-                yield from _pieces("grad", segment, read, lo, hi, base=base)
+                if segment.name not in without:
+                    yield from _pieces("grad", segment, read, lo, hi, base=base)
 
 
-def partial_parts(states: States) -> Iterator[Part]:
-    """This rank's own sums of gradients that are not reduced yet."""
+def partial_parts(states: States, *, without: set[str]) -> Iterator[Part]:
+    """This rank's own sums of gradients that are not reduced yet, by its number among the ranks that will reduce them."""
     for unit in states.units:
         for position in sorted(unit.fired) if unit.partial is not None else ():
             segment = unit.layout.segments[position]
-            if segment.numel and unit.partial is not None:
+            if segment.numel and segment.name not in without and unit.partial is not None:
                 values = unit.partial[segment.offset : segment.stop]
-                yield Part(f"grad_partial@{states.mesh.job.index}", segment.name, segment.shape, 0, values)
+                yield Part(f"grad_partial@{unit.mesh.zero.index}", segment.name, shape_of(segment), 0, values, region_of(segment))
+
+
+def places(states: States) -> list[Place]:
+    """The parameters that other ranks than those of their unit's ``zero`` may hold too, as told by the first of these."""
+    units = [u for u in states.units if u.mesh.zero.index == 0 and u.mesh.zero.size < u.mesh.job.size]
+    return [(s.name, region_of(s)) for u in units for s in u.layout.segments]
+
+
+def written_elsewhere(states: States, first: dict[Place, int]) -> set[str]:
+    """Parameters that are other ranks' to write; ``first``: which rank of the job was the first to name each of its ``places``."""
+    ranks, units = states.mesh.job.ranks, [u for u in states.units if u.mesh.zero.size < u.mesh.job.size]
+    return {s.name for u in units for s in u.layout.segments if ranks[first[s.name, region_of(s)]] != u.mesh.zero.ranks[0]}
 
 
 def buffer_parts(buffers: dict[str, torch.Tensor], state: str) -> Iterator[Part]:
@@ -286,32 +320,20 @@ def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
 
 
-@dataclass(frozen=True)
-class Expected:
-    """A tensor that a complete checkpoint of this engine must hold, whether or not this rank has part of it."""
-
-    state: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass
 class Names:
-    """Parameters by name; tied names and the one they are stored under."""
+    """Global shapes of the parameters by name; tied names and the one they are stored under."""
 
-    weights: dict[str, Expected] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]]
+    aliases: dict[str, str]
 
 
 def names_of(states: States) -> Names:
-    """Every parameter's name and shape; ``aliases`` for the further names of tied ones."""
-    names = Names()
-    stored: dict[int, str] = {}
+    """Every parameter that this rank has a part of, whole or not."""
+    names, stored = Names({}, {}), dict[int, str]()
     for unit in states.units:
-        _, state = weights_of(unit)
-        dtype = unit.master.dtype if unit.master is not None else unit.full.dtype
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
-            names.weights[segment.name] = Expected(state, segment.shape, dtype)
+            names.shapes[segment.name] = shape_of(segment)
             stored[id(param)] = segment.name
     for name, param in states.module.named_parameters(remove_duplicate=False):
         if stored.get(id(param), name) != name:

@@ -1,5 +1,6 @@
 """Tensors side by side: of two checkpoints, and of a checkpoint and a model, by the names that loading goes by."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.agree import in_no_model, through, together
 from deepspeed.checkpoint.loader import open_everywhere
-from deepspeed.checkpoint.saver import agree, one_answer
 from deepspeed.checkpoint.source import Key, Source
 from deepspeed.checkpoint.weights import Stream, open_facts, shared_names, stream
 from deepspeed.errors import CheckpointError
@@ -129,21 +130,22 @@ def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[Row]:
         same = int((open_facts(source).get("world") or {}).get("size") or 0) == mesh.job.size
         found = match(model, source, buffers=f"buffer@{mesh.job.index}" if same else "buffer")
         rows: dict[str, Row] = {}
-        error: Exception | None = None
-        for position, (name, values) in enumerate(whole_weights(model, found.tensors)):
-            mine = not isinstance(values, nn.Parameter) or position % mesh.job.size == mesh.job.index  # every rank has its own buffers
-            if mine and error is None:
-                try:
-                    rows[name] = compared(found, source, name, values)
-                except Exception as failure:  # the other ranks go on gathering
-                    error = failure
-        agree(mesh, error, f"comparing with {source.path}")
-        return [*_joined(one_answer(mesh, rows), found), *found.extra]
+        turns = itertools.cycle(range(mesh.zero.size))
+
+        def take(name: str, values: torch.Tensor) -> None:
+            turn = next(turns)  # every rank has its own buffers
+            if not isinstance(values, nn.Parameter) or turn == mesh.zero.index:
+                rows[name] = compared(found, source, name, values)
+
+        with together(mesh, f"comparing with {source.path}") as shared:
+            through(whole_weights(model, found.tensors), take)
+            shared.mine = (rows, found.extra)
+        return _joined([each for each, _ in shared.all], found) + in_no_model([extra for _, extra in shared.all])
     finally:
         source.close()
 
 
 def _joined(said: list[Mapping[str, Row]], found: Match) -> list[Row]:
-    """What all ranks found, in the model's order: the first row that is not "equal", else any."""
-    each = {name: [rows[name] for rows in said if name in rows] for name in found.tensors}
+    """What all ranks found, in the model's order, then what others have: the first row that is not "equal", else any."""
+    each = {name: [rows[name] for rows in said if name in rows] for name in (*found.tensors, *itertools.chain.from_iterable(said))}
     return [next((row for row in rows if row.verdict != "equal"), rows[0]) for rows in each.values()]

@@ -3,17 +3,19 @@
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.agree import first_to_name, together
 from deepspeed.checkpoint.checksum import crc32c
 from deepspeed.checkpoint.collect import (
     Part,
     States,
     buffer_parts,
+    extra_modules,
     extra_states,
     frozen_names,
     gradient_parts,
@@ -21,16 +23,17 @@ from deepspeed.checkpoint.collect import (
     nbytes_of,
     odd_state,
     partial_parts,
+    places,
     scalar_state,
     weight_parts,
     weights_of,
+    written_elsewhere,
 )
 from deepspeed.checkpoint.held import Reader
 from deepspeed.checkpoint.plain import Collected, Encoded, encode, split
 from deepspeed.checkpoint.rng import capture_rng
 from deepspeed.checkpoint.save import as_json
-from deepspeed.checkpoint.saver import Content, one_answer
-from deepspeed.errors import PlainStateError
+from deepspeed.checkpoint.saver import Content
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
@@ -39,7 +42,10 @@ from deepspeed.zero.weights import persistent_buffers
 
 @dataclass(frozen=True)
 class Extras:
-    """What the engine adds to its tensors. ``engine`` is JSON; the others are plain state."""
+    """What the engine adds to its tensors. ``engine`` is JSON; the others are plain state.
+
+    ``ways``: how many ranks the model is cut over, by the names that docs/checkpoint-format.md has for the fact ``world``.
+    """
 
     tag: str
     engine: dict[str, Any]
@@ -51,6 +57,7 @@ class Extras:
     client_state: dict[str, Any]
     allow_pickle: bool
     compute_dtype: str
+    ways: dict[str, int] = field(default_factory=dict)
 
 
 def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: bool) -> Content:
@@ -60,34 +67,38 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
     """
     rank = states.mesh.job.index
     plain = Collected()
-    error: Exception | None = None
-    content, client, digest = Content(()), _Client(), None
-    try:
+    content, buffers = Content(()), persistent_buffers(states.module)
+    with together(states.mesh, "collecting the state") as shared:
         gathered = extras()
         content.facts = _rank_facts(states, gathered, plain)
         content.common = _common_facts(states, gathered, plain) if rank == 0 else {}
+        extra = extra_states(states.module) if rank and states.mesh.zero.index == 0 else {}  # one of ranks with the same modules
+        encode(extra, name="extra_state")  # what cannot be stored is an error now
         client = _Client.of(gathered)
-        digest = client.digest()
-    except Exception as failure:
-        error = failure
-    digests = _all_well(states, error, digest)
-    if rank == 0 or digests[rank] != digests[0]:
+        digests = {name: crc32c(b.detach().cpu().contiguous()) if b.numel() else 0 for name, b in buffers.items()}
+        shared.mine = (client.digest(), digests, places(states), list(extra_modules(states.module)))
+    clients, everyone, placed, extra_paths = zip(*shared.all, strict=True)
+    if rank == 0 or clients[rank] != clients[0]:
         content.facts["client_state"] = client.stored(plain, "client_state" if rank == 0 else f"ranks/{rank}/client_state")
         content.pickled = client.odd
+    if rank and states.mesh.zero.index == 0:
+        first = first_to_name(extra_paths)
+        content.common = _other_facts(states, {path: state for path, state in extra.items() if first[path] == rank}, plain)
     reader = Reader(states.optimizer, states.tiles)
-    without = frozen_names(states) if exclude_frozen else set()
+    elsewhere = written_elsewhere(states, first_to_name(placed))
+    without = elsewhere | frozen_names(states) if exclude_frozen else elsewhere
     near, away = _split_units(states, lambda u: u.on_drive(weights_of(u)[0]))
     _, open_window = _split_units(states, lambda u: u.grad_filled)
     open_near, open_away = _split_units(open_window, lambda u: u.on_drive(StateKind.GRAD))
     content.parts = itertools.chain(
         weight_parts(near, reader, without=without),
-        _buffers(states, rank),
-        gradient_parts(open_near, reader),
-        partial_parts(states),
+        _buffers(buffers, everyone, rank),
+        gradient_parts(open_near, reader, without=elsewhere),
+        partial_parts(states, without=elsewhere),
         _plain_parts(plain),
     )
     # gradients first: the next backward writes over them, the next update over the rest
-    content.away = itertools.chain(gradient_parts(open_away, reader), weight_parts(away, reader, without=without))
+    content.away = itertools.chain(gradient_parts(open_away, reader, without=elsewhere), weight_parts(away, reader, without=without))
     held = [(u, weights_of(u)[0]) for u in away.units] + [(u, StateKind.GRAD) for u in open_away.units]
     views = [view for unit in away.units for view in states.views_of(unit)]
     content.hold, content.release = functools.partial(reader.hold, held, views), reader.release
@@ -99,17 +110,6 @@ def _split_units(states: States, rule: Callable[[Unit], bool]) -> tuple[States, 
     """The same states with the units that fail ``rule``, and with those that pass."""
     no, yes = ([u for u in states.units if rule(u) is answer] for answer in (False, True))
     return replace(states, units=no), replace(states, units=yes)
-
-
-def _all_well(states: States, error: Exception | None, digest: Any) -> list[Any]:
-    """Every rank's digest, or an error on every rank. Collective."""
-    said = one_answer(states.mesh, (None if error is None else f"{type(error).__name__}: {error}", digest))
-    if error is not None:
-        raise error
-    for rank, (text, _) in zip(states.mesh.job.ranks, said, strict=True):
-        if text is not None:
-            raise PlainStateError(f"rank {rank}: {text}")
-    return [own for _, own in said]
 
 
 def _rank_facts(states: States, extras: Extras, plain: Collected) -> dict[str, Any]:
@@ -127,19 +127,19 @@ def _rank_facts(states: States, extras: Extras, plain: Collected) -> dict[str, A
 class _Client:
     """The client state of one rank. ``odd``: what of it needs pickle, by path."""
 
-    state: dict[str, Any] = field(default_factory=dict)
-    encoded: Encoded | None = None
-    odd: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any]
+    encoded: Encoded
+    odd: dict[str, Any]
 
     @classmethod
     def of(cls, extras: Extras) -> "_Client":
         if not extras.allow_pickle:
-            return cls(extras.client_state, encode(extras.client_state, name="client_state"))
+            return cls(extras.client_state, encode(extras.client_state, name="client_state"), {})
         return cls(extras.client_state, *split(extras.client_state, name="client_state"))
 
     def digest(self) -> Any:
         """Equal for equal client states; never equal where there is something to pickle."""
-        if self.encoded is None or self.odd:
+        if self.odd:
             return object.__repr__(self)
         return crc32c(as_json(self.encoded.json).encode()), [crc32c(t.contiguous()) for t in self.encoded.tensors.values()]
 
@@ -160,7 +160,7 @@ def _common_facts(states: States, extras: Extras, plain: Collected) -> dict[str,
             "deepspeed": __version__,
             "torch": torch.__version__,
         },
-        "world": {"size": states.mesh.job.size, "compute_dtype": extras.compute_dtype},
+        "world": {"size": states.mesh.job.size, "compute_dtype": extras.compute_dtype, **_data_ways(states), **extras.ways},
         "engine": extras.engine,
         "shared": names.aliases,
         "optimizer": _optimizer_facts(states, plain),
@@ -170,6 +170,17 @@ def _common_facts(states: States, extras: Extras, plain: Collected) -> dict[str,
         "extra_state": plain.add(extra_states(states.module), "extra_state"),
         "config": as_plain_config(extras.config),
     }
+
+
+def _data_ways(states: States) -> dict[str, int]:
+    """In how many parts the batch is dealt out, where these are fewer than the ranks."""
+    return {"data": states.mesh.data.size} if states.mesh.data.size < states.mesh.job.size else {}
+
+
+def _other_facts(states: States, extra: dict[str, Any], plain: Collected) -> dict[str, Any]:
+    """What ranks that hold other parameters than the first add to the common facts. ``extra``: states of modules."""
+    packed = plain.add(extra, f"ranks/{states.mesh.job.index}/extra_state")
+    return {"shared": names_of(states).aliases, "extra_state": packed, "groups": states.groups}
 
 
 def _optimizer_facts(states: States, plain: Collected) -> dict[str, Any] | None:
@@ -197,14 +208,12 @@ def as_plain_config(config: Any) -> Any:
     return config if config is None or isinstance(config, (bool, int, float, str)) else str(config)
 
 
-def _buffers(states: States, rank: int) -> Iterator[Part]:
-    """The first rank's buffers, and another rank's where they differ from those."""
-    buffers = persistent_buffers(states.module)
-    digests = {name: crc32c(b.detach().cpu().contiguous()) if b.numel() else 0 for name, b in buffers.items()}
-    first = one_answer(states.mesh, digests)[0]
-    if rank == 0:
-        return buffer_parts(buffers, "buffer")
-    return buffer_parts({n: b for n, b in buffers.items() if digests[n] != first.get(n)}, f"buffer@{rank}")
+def _buffers(buffers: dict[str, torch.Tensor], digests: Sequence[dict[str, int]], rank: int) -> Iterator[Part]:
+    """Each buffer of the first rank that has one of its name, and another rank's where it differs from that."""
+    first = first_to_name(digests)
+    yield from buffer_parts({n: b for n, b in buffers.items() if first[n] == rank}, "buffer")
+    others = {n: b for n, b in buffers.items() if digests[rank][n] != digests[first[n]][n]}
+    yield from buffer_parts(others, f"buffer@{rank}")
 
 
 def _plain_parts(plain: Collected) -> Iterator[Part]:

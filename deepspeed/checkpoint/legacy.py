@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.checkpoint.boxes import Region, Span, runs
 from deepspeed.checkpoint.legacy_pieces import Pieces
-from deepspeed.checkpoint.legacy_shards import Shapes, columns, rows, sharded
+from deepspeed.checkpoint.legacy_shards import Shapes, columns, rows, scaler_state, sharded
 from deepspeed.checkpoint.legacy_whole import unsharded
-from deepspeed.checkpoint.source import Described, Key
+from deepspeed.checkpoint.source import Described, Key, Wish, outside
 from deepspeed.checkpoint.universal import add_universal
-from deepspeed.checkpoint.unpickle import Record, Stored, load_restricted, materialize
+from deepspeed.checkpoint.unpickle import Stored, load_restricted, materialize
 from deepspeed.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -49,16 +50,17 @@ class ReferenceSource:
     def facts(self) -> dict[str, Any]:
         return self._facts
 
-    def read(self, key: Key, out: torch.Tensor, *, start: int = 0) -> None:
+    def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
         """See ``Source.read``. Values that were stored in a smaller type are cast."""
         what = f"{key[0]} of {key[1]}"
         if key not in self._pieces:
             raise CheckpointError(f"{self.path} has no {what}")
         pieces = self._pieces[key]
-        if out.dtype != pieces.dtype or out.dim() != 1 or not 0 <= start <= start + out.numel() <= pieces.numel:
-            raise ValueError(f"{what} is {pieces.numel} elements of {pieces.dtype}, not {out.numel()} of {out.dtype} from {start} on")
+        if wrong := outside(Wish(key, out, start, region), pieces.dtype, pieces.shape):
+            raise ValueError(wrong)
         try:
-            pieces.read(out, start)
+            for run in runs(pieces.shape, Span(start, start + out.numel(), region), Span(0, pieces.numel)):
+                pieces.read(out[run.first - start : run.first - start + run.numel], run.second)
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{what} cannot be read: {error}") from error
 
@@ -174,12 +176,6 @@ def _sharded(pieces: dict[Key, Pieces], shapes: Shapes, files: _Files) -> dict[s
         raise CheckpointError(f"{files.model[0].parent} has {len(files.model)} model state files, but was written by {world} ranks")
     cut = rows if by_parameter else columns
     return sharded(pieces, cut(states, shapes, files.optim), shapes, where=files.optim) | {"loss_scaler": scaler_state(states[0])}
-
-
-def scaler_state(state: dict[str, Any]) -> dict[str, Any] | None:
-    """Attributes of the loss scaler that an optimizer state holds."""
-    found = state.get("loss_scaler")
-    return dict(materialize(found.state)) if isinstance(found, Record) else None
 
 
 def _facts(model: dict[str, Any]) -> dict[str, Any]:

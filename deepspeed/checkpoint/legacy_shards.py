@@ -14,7 +14,7 @@ import torch
 
 from deepspeed.checkpoint.legacy_pieces import Pieces, Segment
 from deepspeed.checkpoint.source import Key
-from deepspeed.checkpoint.unpickle import Stored, materialize
+from deepspeed.checkpoint.unpickle import Record, Stored, materialize
 from deepspeed.errors import CheckpointError
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]  # per optimizer group, in flattening order
@@ -108,6 +108,12 @@ def rows(states: Sequence[Mapping[str, Any]], shapes: Shapes, where: Sequence[Pa
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A torch parameter group without its parameters."""
     return {key: materialize(value) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def scaler_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Attributes of the loss scaler that an optimizer state holds."""
+    found = state.get("loss_scaler")
+    return dict(materialize(found.state)) if isinstance(found, Record) else None
 
 
 def sharded(pieces: dict[Key, Pieces], cut: Cut, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint import folders, restore
+from deepspeed.checkpoint.agree import in_no_model, together
 from deepspeed.checkpoint.collect import States, extra_modules, view_key
 from deepspeed.checkpoint.legacy import ReferenceSource
 from deepspeed.checkpoint.opening import open_checkpoint
 from deepspeed.checkpoint.own import OwnSource
 from deepspeed.checkpoint.restore import Comparison, LoadRules
 from deepspeed.checkpoint.rng import restore_rng
-from deepspeed.checkpoint.saver import agree, one_answer, progress
+from deepspeed.checkpoint.saver import progress
 from deepspeed.checkpoint.source import Source, whole
 from deepspeed.errors import CheckpointError
 from deepspeed.mesh.groups import Mesh
@@ -24,24 +25,14 @@ from deepspeed.zero.runtime import Runtime
 
 def open_everywhere(mesh: Mesh, load_dir: Path, tag: str | None, *, allow_pickle: bool) -> Source | None:
     """The checkpoint on every rank, or an error on every rank; None when there is none. Collective."""
-    error: BaseException | None = None
-    name: str | None = None
-    if mesh.first:
-        try:
-            found = folders.find_checkpoint(load_dir, tag)
-            name = None if found is None else found.name
-        except Exception as failure:
-            error = failure
-    agree(mesh, error, f"loading from {load_dir}")
-    name = one_answer(mesh, name)[0]
+    with together(mesh, f"loading from {load_dir}") as shared:
+        found = folders.find_checkpoint(load_dir, tag) if mesh.first else None
+        shared.mine = None if found is None else found.name
+    name = shared.all[0]
     if name is None:
         return None
-    source: Source | None = None
-    try:
+    with together(mesh, f"loading {load_dir / name}"):
         source = open_checkpoint(load_dir / name, rank=mesh.job.index, allow_pickle=allow_pickle)
-    except Exception as failure:
-        error = failure
-    agree(mesh, error, f"loading {load_dir / name}")
     return source
 
 
@@ -55,6 +46,7 @@ class Loaded:
     def client_state(self) -> dict[str, Any]:
         """The user's keys, and what DeepSpeed's loader leaves among them."""
         facts, entries = self.facts, self._source.entries
+        world = facts.get("world") or {}
         own = {
             "buffer_names": [n for s, n in entries if s == "buffer"],
             "param_shapes": [{n: torch.Size(d.shape) for (s, n), d in entries.items() if s == "master"}],
@@ -63,7 +55,7 @@ class Loaded:
             "global_samples": (facts.get("engine") or {}).get("global_samples", 0),
             "ds_config": facts.get("config"),
             "ds_version": (facts.get("saved") or {}).get("deepspeed"),
-            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "checkpoint_parallel_dimensions": {"pp_degree": world.get("pp", 1), "tp_degree": world.get("tp", 1)},
         }
         return {**own, **(facts.get("client_state") or {})}
 
@@ -75,7 +67,8 @@ class Loaded:
 
     def data_position(self) -> Any:
         """This rank's position in the data; the first rank's after a change of their number."""
-        same = int((self.facts.get("world") or {}).get("size", 0)) == self._states.mesh.job.size
+        mesh, world = self._states.mesh, self.facts.get("world") or {}
+        same = int(world.get("size", 0)) == mesh.job.size and int(world.get("data", mesh.job.size)) == mesh.data.size
         return self._of_rank("data") if same else self._of_rank("data", rank=0)
 
     def _of_rank(self, name: str, rank: int | None = None) -> Any:
@@ -109,25 +102,19 @@ def load_into(
     """
     if isinstance(source, ReferenceSource):
         source = source.with_groups(states.groups)  # some of its files have numbers instead of names
-    error: BaseException | None = None
-    found = Comparison()
-    try:
+    with together(mesh, f"loading {source.path}") as shared:
         found = restore.compare(states, source, rules)
+        shared.mine = found.extra
+    found.extra = in_no_model(shared.all)
+    with together(mesh, f"loading {source.path}"):
         for line in restore.verdict(found, str(source.path), strict=rules.strict):
             logger.warning("loading %s: %s", source.path, line)
         if rules.optimizer:
             restore.check_optimizer(states, source)
         check()
-    except Exception as failure:  # whatever it is, the other ranks wait for the answer
-        error = failure
-    agree(mesh, error, f"loading {source.path}")
     begin()
-    try:
-        with progress(f"loading {source.path.name}", _nbytes(states), show=mesh.first) as told:
-            _fill(states, source, found, rules, told)
-    except Exception as failure:
-        error = failure
-    agree(mesh, error, f"loading {source.path}")
+    with together(mesh, f"loading {source.path}"), progress(f"loading {source.path.name}", _nbytes(states), show=mesh.first) as told:
+        _fill(states, source, found, rules, told)
     runtime.publish(runtime.units)
     return Loaded(states, source, found)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.boxes import runs
+from deepspeed.checkpoint.boxes import Gap, Region, Span, uncovered
 from deepspeed.errors import CheckpointError
 
 FORMAT = "deepspeed-checkpoint"
@@ -27,7 +27,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Box:
-    """Elements [lo, hi) of the part ``shape`` at ``start`` (None: the whole tensor), at byte ``offset`` of ``file``.
+    """Elements [lo, hi) of ``region`` (None: the whole tensor), at byte ``offset`` of ``file``.
 
     ``extent``: bytes up to the next box, zeros behind the values included. ``crcs``: one crc32c per 4 MiB of the extent.
     """
@@ -38,8 +38,11 @@ class Box:
     lo: int
     hi: int
     crcs: tuple[int, ...]
-    start: tuple[int, ...] | None = None
-    shape: tuple[int, ...] | None = None
+    region: Region | None = None
+
+    @property
+    def span(self) -> Span:
+        return Span(self.lo, self.hi, self.region)
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ class Entry:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def spans(self) -> list[tuple[int, int]]:
-        """Flat spans of the global tensor that the boxes cover."""
-        return [(r.globe, r.globe + r.numel) for b in self.boxes for r in runs(self.shape, lo=b.lo, hi=b.hi, start=b.start, part=b.shape)]
+    def faults(self) -> list[Gap]:
+        """Where the boxes do not cover the tensor exactly once."""
+        return uncovered(self.shape, (box.span for box in self.boxes))
 
 
 @dataclass
@@ -126,7 +129,7 @@ def _entry_text(entry: Entry) -> str:
     boxes = []
     for b in entry.boxes:
         row: list[Any] = [b.file, b.offset, b.extent, b.lo, b.hi, " ".join(f"{c:08x}" for c in b.crcs)]
-        boxes.append(row if b.start is None else [*row, b.start, b.shape])
+        boxes.append([*row, *(b.region or ())])
     found = {
         "state": entry.state,
         "name": entry.name,
@@ -151,8 +154,8 @@ def _box(file: str, offset: int, extent: int, lo: int, hi: int, crcs: str, start
     numbers = (offset, extent, lo, hi)
     if any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError(f"no box: {file!r} {numbers}")
-    part = (None, None) if start is None else (_sizes(start), _sizes(shape))
-    return Box(_file(file), offset, extent, lo, hi, tuple(int(c, 16) for c in crcs.split()), *part)
+    region = None if start is None else Region(_sizes(start), _sizes(shape))
+    return Box(_file(file), offset, extent, lo, hi, tuple(int(c, 16) for c in crcs.split()), region)
 
 
 def _file(name: Any) -> str:

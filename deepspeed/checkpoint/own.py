@@ -2,20 +2,19 @@
 
 from collections.abc import Iterable
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.boxes import faults, runs
+from deepspeed.checkpoint.boxes import Region, Span, runs
 from deepspeed.checkpoint.checksum import crc32c
 from deepspeed.checkpoint.collect import unpack_scalar
 from deepspeed.checkpoint.files import ChunkReader, Wanted
 from deepspeed.checkpoint.manifest import MANIFEST, Box, Entry, Key, Manifest
 from deepspeed.checkpoint.pickled import load_pickled
 from deepspeed.checkpoint.plain import decode
-from deepspeed.checkpoint.source import Described, whole
+from deepspeed.checkpoint.source import Described, Wish, outside, whole
 from deepspeed.errors import CheckpointError
 
 
@@ -49,29 +48,28 @@ class OwnSource:
     def entries(self) -> dict[Key, Described]:
         return {key: Described(e.dtype, e.shape) for key, e in self.manifest.entries.items()}
 
-    def read(self, key: Key, out: torch.Tensor, *, start: int = 0) -> None:
+    def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
         """See ``Source.read``."""
-        self.read_many([(key, out, start)])
+        self.read_many([Wish(key, out, start, region)])
 
-    def read_many(self, wanted: Iterable[tuple[Key, torch.Tensor, int]]) -> None:
+    def read_many(self, wishes: Iterable[Wish]) -> None:
         """Many reads, in the order of the files. Raises CheckpointError as ``read``."""
-        self._reader.read_many([w for key, out, start in wanted for w in self._wanted(key, out, start)])
+        self._reader.read_many([w for wish in wishes for w in self._wanted(wish)])
 
-    def _wanted(self, key: Key, out: torch.Tensor, start: int) -> list[Wanted]:
-        entry = self.manifest.entries.get(key)
-        what = f"{key[0]} of {key[1]}"
+    def _wanted(self, wish: Wish) -> list[Wanted]:
+        (state, name), out, start, region = wish
+        entry = self.manifest.entries.get(wish.key)
+        what = f"{state} of {name}"
         if entry is None:
             raise CheckpointError(f"{self.path} has no {what}")
-        if out.dtype != entry.dtype or start < 0 or start + out.numel() > entry.numel:
-            raise ValueError(f"{what} is {entry.numel} elements of {entry.dtype}, not {out.numel()} of {out.dtype} from {start} on")
-        width, raw, found, covered = entry.dtype.itemsize, out.view(-1).view(torch.uint8), [], 0
+        if wrong := outside(wish, entry.dtype, entry.shape):
+            raise ValueError(wrong)
+        width, raw, found, covered = entry.dtype.itemsize, out.view(torch.uint8), [], 0
         for box in entry.boxes:
-            for run in runs(entry.shape, lo=box.lo, hi=box.hi, start=box.start, part=box.shape):
-                lo, hi = max(run.globe, start), min(run.globe + run.numel, start + out.numel())
-                if lo < hi:
-                    target = raw[(lo - start) * width : (hi - start) * width]
-                    found.append(Wanted(box, (run.own + lo - run.globe) * width, target, what))
-                    covered += hi - lo
+            for run in runs(entry.shape, Span(start, start + out.numel(), region), box.span):
+                target = raw[(run.first - start) * width : (run.first - start + run.numel) * width]
+                found.append(Wanted(box, (run.second - box.lo) * width, target, what))
+                covered += run.numel
         if covered != out.numel():
             raise CheckpointError(f"{self.path / MANIFEST} has no bytes for part of {what}")
         return found
@@ -89,7 +87,7 @@ class OwnSource:
         for entry in self.manifest.entries.values():
             for box in entry.boxes:
                 _check_box(entry, box, self.manifest.files, self.path)
-            wrong = faults(entry.numel, entry.spans())
+            wrong = entry.faults()
             if wrong:
                 what = "no bytes for" if wrong[0].times == 0 else "several places for"
                 raise CheckpointError(
@@ -161,9 +159,6 @@ def _check_box(entry: Entry, box: Box, files: dict[str, int], folder: Path) -> N
     nbytes = (box.hi - box.lo) * entry.dtype.itemsize
     if box.file not in files or box.offset + box.extent > files[box.file] or nbytes > box.extent or box.lo > box.hi:
         raise CheckpointError(f"{folder / MANIFEST} places {entry.state} of {entry.name} outside of {box.file}")
-    if box.start is None:
-        return
-    start, part = box.start, box.shape or ()
-    inside = len(start) == len(part) == len(entry.shape) and all(s + p <= n for s, p, n in zip(start, part, entry.shape, strict=True))
-    if not inside or box.hi > prod(part):
-        raise CheckpointError(f"{folder / MANIFEST} gives {entry.state} of {entry.name} a part outside of it: {part} at {start}")
+    values = torch.empty(box.hi - box.lo, dtype=entry.dtype, device="meta")
+    if wrong := box.region and outside(Wish(entry.key, values, box.lo, box.region), entry.dtype, entry.shape):
+        raise CheckpointError(f"{folder / MANIFEST} has a part outside of its tensor: {wrong}")

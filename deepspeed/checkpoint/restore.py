@@ -8,20 +8,24 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.checkpoint.boxes import Region
 from deepspeed.checkpoint.collect import (
     States,
     covered,
     names_of,
     pack_scalar,
+    part_key,
+    region_of,
     segments_of,
+    shape_of,
     view_key,
     weights_of,
 )
-from deepspeed.checkpoint.source import Key, Source
+from deepspeed.checkpoint.source import Key, Source, Wish
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import logger
 from deepspeed.zero.gradients import Gradients
@@ -58,7 +62,7 @@ class Comparison:
 
 
 def compare(states: States, source: Source, rules: LoadRules) -> Comparison:
-    """Names, shapes and slots of both sides. Pure bookkeeping, the same on every rank; raises nothing."""
+    """Names, shapes and slots of both sides. Pure bookkeeping, the same on ranks with the same parameters; raises nothing."""
     found = Comparison()
     if rules.module:
         _compare_weights(states, source, found)
@@ -72,7 +76,7 @@ def _compare_weights(states: States, source: Source, found: Comparison) -> None:
     names = names_of(states)
     shared = source.facts.get("shared", {})
     taken = set()
-    for name, wanted in names.weights.items():
+    for name, wanted in names.shapes.items():
         others = [alias for alias, real in names.aliases.items() if real == name]
         candidates = [name, *others, *(shared[n] for n in (name, *others) if n in shared)]
         key = next(((s, n) for n in candidates for s in _WEIGHTS if (s, n) in source.entries), None)
@@ -81,8 +85,8 @@ def _compare_weights(states: States, source: Source, found: Comparison) -> None:
             continue
         taken.add(key)
         shape = source.entries[key].shape
-        if shape != wanted.shape:
-            found.wrong.append(f"{name} is {shape} there and {wanted.shape} here")
+        if shape != wanted:
+            found.wrong.append(f"{name} is {shape} there and {wanted} here")
         else:
             found.weights[name] = key
     found.extra += [n for s, n in source.entries if s in _WEIGHTS and (s, n) not in taken]
@@ -164,17 +168,17 @@ class Reads:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._wanted: list[tuple[Key, torch.Tensor, int]] = []
+        self._wanted: list[Wish] = []
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def into(self, target: torch.Tensor, key: Key, start: int) -> None:
-        """Fill the flat ``target`` with elements of ``key`` from ``start`` on, converted to its dtype."""
+    def into(self, target: torch.Tensor, key: Key, start: int, region: Region | None) -> None:
+        """Fill the flat ``target`` with elements of ``region`` of ``key`` from ``start`` on, converted to its dtype."""
         dtype = self._source.entries[key].dtype
         if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-            self._wanted.append((key, target, start))
+            self._wanted.append(Wish(key, target, start, region))
             return
         arrived = torch.empty(target.numel(), dtype=dtype, device="cpu")
-        self._wanted.append((key, arrived, start))
+        self._wanted.append(Wish(key, arrived, start, region))
         self._after.append((target, arrived))
 
     def run(self) -> None:
@@ -183,8 +187,8 @@ class Reads:
         if many is not None:
             many(self._wanted)
         else:
-            for key, out, start in self._wanted:
-                self._source.read(key, out, start=start)
+            for key, out, start, region in self._wanted:
+                self._source.read(key, out, start=start, region=region)
         for target, arrived in self._after:
             target.copy_(arrived)
         self._wanted.clear()
@@ -202,7 +206,8 @@ def fill_weights(states: States, source: Source, found: Comparison, told: Callab
                 for segment in unit.layout.segments:
                     lo, hi = unit.layout.overlap(segment, start, stop)
                     if lo < hi and segment.name in found.weights:
-                        reads.into(values.detach()[lo - start : hi - start], found.weights[segment.name], lo - segment.offset)
+                        target = values.detach()[lo - start : hi - start]
+                        reads.into(target, found.weights[segment.name], lo - segment.offset, region_of(segment))
                 reads.run()
                 if kind is StateKind.OPTIM and unit.tiled:
                     unit.publish_part(start, values).wait()
@@ -222,10 +227,15 @@ def fill_buffers(states: States, source: Source, found: Comparison) -> None:
 def fill_optimizer(states: States, source: Source, found: Comparison, told: Callable[[int], None]) -> None:
     """Slots and numbers of every view of this rank; what the optimizer held before is replaced."""
     assert states.optimizer is not None
+    parts: dict[str, set[str]] = {}
+    for kind, name in source.entries:
+        if kind.startswith("part."):
+            parts.setdefault(name.rpartition("@")[0], set()).add(kind.removeprefix("part."))
     for view in states.views:
         state = states.state_of(view)
         fresh = _slots_of(view, source, found)
         fresh |= _opaque_of(view, source)
+        fresh |= _parts_of(view, source, parts)
         scalars = _scalars_of(view, found)
         if set(fresh) != {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}:
             states.optimizer.state.pop(view.param, None)
@@ -239,7 +249,12 @@ def fill_optimizer(states: States, source: Source, found: Comparison, told: Call
         told(sum(v.nbytes for v in held.values() if isinstance(v, torch.Tensor)))
 
 
-_Filling = tuple[tuple[int, ...], torch.dtype, list[tuple[int, int, Key, int]]]  # shape, dtype, [(lo, hi, key, start)]
+class _Filling(NamedTuple):
+    """What a slot's tensor is filled with: its elements [lo, hi) with those of ``region`` of ``key`` from ``start`` on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[int, int, Key, int, Region | None]]
 
 
 def _slots_of(view: OptimView, source: Source, found: Comparison) -> dict[str, _Filling]:
@@ -250,7 +265,9 @@ def _slots_of(view: OptimView, source: Source, found: Comparison) -> dict[str, _
         keys = {s.name: found.slots[s.name][slot] for s in segments if slot in found.slots.get(s.name, {})}
         first = source.entries[next(iter(keys.values()))]
         if unit.layout.granularity is Granularity.PARAMETER:
-            filled[slot] = (first.shape, first.dtype, [(0, prod(first.shape), next(iter(keys.values())), 0)])
+            region = region_of(segments[0]) if first.shape == shape_of(segments[0]) else None
+            shape = first.shape if region is None else region.shape
+            filled[slot] = _Filling(shape, first.dtype, [(0, prod(shape), next(iter(keys.values())), 0, region)])
             continue
         pieces = []
         for segment in segments:
@@ -258,14 +275,30 @@ def _slots_of(view: OptimView, source: Source, found: Comparison) -> dict[str, _
             key = keys.get(segment.name)
             if key is None:
                 continue
-            if prod(source.entries[key].shape) != segment.numel:
+            if prod(source.entries[key].shape) != prod(shape_of(segment)):
                 raise CheckpointError(
                     f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, not that of the parameter "
-                    f"({segment.shape}): it was saved by an optimizer that sees whole tensors, this one sees elements"
+                    f"({shape_of(segment)}): it was saved by an optimizer that sees whole tensors, this one sees elements"
                 )
-            pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset))
-        filled[slot] = ((view.stop - view.start,), first.dtype, pieces)
+            pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)))
+        filled[slot] = _Filling((view.stop - view.start,), first.dtype, pieces)
     return filled
+
+
+def _parts_of(view: OptimView, source: Source, parts: dict[str, set[str]]) -> dict[str, _Filling]:
+    """State that fits the very same part of a parameter only; ``parts``: the slots that there is such state of, by parameter."""
+    found: dict[str, _Filling] = {}
+    for segment, slot in ((s, slot) for s in segments_of(view) for slot in sorted(parts.get(s.name, ()))):
+        region = region_of(segment)
+        key = (f"part.{slot}", segment.name if region is None else part_key(segment.name, region))
+        if key not in source.entries or view.unit.layout.granularity is Granularity.ELEMENT:
+            raise CheckpointError(
+                f"optimizer state {slot!r} of {segment.name} belongs to the parts that the parameter was cut into (tensor parallel) when "
+                "it was saved, and cannot be cut anew; load with the same parts and optimizer, or with load_optimizer_states=False"
+            )
+        shape = source.entries[key].shape
+        found[slot] = _Filling(shape, source.entries[key].dtype, [(0, prod(shape), key, 0, None)])
+    return found
 
 
 def _opaque_of(view: OptimView, source: Source) -> dict[str, _Filling]:
@@ -280,7 +313,7 @@ def _opaque_of(view: OptimView, source: Source) -> dict[str, _Filling]:
                 "load with the same configuration and number of ranks, or with load_optimizer_states=False"
             )
         entry = source.entries[key]
-        found[slot] = (entry.shape, entry.dtype, [(0, prod(entry.shape), key, 0)])
+        found[slot] = _Filling(entry.shape, entry.dtype, [(0, prod(entry.shape), key, 0, None)])
     return found
 
 
@@ -305,8 +338,8 @@ def _fill_view(view: OptimView, held: dict[str, Any], fresh: dict[str, _Filling]
         if not isinstance(old, torch.Tensor) or old.shape != shape or old.dtype != dtype:
             held[slot] = torch.zeros(shape, dtype=dtype, device=view.param.device)
         flat = held[slot].detach().view(-1)
-        for lo, hi, key, start in pieces:
-            reads.into(flat[lo:hi], key, start)
+        for lo, hi, key, start, region in pieces:
+            reads.into(flat[lo:hi], key, start, region)
     reads.run()
     for name, value in scalars.items():
         old = held.get(name)
@@ -323,7 +356,7 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
     """
     parts: dict[str, list[Key]] = {}
     for state, name in source.entries:
-        if state.startswith("grad_partial@") and int(state.partition("@")[2]) % states.mesh.job.size == states.mesh.job.index:
+        if state.startswith("grad_partial@"):
             parts.setdefault(name, []).append((state, name))
     with torch.no_grad():
         for unit in states.units:
@@ -331,8 +364,10 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
             if unit.trainable and any(("grad", n) in source.entries for n in names):
                 gradients.refill(unit)
                 _fill_reduced(unit, source, factor)
-            if any(n in parts for n in names):
-                _fill_partial(unit, source, parts, gradients, factor)
+            zero = unit.mesh.zero
+            mine = {n: [k for k in parts[n] if int(k[0].partition("@")[2]) % zero.size == zero.index] for n in names if n in parts}
+            if any(mine.values()):
+                _fill_partial(unit, source, mine, gradients, factor)
 
 
 def _fill_reduced(unit: Unit, source: Source, factor: float) -> None:
@@ -342,7 +377,7 @@ def _fill_reduced(unit: Unit, source: Source, factor: float) -> None:
         for segment in unit.layout.segments:
             lo, hi = unit.layout.overlap(segment, start, stop)
             if lo < hi and ("grad", segment.name) in source.entries:
-                reads.into(values[lo - start : hi - start], ("grad", segment.name), lo - segment.offset)
+                reads.into(values[lo - start : hi - start], ("grad", segment.name), lo - segment.offset, region_of(segment))
         reads.run()
         if factor != 1.0:
             values.mul_(factor)
@@ -356,7 +391,7 @@ def _fill_partial(unit: Unit, source: Source, parts: dict[str, list[Key]], gradi
     for position, segment in enumerate(unit.layout.segments):
         for key in parts.get(segment.name, []):
             arrived = torch.empty(segment.numel, dtype=dtype, device="cpu")
-            source.read(key, arrived)
+            source.read(key, arrived, region=region_of(segment))
             total[segment.offset : segment.stop].add_(arrived.to(unit.device), alpha=factor)
             positions.add(position)
     unit.restore_partial(total, positions)

@@ -13,13 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from deepspeed.checkpoint import folders
+from deepspeed.checkpoint.boxes import Span
 from deepspeed.checkpoint.checksum import crc32c
 from deepspeed.checkpoint.collect import Part
 from deepspeed.checkpoint.files import ChunkWriter
@@ -44,20 +46,19 @@ class RankFile:
 
     folder: Path
     rank: int
-    rate_bytes: int = 0
     expect_bytes: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     told: Callable[[int], None] = lambda _: None
 
     def __post_init__(self) -> None:
-        self._writer = ChunkWriter(self.folder / _DATA.format(self.rank), rate_bytes=self.rate_bytes, expect_bytes=self.expect_bytes)
-        self._parts: list[tuple[str, str, torch.dtype, tuple[int, ...], int, int]] = []
+        self._writer = ChunkWriter(self.folder / _DATA.format(self.rank), expect_bytes=self.expect_bytes)
+        self._parts: list[tuple[Key, torch.dtype, tuple[int, ...], Span]] = []
 
     def write(self, parts: Iterable[Part]) -> None:
         """Append ``parts``. Raises CheckpointError (disk full, ...)."""
         for part in parts:
-            numel = part.values.numel()
-            self._parts.append((part.state, part.name, part.values.dtype, part.shape, part.lo, part.lo + numel))
+            span = Span(part.lo, part.lo + part.values.numel(), part.region)
+            self._parts.append(((part.state, part.name), part.values.dtype, part.shape, span))
             self._writer.append(part.values)
             self.told(part.values.nbytes)
 
@@ -70,13 +71,20 @@ class RankFile:
         name = _DATA.format(self.rank)
         places = self._writer.close()
         entries: dict[Key, Entry] = {}
-        for (state, tensor, dtype, shape, lo, hi), place in zip(self._parts, places, strict=True):
-            box = Box(name, place.offset, place.extent, lo, hi, tuple(place.crcs))
-            known = entries.get((state, tensor))
-            entries[state, tensor] = Entry(state, tensor, dtype, shape, (*known.boxes, box) if known else (box,))
+        for (key, dtype, shape, (lo, hi, region)), place in zip(self._parts, places, strict=True):
+            box = Box(name, place.offset, place.extent, lo, hi, tuple(place.crcs), region)
+            known = entries.get(key)
+            entries[key] = Entry(*key, dtype, shape, (*known.boxes, box) if known else (box,))
         files = {name: (self.folder / name).stat().st_size}
         content = Manifest(entries, files, self.facts).to_bytes(crc32c)
         folders.write_atomically(self.folder / _LIST.format(self.rank), content)
+
+    def __enter__(self) -> "RankFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Tell the first rank, as far as that is still possible, and drop the file."""
@@ -103,7 +111,7 @@ class Snapshots:
             values = self._slabs[index][used : used + nbytes].view(part.values.dtype)
             values.copy_(part.values)
             used += -(-nbytes // 64) * 64
-            yield Part(part.state, part.name, part.shape, part.lo, values)
+            yield replace(part, values=values)
         del self._slabs[index + 1 :]
 
     def _make(self, index: int, nbytes: int) -> None:
@@ -172,6 +180,12 @@ def join_lists(folder: Path, ranks: int) -> Manifest:
                     f"rank {rank}; ranks hold different models"
                 )
             whole.entries[key] = entry if known is None else Entry(*key, entry.dtype, entry.shape, (*known.boxes, *entry.boxes))
+    for entry in whole.entries.values():
+        for gap in entry.faults():
+            raise CheckpointError(
+                f"elements {gap.lo} to {gap.hi} of {entry.state} of {entry.name!r} were written by {gap.times} ranks instead of one; "
+                "ranks do not agree on who holds which part of it"
+            )
     return whole
 
 
@@ -188,7 +202,7 @@ class Background:
     """A save that goes on in a thread. ``finished`` and ``error`` are this rank's own."""
 
     def __init__(self, tag: str, folder: Path, work: Callable[[threading.Event], None], *, hurry: Callable[[], None]) -> None:
-        self.tag, self.folder, self._hurry = tag, folder, hurry
+        self.tag, self.folder, self.hurry = tag, folder, hurry  # the last: somebody waits, no limit on the rate any more
         self.error: BaseException | None = None
         self.told = False
         self.stop = threading.Event()
@@ -199,7 +213,7 @@ class Background:
             self._thread.start()
         except RuntimeError as error:  # too many of them, or this process is ending; the other ranks count on this one
             logger.warning("checkpoint %s is written at once, because no thread can be started: %s", tag, error)
-            self._hurry()
+            self.hurry()
             self._run()
 
     def _run(self) -> None:
@@ -227,11 +241,7 @@ class Background:
     def give_up(self) -> None:
         """End it soon: after the part that is being written, at full speed."""
         self.stop.set()
-        self._hurry()
-
-    def hurry(self) -> None:
-        """Somebody waits: no limit on the rate any more."""
-        self._hurry()
+        self.hurry()
 
     def wait(self, seconds: float | None) -> None:
         """Until it has ended, or so long."""

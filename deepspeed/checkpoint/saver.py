@@ -14,13 +14,13 @@ from typing import Any
 from tqdm import tqdm
 
 from deepspeed.checkpoint import folders
-from deepspeed.checkpoint.client_files import copy_for_later, write_client_files, write_script
+from deepspeed.checkpoint.agree import gather, together
+from deepspeed.checkpoint.client_files import write_script
 from deepspeed.checkpoint.collect import Part, in_rows
 from deepspeed.checkpoint.files import unwritable
 from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.pickled import save_pickled
 from deepspeed.checkpoint.save import Background, RankFile, Snapshots, drained, join_lists, publish, until, wait_for_ranks
-from deepspeed.comm import collectives
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
@@ -63,25 +63,8 @@ class Content:
     pickled: dict[str, Any] = field(default_factory=dict)
 
 
-def agree(mesh: Mesh, error: BaseException | None, what: str) -> None:
-    """Raise on every rank when some rank has an ``error``. Collective."""
-    said = collectives.gather_objects(None if error is None else f"{error}", mesh.talk)
-    failed = {rank: text for rank, text in zip(mesh.job.ranks, said, strict=True) if text is not None}
-    if not failed:
-        return
-    if error is not None and isinstance(error, CheckpointError):
-        raise error
-    rank, text = next(iter(failed.items()))
-    raise CheckpointError(f"{what} failed on rank {rank}: {text}") from error
-
-
-def one_answer(mesh: Mesh, value: Any) -> list[Any]:
-    """What every rank says, in rank order. Collective."""
-    return collectives.gather_objects(value, mesh.talk)
-
-
 @contextlib.contextmanager
-def progress(label: str, nbytes: int, *, show: bool) -> Iterator[Callable[[int], None]]:
+def progress(label: str, nbytes: int, *, show: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar over bytes, on a terminal, for what takes long."""
     if not (show and sys.stderr.isatty()):  # tqdm takes semaphores even for a bar that is never shown
         yield lambda _: None
@@ -98,76 +81,45 @@ class Saver:
         self._running: Background | None = None
         self._snapshots = Snapshots()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a background save has not been settled yet (the same on every rank)."""
-        return self._running is not None
-
     def save(self, order: SaveOrder, content: Content) -> None:
         """Save now; returns when the checkpoint has its name. Collective. Raises CheckpointError on every rank."""
         self.settle(wait=True)
-        folder = self._begin(order)
-        try:
-            error = self._write_now(folder, order, content)
-        except BaseException:  # interrupted: whatever the other ranks do, this save is none
-            if self._first:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        final = functools.partial(self._finish, folder, order)
-        self._agreed(folder, error, order)
-        error = None
-        if self._first:
-            try:
-                final(None)
-            except Exception as failure:  # whatever it is, the other ranks wait for the answer
-                error = _explained(folder, failure)
-        self._agreed(folder, error, order)
+        with self._begin(order) as folder:
+            with together(self._mesh, f"saving checkpoint {order.tag}"), contextlib.ExitStack() as stack:
+                stack.callback(content.release)
+                told = stack.enter_context(progress(f"saving {order.tag}", content.nbytes, show=self._mesh.first))
+                stack.enter_context(_explained(folder))
+                file = stack.enter_context(self._file(folder, content))
+                file.told = told
+                file.write(content.away)
+                file.write(content.parts)
+                file.close()
+            with together(self._mesh, f"saving checkpoint {order.tag}"), _explained(folder):
+                self._finish(folder, order, None)
 
     def save_behind(self, order: SaveOrder, content: Content) -> None:
         """Copy what training will change and return; the rest happens in a thread. Collective. An earlier one is waited for."""
         self.settle(wait=True)
-        folder = self._begin(order)
-        error: BaseException | None = None
-        rank = self._mesh.job.index
-        file: RankFile | None = None
-        held: deque[Part] = deque()
-        with contextlib.ExitStack() as undone:
+        with self._begin(order) as folder, contextlib.ExitStack() as undone:
             undone.callback(content.release)  # also when it is interrupted: an update would wait for ever
-            try:
-                file = RankFile(folder, rank, facts=self._facts(content, folder), expect_bytes=content.nbytes)
+            with together(self._mesh, f"saving checkpoint {order.tag}"), _explained(folder):
+                file = undone.enter_context(self._file(folder, content))
                 file.limit(order.rate_bytes)
                 content.hold(functools.partial(file.limit, 0))
-                held.extend(self._snapshots.copy(content.parts))
-            except BaseException as failure:
-                error = _explained(folder, failure)
-                if file is not None:
-                    file.fail(failure)
-                if not isinstance(failure, Exception):
-                    if self._first:
-                        shutil.rmtree(folder, ignore_errors=True)
-                    raise
-            self._agreed(folder, error, order)
-            assert file is not None
+                held = deque(self._snapshots.copy(content.parts))
             work = functools.partial(self._work, folder, order, file, content, held)
             self._running = Background(order.tag, folder, work, hurry=functools.partial(file.limit, 0))
             undone.pop_all()
 
     def _work(self, folder: Path, order: SaveOrder, file: RankFile, content: Content, held: "deque[Part]", stop: threading.Event) -> None:
-        try:
+        with file, _explained(folder):
             try:
                 file.write(until(content.away, stop))  # first, as an update may wait for it
             finally:
                 content.release()
             file.write(until(drained(held), stop))
             file.close()
-            if self._first:
-                self._finish(folder, order, stop)
-        except BaseException as failure:
-            error = _explained(folder, failure)
-            file.fail(error)
-            if error is failure:
-                raise
-            raise error from failure
+            self._finish(folder, order, stop)
 
     def settle(self, *, wait: bool) -> None:
         """Bring a background save to its end: raise on every rank when it failed on some; with ``wait`` until it has ended.
@@ -176,15 +128,15 @@ class Saver:
         """
         while self._running is not None:
             own = self._running
-            said = one_answer(self._mesh, (own.finished, None if own.error is None else str(own.error)))
+            said = gather(self._mesh, (own.finished, None if own.error is None else str(own.error)))
             failed = [(r, text) for r, (_, text) in zip(self._mesh.job.ranks, said, strict=True) if text is not None]
             if failed:
                 own.told = True
                 own.give_up()
                 own.wait(None)
                 self._running = None
-                one_answer(self._mesh, None)  # nobody writes any more
-                if self._first:
+                gather(self._mesh, None)  # nobody writes any more
+                if self._mesh.first:
                     shutil.rmtree(own.folder, ignore_errors=True)
                 rank, text = failed[0]
                 raise CheckpointError(
@@ -214,68 +166,39 @@ class Saver:
                 own.told = True
                 raise CheckpointError(f"the background save of checkpoint {own.tag} failed: {own.error}") from own.error
 
-    @property
-    def _first(self) -> bool:
-        return self._mesh.first
-
-    def _begin(self, order: SaveOrder) -> Path:
-        """The folder to fill, made by the first rank and seen by all."""
-        error: BaseException | None = None
-        folder: Path | None = None
-        if self._first:
-            try:
-                folder = folders.begin(order.save_dir, order.tag)
-            except Exception as failure:  # whatever it is, the other ranks wait for the answer
-                error = _explained(order.save_dir, failure)
-                error.__cause__ = failure if error is not failure else None
-        agree(self._mesh, error, f"saving checkpoint {order.tag}")
-        name = next(n for n in one_answer(self._mesh, folder.name if folder is not None else None) if n is not None)
-        folder = order.save_dir / name
-        if not folder.is_dir():
-            error = CheckpointError(
-                f"{order.save_dir} is not shared: the folder that the first rank made in it is not there; use a shared one"
-            )
-        self._agreed(folder, error, order)
-        return folder
-
-    def _facts(self, content: Content, folder: Path) -> dict[str, Any]:
-        if content.pickled:
-            content.facts["pickled"] = save_pickled(folder, self._mesh.job.index, content.pickled)
-        return {"rank": content.facts, **({"common": content.common} if self._first else {})}
-
-    def _write_now(self, folder: Path, order: SaveOrder, content: Content) -> BaseException | None:
-        file: RankFile | None = None
+    @contextlib.contextmanager
+    def _begin(self, order: SaveOrder) -> Iterator[Path]:
+        """The folder to fill, made by the first rank and seen by all; removed after an error. Collective."""
+        with together(self._mesh, f"saving checkpoint {order.tag}") as made, _explained(order.save_dir):
+            made.mine = folders.begin(order.save_dir, order.tag).name if self._mesh.first else None
+        folder = order.save_dir / made.all[0]
         try:
-            with progress(f"saving {order.tag}", content.nbytes, show=self._first) as told:
-                file = RankFile(folder, self._mesh.job.index, facts=self._facts(content, folder), expect_bytes=content.nbytes, told=told)
-                file.write(content.away)
-                file.write(content.parts)
-                file.close()
-        except BaseException as error:
-            if file is not None:
-                file.fail(error)
-            if not isinstance(error, Exception):
-                raise
-            return _explained(folder, error)
-        finally:
-            content.release()
-        return None
-
-    def _agreed(self, folder: Path, error: BaseException | None, order: SaveOrder) -> None:
-        try:
-            agree(self._mesh, error, f"saving checkpoint {order.tag}")
-        except CheckpointError:
-            if self._first:
+            with together(self._mesh, f"saving checkpoint {order.tag}"):
+                if not folder.is_dir():
+                    raise CheckpointError(
+                        f"{order.save_dir} is not shared: the folder that the first rank made in it is not there; use a shared one"
+                    )
+            yield folder
+        except BaseException:  # interrupted: whatever the other ranks do, this save is none
+            if self._mesh.first:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
+    def _file(self, folder: Path, content: Content) -> RankFile:
+        """This rank's file in ``folder``."""
+        if content.pickled:
+            content.facts["pickled"] = save_pickled(folder, self._mesh.job.index, content.pickled)
+        facts = {"rank": content.facts, "common": content.common}
+        return RankFile(folder, self._mesh.job.index, facts=facts, expect_bytes=content.nbytes)
+
     def _finish(self, folder: Path, order: SaveOrder, stop: threading.Event | None) -> None:
-        """The first rank's end of a save: one manifest, the name, ``latest``, old ones away."""
+        """The first rank's end of a save: one manifest, the name, ``latest``, old ones away. Nothing on the others."""
+        if not self._mesh.first:
+            return
         ranks = self._mesh.job.size
         wait_for_ranks(folder, ranks, stop=stop)
         manifest = join_lists(folder, ranks)
-        manifest.facts = {**manifest.facts["ranks"][0]["common"], "ranks": [r["rank"] for r in manifest.facts["ranks"]]}
-        manifest.facts["optimizer"] = _join_optimizer(manifest.facts)
+        manifest.facts = _join_facts(manifest.facts["ranks"])
         final = publish(folder, manifest, order.tag, order.extra)
         if order.latest:
             folders.write_latest(order.save_dir, order.tag)
@@ -288,22 +211,25 @@ class Saver:
         logger.info("saved checkpoint %s", final)
 
 
-def _explained(path: Path, error: BaseException) -> BaseException:
-    """``error``, with the path and advice where it is the bare word of the system."""
-    if not isinstance(error, OSError) or isinstance(error, DeepSpeedError):
-        return error
-    return unwritable(Path(error.filename) if isinstance(error.filename, str) else path, error)
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Where an error is the bare word of the system it gets the path and advice."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, DeepSpeedError):
+            raise
+        raise unwritable(Path(error.filename) if isinstance(error.filename, str) else path, error) from error
 
 
-def _join_optimizer(facts: dict[str, Any]) -> dict[str, Any] | None:
-    """The optimizer's facts with the numbers that every rank has for its own parameters, equal ones together."""
-    found: dict[str, Any] | None = facts.get("optimizer")
-    if found is None:
-        return None
-    return {**found, "scalars": in_rows(pair for rank in facts["ranks"] for pair in rank.pop("scalars", {}).items())}
-
-
-def client_files(state: dict[str, Any], *, level: int, whole: bool, bf16: bool) -> Callable[[Path, Manifest], None]:
-    """``extra`` of an order that leaves files for other programs."""
-    kept = copy_for_later(state)
-    return lambda folder, manifest: write_client_files(folder, manifest, kept, level=level, whole=whole, bf16=bf16)
+def _join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's facts: the first rank's, what ranks with other parameters add to them, and every rank's own, equal ones together."""
+    facts: dict[str, Any] = {**ranks[0]["common"], "ranks": [rank["rank"] for rank in ranks]}
+    for more in (rank["common"] for rank in ranks[1:]):
+        for name in ("shared", "extra_state") if more else ():
+            facts[name] = {**facts[name], **{key: value for key, value in more[name].items() if key not in facts[name]}}
+        for group, names in zip((facts.get("optimizer") or {}).get("groups", []), more.get("groups", []), strict=False):
+            group["names"] = list(dict.fromkeys((*group["names"], *names)))
+    if facts.setdefault("optimizer", None) is not None:
+        facts["optimizer"]["scalars"] = in_rows(pair for rank in facts["ranks"] for pair in rank.pop("scalars", {}).items())
+    return facts

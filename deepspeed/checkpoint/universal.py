@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.legacy_pieces import Pieces, Segment
-from deepspeed.checkpoint.legacy_shards import Shapes, group_options, is_number, rows
+from deepspeed.checkpoint.legacy_shards import Shapes, group_options, is_number, rows, scaler_state
 from deepspeed.checkpoint.source import Key
-from deepspeed.checkpoint.unpickle import Record, Stored, load_restricted, materialize
+from deepspeed.checkpoint.unpickle import Stored, load_restricted, materialize
 from deepspeed.errors import CheckpointError
 
 _WEIGHT = "fp32"
@@ -39,11 +39,7 @@ def add_universal(pieces: dict[Key, Pieces], shapes: Shapes, *, model: Mapping[s
     for name, own in slots.items():
         if own != every and own != {"master"}:
             raise CheckpointError(f"{folder / 'zero' / name} lacks {', '.join(sorted(every - own))} of {name}, which other parameters have")
-    scaler = common.get("loss_scaler")
-    return {
-        "optimizer": {"groups": groups, "scalars": scalars},
-        "loss_scaler": dict(materialize(scaler.state)) if isinstance(scaler, Record) else None,
-    }
+    return {"optimizer": {"groups": groups, "scalars": scalars}, "loss_scaler": scaler_state(common)}
 
 
 def _refuse_mixed_up(model: Mapping[str, Any], folder: Path) -> None:

@@ -24,6 +24,9 @@ class Segment:
     """One parameter's place: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group.
 
     ``norm_weight``: what its squares count in the job's gradient norm; less than 1 where ranks outside the unit's axes hold it too.
+
+    Of a parameter that other ranks hold other parts of (tensor parallel), ``shape`` is this rank's part, which begins at index
+    ``global_start`` of a tensor of ``global_shape``. None: it is the whole.
     """
 
     name: str
@@ -31,6 +34,14 @@ class Segment:
     offset: int
     group: int = 0
     norm_weight: float = 1.0
+    global_start: tuple[int, ...] | None = None
+    global_shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.global_start is not None or self.global_shape is not None:
+            assert self.global_start is not None and self.global_shape is not None, self
+            ends = zip(self.global_start, self.shape, self.global_shape, strict=True)
+            assert all(0 <= start <= start + size <= whole for start, size, whole in ends), self
 
     @property
     def numel(self) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.boxes import Region
 from deepspeed.checkpoint.rewrite import write_checkpoint
 from deepspeed.checkpoint.source import Described
 
@@ -24,8 +25,11 @@ class Memory:
     def entries(self) -> dict[tuple[str, str], Described]:
         return {k: Described(t.dtype, tuple(t.shape)) for k, t in self.tensors.items()}
 
-    def read(self, key: tuple[str, str], out: torch.Tensor, *, start: int = 0) -> None:
-        out.copy_(self.tensors[key].reshape(-1)[start : start + out.numel()])
+    def read(self, key: tuple[str, str], out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
+        values = self.tensors[key]
+        if region is not None:
+            values = values[tuple(slice(s, s + n) for s, n in zip(*region, strict=True))]
+        out.copy_(values.reshape(-1)[start : start + out.numel()])
 
     def close(self) -> None:
         pass

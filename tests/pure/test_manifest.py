@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from deepspeed.checkpoint.boxes import Gap, faults, runs
+from deepspeed.checkpoint.boxes import Gap, Region, Run, Span, faults, runs, uncovered
 from deepspeed.checkpoint.checksum import crc32c
 from deepspeed.checkpoint.manifest import MANIFEST, Box, Entry, Manifest
 from deepspeed.errors import CheckpointError
 
 
 def example() -> Manifest:
-    part = Box("rank_00001.bin", 64, 128, 2, 10, (0, 0xFFFFFFFF), (0, 1), (5, 2))
+    part = Box("rank_00001.bin", 64, 128, 2, 10, (0, 0xFFFFFFFF), Region((0, 1), (5, 2)))
     entries = [
         Entry("master", "a.weight", torch.float32, (4, 3), (Box("rank_00000.bin", 0, 64, 0, 12, (7,)),)),
         Entry("optim.exp_avg", 'odd "name"\n/../\u00e9', torch.bfloat16, (5, 4), (part, part)),
@@ -85,32 +85,77 @@ def test_not_a_number_cannot_be_written() -> None:
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]:
-    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=4)))
-    start = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    part = tuple(draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True))
-    lo = draw(st.integers(0, prod(part)))
-    return shape, start, part, lo, draw(st.integers(lo, prod(part)))
+def spans(draw: st.DrawFn, shape: tuple[int, ...]) -> Span:
+    """Some elements of some part of a tensor of ``shape``."""
+    if draw(st.integers(0, 3)) == 0:
+        region, size = None, prod(shape)
+    else:
+        start = tuple(draw(st.integers(0, n)) for n in shape)
+        region = Region(start, tuple(draw(st.integers(0, n - s)) for n, s in zip(shape, start, strict=True)))
+        size = prod(region.shape)
+    lo = draw(st.integers(0, size))
+    return Span(lo, draw(st.integers(lo, size)), region)
 
 
-@given(parts())
-@settings(max_examples=400, deadline=None)
-def test_runs_are_what_slicing_says(case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]) -> None:
-    shape, start, part, lo, hi = case
-    globe = np.arange(prod(shape)).reshape(shape)
-    wanted = globe[tuple(slice(s, s + n) for s, n in zip(start, part, strict=True))].reshape(-1)[lo:hi]
-    found = np.full(hi - lo, -1)
-    last = -1
-    for run in runs(shape, lo=lo, hi=hi, start=start, part=part):
-        assert run.globe > last and run.numel > 0
-        last = run.globe + run.numel - 1
-        found[run.own : run.own + run.numel] = globe.reshape(-1)[run.globe : run.globe + run.numel]
-    assert (found == wanted).all()
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Span, Span]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
+    return shape, draw(spans(shape)), draw(spans(shape))
 
 
-def test_a_span_of_the_whole_is_one_run() -> None:
-    assert list(runs((3, 4), lo=2, hi=11)) == [(2, 0, 9)]
-    assert list(runs((3, 4), lo=2, hi=2)) == []
+def elements(shape: tuple[int, ...], span: Span) -> list[int]:
+    """The numbers that the elements of a span have in the whole tensor, in the span's order."""
+    whole = np.arange(prod(shape)).reshape(shape)
+    if span.region is not None:
+        whole = whole[tuple(slice(s, s + n) for s, n in zip(*span.region, strict=True))]
+    return [int(n) for n in whole.reshape(-1)[span.lo : span.hi]]
+
+
+@given(pairs())
+@settings(max_examples=1500, deadline=None)
+def test_runs_are_what_slicing_says(case: tuple[tuple[int, ...], Span, Span]) -> None:
+    shape, a, b = case
+    one, two = elements(shape, a), elements(shape, b)
+    found: list[int] = []
+    last = Run(0, 0, 0)
+    for run in runs(shape, a, b):
+        assert run.numel > 0 and run.first >= last.first + last.numel and run.second >= last.second + last.numel
+        mine, theirs = (x[at - lo : at - lo + run.numel] for x, at, lo in ((one, run.first, a.lo), (two, run.second, b.lo)))
+        assert mine == theirs and len(mine) == run.numel
+        found, last = found + mine, run
+    assert found == sorted(set(one) & set(two))
+
+
+def test_a_span_of_the_same_region_is_one_run() -> None:
+    part = Region((1, 0, 2), (2, 2, 2))
+    for region in (None, part):
+        assert list(runs((3, 4, 4), Span(2, 7, region), Span(0, 8, region))) == [(2, 2, 5)]
+        assert list(runs((3, 4, 4), Span(2, 2, region), Span(0, 8, region))) == []
+    assert list(runs((3, 4), Span(0, 12), Span(1, 7, Region((1, 0), (2, 4))))) == [(5, 1, 6)]  # whole rows follow each other
+
+
+@given(st.data())
+@settings(max_examples=600, deadline=None)
+def test_uncovered_is_what_counting_says(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=0, max_size=3)))
+    given_spans = data.draw(st.lists(spans(shape), max_size=4))
+    if data.draw(st.booleans()) and shape:  # cut it in two, and each half in two spans, so that it may well be covered
+        cut = data.draw(st.integers(0, shape[-1]))
+        for start, width in ((0, cut), (cut, shape[-1] - cut)):
+            region = Region((*[0] * (len(shape) - 1), start), (*shape[:-1], width))
+            middle = data.draw(st.integers(0, prod(region.shape)))
+            given_spans += [Span(0, middle, region), Span(middle, prod(region.shape), region)]
+    counts = [0] * prod(shape)
+    for span in given_spans:
+        for at in elements(shape, span):
+            counts[at] += 1
+    wrong = {at: times for at, times in enumerate(counts) if times != 1}
+    assert {at: gap.times for gap in uncovered(shape, given_spans) for at in range(gap.lo, gap.hi)} == wrong
+
+
+def test_elements_behind_the_end_are_a_fault() -> None:
+    assert uncovered((2, 3), [Span(0, 6), Span(6, 9)]) == [Gap(6, 9, 1)]
+    assert uncovered((0, 3), []) == [] and uncovered((), [Span(0, 1)]) == []
 
 
 @given(st.integers(0, 12), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6))

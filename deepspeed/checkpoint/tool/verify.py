@@ -1,20 +1,20 @@
 """``ds_checkpoint verify``: read every byte, and name every tensor that is damaged, missing or stored twice."""
 
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed.checkpoint import folders
-from deepspeed.checkpoint.boxes import faults
 from deepspeed.checkpoint.checksum import crc32c
 from deepspeed.checkpoint.manifest import MANIFEST, PIECE_BYTES, Box, Entry, Manifest
 from deepspeed.checkpoint.opening import open_checkpoint
 from deepspeed.checkpoint.own import OwnSource, read_manifest
 from deepspeed.checkpoint.safetensors_file import as_bytes
-from deepspeed.checkpoint.tool.common import Progress, progress, say, sized
+from deepspeed.checkpoint.saver import progress
+from deepspeed.checkpoint.tool.common import say, sized
+from deepspeed.checkpoint.weight_files import Progress
 from deepspeed.checkpoint.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError
 
@@ -43,7 +43,7 @@ def _name(entry: Entry) -> str:
 def _coverage(manifest: Manifest) -> Iterator[str]:
     """Every element exactly once."""
     for entry in manifest.entries.values():
-        for gap in faults(entry.numel, entry.spans()):
+        for gap in entry.faults():
             what = "is missing" if gap.times == 0 else f"is stored {gap.times} times"
             yield f"{_name(entry)}: {MANIFEST}: elements {gap.lo} to {gap.hi} of {entry.numel}: {what}"
 
@@ -78,30 +78,20 @@ def _file(manifest: Manifest, path: Path, nbytes: int, told: Progress) -> Iterat
         size = path.stat().st_size
         if size != nbytes:
             yield f"{path.name}: has {size} bytes, not {nbytes}"
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
             for box, entry in mine:
                 for piece, crc in enumerate(box.crcs):
                     start = box.offset + piece * PIECE_BYTES
                     length = min(PIECE_BYTES, box.offset + box.extent - start)
                     file.seek(start)
-                    got = _fill(file, buffer[:length])
+                    got = file.readinto(as_bytes(buffer[:length]))
                     if got < length or crc32c(buffer[:length]) != crc:
                         how = "is cut off" if got < length else "is damaged: the checksum does not match"
                         yield f"{_name(entry)}: {path.name} at bytes {start} to {start + length}: {how}"
                     told(length)
     except OSError as error:
         yield f"{path.name}: {error.strerror}; it holds {names}"
-
-
-def _fill(file: FileIO, out: torch.Tensor) -> int:
-    view, got = as_bytes(out), 0
-    while got < len(view):
-        count = file.readinto(view[got:])
-        if not count:
-            break
-        got += count
-    return got
 
 
 def _facts(folder: Path) -> list[str]:
