@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from deepspeed.checkpoint.checksum import copy_with_crc32c, crc32c
-from deepspeed.checkpoint.manifest import ALIGN_BYTES, PIECE_BYTES
+from deepspeed.checkpoint.manifest import ALIGN_BYTES, PIECE_BYTES, Box
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.aligned import ALIGN
@@ -50,19 +50,6 @@ _READING = {
 }
 
 _Self = TypeVar("_Self", bound="ChunkWriter | ChunkReader")
-
-
-class BoxLike(Protocol):
-    """What is used of a manifest's Box."""
-
-    @property
-    def file(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def extent(self) -> int: ...
-    @property
-    def crcs(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -95,13 +82,13 @@ class ChunkWriter:
 
     ``path`` must not exist. ``rate_bytes``: at most so many bytes a second (0: no limit); may be changed while writing.
     ``expect_bytes``: room for so many bytes is reserved at once, which tells of a full disk early; the file may become longer
-    or shorter. ``pin``: page-locked staging buffers, for tensors on a device. One thread at a time may use it.
+    or shorter. One thread at a time may use it.
 
     Every method raises CheckpointError with the path and what to do when the file cannot be written; ``abort`` is all that is
     left then. As a context manager it closes, or aborts on an exception.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, rate_bytes: int = 0, expect_bytes: int = 0, pin: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, rate_bytes: int = 0, expect_bytes: int = 0) -> None:
         self.path = Path(path)
         self.rate_bytes = rate_bytes
         self.nbytes = 0  # written so far, padding included
@@ -110,7 +97,7 @@ class ChunkWriter:
         self._buffer: torch.Tensor | None = None
         self._used = 0
         self._due = 0.0
-        self._staging = Staging(_BUFFERS, pin=pin)
+        self._staging = Staging(_BUFFERS)
         self._engine = AioEngine(queue_depth=2 * _BUFFERS)
         try:
             with self._named():
@@ -288,7 +275,7 @@ class _Open:
 class Wanted(NamedTuple):
     """Bytes of a box from ``lo`` on, for ``out`` (uint8, contiguous, on any device); ``what`` names them in errors."""
 
-    box: BoxLike
+    box: Box
     lo: int
     out: torch.Tensor
     what: str
@@ -327,11 +314,11 @@ class ChunkReader:
         self._engine = AioEngine(queue_depth=32)
         self._open: OrderedDict[str, _Source] = OrderedDict()
 
-    def read(self, box: BoxLike, lo: int, out: torch.Tensor, what: str) -> None:
+    def read(self, box: Box, lo: int, out: torch.Tensor, what: str) -> None:
         """Fill ``out`` (uint8) with the bytes of ``box`` from ``lo`` on. Raises as :meth:`read_many`."""
         self.read_many([(box, lo, out, what)])
 
-    def read_many(self, wanted: Iterable[tuple[BoxLike, int, torch.Tensor, str]]) -> None:
+    def read_many(self, wanted: Iterable[tuple[Box, int, torch.Tensor, str]]) -> None:
         """Fill many tensors, in the order of the files. Each is (box, first byte, uint8 tensor to fill, name for errors).
 
         Raises CheckpointError that names file, offset and ``what`` when a file is missing, cut, unreadable or damaged; tensors may be

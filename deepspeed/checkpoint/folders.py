@@ -42,9 +42,9 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def is_reference(folder: Path) -> bool:
-    """Whether ``folder`` looks like a checkpoint in DeepSpeed's own layout."""
-    return folder.is_dir() and not is_complete(folder) and any(folder.glob("*_model_states.pt"))
+def is_any(folder: Path) -> bool:
+    """Whether ``folder`` looks like a complete checkpoint, of this package or in DeepSpeed's own layout (universal ones too)."""
+    return is_complete(folder) or folder.is_dir() and any(folder.glob("*_model_states.pt")) or (folder / "zero").is_dir()
 
 
 def begin(save_dir: Path, tag: str) -> Path:
@@ -251,7 +251,7 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
             logger.warning("%s has no file 'latest'; loading its newest complete checkpoint, %s", load_dir, newest.name)
         return newest
     folder = load_dir / check_tag(named)
-    if is_complete(folder) or is_reference(folder) or (folder / "zero").is_dir():
+    if is_any(folder):
         _say_skipped(load_dir, folder, explicit=tag is not None)
         return folder
     others = [p.name for p in complete_tags(load_dir)]

@@ -30,10 +30,6 @@ class Slot:
     read: Read
 
 
-def _no_hurry() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class _Layout:
     """The slots of one view: tensors (on meta where the values are on a drive), and where on it they are."""
@@ -117,7 +113,7 @@ class Reader:
         if self._over:
             raise InvalidStateError("a state was read for a save that had let go of it; save again")
         if id(stored) not in self._held:
-            self._held[id(stored)] = stored.hold(_no_hurry)
+            self._held[id(stored)] = stored.hold(lambda: None)
         held = self._held[id(stored)]
         try:
             yield held

@@ -16,18 +16,25 @@ def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) 
     """
     if folders.is_complete(folder):
         return OwnSource(folder, rank=rank, allow_pickle=allow_pickle)
-    if folder.is_dir() and (any(folder.glob("*_model_states.pt")) or (folder / "zero").is_dir()):
+    if folders.is_any(folder):
         return open_reference(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
     raise CheckpointError(f"{folder} is no checkpoint: it has no {folders.MANIFEST}, and no files of DeepSpeed's layout")
 
 
-def find_and_open(load_dir: Path, tag: str | None = None) -> Source:
-    """The checkpoint ``tag`` of ``load_dir``, else the one ``latest`` names, else ``load_dir`` itself when it is a tag's folder."""
-    if tag is None and (folders.is_complete(load_dir) or folders.is_reference(load_dir) or (load_dir / "zero").is_dir()):
-        return open_checkpoint(load_dir)
-    found = folders.find_checkpoint(load_dir, tag) if load_dir.is_dir() else None
+def located(path: Path, tag: str | None = None) -> Path:
+    """The tag's folder that ``path`` and ``tag`` name: ``path`` itself, or as ``find_checkpoint``. Raises CheckpointError."""
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint in {path} (no such folder)")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; name the folder of a checkpoint")
+    found = path if tag is None and folders.is_any(path) else folders.find_checkpoint(path, tag)
     if found is None:
-        raise CheckpointError(f"there is no checkpoint in {load_dir}" + ("" if load_dir.is_dir() else " (no such folder)"))
-    return open_checkpoint(found)
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return found
+
+
+def find_and_open(load_dir: Path, tag: str | None = None) -> Source:
+    """The checkpoint that ``located`` finds."""
+    return open_checkpoint(located(load_dir, tag))

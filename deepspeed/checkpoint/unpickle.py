@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,22 +27,14 @@ CHUNK_BYTES = 4 << 20
 LOCAL_HEADER_BYTES = 30
 NUMPY_KINDS = "biufcSU"
 
-STORAGES: dict[str, torch.dtype | None] = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.ComplexFloatStorage": torch.complex64,
-    "torch.ComplexDoubleStorage": torch.complex128,
-    "torch.UntypedStorage": None,
-    "torch.storage.UntypedStorage": None,
+_DTYPES = {
+    **{"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Bool": torch.bool},
+    **{"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8},
+    **{"ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
 }
+STORAGES: dict[str, torch.dtype | None] = {f"torch.{kind}Storage": dtype for kind, dtype in _DTYPES.items()}
+STORAGES |= dict.fromkeys(("torch.UntypedStorage", "torch.storage.UntypedStorage"))
+_Kind = TypeVar("_Kind")
 TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 # Objects of which only the attributes matter.
 RECORDS = {
@@ -284,7 +276,7 @@ class _Machine:
         self._calls: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_tensor_v3": self._tensor_of_dtype,
-            "torch._utils._rebuild_parameter": lambda data, trained, hooks: replace(_stored(data), requires_grad=trained is True),
+            "torch._utils._rebuild_parameter": lambda data, trained, hooks: replace(_a(Stored, data), requires_grad=trained is True),
             "torch._tensor._rebuild_from_type_v2": self._tensor_with_attributes,
             "torch.Size": lambda sizes: torch.Size(_sizes(sizes)),
             "torch.device": lambda *args: torch.device(*args),
@@ -294,15 +286,15 @@ class _Machine:
             "builtins.frozenset": lambda items=(): frozenset(items),
             "builtins.complex": lambda real, imag: complex(float(real), float(imag)),
             "builtins.bytes": lambda: b"",
-            "builtins.bytearray": lambda content=b"": bytearray(_bytes(content)),
+            "builtins.bytearray": lambda content=b"": bytearray(_a(bytes, content)),
             "_codecs.encode": _encode,
             "pathlib.PosixPath": lambda *parts: Path(*parts),
             "pathlib.WindowsPath": lambda *parts: Path(*parts),
             "pathlib.PurePosixPath": lambda *parts: PurePosixPath(*parts),
             "pathlib.PureWindowsPath": lambda *parts: PureWindowsPath(*parts),
             "deepspeed.runtime.zero.config.ZeroStageEnum": lambda value: int(value),
-            "numpy.dtype": lambda code, *flags: _Unmade("dtype", _text(code)),
-            "numpy._core.multiarray.scalar": lambda dtype, content: _array(dtype, (), _bytes(content))[()],
+            "numpy.dtype": lambda code, *flags: _Unmade("dtype", _a(str, code)),
+            "numpy._core.multiarray.scalar": lambda dtype, content: _array(dtype, (), _a(bytes, content))[()],
             "numpy._core.multiarray._reconstruct": self._empty_array,
         }
         self._names = {*self._calls, *STORAGES, *RECORDS, *TENSORS, "numpy.ndarray"}
@@ -314,7 +306,7 @@ class _Machine:
         literals = "BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8"
         return {
             **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda _: None),
-            **{name: partial(self._constant, value) for name, value in constants.items()},
+            **{name: partial(lambda value, _: push(value), value) for name, value in constants.items()},
             **dict.fromkeys(literals.split(), push),
             **dict.fromkeys(("BINPUT", "LONG_BINPUT"), self._put),
             **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda slot: push(self._memo[slot])),
@@ -328,9 +320,9 @@ class _Machine:
             "TUPLE2": lambda _: push(tuple(self._pop(2))),
             "TUPLE3": lambda _: push(tuple(self._pop(3))),
             "FROZENSET": lambda _: push(frozenset(self._marked())),
-            "APPEND": lambda _: self._extend(self._pop(1)),
-            "APPENDS": lambda _: self._extend(self._marked()),
-            "ADDITEMS": lambda _: self._add(self._marked()),
+            "APPEND": lambda _: self._grow(list, self._pop(1)),
+            "APPENDS": lambda _: self._grow(list, self._marked()),
+            "ADDITEMS": lambda _: self._grow(set, self._marked()),
             "SETITEM": lambda _: self._update(self._pop(2)),
             "SETITEMS": lambda _: self._update(self._marked()),
             "GLOBAL": lambda arg: self._global(*arg.split(" ", 1)),
@@ -354,9 +346,6 @@ class _Machine:
         if len(self._stack) != 1 or self._stack[0] is _MARK or end + 1 != len(content):
             raise CheckpointError(f"{self._file.path} holds a malformed pickle: it does not end as it should")
         return self._stack[0]
-
-    def _constant(self, value: Any, _: Any) -> None:
-        self._stack.append(value)
 
     def _pop(self, count: int) -> list[Any]:
         found = self._stack[-count:]
@@ -385,11 +374,8 @@ class _Machine:
         if isinstance(self._stack[-1], _Unmade):
             self._stack[-1].slots.append(slot)
 
-    def _extend(self, items: list[Any]) -> None:
-        self._top(list).extend(items)
-
-    def _add(self, items: list[Any]) -> None:
-        self._top(set).update(items)
+    def _grow(self, kind: type, items: list[Any]) -> None:
+        (self._top(kind).extend if kind is list else self._top(kind).update)(items)
 
     def _update(self, items: list[Any]) -> None:
         self._top(dict, OrderedDict).update(zip(items[::2], items[1::2], strict=True))
@@ -444,7 +430,7 @@ class _Machine:
         if kind != "storage" or not isinstance(storage, _Global) or storage.name not in STORAGES:
             raise CheckpointError(f"{self._file.path}: an external object of kind {kind!r:.50} is refused")
         dtype = STORAGES[storage.name]
-        record = f"data/{_text(key)}"
+        record = f"data/{_a(str, key)}"
         nbytes = _sizes((numel,))[0] * (dtype.itemsize if dtype is not None else 1)
         if self._file.size(record) != nbytes:
             raise CheckpointError(f"{self._file.path}: record {record!r} has {self._file.size(record)} bytes where {nbytes} are stated")
@@ -470,7 +456,7 @@ class _Machine:
         """The tensor; the reference hangs attributes of its own on some."""
         if not isinstance(function, _Global) or not isinstance(kind, _Global) or kind.name not in TENSORS:
             raise TypeError("a tensor of its own kind")
-        return _stored(self._calls[function.name](*arguments))
+        return _a(Stored, self._calls[function.name](*arguments))
 
     def _empty_array(self, kind: Any, shape: Any, code: Any) -> _Unmade:
         if kind != _Global("numpy.ndarray"):
@@ -478,21 +464,9 @@ class _Machine:
         return _Unmade("ndarray")
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"expected text, found {type(value).__name__}")
-    return value
-
-
-def _bytes(value: Any) -> bytes:
-    if type(value) is not bytes:
-        raise TypeError(f"expected bytes, found {type(value).__name__}")
-    return value
-
-
-def _stored(value: Any) -> Stored:
-    if not isinstance(value, Stored):
-        raise TypeError(f"expected a tensor, found {type(value).__name__}")
+def _a(kind: type[_Kind], value: Any) -> _Kind:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value
 
 
@@ -506,7 +480,7 @@ def _encode(text: Any, encoding: Any) -> bytes:
     """How protocol 2 spells bytes."""
     if encoding != "latin1":
         raise ValueError(f"encoding {encoding!r:.50}")
-    return _text(text).encode("latin1")
+    return _a(str, text).encode("latin1")
 
 
 def _array(dtype: Any, shape: tuple[int, ...], content: bytes) -> np.ndarray:
@@ -523,7 +497,5 @@ def _made(unmade: _Unmade, state: Any) -> Any:
             raise ValueError(f"numpy dtype {unmade.code!r:.50} is refused")
         return plain.newbyteorder(">" if state[1] == ">" else "<")
     _, shape, dtype, fortran, content = state
-    shape = _sizes(shape)
-    if fortran is True:
-        return np.asfortranarray(_array(dtype, shape[::-1], _bytes(content)).T)
-    return _array(dtype, shape, _bytes(content))
+    shape, content = _sizes(shape), _a(bytes, content)
+    return np.asfortranarray(_array(dtype, shape[::-1], content).T) if fortran is True else _array(dtype, shape, content)

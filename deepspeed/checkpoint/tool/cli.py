@@ -20,8 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepspeed.checkpoint.opening import located
 from deepspeed.checkpoint.tool import audit, diff, export, importing, info, prune, verify
-from deepspeed.checkpoint.tool.common import located
 from deepspeed.config.values import byte_count
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 

@@ -1,32 +1,15 @@
-"""What the commands share: opening what was named, and a progress bar where someone looks."""
+"""What the commands share: opening what was named, folders that appear whole, and words for people."""
 
 import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed.checkpoint import folders
-from deepspeed.checkpoint.opening import open_checkpoint
+from deepspeed.checkpoint.opening import located, open_checkpoint
 from deepspeed.checkpoint.source import Source
-from deepspeed.errors import CheckpointError
-
-Progress = Callable[[int], None]
-
-
-def located(path: Path, tag: str | None) -> Path:
-    """The tag's folder that ``path`` and ``tag`` name. Raises CheckpointError."""
-    if not path.exists():
-        raise CheckpointError(f"there is no {path}")
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; name the folder of a checkpoint")
-    if tag is None and (folders.is_complete(path) or folders.is_reference(path) or (path / "zero").is_dir()):
-        return path
-    found = folders.find_checkpoint(path, tag)
-    if found is None:
-        raise CheckpointError(f"there is no checkpoint in {path}")
-    return found
 
 
 @contextlib.contextmanager
@@ -55,18 +38,6 @@ def appearing(out: Path) -> Iterator[Path]:
                 shutil.rmtree(target)
             os.replace(path, target)
         folders.sync_folder(out)
-
-
-@contextlib.contextmanager
-def progress(label: str, nbytes: int) -> Iterator[Progress]:
-    """A bar on standard error that counts bytes, when standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _bytes: None
-        return
-    from tqdm import tqdm  # noqa: PLC0415 - not needed without a terminal
-
-    with tqdm(total=nbytes, desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
-        yield lambda count: bar.update(count) and None
 
 
 def sized(nbytes: float) -> str:

@@ -5,23 +5,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deepspeed.checkpoint.compare import Row, compare
+from deepspeed.checkpoint.saver import progress
 from deepspeed.checkpoint.source import Source
-from deepspeed.checkpoint.tool.common import opened, progress, say
+from deepspeed.checkpoint.tool.common import opened, say
 from deepspeed.checkpoint.tool.models import model_file, open_model
 from deepspeed.checkpoint.weights import Stream, shared_names, stream, weight_keys
 
 
-def _label(key: tuple[str, str]) -> str:
-    return f"{key[0]} {key[1]}"
-
-
 def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
     """All tensors by state and name; those inside client and RNG state only where both sides keep them as tensors."""
-    return {_label(k): stream(source, k, name=_label(k)) for k in source.entries if plain or k[0] != "plain"}
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and model_file(path) is None
+    return {" ".join(k): stream(source, k, name=" ".join(k)) for k in source.entries if plain or k[0] != "plain"}
 
 
 def rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> Iterator[Row]:
@@ -45,7 +38,7 @@ def run(path_a: Path, path_b: Path, *, tag: str | None, tag_b: str | None, quiet
     """Print a line per tensor; 0 when all are equal, else 1."""
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(opened(path_a, tag))
-        if _is_checkpoint(path_b):
+        if path_b.is_dir() and model_file(path_b) is None:
             second = stack.enter_context(opened(path_b, tag_b or tag))
             both_own = source.kind == second.kind == "deepspeed-checkpoint"
             mine, other = _everything(source, plain=both_own), _everything(second, plain=both_own)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.saver import progress
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.tool import reference_layout
-from deepspeed.checkpoint.tool.common import appearing, opened, progress, say, sized
+from deepspeed.checkpoint.tool.common import appearing, opened, say, sized
 from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, check_empty, write_weights
 from deepspeed.checkpoint.weights import Stream, open_facts, shared_names, stream, total_bytes, weight_streams
 from deepspeed.config.values import byte_count

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from deepspeed.checkpoint.rewrite import write_checkpoint
-from deepspeed.checkpoint.tool.common import opened, progress, say
+from deepspeed.checkpoint.saver import progress
+from deepspeed.checkpoint.tool.common import opened, say
 from deepspeed.checkpoint.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError
 

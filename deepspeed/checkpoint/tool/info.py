@@ -1,6 +1,5 @@
 """``ds_checkpoint info``: what a checkpoint holds, without reading its tensors."""
 
-from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -65,18 +64,17 @@ def lines(source: Source, *, tensors: bool) -> list[str]:
 
 
 def _totals(source: Source) -> list[str]:
-    count: Counter[tuple[str, str]] = Counter()
-    numel: Counter[tuple[str, str]] = Counter()
-    nbytes: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for (state, _), described in source.entries.items():
-        row = (state, _dtype(described.dtype))
-        size = prod(described.shape)
-        count[row] += 1
-        numel[row] += size
-        nbytes[row] += size * described.dtype.itemsize
+        numel = prod(described.shape)
+        for row in ((state, _dtype(described.dtype)), ("total", "")):
+            found.setdefault(row, []).append((numel, numel * described.dtype.itemsize))
+    found["total", ""] = found.pop(("total", ""), [])  # the last row
     rows = [f"{'state':<24} {'dtype':<9} {'tensors':>8} {'elements':>15} {'bytes':>10}"]
-    rows += [f"{s:<24} {d:<9} {count[s, d]:>8} {numel[s, d]:>15,} {sized(nbytes[s, d]):>10}" for s, d in count]
-    return [*rows, f"{'total':<24} {'':<9} {sum(count.values()):>8} {sum(numel.values()):>15,} {sized(sum(nbytes.values())):>10}"]
+    for (state, dtype), sizes in found.items():
+        numel, nbytes = (sum(column) for column in zip((0, 0), *sizes, strict=True))
+        rows.append(f"{state:<24} {dtype:<9} {len(sizes):>8} {numel:>15,} {sized(nbytes):>10}")
+    return rows
 
 
 def _tensors(source: Source) -> list[str]:

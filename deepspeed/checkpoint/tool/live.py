@@ -17,8 +17,9 @@ from deepspeed.api import choose_optimizer, names_by_group
 from deepspeed.checkpoint.compare import Match, Row, compared, match, shape_row
 from deepspeed.checkpoint.legacy import ReferenceSource
 from deepspeed.checkpoint.restore import optimizer_kind
+from deepspeed.checkpoint.saver import progress
 from deepspeed.checkpoint.source import Key, Source
-from deepspeed.checkpoint.tool.common import opened, progress
+from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.tool.diff import tell
 from deepspeed.checkpoint.weights import open_facts
 from deepspeed.config import load_config, read_config_source
@@ -148,7 +149,7 @@ def _slot_rows(found: Match, source: Source, wanted: dict[Key, tuple[int, ...]])
     there = [key for key in source.entries if key[0].startswith("optim.")]
     saved = open_facts(source).get("optimizer") or {}
     begun = not saved or bool(there) or bool(saved.get("scalars"))  # else it was saved before the first step, and loads as it is
-    opaque = any(state.startswith("opaque.") for state, _ in source.entries)
+    opaque = any(state.startswith(("opaque.", "part.")) for state, _ in source.entries)
     taken: set[Key] = set()
     for (state, name), shape in wanted.items():
         weight = found.keys.get(name)

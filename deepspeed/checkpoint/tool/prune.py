@@ -30,9 +30,7 @@ def run(save_dir: Path, keep_last: int, *, dry_run: bool) -> int:
     if not folders.complete_tags(save_dir) and not left:
         raise CheckpointError(f"there is no checkpoint in {save_dir}")
     verb = "would remove" if dry_run else "removed"
-    total = 0
-    for path in [*gone, *left]:
-        total += _bytes(path)
+    total = sum(_bytes(path) for path in [*gone, *left])
     tags = [p.name for p in gone] if dry_run else folders.prune(save_dir, keep_last)
     for tag in tags:
         say(f"{verb} {tag}")

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from deepspeed.checkpoint import names
+from deepspeed.checkpoint.client_files import write_script
 from deepspeed.checkpoint.folders import check_tag, write_latest
-from deepspeed.checkpoint.recovery_script import script_text
+from deepspeed.checkpoint.saver import progress
 from deepspeed.checkpoint.source import Key, Source, whole
 from deepspeed.checkpoint.tool import reference_pickles
-from deepspeed.checkpoint.tool.common import progress
 from deepspeed.checkpoint.weight_files import save_file
 from deepspeed.checkpoint.weights import compute_dtype, shared_names, stream, weight_keys
 from deepspeed.errors import CheckpointError
@@ -128,7 +128,7 @@ class Layout:
     def slots(self) -> list[str]:
         """Optimizer slots, all of their parameter's shape. Raises CheckpointError for others, which that layout cannot hold."""
         entries = self.source.entries
-        odd = [k for k in entries if k[0].startswith("opaque.")]
+        odd = [k for k in entries if k[0].startswith(("opaque.", "part."))]
         odd += [k for k, d in entries.items() if k[0].startswith("optim.") and d.shape != entries["master", k[1]].shape]
         if odd and self.level:
             raise CheckpointError(
@@ -344,10 +344,6 @@ def _files(layout: Layout) -> Iterator[tuple[str, Callable[[Layout, int], dict[s
         yield f"{start}{rank}_{names.MODEL_FILE_PREFIX}00{names.OPTIM_FILE_SUFFIX}", optim_file, rank
 
 
-def _fill(make: Callable[[Layout, int], dict[str, Any]], layout: Layout, rank: int, file: BinaryIO) -> None:
-    reference_pickles.save(make(layout, rank), file)
-
-
 def write(source: Source, out: Path, *, level: int | None, world: int, exclude_frozen: bool) -> Path:
     """Write ``source`` into ``out`` as DeepSpeed would with ``world`` ranks; the tag's folder. ``level`` None: as it was saved.
 
@@ -372,9 +368,8 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
     with contextlib.ExitStack() as stack:
         told = stack.enter_context(progress("export", len(planned)))
         for name, make, rank in planned:
-            save_file(folder / name, partial(_fill, make, layout, rank))
+            save_file(folder / name, partial(reference_pickles.save, make(layout, rank)))
             told(1)
-    (out / "zero_to_fp32.py").write_text(script_text(), encoding="ascii")
-    (out / "zero_to_fp32.py").chmod(0o755)
+    write_script(out)
     write_latest(out, tag)
     return folder
