@@ -87,7 +87,7 @@ def build(
     group_of: dict[nn.Parameter, int] | None,
     facts_of: Callable[[str, nn.Parameter], UnitFacts] | None = None,
 ) -> ZeroParts:
-    """Take over every parameter of ``model``. Collective. ``facts`` tells ranks and divisor, ``facts_of(name, param)`` those of single ones.
+    """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor; ``facts_of(name, param)``: those of single ones.
 
     ``group_of`` maps each trained parameter to its optimizer group; None when nothing will be trained (no gradients, no
     optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
