@@ -305,7 +305,8 @@ def test_invariant_i7_a_surprise_after_a_habit(pool2: RankPool, name: str) -> No
     for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), time_limit=LIMIT):
         assert error <= TOLERANCE, worst
         assert messages[HABIT - 1] == 1, "a backward is to cost one message by now"
-        assert messages[HABIT] > 1 or name == "recomputes", "the same units in the same order are no surprise"
+        # To skip, or to recompute, is to be a guest: that costs no further message.
+        assert messages[HABIT] > 1 or name in ("recomputes", "skips_an_expert")
 
 
 @pytest.mark.parametrize("name", ["skips_an_expert", "needs_another_one", "other_order"])
