@@ -89,7 +89,7 @@ def test_users_model_and_configuration(tmp_path: Path, capsys: pytest.CaptureFix
     )  # fmt: skip
     assert main(["grads", "--model", f"{HERE}:build_with_data", "--config", str(config)]) == 0
     shown = capsys.readouterr().out
-    assert "set aside from the configuration: bf16, optimizer, train_batch_size" in shown
+    assert "set aside from the configuration (but for the dtypes): bf16, optimizer, train_batch_size" in shown
     assert main(["grads", "--model", f"{HERE}:build", "--ranks", "1", "--steps", "1"]) == 0
 
 

@@ -56,7 +56,7 @@ class ProbeModel(Stack):
 
     def forward(self, x: Tensor) -> Any:
         self.seen.append(str(x.dtype))
-        x = self.inp(x.to(self.inp.weight.dtype)) + self.shift
+        x = self.inp(x.to(self.inp.weight.dtype)) + self.shift.to(self.inp.weight.dtype)
         for layer in self.layers:
             x = self.through(layer, x)
             self.seen.append((str(x.dtype), *self.states()))

@@ -234,8 +234,8 @@ def test_show_refuses_a_faulty_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 DTYPES = {
     "plain": ({}, ["as the model", "as the parameter", "fp32", "as the parameter", "fp32; the parameters", "fp32", "as the model"]),
-    "bf16": ({"bf16": {"enabled": True}}, ["bf16", "bf16", "fp32", "bf16", "fp32", "fp32", "bf16"]),
-    "fp16": ({"fp16": {"enabled": True}}, ["fp16", "fp16", "fp32", "fp16", "fp32", "fp32", "fp16"]),
+    "bf16": ({"bf16": {"enabled": True}}, ["bf16", "bf16", "fp32", "bf16", "fp32", "fp32", "as the model"]),
+    "fp16": ({"fp16": {"enabled": True}}, ["fp16", "fp16", "fp32", "fp16", "fp32", "fp32", "as the model"]),
     "every key": (
         {
             "bf16": {"enabled": True},
@@ -254,7 +254,7 @@ def test_dtype_table(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     status, out, _ = run(capsys, "show", written(tmp_path, {"train_batch_size": 1, **content}), "--dtypes")
     assert status == 0
     for quantity, dtype in zip(QUANTITIES, expected, strict=True):
-        (line,) = [line for line in out.splitlines() if line.startswith(f"{quantity} ")]
+        (line,) = [line for line in out.splitlines() if line.startswith(f"{quantity}  ")]
         assert line[len(quantity) :].strip().startswith(dtype), line
 
 
