@@ -59,10 +59,8 @@ class Unit:
         self.movable = plan.param.away or cut
         self.state = UnitState.READY
         self.grad_state = GradState.EMPTY
-        self.users = 0
-        self.pins = 0
-        self.version = 0
-        self.fetched_version = 0
+        self.users = self.pins = 0
+        self.version = self.fetched_version = 0
         self._lent = False
         self.full = torch.empty(0)
         self.partial: torch.Tensor | None = None
