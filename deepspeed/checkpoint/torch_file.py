@@ -6,8 +6,6 @@ archive, which stores them as they are.
 
 import contextlib
 import os
-import struct
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +14,9 @@ from typing import BinaryIO
 import torch
 
 from deepspeed.checkpoint.folders import sync_folder, temporary_for
+from deepspeed.checkpoint.unpickle import TensorFile
 
 _PIECE = 8 << 20  # elements that are copied at once
-_LOCAL_HEADER = 30  # bytes; the lengths of name and extra field are in its last four
 
 
 class TorchFile:
@@ -50,16 +48,9 @@ class TorchFile:
         named = {n: state[self._aliases[n]] if n in self._aliases else state[n] for n in (*state, *self._aliases)}
         with torch.serialization.skip_data():
             torch.save(named, self._partial)
-        places = _places(self._partial)
-        stored = [n for n in self._shapes if state[n].untyped_storage().nbytes()]
-        kept = sorted((int(name), at) for name, at in places.items())
+        records = {info.filename.rpartition("/data/")[2]: first for first, info in TensorFile(self._partial).records.items()}
         # Storages are numbered as they are met; empty ones have numbers too.
-        by_number = dict(kept)
-        numbers = iter(sorted(by_number))
-        for name in self._shapes:
-            number = next(numbers)
-            if name in stored:
-                self._offsets[name] = by_number[number]
+        self._offsets = {name: records[str(number)] for number, name in enumerate(self._shapes)}
         self._file = self._partial.open("r+b")
 
     def write(self, name: str, values: torch.Tensor, *, start: int = 0) -> None:
@@ -83,16 +74,3 @@ class TorchFile:
             if kind is None:
                 os.replace(self._partial, self.path)
                 sync_folder(self.path.parent)
-
-
-def _places(path: Path) -> dict[str, int]:
-    """Byte offset of every storage in a file of torch, by its number."""
-    found = {}
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        for info in archive.infolist():
-            parts = info.filename.split("/")
-            if len(parts) >= 2 and parts[-2] == "data" and parts[-1].isdigit():
-                file.seek(info.header_offset + _LOCAL_HEADER - 4)
-                name, extra = struct.unpack("<HH", file.read(4))
-                found[parts[-1]] = info.header_offset + _LOCAL_HEADER + name + extra
-    return found

@@ -11,14 +11,6 @@ from deepspeed.checkpoint.manifest import MANIFEST, Manifest
 from deepspeed.checkpoint.own import read_manifest
 from deepspeed.checkpoint.tool.common import say, sized
 
-# What pickles of plain values consist of; nothing here names or calls anything.
-_PLAIN = {
-    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET", "POP"),
-    *("POP_MARK", "DUP", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT"),
-    *("BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES"),
-    *("SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1"),
-    *("TUPLE2", "TUPLE3", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "FROZENSET"),
-}
 # Classes and functions that torch.load(weights_only=True) knows and that hold only values.
 _VALUES = frozenset(
     {
@@ -34,16 +26,15 @@ _HEAD_BYTES = 512
 
 @dataclass(frozen=True)
 class Pickle:
-    """Of one file: opcodes, those beyond plain values, and the globals it names."""
+    """Of one file: opcodes, and the globals it names, without which nothing can be called."""
 
     opcodes: int
-    active: int
     names: frozenset[str]
 
     @property
     def loads_as_values(self) -> bool:
         """Whether torch.load(weights_only=True) opens it."""
-        return not self.active or self.names <= _VALUES
+        return self.names <= _VALUES
 
 
 def scan(path: Path) -> Pickle | None:
@@ -61,24 +52,25 @@ def scan(path: Path) -> Pickle | None:
     kept = [f for f in found if f is not None]
     if not kept:
         return None
-    return Pickle(sum(f.opcodes for f in kept), sum(f.active for f in kept), frozenset(n for f in kept for n in f.names))
+    return Pickle(sum(f.opcodes for f in kept), frozenset(n for f in kept for n in f.names))
 
 
 def _disassembled(stream: bytes) -> Pickle | None:
-    opcodes, active, names, texts = 0, 0, set(), ["?", "?"]
+    opcodes, names, texts = 0, set(), ["?", "?"]
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             opcodes += 1
-            active += opcode.name not in _PLAIN
             if opcode.name in ("GLOBAL", "INST"):
                 names.add(str(argument))
             elif opcode.name == "STACK_GLOBAL":
                 names.add(" ".join(texts[-2:]))
+            elif opcode.name.startswith("EXT"):
+                names.add(f"extension {argument}")
             elif "UNICODE" in opcode.name:
                 texts.append(str(argument))
     except Exception:
-        return Pickle(opcodes, active, frozenset(names)) if opcodes > 1 and names else None
-    return Pickle(opcodes, active, frozenset(names))
+        return Pickle(opcodes, frozenset(names)) if opcodes > 1 and names else None
+    return Pickle(opcodes, frozenset(names))
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,7 @@ def _stub(held: Pickle | None) -> str:
     if held is None:
         return "no pickle"
     if held.loads_as_values:
-        return "plain values" if not held.active else "plain values and tensors"
+        return "plain values and tensors" if held.names else "plain values"
     return f"NOT PLAIN: names {_some(held.names - _VALUES)}; do not open it without weights_only=True"
 
 
