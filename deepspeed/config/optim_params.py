@@ -19,12 +19,14 @@ OPTIMIZER_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam",
 """Matched without regard to case; every other optimizer is an exact class name of torch.optim."""
 SCHEDULER_NAMES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
-TORCH_OPTIMIZERS = tuple("ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax LBFGS Muon NAdam RAdam RMSprop Rprop SGD SparseAdam".split())
-TORCH_SCHEDULERS = tuple(
-    (
-        "ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LambdaLR LinearLR "
-        "MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"
-    ).split()
+TORCH_OPTIMIZERS = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "SGD", "SparseAdam"),
+)
+TORCH_SCHEDULERS = (
+    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR"),
+    *("LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau"),
+    *("SequentialLR", "StepLR"),
 )
 
 
