@@ -442,6 +442,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         if place != "cpu":
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
         self.runtime.gradients.withdraw()
+        self.runtime.gradients.land_all()
         self._relocation.leave(include, pin=pin_memory and self.device.type != "cpu")
         self._lent = True
         if self.device.type != "cpu":

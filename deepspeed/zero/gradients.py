@@ -213,6 +213,8 @@ class Gradients:
 
     def withdraw(self) -> None:
         """Take the shown gradients out of ``.grad``, so that nothing is added to them there; see ``settle``."""
+        if not self._shown:
+            return  # asked at every gradient of a backward, whose reductions are under way
         self.settle()
         while self._shown:
             unit, views = self._shown.popitem()
@@ -255,6 +257,7 @@ class Gradients:
     def clear(self, *, collected: bool = False) -> None:
         """Drop every gradient; buffers of the rest gradients are kept for the next window. ``collected``: none waits in a parameter."""
         self.withdraw()
+        self.land_all()
         self._probes.clear()
         for unit in self._units:
             for position in written_gradients(unit.params) if unit.trainable and not collected else ():

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from deepspeed.observe.log import logger
+from deepspeed.verify.models import case_named
 from deepspeed.zero.facts import UnitState
 from deepspeed.zero.unit import Unit
 from tests.harness.pool import RankPool
-from tests.harness.training import make_config, start
+from tests.harness.training import here, make_config, start, train_step
 
 pytestmark = pytest.mark.timeout(60)
 WIDTH, BLOCKS, VOCAB = 24, 5, 40
@@ -211,3 +212,30 @@ def test_what_stays_for_its_reuse_keeps_to_max_live_parameters(pool2: RankPool) 
     for limit in (0, total // 2, total):
         for _, _, kept in pool2.run(kept_after_the_forward, limit):
             assert all(max(-1, limit - largest) < numel <= limit for numel in kept), (kept, limit)
+
+
+def _waits_at_gradients() -> tuple[int, int]:
+    """(gradients that autograd produced, waits for reductions that it was held up by) in a backward of whole gradients."""
+    case = case_named("plain")
+    torch.manual_seed(0)
+    engine = start(case.build(), make_config(0, zero={"reduce_bucket_size": 40}))
+    gradients, waits, seen = engine.runtime.gradients, [], []
+    train_step(engine, case, 0)
+    handles = [p.register_post_accumulate_grad_hook(lambda _: seen.append(len(waits))) for p in engine.module.parameters()]
+    real = gradients.land_all
+    gradients.land_all = lambda: (waits.append(1), real())[1]
+    loss = case.seeded_loss(engine, here(1, 0))[0]
+    engine.backward(loss)
+    gradients.land_all = real
+    during = seen[-1] - seen[0]
+    for handle in handles:
+        handle.remove()
+    engine.step()
+    engine.destroy()
+    return len(seen), during
+
+
+def test_whole_gradients_do_not_hold_the_backward_up(pool2: RankPool) -> None:
+    """What shows them in ``param.grad`` asks at every gradient, and waits for no reduction then."""
+    for gradients, waits in pool2.run(_waits_at_gradients):
+        assert gradients > 2 and waits == 0
