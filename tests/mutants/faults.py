@@ -103,8 +103,8 @@ _PURE = (
     Mutant(
         "A2",
         "deepspeed/zero/agreement.py",
-        "for r in requests for u in r.pending",
-        "for r in requests[:1] for u in r.pending",
+        "& 1 for row in said)",
+        "& 1 for row in said[:1])",
         _AGREEMENT,
         "a flush reduces what is pending on any rank",
     ),
@@ -220,9 +220,9 @@ _OPTIMIZERS = (
 _STEPS = (
     Mutant(
         "R5",
-        "deepspeed/zero/runtime.py",
-        "self.gradients.scale = 1.0",
-        "pass",
+        "deepspeed/engine.py",
+        "gradients.scale = 1.0\n        if",
+        "if",
         ("tests/dist/test_loops.py::test_plain_and_engine_backwards_share_a_window",),
         "a plain backward's 1 / accumulation does not stay for the next backward",
     ),
@@ -280,7 +280,7 @@ _STEPS = (
     Mutant(
         "S4",
         "deepspeed/zero/step.py",
-        "runtime.gradients.clear()\n            return",
+        "runtime.gradients.clear(collected=True)\n            return",
         "return",
         ("tests/dist/test_nonfinite_gradients.py",),
         "a skipped step drops its gradients",
@@ -307,7 +307,7 @@ _WEIGHTS = (
     Mutant(
         "R1",
         "deepspeed/zero/runtime.py",
-        " and self._live_numel() <= self.plan.live_numel:",
+        " or self._live_numel() > self.plan.live_numel:",
         ":",
         ("tests/dist/test_gathers_and_memory.py::test_what_stays_for_its_reuse_keeps_to_max_live_parameters",),
         "max_live_parameters bounds what stays gathered",
@@ -382,8 +382,8 @@ _CHECKPOINTS = (
     Mutant(
         "K1",
         "deepspeed/checkpoint/restore.py",
-        "pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset))",
-        "pieces.append((sum(p[1] - p[0] for p in pieces), sum(p[1] - p[0] for p in pieces) + hi - lo, key, lo - segment.offset))",
+        "pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)))",
+        "pieces.append((sum(p[1] - p[0] for p in pieces), sum(p[1] - p[0] for p in pieces) + hi - lo, key, lo - segment.offset, None))",
         ("tests/dist/test_checkpoint_layouts.py::test_any_layout_to_any_layout[1 rank stage 0]",),
         "optimizer slots are filled at their own places, padding between them",
     ),
