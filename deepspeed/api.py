@@ -33,6 +33,7 @@ from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.zero.build import BuildRules, build, group_index
 from deepspeed.zero.facts import UnitFacts, castable
 from deepspeed.zero.gradients import GradientPolicy
+from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
@@ -130,6 +131,7 @@ def _assemble(
     cfg = load_config(source, world_size=probe.data.size)
     with contextlib.ExitStack() as undo:
         hold_settings(undo, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
+        undo.callback(hold_clipping().give_back)
         monitor = MonitorMaster(cfg)
         undo.callback(monitor.close)
         _mention(cfg)

@@ -9,8 +9,8 @@ Private torch names used here: ``torch._C._current_graph_task_id`` (are we insid
 
 import dataclasses
 import functools
+import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
+from deepspeed.observe.process_settings import Borrowed
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
@@ -67,33 +68,27 @@ def _drop_gradient(param: nn.Parameter) -> None:
     param.grad = None
 
 
-class ClippingNotice:
-    """``torch.nn.utils.clip_grad_norm_``, but ``notice`` (held weakly) hears of the parameters first; until ``remove``, in any order."""
+def hold_clipping() -> Borrowed:
+    """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use for sharded parameters, on which it sees no gradients."""
+    clip = torch.nn.utils.clip_grad_norm_
 
-    _PLACES = (torch.nn.utils, torch.nn.utils.clip_grad)
-
-    def __init__(self, notice: Callable[[list[torch.Tensor]], None]) -> None:
-        functools.update_wrapper(self, torch.nn.utils.clip_grad_norm_)
-        self._clip = torch.nn.utils.clip_grad_norm_
-        self._notice: weakref.WeakMethod[Any] | None = weakref.WeakMethod(notice)
-        self._put(self)
-
-    def __call__(self, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    @functools.wraps(clip)
+    def telling(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        notice = self._notice() if self._notice is not None else None
-        if notice is not None:
-            notice(parameters)
-        return self._clip(parameters, *args, **kwargs)
+        units = {unit for p in parameters if (unit := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
+        for runtime in {u.keeper for u in units if u.trainable and not u.plan.gradient_whole}:
+            if isinstance(runtime, Runtime) and not runtime.told_clipping:
+                runtime.told_clipping = True
+                logger.warning(
+                    "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: they are sharded over the "
+                    "ranks. Set gradient_clipping in the configuration; engine.get_global_grad_norm() is the norm after step()"
+                )
+        return clip(parameters, *args, **kwargs)
 
-    def remove(self) -> None:
-        """Say nothing any more, and leave torch as it was once nobody after this one listens."""
-        self._notice = None
-        while isinstance(top := torch.nn.utils.clip_grad_norm_, ClippingNotice) and (top._notice is None or top._notice() is None):
-            self._put(top._clip)
+    def put(function: Any) -> None:
+        torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = function
 
-    def _put(self, function: Callable[..., torch.Tensor]) -> None:
-        for place in self._PLACES:
-            place.clip_grad_norm_ = function  # type: ignore[attr-defined]
+    return Borrowed("clipping", value=telling, registry=gc.callbacks, read=lambda: clip, write=put)
 
 
 class ModuleHooks:
@@ -105,7 +100,6 @@ class ModuleHooks:
         self._touches = touches
         self._roots = roots
         self._warned: set[nn.Module] = set()
-        self._told_clipping = False
         self._checked_at = -1
         self._armed_task: int | None = None
         # Parameters that autograd works for although they are in no group of the optimizer.
@@ -141,8 +135,6 @@ class ModuleHooks:
                     hold(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
         for param in self._outside:
             hold(param.register_post_accumulate_grad_hook(_drop_gradient))
-        if any(unit.trainable and not unit.plan.gradient_whole for unit in units):
-            hold(ClippingNotice(self._notice_clipping))
 
     def remove(self) -> None:
         """Take every hook away."""
@@ -210,16 +202,6 @@ class ModuleHooks:
                         "put it into the optimizer",
                         param._ds_name,  # type: ignore[attr-defined]
                     )
-
-    def _notice_clipping(self, parameters: list[torch.Tensor]) -> None:
-        """The client clips by hand what is sharded, and would be told a norm of 0: say once what does it."""
-        units = {u for p in parameters if (u := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
-        if not self._told_clipping and any(u.trainable and not u.plan.gradient_whole for u in units.intersection(self._runtime.units)):
-            self._told_clipping = True
-            logger.warning(
-                "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: their gradients are sharded "
-                "over the ranks. Set gradient_clipping in the configuration; engine.get_global_grad_norm() is the norm after step()"
-            )
 
     def _warn_unseen(self, module: nn.Module) -> None:
         if module not in self._warned:

@@ -83,6 +83,7 @@ class Runtime:
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
         self._path: list[int] = []
+        self.told_clipping = False  # the client has heard that it clips nothing
         # Of the interval under way: units that only a guest has reduced, and whether any other was.
         self._vacant: list[Unit] = []
         self._contributed = False

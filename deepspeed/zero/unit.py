@@ -233,10 +233,7 @@ class Unit:
         return flat[segment.offset - base : segment.stop - base].view(segment.shape)
 
     def check_views(self, *, sample: bool = False) -> None:
-        """Refuse to run on parameters that something has moved away from the flat buffer (``module.half()``, ``.to(device)``).
-
-        ``sample``: look at the last one only.
-        """
+        """Refuse to run on parameters (``sample``: the last one) that were moved off the flat buffer (``module.half()``, ``.to(...)``)."""
         if self.state is not UnitState.READY or not self.params:
             return
         base, width = self.full.data_ptr(), self.full.element_size()
