@@ -488,7 +488,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """Remove every hook and give every buffer back. Collective.
 
         A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready for another
-        ``initialize``. So does every model when some rank, which may have raised, does not come within seconds.
+        ``initialize``. So does every model when some rank, which may have raised, does not come within a minute.
         """
         if self._destroyed:
             return

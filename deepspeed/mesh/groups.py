@@ -107,7 +107,7 @@ def build_mesh(backend: str, *, inner_size: int | None = None, group: dist.Proce
     return Mesh(axes, groups, everyone, everyone, everyone, host, name)
 
 
-def meet_at_end(mesh: Mesh, limit_s: float = 15.0) -> bool:
+def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
     """Whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
 
     Not a collective: a rank that has raised may never come, or be in another collective of a group that this one would disturb.
