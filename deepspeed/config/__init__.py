@@ -1,47 +1,24 @@
 """Configuration: one frozen object from a dict, a relaxed-JSON file or base64 text. Imports no torch."""
 
-from deepspeed.config.parse import read_config_source
-from deepspeed.config.root import DeepSpeedConfig, load_config
+from deepspeed.config.parse import read_config_source as read_config_source
+from deepspeed.config.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
 from deepspeed.config.training import (
-    ActivationCheckpointingConfig,
-    Bf16Config,
-    DataTypesConfig,
-    Fp16Config,
-    OptimizerConfig,
-    SchedulerConfig,
-    TorchAutocastConfig,
+    ActivationCheckpointingConfig as ActivationCheckpointingConfig,
+    Bf16Config as Bf16Config,
+    DataTypesConfig as DataTypesConfig,
+    Fp16Config as Fp16Config,
+    OptimizerConfig as OptimizerConfig,
+    SchedulerConfig as SchedulerConfig,
+    TorchAutocastConfig as TorchAutocastConfig,
 )
 from deepspeed.config.zero import (
-    LeafModuleConfig,
-    OffloadConfig,
-    OffloadDeviceEnum,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
-    OffloadStateTypeEnum,
-    ZenFlowConfig,
-    ZeroConfig,
+    LeafModuleConfig as LeafModuleConfig,
+    OffloadConfig as OffloadConfig,
+    OffloadDeviceEnum as OffloadDeviceEnum,
+    OffloadOptimizerConfig as OffloadOptimizerConfig,
+    OffloadParamConfig as OffloadParamConfig,
+    OffloadStateTypeEnum as OffloadStateTypeEnum,
+    ZenFlowConfig as ZenFlowConfig,
+    ZeroConfig as ZeroConfig,
 )
-from deepspeed.errors import BatchConfigError, DeepSpeedConfigError
-
-__all__ = [
-    "ActivationCheckpointingConfig",
-    "BatchConfigError",
-    "Bf16Config",
-    "DataTypesConfig",
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "Fp16Config",
-    "LeafModuleConfig",
-    "OffloadConfig",
-    "OffloadDeviceEnum",
-    "OffloadOptimizerConfig",
-    "OffloadParamConfig",
-    "OffloadStateTypeEnum",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "TorchAutocastConfig",
-    "ZenFlowConfig",
-    "ZeroConfig",
-    "load_config",
-    "read_config_source",
-]
+from deepspeed.errors import BatchConfigError as BatchConfigError, DeepSpeedConfigError as DeepSpeedConfigError

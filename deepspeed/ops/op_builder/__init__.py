@@ -1,38 +1,19 @@
 """Import path of the kernel builders."""
 
-from deepspeed.errors import CUDAMismatchException, MissingCUDAException
+from deepspeed.errors import CUDAMismatchException as CUDAMismatchException, MissingCUDAException as MissingCUDAException
 from deepspeed.native.builders import (
-    ALL_OPS,
-    AsyncIOBuilder,
-    CPUAdagradBuilder,
-    CPUAdamBuilder,
-    CPUChecksumBuilder,
-    CPULionBuilder,
-    CUDAOpBuilder,
-    FusedAdamBuilder,
-    FusedLambBuilder,
-    FusedLionBuilder,
-    GDSBuilder,
-    OpBuilder,
-    PinMemoryBuilder,
-    TorchCPUOpBuilder,
+    ALL_OPS as ALL_OPS,
+    AsyncIOBuilder as AsyncIOBuilder,
+    CPUAdagradBuilder as CPUAdagradBuilder,
+    CPUAdamBuilder as CPUAdamBuilder,
+    CPUChecksumBuilder as CPUChecksumBuilder,
+    CPULionBuilder as CPULionBuilder,
+    CUDAOpBuilder as CUDAOpBuilder,
+    FusedAdamBuilder as FusedAdamBuilder,
+    FusedLambBuilder as FusedLambBuilder,
+    FusedLionBuilder as FusedLionBuilder,
+    GDSBuilder as GDSBuilder,
+    OpBuilder as OpBuilder,
+    PinMemoryBuilder as PinMemoryBuilder,
+    TorchCPUOpBuilder as TorchCPUOpBuilder,
 )
-
-__all__ = [
-    "ALL_OPS",
-    "AsyncIOBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPUChecksumBuilder",
-    "CPULionBuilder",
-    "CUDAMismatchException",
-    "CUDAOpBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "GDSBuilder",
-    "MissingCUDAException",
-    "OpBuilder",
-    "PinMemoryBuilder",
-    "TorchCPUOpBuilder",
-]

@@ -1,15 +1,8 @@
 """Import path of the ZeRO 3 names."""
 
 from deepspeed.zero.estimate import (
-    estimate_zero3_model_states_mem_needs,
-    estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
 )
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer_Stage3
-
-__all__ = [
-    "DeepSpeedZeroOptimizer_Stage3",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-]
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizer_Stage3

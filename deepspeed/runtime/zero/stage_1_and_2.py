@@ -1,15 +1,8 @@
 """Import path of the ZeRO 1 and 2 names."""
 
 from deepspeed.zero.estimate import (
-    estimate_zero2_model_states_mem_needs,
-    estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
 )
-from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
-
-__all__ = [
-    "DeepSpeedZeroOptimizer",
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-]
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer as DeepSpeedZeroOptimizer
