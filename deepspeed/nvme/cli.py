@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deepspeed.bench.common import count_of, spread
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.nvme.bench import WAYS, Load, Plan, Results, Target, compare
 from deepspeed.tier.aligned import ALIGN
@@ -61,13 +62,6 @@ def block_of(text: str) -> int:
     return size
 
 
-def count_of(text: str) -> int:
-    """A whole number from 1 on."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
-
-
 def refuse(parser: argparse.ArgumentParser, reasons: dict[str, str]) -> None:
     """Give ``parser`` flags that end it with the reason why they are not here."""
     for flag, reason in reasons.items():
@@ -105,10 +99,7 @@ def as_json(results: Results, facts: dict[str, Any]) -> dict[str, Any]:
     """Settings, and per operation and way the median, least and greatest GB/s, all values, and the ratio of the medians."""
     measured: dict[str, Any] = {}
     for operation, ways in results.items():
-        measured[operation] = {
-            way: {"median": found.median, "min": min(found.values), "max": max(found.values), "all": found.values}
-            for way, found in ways.items()
-        }
+        measured[operation] = {way: spread(found.values) for way, found in ways.items()}
         measured[operation]["ratio"] = ways["engine"].median / ways["plain"].median
     return {**facts, "unit": "GB/s", "results": measured}
 

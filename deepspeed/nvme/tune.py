@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepspeed.bench.common import count_of
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.nvme.bench import Load, Speeds, Target, fill, speed
-from deepspeed.nvme.cli import block_of, count_of, guarded, refuse, size_of
+from deepspeed.nvme.cli import block_of, guarded, refuse, size_of
 from deepspeed.tier.aligned import ALIGN
 
 CLOSE = 0.98  # of the best: measured again, either could be ahead

@@ -32,13 +32,8 @@ class Adagrad(GroupStep, torch.optim.Optimizer):
         eps: float = 1e-10,
         fp32_states: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-        }
+        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        defaults["initial_accumulator_value"] = initial_accumulator_value
         check_ranges(type(self).__name__, betas=None, **defaults)
         super().__init__(params, defaults | {"fp32_states": fp32_states})
 

@@ -30,16 +30,15 @@ class Lamb(GroupStep, torch.optim.Optimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        *,
-        bias_correction: bool = True,
+        bias_correction: bool = True,  # noqa: FBT001, FBT002
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
+        eps_inside_sqrt: bool = False,  # noqa: FBT001, FBT002
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
-        amsgrad: bool = False,
+        amsgrad: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         name = type(self).__name__
         if amsgrad:
@@ -49,17 +48,8 @@ class Lamb(GroupStep, torch.optim.Optimizer):
         check_ranges(name, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if not 0 <= min_coeff <= max_coeff:
             raise OptimizerConfigError(f"{name}: 0 <= min_coeff <= max_coeff is needed, not {min_coeff} and {max_coeff}")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
+        super().__init__(params, defaults | {"weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff})
 
     def get_lamb_coeffs(self) -> list[float]:
         """Trust ratios of the last step, one per updated parameter in group order; empty before the first step."""

@@ -2,13 +2,21 @@
 
 from typing import Any
 
+import torch
+
 from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.adam import AdamBase
 from deepspeed.optim.lamb import Lamb
 from deepspeed.optim.lion import Lion
 
 
-class FusedAdam(AdamBase):
+class _SetGradNone(torch.optim.Optimizer):
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""
+        super().zero_grad(set_to_none=set_to_none and self.defaults["set_grad_none"])
+
+
+class FusedAdam(_SetGradNone, AdamBase):
     """Adam or AdamW for the device the parameters are on (signature of ``deepspeed.ops.adam.FusedAdam``)."""
 
     def __init__(
@@ -23,21 +31,9 @@ class FusedAdam(AdamBase):
         amsgrad: bool = False,  # noqa: FBT001, FBT002
         set_grad_none: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            decoupled=bool(adam_w_mode),
-        )
+        same: dict[str, Any] = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, lr, amsgrad=amsgrad, **same, decoupled=bool(adam_w_mode))
         self.defaults["set_grad_none"] = set_grad_none
-
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""
-        super().zero_grad(set_to_none=set_to_none and self.defaults["set_grad_none"])
 
 
 class DeepSpeedCPUAdam(AdamBase):
@@ -57,17 +53,8 @@ class DeepSpeedCPUAdam(AdamBase):
         adamw_mode: bool = True,  # noqa: FBT001, FBT002
         fp32_optimizer_states: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
-        super().__init__(
-            model_params,
-            lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            decoupled=bool(adamw_mode),
-            fp32_states=fp32_optimizer_states,
-        )
+        same: dict[str, Any] = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(model_params, lr, amsgrad=amsgrad, **same, decoupled=bool(adamw_mode), fp32_states=fp32_optimizer_states)
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
@@ -92,7 +79,7 @@ class DeepSpeedCPUAdagrad(Adagrad):
         super().__init__(model_params, lr, eps=eps, weight_decay=weight_decay, fp32_states=fp32_optimizer_states)
 
 
-class FusedLion(Lion):
+class FusedLion(_SetGradNone, Lion):
     """Lion for the device the parameters are on (signature of ``deepspeed.ops.lion.FusedLion``)."""
 
     def __init__(
@@ -105,10 +92,6 @@ class FusedLion(Lion):
     ) -> None:
         super().__init__(params, lr, betas=betas, weight_decay=weight_decay)
         self.defaults["set_grad_none"] = set_grad_none
-
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""
-        super().zero_grad(set_to_none=set_to_none and self.defaults["set_grad_none"])
 
 
 class DeepSpeedCPULion(Lion):
@@ -132,31 +115,3 @@ class DeepSpeedCPULion(Lion):
 
 class FusedLamb(Lamb):
     """LAMB for the device the parameters are on (signature of ``deepspeed.ops.lamb.FusedLamb``)."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,  # noqa: FBT001, FBT002
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,  # noqa: FBT001, FBT002
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        amsgrad: bool = False,  # noqa: FBT001, FBT002
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay,
-            max_grad_norm=max_grad_norm,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-            amsgrad=amsgrad,
-        )

@@ -12,8 +12,6 @@ from deepspeed.errors import OptimizerConfigError
 from deepspeed.observe.log import logger
 from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.adam import can_fuse
-from deepspeed.optim.lamb import Lamb
-from deepspeed.optim.lion import Lion
 from deepspeed.optim.muon import MuonWithAuxAdam
 from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
 
@@ -87,13 +85,6 @@ def granularity(optimizer: torch.optim.Optimizer) -> Literal["element", "paramet
         if isinstance(optimizer, base) and inspect.unwrap(cls.step) is inspect.unwrap(base.step):
             return "element"
     return "parameter"
-
-
-def is_tested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the tests of this package cover the optimizer's class under sharding; others work, after one warning by the caller."""
-    own = (Adagrad, FusedAdam, DeepSpeedCPUAdam, Lion, Lamb, MuonWithAuxAdam)
-    tested = [getattr(torch.optim, name) for name in ("Adam", "AdamW", "SGD", "Adagrad", "Adafactor", "Muon") if hasattr(torch.optim, name)]
-    return isinstance(optimizer, own) or type(optimizer) in tested or f"{type(optimizer).__module__}".startswith("apex.optimizers")
 
 
 def check_numbers(where: str, settings: Mapping[str, Any]) -> None:

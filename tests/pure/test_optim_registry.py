@@ -10,7 +10,7 @@ from deepspeed.errors import DeepSpeedConfigError, OptimizerConfigError
 from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.muon import MuonWithAuxAdam
 from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
-from deepspeed.optim.registry import build_optimizer, granularity, is_tested
+from deepspeed.optim.registry import build_optimizer, granularity
 
 
 def param(*shape):
@@ -168,12 +168,6 @@ def test_granularity():
     for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         with pytest.raises(OptimizerConfigError, match=cls.__name__):
             granularity(cls([param()]))
-
-
-def test_is_tested():
-    for cls in (FusedAdam, FusedLamb, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor):
-        assert is_tested(cls([param()]))
-    assert not is_tested(torch.optim.NAdam([param()])) and not is_tested(OwnStep([param()]))
 
 
 @pytest.mark.parametrize("cls", [*(getattr(torch.optim, n) for n in ELEMENT), FusedAdam, DeepSpeedCPUAdam, FusedLion, Adagrad])
