@@ -6,7 +6,7 @@ FILE_LINES = 600
 FUNCTION_LINES = 60
 # The design aims at 15,000. Typed keys and the launcher are 6,500 lines of these; native builds, IO, tiers and their tools 4,500;
 # checkpoints, the formats of others that are read and written, and the tool 8,700; what users measure with (ds_bench) 450.
-PACKAGE_LINES = 37_600
+PACKAGE_LINES = 37_300
 
 # "path": (lines allowed, reason)
 LONG_FILES: dict[str, tuple[int, str]] = {}
