@@ -16,7 +16,7 @@ from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.dtypes import dtype_policy
 from deepspeed.config.features import inert_notes
-from deepspeed.device import device_for, get_accelerator
+from deepspeed.device import device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.engine_info import DTYPES
 from deepspeed.engine_reports import follow_collectives, report_start
@@ -110,7 +110,9 @@ def _start_distributed(args: Any, port: int, required: bool | None) -> int:
         raise UsageError(f"args.local_rank is {stated} but LOCAL_RANK is {local_rank}; drop one, or make them equal")
     chosen = getattr(args, "device_rank", None)
     index = local_rank if chosen is None else int(chosen)
-    if get_accelerator().device_name() != "cpu":
+    if chosen is None:
+        take_device(index)
+    elif get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(device_for(index).index)
     return index
 
@@ -142,7 +144,7 @@ def _assemble(
         plan = make_plan(cfg, probe.zero.size)
         mesh = build_mesh(backend, inner_size=plan.inner_size, group=group, control=plan.divergence != "assume_none")
         follow_collectives(cfg, mesh)
-        device = device_for(local_rank)
+        device = get_accelerator().torch_device()
         rules = _build_rules(cfg, model, base, device)
         _mark_leaves(cfg, model)
         groups = group_index(base.param_groups) if base is not None else None

@@ -28,8 +28,15 @@ class Several(Transfer):
         self.nbytes = sum(t.nbytes for t in self._transfers)
 
     def wait(self) -> None:
+        """Until all have ended, also when one fails; raises the first failure."""
+        failure: BaseException | None = None
         for transfer in self._transfers:
-            transfer.wait()
+            try:
+                transfer.wait()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def done(self) -> bool:
         return all(t.done() for t in self._transfers)

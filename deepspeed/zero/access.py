@@ -63,7 +63,8 @@ class GatheredParameters:
 
     ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None: read only,
     an edit is a UsageError on every rank. ``modifier_rank`` r: what global rank r holds at exit wins everywhere, masters included.
-    Collective at both ends; when a rank raises inside, nothing is written back and the others raise a UsageError that names it. An
+    Collective at both ends (a reading one inside a forward, which other ranks may skip, at none, and edits there are not looked for);
+    when a rank raises inside, nothing is written back and the others raise a UsageError that names it. An
     ``engine.step()`` inside shows its new values.
 
     What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a forward keeps its
@@ -86,6 +87,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._units: list[Unit] = []
         self._pinned = ExitStack()
+        self._inside_forward = False
         self._marks: list[_Mark] = []
         self._saving: saved_tensors_hooks | None = None
 
@@ -97,7 +99,9 @@ class GatheredParameters:
                 pinned.callback(unit.unpin)
                 self._units.append(unit)
             self._pinned = pinned.pop_all()
-        self._marks = [_Mark.of(u) for u in self._units] if self._modifier is None else []
+        # Another rank may skip the module whose forward this is: such a reader must not wait for it.
+        self._inside_forward = self._modifier is None and any(u.may_fetch_on_demand() for u in self._units)
+        self._marks = [_Mark.of(u) for u in self._units] if self._modifier is None and not self._inside_forward else []
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a forward the
         # module's own hooks gather for the backward, so they are not needed there.
         if torch.is_grad_enabled() and any(u.movable and _runtime(u) is not None and not u.may_fetch_on_demand() for u in self._units):
@@ -117,7 +121,9 @@ class GatheredParameters:
             self._saving.__exit__(kind, raised, _)
             self._saving = None
         try:
-            if raised is None:
+            if self._inside_forward:
+                pass
+            elif raised is None:
                 self._settle()
             elif isinstance(raised, Exception):  # not what ends a process or closes a generator
                 with suppress(Exception):  # what was raised inside says more

@@ -181,7 +181,7 @@ class Gradients:
     # -- what clients see ----------------------------------------------------------------------------------------------------
     def after(self, unit: Unit) -> float:
         """What the unit's rest gradient still has to be multiplied by to be the mean."""
-        return 1.0 if self._shown else unit.facts.after
+        return 1.0 if unit in self._shown else unit.facts.after
 
     def show(self) -> None:
         """Let ``.grad`` of parameters whose reduced gradient rests whole on the device be a view of it, in the accumulation dtype."""

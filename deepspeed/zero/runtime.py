@@ -90,6 +90,9 @@ class Runtime:
         # Whether something else communicates between a forward and its backward; where the count stood at the end of a forward.
         self._foreign = self._watchful = False
         self._passed_at: int | None = None
+        # The last forward has been passed without a message, and no backward has come yet.
+        self._unanswered = False
+        self._trains = any(u.trainable for u in units)
         # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
         self.second_order = False
         for unit in units:
@@ -137,11 +140,13 @@ class Runtime:
         A user's context ends so too; the number of pins tells whether all are at the end of the same one. ``passing``: no message is
         needed where a backward is to follow.
         """
-        passing = passing and torch.is_grad_enabled() and not self._watchful
+        # A second forward before any backward may be one of many, of an evaluation that keeps gradients on.
+        passing = passing and torch.is_grad_enabled() and self._trains and not (self._watchful or self._unanswered)
         wanted = Decision(Kind.LEAVE, PASSING if passing else ())
         while not self.depth and any(self._numels) and self._ask(wanted.kind, wanted.units) != wanted:
             pass
         self._passed_at = collectives.issued() if passing else None
+        self._unanswered = passing
         return sum(u.pins for u in self.units)
 
     def _look_back(self) -> None:
@@ -219,7 +224,7 @@ class Runtime:
             request = Request(kind, units, pending, (), tuple(self._path), (local, self._foreign, void))
         decision = None
         for decision in self.agreement.ask(request, urgent=urgent):
-            self._execute(decision, wanted=units[0] if units else None)
+            self._execute(decision, wanted=units[0] if units and kind < Kind.LEAVE else None)
             if decision.kind >= Kind.FLUSH or decision.closes:
                 self._path.clear()
             if decision.closes:
@@ -287,6 +292,7 @@ class Runtime:
         if self.in_backward:
             return
         self._look_back()
+        self._unanswered = False
         self.on_backward()
         self.gradients.withdraw()
         self.in_backward = True
@@ -432,7 +438,7 @@ class Runtime:
         self._path.clear()
         self._vacant.clear()
         self._passed_at = None
-        self.in_backward = False
+        self._unanswered = self.in_backward = False
         self.schedule.abandon()
         self._forget_ahead()
         if not keep_gradients:

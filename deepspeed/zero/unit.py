@@ -255,23 +255,24 @@ class Unit:
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient is now ``grad``; of one on a drive the norm is kept, so that it need not be read again."""
         if self.on_drive(StateKind.GRAD):
-            self.grad_square = square_sum(grad)
+            self.grad_square = self._weighted_square(grad)
 
     def gradient_square(self) -> torch.Tensor:
         """This rank's part of the squared norm of the unit's mean gradient; an element that several ranks hold counts once in all."""
-        assert self.plan.grad is not None
+        assert self.plan.grad is not None and self.grad is not None
         copies = 1
         for way, axis in zip(self.plan.grad.spread, self.mesh.axes, strict=True):
             copies *= axis.size if way is Spread.REPLICATED else 1
-        if self.grad_square is not None and self.on_drive(StateKind.GRAD):
-            return self.grad_square * self.facts.after**2 / copies
-        assert self.grad is not None
-        square, (start, stop) = square_sum(self.grad), self.range_of(StateKind.GRAD)
+        kept = self.grad_square if self.on_drive(StateKind.GRAD) else None
+        return (self._weighted_square(self.grad) if kept is None else kept) * self.facts.after**2 / copies
+
+    def _weighted_square(self, grad: torch.Tensor) -> torch.Tensor:
+        square, (start, stop) = square_sum(grad), self.range_of(StateKind.GRAD)
         for segment in self.layout.segments:
             lo, hi = self.layout.overlap(segment, start, stop)
             if segment.norm_weight != 1.0 and lo < hi:
-                square = square - square_sum(self.grad[lo - start : hi - start]) * (1.0 - segment.norm_weight)
-        return square * self.facts.after**2 / copies
+                square = square - square_sum(grad[lo - start : hi - start]) * (1.0 - segment.norm_weight)
+        return square
 
     def open_partial(self, dtype: torch.dtype) -> torch.Tensor:
         """The full-size local sum, made (with zeros in the gaps) where there is none. EMPTY or REDUCED -> LOCAL."""

@@ -75,3 +75,19 @@ def test_unequal_requests_exchange_rows(pool2: RankPool, blocks: int) -> None:
         assert mismatches == len(rows) > 0
         # What arrives are the rows of all ranks, of which a ring passes on all but one.
         assert set(rows) == {bench.by_rows(2, blocks, 1, fixed=bench.UNEQUAL).nbytes * 2}
+
+
+def _forwards_without_a_backward(count: int) -> tuple[int, int]:
+    """(decisions on record, messages) after forwards with gradients on that no backward follows."""
+    engine = start(formulas().chain(4, 8), make_config(3, zero={"param_persistence_threshold": 0}))
+    for _ in range(count):
+        engine(torch.ones(1, 8))
+    agreement = engine.runtime.agreement
+    answer = len(agreement._done), agreement.rounds
+    engine.destroy()
+    return answer
+
+
+def test_an_evaluation_with_gradients_on_keeps_no_record(pool2: RankPool) -> None:
+    few, many = pool2.run(_forwards_without_a_backward, 4)[0], pool2.run(_forwards_without_a_backward, 40)[0]
+    assert many[0] <= few[0] + 16, (few, many)

@@ -309,3 +309,42 @@ def refused_once() -> bool:
 
 def test_small_parameters_are_looked_at_too(pool2: RankPool) -> None:
     assert pool2.run(refused_once) == [True, True]
+
+
+class _Reads(nn.Module):
+    """A block that reads its own weight through a context inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with deepspeed.zero.GatheredParameters([self.weight]):
+            scale = self.weight.detach().abs().sum()
+        return x @ self.weight / scale
+
+
+class _Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Reads(), _Reads()])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:  # noqa: FBT001 - what a model takes
+        return self.head(self.blocks[1](x) if skip else self.blocks[1](self.blocks[0](x))).mean()
+
+
+def _one_rank_skips_the_reader() -> int:
+    torch.manual_seed(0)
+    engine = start(_Skips(), make_config(3, zero={"param_persistence_threshold": 0}))
+    for step in range(6):
+        engine.backward(engine(torch.ones(2, 4), step % 2 == 1 and dist.get_rank() == 1))
+        engine.step()
+    steps = engine.global_steps
+    engine.destroy()
+    return steps
+
+
+def test_a_reader_inside_a_forward_waits_for_nobody(pool2: RankPool) -> None:
+    """A rank may skip the module whose forward opens the context."""
+    assert pool2.run(_one_rank_skips_the_reader, time_limit=60) == [6, 6]

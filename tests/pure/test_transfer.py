@@ -44,6 +44,17 @@ def test_several_end_with_the_last_one_and_tell_its_failure() -> None:
     assert told == "the drive is gone" and both.done()
 
 
+def test_all_are_waited_for_though_one_fails() -> None:
+    """What they read from must not be used again before."""
+    failing, slow = Slow(1, OSError("no space")), Slow(1)
+    try:
+        Several([failing, slow]).wait()
+        raised = False
+    except OSError:
+        raised = True
+    assert raised and slow.ended
+
+
 def test_a_collective_finishes_once_and_keeps_its_price() -> None:
     calls: list[str] = []
     full = torch.zeros(8)
