@@ -95,8 +95,8 @@ class EngineCheckpoint:
             raise UsageError("save_checkpoint() was called inside a forward or backward of the model; call it between steps")
         config = self._config.checkpoint
         name = self._common_tag(tag)
+        self.runtime.gradients.withdraw()
         self.runtime.gradients.collect()
-        self.runtime.gradients.settle()
         state = client_state or {}
         content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)
         order = SaveOrder(Path(save_dir), name, latest=save_latest, keep_last=config.keep_last, rate_bytes=config.rate_limit or 0)
@@ -105,6 +105,7 @@ class EngineCheckpoint:
             write = functools.partial(write_client_files, client_state=kept, level=self._config.zero_stage, whole=whole, bf16=bf16)
             order = replace(order, extra=write)
         (self._saver.save_behind if config.in_background else self._saver.save)(order, content)
+        self.runtime.gradients.show()
         return True
 
     def _common_tag(self, tag: str | None) -> str:

@@ -65,6 +65,7 @@ class Gradients:
         # Rest gradients and their views in the parameters' shapes; and the units whose parameters show those views now.
         self._views: dict[Unit, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._shown: dict[Unit, list[torch.Tensor]] = {}
+        self.written = False  # a client has written gradients by hand
         for unit in units:
             if unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
                 unit.open_grad(self._accum_dtype(unit))  # a full drive shows before the first step
@@ -96,6 +97,7 @@ class Gradients:
         for unit in self._units:
             if unit.trainable and unit not in self._shown:
                 for position in written_gradients(unit.params):
+                    self.written = True
                     self.pack(unit, position)
         return self.any()
 
@@ -124,6 +126,8 @@ class Gradients:
     # -- reduction -----------------------------------------------------------------------------------------------------------
     def reduce(self, unit: Unit) -> None:
         """Reduce the unit's partial sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
+        if unit in self._shown:
+            self.withdraw()
         self._partial(unit)
         partial = unit.take_partial()
         assert partial is not None
@@ -257,7 +261,6 @@ class Gradients:
     def clear(self, *, collected: bool = False) -> None:
         """Drop every gradient; buffers of the rest gradients are kept for the next window. ``collected``: none waits in a parameter."""
         self.withdraw()
-        self.land_all()
         self._probes.clear()
         for unit in self._units:
             for position in written_gradients(unit.params) if unit.trainable and not collected else ():

@@ -221,7 +221,9 @@ class Runtime:
         if kind >= Kind.LEAVE:
             local = tuple(i for i in self.gradients.pending() if i not in pending)
             void = bool(self._vacant) and not (self._contributed or local or pending)
-            request = Request(kind, units, pending, (), tuple(self._path), (local, self._foreign, void))
+            # Where clients write gradients by hand a step may need a message at any time: equal nowhere, so that no habit forms.
+            wrote = self.gradients.written and 1 + self.mesh.job.index
+            request = Request(kind, units, pending, (), tuple(self._path), (local, self._foreign, wrote, void))
         decision = None
         for decision in self.agreement.ask(request, urgent=urgent):
             self._execute(decision, wanted=units[0] if units and kind < Kind.LEAVE else None)

@@ -118,6 +118,31 @@ def test_written_gradients_are_further_contributions(pool2: RankPool, stage: int
     assert max(pool2.run(each_rank_its_own, stage, way)) <= TOLERANCE
 
 
+def one_rank_now_and_then(stage: int) -> float:
+    pair = Pair(stage)
+    error = 0.0
+    for step in range(8):
+        pair.back(micro=step)
+        for ours, plain in pair.params():
+            plain.grad = torch.zeros_like(plain) if plain.grad is None else plain.grad
+            if step % 3 == 0:
+                ours.grad = torch.ones(ours.shape) if dist.get_rank() == 0 else None
+                plain.grad += 0.5
+        pair.engine.step()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        expected = dict(pair.plain.named_parameters())
+        error = max(error, *(scaled_error(v, expected[n].detach()) for n, v in full_parameters(pair.engine.module).items()))
+    pair.engine.destroy()
+    return error
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_one_rank_may_write_alone(pool2: RankPool, stage: int) -> None:
+    """No step is passed by habit over it, whatever the others do."""
+    assert max(pool2.run(one_rank_now_and_then, stage)) <= 5e-6
+
+
 def without_backward(stage: int, *, plainly: bool) -> tuple[float, str]:
     """Gradients from ``torch.autograd.grad``, and from no backward at all."""
     pair = Pair(stage)
