@@ -96,6 +96,7 @@ class EngineCheckpoint:
         config = self._config.checkpoint
         name = self._common_tag(tag)
         self.runtime.gradients.withdraw()
+        self.runtime.gradients.land_all()
         self.runtime.gradients.collect()
         state = client_state or {}
         content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)

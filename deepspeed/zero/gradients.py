@@ -261,6 +261,7 @@ class Gradients:
     def clear(self, *, collected: bool = False) -> None:
         """Drop every gradient; buffers of the rest gradients are kept for the next window. ``collected``: none waits in a parameter."""
         self.withdraw()
+        self.land_all()
         self._probes.clear()
         for unit in self._units:
             for position in written_gradients(unit.params) if unit.trainable and not collected else ():
