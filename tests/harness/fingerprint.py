@@ -232,7 +232,7 @@ def _checkpoints(engine: Any, folder: Path, *, odd: bool) -> Fingerprint:
     with mock.patch.object(RankFile, "limit", lambda _, rate: limits.append(rate)):
         for index in range(3):
             engine.save_checkpoint(place[0], f"t{index}" if odd else f"t{index}-{dist.get_rank()}", {"odd": {1}.union} if odd else {})
-    out: Fingerprint = {"limits": limits, "busy": engine._saver.busy}
+    out: Fingerprint = {"limits": limits, "busy": engine._saver.running}
     torch.manual_seed(77)
     list(engine.training_dataloader)
     _, client = engine.load_checkpoint(place[0])
