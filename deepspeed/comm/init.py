@@ -9,6 +9,7 @@ import socket
 import threading
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import torch.distributed as dist
@@ -90,7 +91,7 @@ def _prepare(backend: str, found: Rendezvous) -> None:
     if found.one_machine or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     interfaces = {name: [a.address for a in addresses] for name, addresses in psutil.net_if_addrs().items()}
-    for host in (found.address, _ELSEWHERE):  # rank 0's own name may lead to its loopback
+    for host in filter(None, (found.address, _ELSEWHERE)):  # rank 0's own name may lead to its loopback
         with contextlib.suppress(OSError):
             if name := interface_with(_source_address(host), interfaces):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -113,7 +114,7 @@ def _leave_at_exit(limit_s: float = 20.0) -> None:
     A worker that drops the last reference to a tensor needs the interpreter; one that asks for it during finalization ends the
     process with SIGABRT after a successful run. A backend that waits for ranks that are gone is left alone after ``limit_s``.
     """
-    asked, left = threading.Event(), threading.Event()
+    asked, left, owner = threading.Event(), threading.Event(), os.getpid()
 
     def leave() -> None:
         asked.wait()
@@ -124,6 +125,8 @@ def _leave_at_exit(limit_s: float = 20.0) -> None:
             left.set()
 
     def at_exit() -> None:
+        if os.getpid() != owner:  # a fork has this registration, but neither the thread nor the group's
+            return
         gc.collect()
         asked.set()
         if not left.wait(limit_s):
@@ -173,8 +176,9 @@ def init_distributed(
     env: dict[str, str] = dict(os.environ)
     if rank >= 0 and world_size > 0:
         env.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    if init_method is not None:
-        env.setdefault("MASTER_ADDR", LOOPBACK)  # the meeting point is in the method
+    if init_method is not None and not init_method.startswith("env:"):
+        # The meeting point is in the method; a file's is on no machine, and may be shared by several.
+        env["MASTER_ADDR"] = urlsplit(init_method).hostname or env.get("MASTER_ADDR") or socket.gethostname()
     found = discover(env, distributed_port, auto_mpi_discovery=auto_mpi_discovery, devices=_device_count)
     _publish(found)
     backend = dist_backend or get_accelerator().communication_backend_name()

@@ -22,7 +22,8 @@ AZURE_PORT, AZURE_ONE_NODE_PORT = 6105, 54965
 class Rendezvous(NamedTuple):
     """Who this process is and where the ranks meet.
 
-    ``port`` None: the process is alone and needs no meeting point. ``local_size``, ranks on this machine, is None where unknown.
+    ``port`` None: the process is alone and needs no meeting point. Where unknown, ``local_size``, ranks on this machine, is None,
+    and ``address`` is empty.
     """
 
     rank: int
@@ -239,9 +240,8 @@ def local_rank_of(env: Mapping[str, str], rank: int, world_size: int, *, devices
 def adopted(env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device) -> Rendezvous:
     """What ``env`` says of a rank whose process group was started by others."""
     local_size = _local_size(env, _speaking(env, rank, world_size), world_size)
-    return Rendezvous(
-        rank, world_size, local_rank_of(env, rank, world_size, devices=devices), env.get("MASTER_ADDR") or LOOPBACK, None, local_size
-    )
+    local_rank = local_rank_of(env, rank, world_size, devices=devices)
+    return Rendezvous(rank, world_size, local_rank, env.get("MASTER_ADDR", ""), None, local_size)
 
 
 def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, devices: Callable[[], int]) -> Rendezvous:

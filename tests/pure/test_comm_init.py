@@ -340,12 +340,23 @@ def test_the_interface_of_an_address(address: str, name: str | None) -> None:
         ({"LOCAL_WORLD_SIZE": "4"}, {"10.0.0.1": "10.0.0.5"}, None),
         ({"MASTER_ADDR": "127.0.0.1"}, {"127.0.0.1": "10.0.0.5"}, None),
         ({"MASTER_ADDR": "localhost"}, {"localhost": "10.0.0.5"}, None),
+        # the method says where the ranks meet
+        ({"MASTER_ADDR": "", "METHOD": "tcp://node0:29"}, {"node0": "10.0.0.5"}, "ib0"),
+        ({"MASTER_ADDR": "127.0.0.1", "METHOD": "tcp://node0:29"}, {"node0": "10.0.0.5"}, "ib0"),
+        ({"MASTER_ADDR": "", "METHOD": "tcp://[fd00::1]:29"}, {"fd00::1": "10.0.0.5"}, "ib0"),
+        ({"METHOD": "tcp://localhost:29"}, {"localhost": "10.0.0.5"}, None),
+        ({"MASTER_ADDR": "", "METHOD": "tcp://node0:29", "LOCAL_WORLD_SIZE": "4"}, {"node0": "10.0.0.5"}, None),
+        # a file on a shared disk, or the variables
+        ({"MASTER_ADDR": "", "METHOD": "file:///shared/store"}, {init._ELSEWHERE: "172.16.0.9"}, "eth0"),
+        ({"METHOD": "file:///shared/store"}, {"10.0.0.1": "10.0.0.5"}, "ib0"),
+        ({"METHOD": "env://"}, {"10.0.0.1": "10.0.0.5"}, "ib0"),
     ],
-    ids=["the way to rank 0", "rank 0 knows itself by its loopback", "no way", "the user's word", "one machine", "loopback", "localhost"],
 )
 def test_gloo_is_told_the_network_that_leads_to_rank_0(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], ways: dict[str, str], name: str | None
 ) -> None:
+    method = {"init_method": env["METHOD"]} if "METHOD" in env else {}
+
     def way(host: str) -> str:
         if host not in ways:
             raise OSError("no route")
@@ -355,7 +366,7 @@ def test_gloo_is_told_the_network_that_leads_to_rank_0(
     monkeypatch.setattr(
         init.psutil, "net_if_addrs", lambda: {n: [SimpleNamespace(address=a) for a in own] for n, own in INTERFACES.items()}
     )
-    assert _start_rank(monkeypatch, {**TWO_NODES, **env}).get("GLOO_SOCKET_IFNAME") == name
+    assert _start_rank(monkeypatch, {**TWO_NODES, **env}, **method).get("GLOO_SOCKET_IFNAME") == name
 
 
 def test_the_way_to_this_machine_is_found() -> None:
@@ -364,7 +375,10 @@ def test_the_way_to_this_machine_is_found() -> None:
 
 def test_a_group_of_others_is_described_by_the_environment() -> None:
     assert adopted(TORCHRUN, 3, 4) == Rendezvous(3, 4, 1, "n0", None, 2)
-    assert adopted({}, 3, 4).one_machine and not adopted(TORCHRUN, 3, 4).one_machine
+    assert adopted({"LOCAL_WORLD_SIZE": "4"}, 3, 4).one_machine and adopted({}, 0, 1).one_machine
+    assert adopted({"MASTER_ADDR": "127.0.0.1"}, 3, 4).one_machine
+    for env in (TORCHRUN, {}, {"LOCAL_WORLD_SIZE": "2"}):
+        assert not adopted(env, 3, 4).one_machine
 
 
 LEAVES = """
@@ -391,3 +405,20 @@ def test_every_backend_is_left_at_exit_and_none_holds_the_process(way: str, prin
     done = _run_alone(LEAVES, way)
     assert (done.returncode, done.stdout) == (0, printed), done.stderr
     assert logged in done.stderr and bool(done.stderr) == bool(logged)
+
+
+FORKS = """
+import os, sys
+import deepspeed.comm as comm
+from deepspeed.comm import init
+init._leave_at_exit.__defaults__ = (0.2,)
+comm.init_distributed(verbose=False)
+if (child := os.fork()) == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_fork_that_exits_does_not_wait_for_a_group_it_does_not_have() -> None:
+    done = _run_alone(FORKS)
+    assert (done.returncode, done.stderr) == (0, "")
