@@ -1,5 +1,7 @@
 """Public communication module: the calls of ``torch.distributed``, start-up and the communication log."""
 
+from types import ModuleType as _Module
+
 from torch.distributed import ReduceOp as ReduceOp
 
 from deepspeed.comm.calls import (
@@ -54,3 +56,5 @@ from deepspeed.comm.trace import (
     log_summary as log_summary,
     reset_log as reset_log,
 )
+
+__all__ = [name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, _Module))]

@@ -1,5 +1,7 @@
 """Configuration: one frozen object from a dict, a relaxed-JSON file or base64 text. Imports no torch."""
 
+from types import ModuleType as _Module
+
 from deepspeed.config.parse import read_config_source as read_config_source
 from deepspeed.config.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
 from deepspeed.config.training import (
@@ -22,3 +24,5 @@ from deepspeed.config.zero import (
     ZeroConfig as ZeroConfig,
 )
 from deepspeed.errors import BatchConfigError as BatchConfigError, DeepSpeedConfigError as DeepSpeedConfigError
+
+__all__ = [name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, _Module))]

@@ -34,3 +34,5 @@ from deepspeed.zero.leaf import (
     z3_leaf_module as z3_leaf_module,
     z3_leaf_parameter as z3_leaf_parameter,
 )
+
+__all__ = [name for name in globals() if not name.startswith("_")]

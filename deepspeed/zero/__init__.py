@@ -1,5 +1,7 @@
 """ZeRO: the public helpers of ``deepspeed.zero``; the machinery lives in the submodules."""
 
+from types import ModuleType as _Module
+
 from deepspeed.zero.access import (
     GatheredParameters as GatheredParameters,
     ZeroParamStatus as ZeroParamStatus,
@@ -10,3 +12,5 @@ from deepspeed.zero.access import (
 from deepspeed.zero.generation import unwrap_model_for_generation as unwrap_model_for_generation
 from deepspeed.zero.init import Init as Init
 from deepspeed.zero.tiling import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
+
+__all__ = [name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, _Module))]

@@ -5,6 +5,7 @@ import inspect
 import json
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ deepspeed.utils: safe_set_full_fp32_param safe_set_full_grad safe_set_full_optim
 deepspeed.utils: safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized set_z3_leaf_modules
 deepspeed.utils: get_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter
 deepspeed.utils.groups: _get_data_parallel_group _get_data_parallel_world_size _get_sequence_parallel_group
-deepspeed.utils.groups: _get_sequence_parallel_rank _get_sequence_parallel_world_size
+deepspeed.utils.groups: _get_model_parallel_rank _get_sequence_parallel_rank _get_sequence_parallel_world_size
 deepspeed.utils.logging: log_dist logger print_dist
 deepspeed.utils.timer: SynchronizedWallClockTimer
 deepspeed.utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files
@@ -137,6 +138,20 @@ def test_module_names(line: str) -> None:
     module, _, names = line.partition(": ")
     loaded = importlib.import_module(module)
     assert [name for name in names.split() if not hasattr(loaded, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "carried"),
+    [
+        *(("comm", ""), ("dist", ""), ("config", ""), ("zero", ""), ("utils", "groups logging timer zero_to_fp32")),
+        *(("runtime.zero", "partition_parameters"), ("ops.op_builder", "")),
+    ],
+)
+def test_star_imports_bring_no_module_by_accident(package: str, carried: str) -> None:
+    loaded = importlib.import_module(f"deepspeed.{package}")
+    modules = [name for name in loaded.__all__ if isinstance(getattr(loaded, name), ModuleType)]
+    assert modules == carried.split() and len(loaded.__all__) - len(modules) >= 8
+    assert not [name for name in loaded.__all__ if name.startswith("_")]
 
 
 def test_engine_methods() -> None:

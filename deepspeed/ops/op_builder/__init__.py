@@ -17,3 +17,5 @@ from deepspeed.native.builders import (
     PinMemoryBuilder as PinMemoryBuilder,
     TorchCPUOpBuilder as TorchCPUOpBuilder,
 )
+
+__all__ = [name for name in globals() if not name.startswith("_")]

@@ -10,3 +10,5 @@ from deepspeed.zero.access import (
 )
 from deepspeed.zero.init import Init as Init
 from deepspeed.zero.tiling import TiledLinear as TiledLinear, TiledLinearReturnBias as TiledLinearReturnBias
+
+__all__ = [name for name in globals() if not name.startswith("_")]
