@@ -69,7 +69,7 @@ def find_ninja() -> str | None:
 
 
 def run_at_once(commands: Mapping[Path, Sequence[str]], work: Path) -> bool:
-    """Let ninja run the commands that make these files, as many at once as there are cores; False when one fails, or without ninja.
+    """Let ninja run the commands that make these files, MAX_JOBS or one per core at once; False when one fails, or without ninja.
 
     Files of ninja's own go to the folder ``work``. Raises BuildError when they take too long.
     """
@@ -81,7 +81,9 @@ def run_at_once(commands: Mapping[Path, Sequence[str]], work: Path) -> bool:
         lines += [f"build {_for_ninja(target)}: run", "  run = " + shlex.join(command).replace("$", "$$")]
     plan = work / "build.ninja"
     plan.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    return run_tool([ninja, "-f", str(plan)], limit_s=COMPILE_LIMIT_S)[0] == 0
+    jobs = os.environ.get("MAX_JOBS", "")
+    limit = ["-j", jobs] if jobs.isdecimal() and int(jobs) else []
+    return run_tool([ninja, "-f", str(plan), *limit], limit_s=COMPILE_LIMIT_S)[0] == 0
 
 
 def _for_ninja(path: Path) -> str:

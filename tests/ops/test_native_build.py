@@ -265,6 +265,26 @@ def test_several_sources_are_compiled_at_once(tiny: OpSpec, tmp_path: Path, wrap
     assert (library.add(2, 3), library.two()) == (5, 2)
 
 
+@pytest.mark.parametrize(("jobs", "limit"), [("3", ["-j", "3"]), ("0", []), ("-2", []), ("many", []), (None, [])])
+def test_max_jobs_limits_how_many_sources_are_compiled_at_once(
+    tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, jobs: str | None, limit: list[str]
+) -> None:
+    commands: list[list[str]] = []
+    run = compiler.run_tool
+
+    def spy(command: list[str], *, limit_s: float) -> tuple[int, str]:
+        commands.append(list(command))
+        return run(command, limit_s=limit_s)
+
+    monkeypatch.setattr(compiler, "run_tool", spy)
+    if jobs is None:
+        monkeypatch.delenv("MAX_JOBS", raising=False)
+    else:
+        monkeypatch.setenv("MAX_JOBS", jobs)
+    assert build.load(_two_sources(tiny)).two() == 2
+    assert [command[3:] for command in commands if command[0] == compiler.find_ninja()] == [limit]
+
+
 @pytest.mark.parametrize("program", [None, "false"])
 def test_without_ninja_and_with_a_broken_one_the_same_is_built(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, program: str | None) -> None:
     monkeypatch.setattr(compiler, "find_ninja", lambda: program)
