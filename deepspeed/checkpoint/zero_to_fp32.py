@@ -109,7 +109,10 @@ def convert_zero_checkpoint_to_state_dict(
     Holds one shard in memory, or a piece of one tensor with ``safe_serialization`` (where tied names are written once).
     Raises FileNotFoundError, CheckpointError, ValueError for a malformed size, OSError.
     """
-    limit = None if max_shard_size is None else byte_count(max_shard_size)
+    try:
+        limit = None if max_shard_size is None else byte_count(max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size {error}") from None
     source = _open(checkpoint_dir, tag)
     try:
         streams = _streams(source, dtype, exclude_frozen=exclude_frozen_parameters)

@@ -130,6 +130,27 @@ def test_a_folder_that_is_being_written_never_shows_half_of_itself(tmp_path: Pat
         assert [p.name for p in out.iterdir()] == ["file"]
 
 
+def test_a_folder_that_cannot_appear_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, out = os.rename, tmp_path / "out"
+
+    def refused(*_: object) -> None:
+        raise PermissionError("no renaming here")
+
+    def late(source: Path, target: Path) -> None:
+        out.mkdir()  # another process was faster
+        (out / "theirs").touch()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(PermissionError, match="no renaming here"), appearing(out) as hidden:
+        (hidden / "file").write_text("whole")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "rename", late)
+    with appearing(out) as hidden:
+        (hidden / "file").write_text("whole")
+    assert sorted(p.name for p in out.iterdir()) == ["file", "theirs"]
+
+
 class _Broken(Memory):
     """Fails in the middle."""
 

@@ -30,8 +30,11 @@ def appearing(out: Path) -> Iterator[Path]:
         hidden.mkdir()
         yield hidden
         if not out.exists():
-            with contextlib.suppress(OSError):  # another process may have been faster
+            try:
                 os.rename(hidden, out)
+            except OSError:  # another process may have been faster
+                if not out.is_dir():
+                    raise
         for path in hidden.iterdir() if hidden.exists() else ():
             target = out / path.name
             if target.is_dir():
