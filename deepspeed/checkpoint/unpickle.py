@@ -7,11 +7,12 @@ refused, and no class that a file names is imported. Tensors stay in the file un
 import contextlib
 import math
 import struct
+import threading
 import warnings
 import zipfile
 import zlib
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -161,11 +162,12 @@ def load_restricted(path: Path) -> Any:
     """The object of a ``torch.save`` file, with ``Stored`` in place of tensors and ``Record`` in place of foreign objects.
 
     Raises CheckpointError when the file is damaged, in the old non-zip format, or names anything outside torch's list of safe names and the
-    table of this module; nothing of the file is executed in any case.
+    table of this module; nothing of the file is executed in any case. Threads may call it at once; but torch's list is
+    one for the process, and a weights-only ``torch.load`` of the program's own in another thread meets this module's list at that moment.
     """
     file = TensorFile(path)
     try:
-        with _only(_STAND_INS), warnings.catch_warnings():
+        with _LOCK, _only(_STAND_INS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the pickle protocol; what cannot be read of it is an error
             foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if foreign:
@@ -206,23 +208,29 @@ def materialize(value: Any) -> Any:
         raise CheckpointError(f"state in the checkpoint is malformed: {type(error).__name__}: {error}") from error
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with new containers, and ``change`` applied to what is in them."""
+def _mapped(value: Any, change: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
+    """``value`` with new containers, and ``change`` applied to what is in them. What is shared is visited once and stays shared."""
+    memo = {} if memo is None else memo  # the old object beside the new one: it must outlive its id
+    if id(value) in memo:
+        return memo[id(value)][1]
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(_mapped(item, change) for item in value)
-    if type(value) is dict:
-        return {_mapped(k, change): _mapped(v, change) for k, v in value.items()}
-    if type(value) is OrderedDict:
-        found = OrderedDict((_mapped(k, change), _mapped(v, change)) for k, v in value.items())
-        vars(found).update(_mapped(dict(vars(value)), change))
-        return found
-    if type(value) is Namespace:
-        return Namespace(**_mapped(vars(value), change))
-    return Record(_mapped(value.state, change)) if isinstance(value, Record) else change(value)
+        made: Any = type(value)(_mapped(item, change, memo) for item in value)
+    elif type(value) in (dict, Counter, OrderedDict):
+        made = type(value)({_mapped(k, change, memo): _mapped(v, change, memo) for k, v in value.items()})
+        if type(value) is OrderedDict:
+            vars(made).update(_mapped(vars(value), change, memo))
+    elif type(value) is Namespace:
+        made = Namespace(**_mapped(vars(value), change, memo))
+    else:
+        made = Record(_mapped(value.state, change, memo)) if isinstance(value, Record) else change(value)
+    memo[id(value)] = value, made
+    return made
 
 
 def _settled(file: TensorFile, value: Any) -> Any:
     """A tensor as ``Stored``, what stands for a value of numpy as that value."""
+    if isinstance(value, torch.TypedStorage | torch.UntypedStorage):
+        raise CheckpointError(f"{file.path} holds a bare storage ({type(value).__name__}), which is not read; save a tensor of it")
     if not isinstance(value, torch.Tensor):
         return value.made if isinstance(value, _Numpy) else value
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
@@ -240,13 +248,19 @@ def _settled(file: TensorFile, value: Any) -> Any:
 def _only(names: list[Any]) -> Iterator[None]:
     """torch's safe names and these. What the program has added is left out: no file of a checkpoint may make objects of it."""
     theirs = torch.serialization.get_safe_globals()
+    # torch looks into its own table first, so what it would build from any argument has to be replaced there.
+    table = torch._weights_only_unpickler._get_allowed_globals()
+    kept = {name: table[name] for name in _BOUNDED if name in table}
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(names)
+    table.update((name, _BOUNDED[name]) for name in kept)
     try:
         yield
     finally:
+        table.update(kept)
+        added = [name for name in torch.serialization.get_safe_globals() if name not in names]  # by another thread meanwhile
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(theirs)
+        torch.serialization.add_safe_globals([*theirs, *added])
 
 
 class Record:
@@ -304,18 +318,28 @@ def _scalar(dtype: Any, content: Any) -> Any:
     return _array(dtype, (), content)[()]
 
 
-def _no_bytes() -> bytes:
-    return b""
+def _bounded(make: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    """``make`` of what pickle gives it. A count, or a tensor that repeats its elements, could ask for any amount of memory."""
+    return lambda *args: make(*(_of(kind, arg) for arg in args))
 
 
+_LOCK = threading.RLock()  # around what _only and catch_warnings change for the whole process
+_BOUNDED: dict[str, Any] = {
+    "builtins.bytearray": _bounded(bytearray, bytes),
+    "builtins.set": _bounded(set, list),
+    "_codecs.encode": _bounded(str.encode, str),
+    "collections.Counter": _bounded(Counter, dict),
+    "collections.OrderedDict": _bounded(OrderedDict, list),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": None,  # copies a tensor whatever it repeats; None is not callable
+}
 # What stands for the names that DeepSpeed's files and plain client state hold beyond those torch knows.
 _STAND_INS = [
     *((Record, f"deepspeed.runtime.fp16.loss_scaler.{name}") for name in ("LossScaler", "DynamicLossScaler")),
     (Record, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (Namespace, "argparse.Namespace"),
-    (frozenset, "builtins.frozenset"),
-    (_no_bytes, "builtins.bytes"),
+    (_bounded(frozenset, list), "builtins.frozenset"),
+    (_bounded(bytes, bytes), "builtins.bytes"),
     *((Path, f"pathlib.{name}") for name in ("PosixPath", "WindowsPath")),
     (PurePosixPath, "pathlib.PurePosixPath"),
     (PureWindowsPath, "pathlib.PureWindowsPath"),
