@@ -272,8 +272,8 @@ _STEPS = (
     Mutant(
         "S2",
         "deepspeed/zero/unit.py",
-        "return square * self.facts.after**2",
-        "return square",
+        " * self.facts.after**2 / copies",
+        " / copies",
         ("tests/dist/test_parity_matrix.py::test_who_divides_does_not_matter",),
         "norm and clipping are those of the mean, wherever it is divided",
     ),
