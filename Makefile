@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 RANKS ?= 2
 CONFIG ?= examples/configs/zero3.json
 # Wall-clock bound of the whole test run; single tests are bounded in pyproject.toml.
-TEST_LIMIT ?= 1800
+TEST_LIMIT ?= 3600
 PYTEST_ARGS ?=
 
 .PHONY: venv train train-nvme test lint bench clean

@@ -16,6 +16,7 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.optim.base import GroupStep
+from deepspeed.tier import store
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.models import Case
 from deepspeed.zero import unit as unit_module
@@ -45,7 +46,7 @@ def two_passes() -> Iterator[None]:
 def counted() -> Iterator[dict[str, int]]:
     """Elements that the second pass rounds, and that the optimizer writes itself."""
     found = {"rounded": 0, "written": 0}
-    round_into, writing = unit_module._round_into, GroupStep.writing_outputs
+    round_into, writing = store.round_into, GroupStep.writing_outputs
 
     def counting(out: Tensor, values: Tensor) -> None:
         found["rounded"] += values.numel()
@@ -57,11 +58,13 @@ def counted() -> Iterator[dict[str, int]]:
             yield written
         found["written"] += sum(p.numel() for p in written)
 
-    unit_module._round_into, GroupStep.writing_outputs = counting, watched  # type: ignore[method-assign]
+    store.round_into = unit_module.round_into = counting
+    GroupStep.writing_outputs = watched  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        unit_module._round_into, GroupStep.writing_outputs = round_into, writing  # type: ignore[method-assign]
+        store.round_into = unit_module.round_into = round_into
+        GroupStep.writing_outputs = writing  # type: ignore[method-assign]
 
 
 def both_ways(plan: Plan, folder: str, names: tuple[str, ...], one_pass: bool = True) -> list[str]:  # noqa: FBT001, FBT002
