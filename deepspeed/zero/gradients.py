@@ -17,11 +17,9 @@ from deepspeed.tier.stored import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.facts import GradState
 from deepspeed.zero.param import gradient_like, local_of, take_gradient, written_gradients
-from deepspeed.zero.plan import Spread, StateKind, Tier
+from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier
 from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import Unit
-
-_IN_FLIGHT = 2  # reductions whose full-size buffers may be alive at once
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Gradients:
         self._units = units
         self._streams = streams
         self._policy = policy
-        self._in_flight = _IN_FLIGHT if overlap else 1
+        self._in_flight = InFlight.REDUCTIONS if overlap else 1
         self._watch = watch
         self._flying: list[tuple[Unit, Transfer, _Target]] = []
         self.scale = 1.0

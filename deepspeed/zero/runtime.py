@@ -22,12 +22,11 @@ from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.facts import GradState, UnitState, View
 from deepspeed.zero.gradients import GradientPolicy, Gradients
 from deepspeed.zero.optim_tiles import OptimTiles
-from deepspeed.zero.plan import Spread, StateKind, ZeroPlan
+from deepspeed.zero.plan import InFlight, Spread, StateKind, ZeroPlan
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import Unit
 
-_READ_AHEAD = 3  # units that may be on their way from a drive beside the ones being fetched
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
 
 
@@ -201,7 +200,7 @@ class Runtime:
 
     def _read_ahead(self) -> None:
         """Start reading the next shards from their drive. Local: what another rank reads ahead does not matter."""
-        for index in self.schedule.ahead([0] * len(self.units), window_numel=0, most=_READ_AHEAD):
+        for index in self.schedule.ahead([0] * len(self.units), window_numel=0, most=InFlight.READS):
             unit = self.units[index]
             if unit.on_drive(StateKind.PARAM) and unit.state is UnitState.ABSENT and not unit.read_ahead():
                 return

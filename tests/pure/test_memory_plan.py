@@ -7,10 +7,9 @@ import pytest
 
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero import gradients, runtime
 from deepspeed.zero.budget import Line, MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
 from deepspeed.zero.fit import Fitted, Limits, doubt, fit
-from deepspeed.zero.plan import InFlight, Tier, ZeroPlan, make_plan
+from deepspeed.zero.plan import Tier, ZeroPlan, make_plan
 
 N = 1000  # elements of a unit
 DRIVE = {"device": "nvme", "nvme_path": "/drive"}
@@ -413,12 +412,6 @@ def test_more_than_there_is_is_a_doubt() -> None:
     assert doubt(present(memory.host), memory) == doubt(Limits(), memory) == ""
     said = doubt(present(memory.host - 1), memory)
     assert said.startswith(f"{GROUP} leaves a rank") and "may end the run" in said
-
-
-def test_the_plan_counts_what_the_runtime_keeps_in_flight() -> None:
-    """One number each: what the plan multiplies by is what the runtime holds at most."""
-    assert gradients._IN_FLIGHT == InFlight.REDUCTIONS
-    assert runtime._READ_AHEAD == InFlight.READS
 
 
 # -- configuration -------------------------------------------------------------------------------------------------------------------
