@@ -1,7 +1,8 @@
-"""Everything but the version and the native sources is in pyproject.toml; the version has one home, deepspeed/version.py.
+"""Everything but the version and the native sources is in pyproject.toml; the version has one home,
+deepspeed/version.py.
 
-A plain install compiles nothing: the sources travel in the package and are compiled on first use. ``DS_BUILD_OPS=1``, or
-``DS_BUILD_CPU_ADAM=1`` and so on, compile at install time.
+A plain install compiles nothing: the sources travel in the package and are compiled on first use. ``DS_BUILD_OPS=1``,
+or ``DS_BUILD_CPU_ADAM=1`` and so on, compile at install time.
 """
 
 import os

@@ -2,8 +2,9 @@
 
     python benchmarks/agreement.py [--baseline CHECKOUT] [--ranks 2 4 8] [--blocks 24] [--steps 30] [--repeats 3]
 
-Ranks are CPU processes over gloo that train a small stack of many units under stage 3. With a baseline (another checkout of this
-repository) the two take turns. Then comes the table of messages and bytes for sizes that no machine here has.
+Ranks are CPU processes over gloo that train a small stack of many units under stage 3. With a baseline (another
+checkout of this repository) the two take turns. Then comes the table of messages and bytes for sizes that no machine
+here has.
 """
 
 import argparse
@@ -34,13 +35,17 @@ class Cost:
 
 
 def by_rows(ranks: int, units: int, comparisons: int, *, fixed: int = EVERY_REQUEST) -> Cost:
-    """Requests all-gathered as rows of int64 around a ring: what each comparison once was, and (``UNEQUAL``) an unequal one adds."""
+    """Requests all-gathered as rows of int64 around a ring: what each comparison once was, and (``UNEQUAL``) an unequal
+    one adds.
+    """
     messages = comparisons * (ranks - 1)
     return Cost(comparisons, messages, messages * 8 * (fixed + max(1, -(-units // WORD_BITS))))
 
 
 def by_digest(ranks: int, comparisons: int) -> Cost:
-    """Digests passed on over doubling distances: ceil(log2(ranks)) messages of 16 bytes, whatever the number of units."""
+    """Digests passed on over doubling distances: ceil(log2(ranks)) messages of 16 bytes, whatever the number of
+    units.
+    """
     messages = comparisons * (ranks - 1).bit_length()
     return Cost(comparisons, messages, messages * 16)
 
@@ -48,8 +53,8 @@ def by_digest(ranks: int, comparisons: int) -> Cost:
 def comparisons_by_message(units: int) -> int:
     """Requests of a step without habits: ``units`` equal sharded units in a chain.
 
-    The gathers of two units go with one request, in both directions, and so do two reductions; then the ends of forward, backward and
-    step.
+    The gathers of two units go with one request, in both directions, and so do two reductions; then the ends of
+    forward, backward and step.
     """
     return 3 * (units // 2) + 3
 
@@ -61,7 +66,9 @@ def chain(blocks: int, width: int) -> Any:
     class Chain(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(blocks)])
+            self.blocks = torch.nn.ModuleList(
+                [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(blocks)]
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
@@ -79,7 +86,9 @@ def _train(rank: int, ranks: int, args: argparse.Namespace) -> None:
     import deepspeed
     from deepspeed.zero import agreement
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=args.port)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=args.port
+    )
     torch.set_num_threads(1)
     spent = [0.0]
 
@@ -115,16 +124,32 @@ def _train(rank: int, ranks: int, args: argparse.Namespace) -> None:
     dist.barrier()
     if rank == 0:
         units = sum(unit.movable for unit in engine.runtime.units)
-        print(json.dumps({"exposed_ms": exposed, "comparisons": messages, "step_ms": total, "units": units}), flush=True)
+        print(
+            json.dumps({"exposed_ms": exposed, "comparisons": messages, "step_ms": total, "units": units}), flush=True
+        )
     dist.destroy_process_group()
 
 
 def _measure(checkout: Path, ranks: int, port: int, args: argparse.Namespace) -> dict[str, float]:
     """One job of ``ranks`` processes that import ``checkout``."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    shape = ["--blocks", args.blocks, "--width", args.width, "--steps", args.steps, "--warmup", args.warmup, "--port", port]
+    shape = [
+        "--blocks",
+        args.blocks,
+        "--width",
+        args.width,
+        "--steps",
+        args.steps,
+        "--warmup",
+        args.warmup,
+        "--port",
+        port,
+    ]
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *map(str, shape), "--ranks", str(ranks)]
-    jobs = [subprocess.Popen([*command, "--rank", str(r)], env=environment, stdout=subprocess.PIPE, text=True) for r in range(ranks)]
+    jobs = [
+        subprocess.Popen([*command, "--rank", str(r)], env=environment, stdout=subprocess.PIPE, text=True)
+        for r in range(ranks)
+    ]
     said = [job.communicate(timeout=600)[0] for job in jobs]
     if any(job.returncode for job in jobs):
         raise SystemExit(f"a rank failed: {[job.returncode for job in jobs]}")
@@ -140,7 +165,9 @@ def _compare(args: argparse.Namespace) -> None:
             for index, (name, checkout) in enumerate(checkouts.items()):
                 found[name].append(_measure(checkout, ranks, 29600 + (repeat * 10 + index) + ranks * 100, args))
         for name, runs in found.items():
-            exposed, comparisons, total = (statistics.median(r[key] for r in runs) for key in ("exposed_ms", "comparisons", "step_ms"))
+            exposed, comparisons, total = (
+                statistics.median(r[key] for r in runs) for key in ("exposed_ms", "comparisons", "step_ms")
+            )
             print(f"{ranks:>5}  {name:<15} {exposed:>13.2f} {comparisons:>17.0f} {total:>8.1f}")
 
 
@@ -151,7 +178,10 @@ def _table() -> None:
         for units in (34, 82):
             rounds = comparisons_by_message(units)
             costs = (by_rows(ranks, units, rounds), by_digest(ranks, rounds), by_digest(ranks, 1))
-            print(f"{ranks:>5}  {units:>5}  " + "  ".join(f"{c.comparisons:>3} {c.messages:>7,} {c.nbytes:>11,}" for c in costs))
+            print(
+                f"{ranks:>5}  {units:>5}  "
+                + "  ".join(f"{c.comparisons:>3} {c.messages:>7,} {c.nbytes:>11,}" for c in costs)
+            )
 
 
 def main() -> None:

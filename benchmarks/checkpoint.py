@@ -1,12 +1,14 @@
-"""Checkpoints: saving, saving behind the training and loading, beside torch, its distributed checkpoint, the reference and the disk.
+"""Checkpoints: saving, saving behind the training and loading, beside torch, its distributed checkpoint, the reference
+and the disk.
 
-    python benchmarks/checkpoint.py                     134M-parameter GPT, 2 ranks over gloo, ZeRO-3, bf16 + AdamW after one step
-    python benchmarks/checkpoint.py --small --rounds 1  does it run
+    python benchmarks/checkpoint.py                     134M-parameter GPT, 2 ranks over gloo, ZeRO-3, bf16 + AdamW
+    after one step python benchmarks/checkpoint.py --small --rounds 1  does it run
 
-Two jobs stay up, of this project and of the reference (``peers/checkpoint_rank.py``), one idle while the other works; contenders alternate
-within each round, and every figure is the median of the rounds. Prints one table in Markdown, and a JSON line per measurement to --json.
-torch.save: one file per rank, then fsync. torch.distributed.checkpoint: plain tensors under names that no other rank uses, its own fsync.
-Both take this rank's fp32 weights and optimizer slots, which are what the two engines save. "On the disk" adds an fsync of every file.
+Two jobs stay up, of this project and of the reference (``peers/checkpoint_rank.py``), one idle while the other works;
+contenders alternate within each round, and every figure is the median of the rounds. Prints one table in Markdown, and
+a JSON line per measurement to --json. torch.save: one file per rank, then fsync. torch.distributed.checkpoint: plain
+tensors under names that no other rank uses, its own fsync. Both take this rank's fp32 weights and optimizer slots,
+which are what the two engines save. "On the disk" adds an fsync of every file.
 """
 
 import argparse
@@ -40,7 +42,12 @@ class Job:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(args.ranks)}
+        env |= {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "CUDA_VISIBLE_DEVICES": "",
+            "WORLD_SIZE": str(args.ranks),
+        }
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(args.ranks)}
         env |= {"DS_BENCH_NVME": str(args.folder)}
         python = args.reference_python if reference else Path(sys.executable)
@@ -48,7 +55,14 @@ class Job:
             env |= {"DS_ACCELERATOR": "cpu", "PATH": f"{python.absolute().parent}{os.pathsep}{env['PATH']}"}
         else:
             env |= {"PYTHONPATH": str(ROOT)}
-        command = [str(python), str(ROOT / "benchmarks" / "peers" / "checkpoint_rank.py"), "--model", args.model, "--variant", variant]
+        command = [
+            str(python),
+            str(ROOT / "benchmarks" / "peers" / "checkpoint_rank.py"),
+            "--model",
+            args.model,
+            "--variant",
+            variant,
+        ]
         command += ["--reference"] if reference else []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the job
         self._ranks = [
@@ -168,7 +182,9 @@ class Bench:
         self.place("train")
 
     def drive(self) -> None:
-        """Saves of an engine whose states rest on a drive: in the foreground, behind the training, and what steps notice of it."""
+        """Saves of an engine whose states rest on a drive: in the foreground, behind the training, and what steps
+        notice of it.
+        """
         job = Job(self.args, reference=False, variant="nvme")
         try:
             job.ask("train", steps=2)
@@ -212,7 +228,10 @@ def table(bench: Bench) -> str:
     def add(what: str, figure: str, ratio: float, against: str, goal: float, *, least: bool = False) -> None:
         if ratio == ratio:  # else it was not measured
             verdict = "reached" if (ratio >= goal if least else ratio <= goal) else "missed"
-            rows.append(f"| {what} | {figure} | {against} | {ratio:.2f} | {'at least' if least else 'at most'} {goal} | {verdict} |")
+            rows.append(
+                f"| {what} | {figure} | {against} | {ratio:.2f} | {'at least' if least else 'at most'} {goal} "
+                f"| {verdict} |"
+            )
 
     def beside(what: str, figure: str, ratio: float, against: str) -> None:
         if ratio == ratio:
@@ -225,14 +244,40 @@ def table(bench: Bench) -> str:
     sized = f"save, {nbytes / GB:.2f} GB, on the disk"
     add(sized, f"{own:.2f} s, {rate:.2f} GB/s", rate / disk, f"the disk's writes, {disk:.2f} GB/s", 0.9, least=True)
     add(sized, f"{on_disk:.2f} s", on_disk / ref_disk, f"reference, on the disk: {ref_disk:.2f} s", 0.7)
-    beside("save, until it returns (ours is on the disk then)", f"{own:.2f} s", own / ref, f"reference, until it returns: {ref:.2f} s")
+    beside(
+        "save, until it returns (ours is on the disk then)",
+        f"{own:.2f} s",
+        own / ref,
+        f"reference, until it returns: {ref:.2f} s",
+    )
     for name, label in (("torch", "torch.save + fsync"), ("dcp", "torch.distributed.checkpoint.save")):
-        beside(sized, f"{on_disk:.2f} s", on_disk / s(f"save {name}", "disk_s"), f"{label}: {s(f'save {name}', 'disk_s'):.2f} s")
+        beside(
+            sized,
+            f"{on_disk:.2f} s",
+            on_disk / s(f"save {name}", "disk_s"),
+            f"{label}: {s(f'save {name}', 'disk_s'):.2f} s",
+        )
     held, clone, other = s("hold engine"), s("hold clone"), s("hold dcp")
-    add("asynchronous save, training held", f"{held:.2f} s", held / clone, f"clone of the same tensors: {clone:.2f} s", 1.1)
+    add(
+        "asynchronous save, training held",
+        f"{held:.2f} s",
+        held / clone,
+        f"clone of the same tensors: {clone:.2f} s",
+        1.1,
+    )
     copy = s("hold copy")
-    beside("asynchronous save, training held", f"{held:.2f} s", held / copy, f"copy into memory that is there: {copy:.2f} s")
-    beside("asynchronous save, training held", f"{held:.2f} s", held / other, f"torch.distributed.checkpoint.async_save: {other:.2f} s")
+    beside(
+        "asynchronous save, training held",
+        f"{held:.2f} s",
+        held / copy,
+        f"copy into memory that is there: {copy:.2f} s",
+    )
+    beside(
+        "asynchronous save, training held",
+        f"{held:.2f} s",
+        held / other,
+        f"torch.distributed.checkpoint.async_save: {other:.2f} s",
+    )
     with_save, without = s("steps saving"), s("steps")
     what = f"{BLOCK_STEPS} steps with an asynchronous save"
     add(what, f"{with_save:.2f} s", 1 + s("overhead"), f"{BLOCK_STEPS} steps without: {without:.2f} s", 1.05)
@@ -261,9 +306,17 @@ def table(bench: Bench) -> str:
     share = nbytes / 12 * RESIDENT / bench.args.ranks
     limit = f"shard of {share / MIB:,.0f} MiB; 1.3 of it and the largest tensor ({largest / MIB:,.0f} MiB)"
     bound = 1.3 * share + largest
-    add("load, peak above base per rank", f"{peak / MIB:,.0f} MiB", peak / bound, f"{limit}: {bound / MIB:,.0f} MiB", 1.0)
+    add(
+        "load, peak above base per rank",
+        f"{peak / MIB:,.0f} MiB",
+        peak / bound,
+        f"{limit}: {bound / MIB:,.0f} MiB",
+        1.0,
+    )
     theirs = s("fresh reference", "peak")
-    beside("load, peak above base per rank", f"{peak / MIB:,.0f} MiB", peak / theirs, f"reference: {theirs / MIB:,.0f} MiB")
+    beside(
+        "load, peak above base per rank", f"{peak / MIB:,.0f} MiB", peak / theirs, f"reference: {theirs / MIB:,.0f} MiB"
+    )
     return "\n".join(["| | this project | against | ratio | goal | |", "|---|---|---|---|---|---|", *rows])
 
 
@@ -273,7 +326,8 @@ def header(bench: Bench) -> str:
     reference = bench.reference.framework if bench.reference else "no reference"
     when = datetime.datetime.now(tz=datetime.timezone.utc)
     return (
-        f"Measured {when:%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores, load average {args.load:.2f} at the start; model {args.model}, "
+        f"Measured {when:%Y-%m-%d %H:%M} UTC, {os.cpu_count()} cores, load average {args.load:.2f} at the "
+        f"start; model {args.model}, "
         f"{args.ranks} ranks, gloo, ZeRO-3, bf16 + AdamW; {reference}; medians of {args.rounds} alternating rounds."
     )
 
@@ -281,13 +335,19 @@ def header(bench: Bench) -> str:
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default=str(ROOT / ".bench" / "checkpoint"), help="on the filesystem to measure; 8 GB are used")
+    parser.add_argument(
+        "--folder", default=str(ROOT / ".bench" / "checkpoint"), help="on the filesystem to measure; 8 GB are used"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--small", action="store_true", help="a model of 0.1M parameters: figures mean nothing")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--reference-python", type=Path, default=ROOT / ".bench" / "reference" / "bin" / "python", help="see README.md")
-    parser.add_argument("--json", type=Path, default=ROOT / ".bench" / "checkpoint.jsonl", help="every measurement is appended here")
+    parser.add_argument(
+        "--reference-python", type=Path, default=ROOT / ".bench" / "reference" / "bin" / "python", help="see README.md"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=ROOT / ".bench" / "checkpoint.jsonl", help="every measurement is appended here"
+    )
     args = parser.parse_args()
     args.model = "tiny" if args.small else "134m"
     if args.rounds < 1 or args.rounds % 2 == 0 or args.ranks < 1:

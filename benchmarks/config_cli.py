@@ -1,4 +1,6 @@
-"""What ``ds_config check`` costs beyond starting the interpreter: medians of runs that alternate with an empty program."""
+"""What ``ds_config check`` costs beyond starting the interpreter: medians of runs that alternate with an empty
+program.
+"""
 
 import argparse
 import statistics

@@ -2,10 +2,11 @@
 
     python benchmarks/cpu_adam.py [--dtypes float32 bfloat16] [--numel 50000000] [--threads 2] [--reference-python PATH]
 
-GB/s count what an update must move: the moments (fp32) and the weights in and out, the gradient in: 28 bytes an element where weights and
-gradient are fp32, 22 where they have 16 bits. Every contender is a process of its own that runs the same loop; they take turns, each round
-in another order, and rest before each turn until the threads of the last one sleep. Where a process finds its memory decides as much as its
-kernel, so all of them start several times. Medians over all; a ratio below 1.00 means ours is faster.
+GB/s count what an update must move: the moments (fp32) and the weights in and out, the gradient in: 28 bytes an element
+where weights and gradient are fp32, 22 where they have 16 bits. Every contender is a process of its own that runs the
+same loop; they take turns, each round in another order, and rest before each turn until the threads of the last one
+sleep. Where a process finds its memory decides as much as its kernel, so all of them start several times. Medians over
+all; a ratio below 1.00 means ours is faster.
 """
 
 import argparse
@@ -22,8 +23,13 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "reference"
-NAMES = {"float32": ["ours", "torch", "loop", REFERENCE], "bfloat16": ["ours", REFERENCE], "float16": ["ours", REFERENCE]}
-REST_S = 0.05  # the idle threads of an OpenMP region spin for some milliseconds and would take a core from the next contender
+NAMES = {
+    "float32": ["ours", "torch", "loop", REFERENCE],
+    "bfloat16": ["ours", REFERENCE],
+    "float16": ["ours", REFERENCE],
+}
+# the idle threads of an OpenMP region spin for some milliseconds and would take a core from the next contender
+REST_S = 0.05
 
 
 def bytes_of(dtype: str) -> int:
@@ -64,15 +70,33 @@ def child(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def contender(name: str, dtype: str, args: argparse.Namespace) -> Iterator[Callable[[], float]]:
-    """A process that updates once a call and says how many seconds it took. Raises RuntimeError where it does not start."""
+    """A process that updates once a call and says how many seconds it took. Raises RuntimeError where it does not
+    start.
+    """
     python = args.reference_python if name == REFERENCE else Path(sys.executable)
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(args.threads), "DS_ACCELERATOR": "cpu"}
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "OMP_NUM_THREADS": str(args.threads),
+        "DS_ACCELERATOR": "cpu",
+    }
     env["PATH"] = f"{python.absolute().parent}{os.pathsep}{env['PATH']}"
     if name != REFERENCE:
         env["PYTHONPATH"] = str(ROOT)
-    command = [str(python), __file__, "--child", name, "--dtypes", dtype, "--numel", str(args.numel), "--threads", str(args.threads)]
+    command = [
+        str(python),
+        __file__,
+        "--child",
+        name,
+        "--dtypes",
+        dtype,
+        "--numel",
+        str(args.numel),
+        "--threads",
+        str(args.threads),
+    ]
     command += ["--cpu-time"] if args.cpu_time else []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd="/") as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd="/"
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         requests, answers = process.stdin, process.stdout
         if not any(line.strip() == "ready" for line in iter(answers.readline, "")):
@@ -109,13 +133,19 @@ def measure(dtype: str, args: argparse.Namespace) -> dict[str, list[float]]:
 def main() -> None:
     """Parse, take turns, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", choices=sorted(NAMES), default=["float32", "bfloat16"], help="of weights and gradients")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=sorted(NAMES), default=["float32", "bfloat16"], help="of weights and gradients"
+    )
     parser.add_argument("--numel", type=int, default=50_000_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15, help="turns of every contender between two starts")
     parser.add_argument("--starts", type=int, default=5, help="fresh processes of every contender")
     parser.add_argument("--reference-python", type=Path, default=ROOT / ".bench" / "reference" / "bin" / "python")
-    parser.add_argument("--cpu-time", action="store_true", help="the thread's own clock: for a machine that is not idle, with --threads 1")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="the thread's own clock: for a machine that is not idle, with --threads 1",
+    )
     parser.add_argument("--child", choices=NAMES["float32"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cpu_time and args.threads != 1:
@@ -126,9 +156,15 @@ def main() -> None:
     for dtype in args.dtypes:
         load = os.getloadavg()[0]
         rates = measure(dtype, args)
-        print(f"{dtype}, {args.numel:,} elements, {args.threads} threads, {bytes_of(dtype)} bytes an element, load average {load:.2f}")
+        print(
+            f"{dtype}, {args.numel:,} elements, {args.threads} threads, {bytes_of(dtype)} bytes an element, "
+            f"load average {load:.2f}"
+        )
         for name, values in rates.items():
-            ratio, pairs = median(values) / median(rates["ours"]), median(b / a for a, b in zip(rates["ours"], values, strict=True))
+            ratio, pairs = (
+                median(values) / median(rates["ours"]),
+                median(b / a for a, b in zip(rates["ours"], values, strict=True)),
+            )
             row = f"  {name:<10}{median(values):7.1f} GB/s ({min(values):.1f} to {max(values):.1f})"
             print(row if name == "ours" else f"{row}   time of ours / it: {ratio:.2f}, median of rounds {pairs:.2f}")
         print(json.dumps({dtype: {name: [round(v, 2) for v in values] for name, values in rates.items()}}), flush=True)

@@ -1,15 +1,17 @@
-"""One GPU: the fused kernels beside the device's bandwidth, training steps with and without offload, and the largest model that trains.
+"""One GPU: the fused kernels beside the device's bandwidth, training steps with and without offload, and the largest
+model that trains.
 
     python benchmarks/gpu.py                    everything, in under ten minutes
     python benchmarks/gpu.py --quick            the same with tiny models: does it run?
     python benchmarks/gpu.py --parts kernels train --folder /local_nvme
 
-Every case is a process of its own with a time limit; one that fails is a row that says why. JSON lines go to stdout as they come, the
-tables at the end. Without CUDA: a sentence on stderr and exit status 2.
+Every case is a process of its own with a time limit; one that fails is a row that says why. JSON lines go to stdout as
+they come, the tables at the end. Without CUDA: a sentence on stderr and exit status 2.
 
-GB/s of the kernels count 28 bytes an element (weights, gradient, two moments in; weights and moments out; fp32), those of the copy what
-is read and what is written. TFLOP/s count 6 operations per parameter outside the embedding tables and token, and 6 x layers x width per
-token and position for causal attention; recomputation is not counted. "Optimizer" is what a step takes after the backward has ended.
+GB/s of the kernels count 28 bytes an element (weights, gradient, two moments in; weights and moments out; fp32), those
+of the copy what is read and what is written. TFLOP/s count 6 operations per parameter outside the embedding tables and
+token, and 6 x layers x width per token and position for causal attention; recomputation is not counted. "Optimizer" is
+what a step takes after the backward has ended.
 "Plain PyTorch" has fp32 weights, bf16 autocast and fused AdamW.
 """
 
@@ -133,7 +135,9 @@ def config(mode: str, folder: str, batch: int, host_limit: int) -> dict[str, Any
     }
 
 
-def build(args: argparse.Namespace, shape: Shape) -> tuple[Callable[[Any, Any], None], Callable[[], None], dict[str, Any]]:
+def build(
+    args: argparse.Namespace, shape: Shape
+) -> tuple[Callable[[Any, Any], None], Callable[[], None], dict[str, Any]]:
     """Forward with backward, the update, and what there is to say about the model."""
     import torch
     from gpt import GPT, GPTConfig
@@ -162,7 +166,9 @@ def build(args: argparse.Namespace, shape: Shape) -> tuple[Callable[[Any, Any], 
 
     cfg = config(args.mode, args.folder, shape.batch, args.host_limit)
     remote = {"cpu": "cpu", "nvme": "nvme"}.get(args.mode)
-    with deepspeed.zero.Init(remote_device=remote, config_dict_or_path=cfg, enabled=cfg["zero_optimization"]["stage"] == 3):
+    with deepspeed.zero.Init(
+        remote_device=remote, config_dict_or_path=cfg, enabled=cfg["zero_optimization"]["stage"] == 3
+    ):
         model = GPT(sizes)
     engine = deepspeed.initialize(model=model, config=cfg)[0]
     plan = engine.memory_plan()
@@ -181,7 +187,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     shape = Shape(**json.loads(args.shape))
     if args.device_gib:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.device_gib * GIB / torch.cuda.get_device_properties(0).total_memory))
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, args.device_gib * GIB / torch.cuda.get_device_properties(0).total_memory)
+        )
     began = time.perf_counter()
     learn, update, found = build(args, shape)
     torch.cuda.synchronize()
@@ -270,11 +278,17 @@ def launch(case: str, seconds: float, **options: Any) -> dict[str, Any]:
     command = [sys.executable, __file__, "--case", case]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     env |= {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "DS_LOG_LEVEL": "WARNING"}
     said: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, start_new_session=True
+        )
         threading.Thread(target=_watch, args=(process, said), daemon=True).start()
         try:
             out, _ = process.communicate(timeout=seconds)
@@ -305,12 +319,16 @@ def compare_training(args: argparse.Namespace, clock: Clock) -> list[dict[str, A
     for mode in ("torch", "zero3", "zero_offload", "cpu", "nvme"):
         options = {"mode": mode, "shape": json.dumps(dataclasses.asdict(shape)), "folder": args.folder}
         steps = {"warmup": 1, "steps": 2} if mode == "nvme" or args.quick else {"warmup": 2, "steps": 5}
-        rows.append(tell({"part": "train", "mode": mode, **launch("train", min(clock.left(), 100), **options, **steps)}))
+        rows.append(
+            tell({"part": "train", "mode": mode, **launch("train", min(clock.left(), 100), **options, **steps)})
+        )
     return rows
 
 
 def largest(args: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
-    """For each contender the last model of a doubling series that trained, and what stopped the next one; they take turns."""
+    """For each contender the last model of a doubling series that trained, and what stopped the next one; they take
+    turns.
+    """
     contenders = [(mode, gib) for gib in args.device_gib_list for mode in ("torch", "cpu", "nvme")]
     contenders[2:2] = [("half", 0.0)] if 0.0 in args.device_gib_list else []
     base, layers = (QUICK_LARGE, 2) if args.quick else (LARGE, 8)
@@ -320,7 +338,13 @@ def largest(args: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
         shape = json.dumps(dataclasses.asdict(dataclasses.replace(base, layers=layers)))
         for contender in list(going):
             mode, gib = contender
-            options = {"mode": mode, "shape": shape, "folder": args.folder, "device_gib": gib, "host_limit": host_limit()}
+            options = {
+                "mode": mode,
+                "shape": shape,
+                "folder": args.folder,
+                "device_gib": gib,
+                "host_limit": host_limit(),
+            }
             found = launch("train", min(clock.left(), args.probe_seconds), warmup=0, steps=1, **options)
             tell({"part": "probe", "mode": mode, "device_gib": gib or "all", "layers": layers, **found})
             if "failed" in found:
@@ -352,7 +376,9 @@ def kernel_table(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"Kernels: {row['failed']}"
     names = (("copy on the device", "copy"), ("FusedAdam", "ours"), ("torch AdamW, fused", "torch"))
-    rows: list[list[object]] = [[name, row[f"{key}_gbs"], f"{row[f'{key}_gbs'] / row['copy_gbs']:.3f}"] for name, key in names]
+    rows: list[list[object]] = [
+        [name, row[f"{key}_gbs"], f"{row[f'{key}_gbs'] / row['copy_gbs']:.3f}"] for name, key in names
+    ]
     note = "" if row["native_kernel"] else "\n\nThe native kernel could not be built here; FusedAdam ran on torch's."
     return _markdown([f"{row['elements']:,} elements, fp32", "GB/s", "of the copy"], rows) + note
 
@@ -361,7 +387,9 @@ def train_table(rows: list[dict[str, Any]]) -> str:
     """Part (b)."""
     header: list[object] = ["", "step, s", "tokens/s", "TFLOP/s", "optimizer, s", "device peak, GiB", "host peak, GiB"]
     keys = ("step_s", "tokens_per_s", "tflops", "optimizer_s", "peak_device_gib", "peak_host_gib")
-    body = [[MODES[r["mode"]], *([r[k] for k in keys] if "failed" not in r else [r["failed"], *[""] * 5])] for r in rows]
+    body = [
+        [MODES[r["mode"]], *([r[k] for k in keys] if "failed" not in r else [r["failed"], *[""] * 5])] for r in rows
+    ]
     numel = next((r["parameters"] for r in rows if "parameters" in r), 0)
     return f"{numel:,} parameters\n\n" + _markdown(header, body)
 
@@ -406,12 +434,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, the children's too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--parts", nargs="+", choices=("kernels", "train", "largest"), default=["kernels", "train", "largest"])
-    parser.add_argument("--folder", default=None, help="on the drive for the NVMe cases (default: a temporary folder)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything; what does not fit is a row that says so")
-    parser.add_argument("--probe-seconds", type=float, default=90.0, help="at most for one model of the series of part `largest`")
     parser.add_argument(
-        "--device-gib-list", nargs="+", type=float, default=[0.0, 24.0], help="part `largest`: memory of the device to use; 0 for all"
+        "--parts", nargs="+", choices=("kernels", "train", "largest"), default=["kernels", "train", "largest"]
+    )
+    parser.add_argument("--folder", default=None, help="on the drive for the NVMe cases (default: a temporary folder)")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="for everything; what does not fit is a row that says so"
+    )
+    parser.add_argument(
+        "--probe-seconds", type=float, default=90.0, help="at most for one model of the series of part `largest`"
+    )
+    parser.add_argument(
+        "--device-gib-list",
+        nargs="+",
+        type=float,
+        default=[0.0, 24.0],
+        help="part `largest`: memory of the device to use; 0 for all",
     )
     hidden = argparse.SUPPRESS
     parser.add_argument("--case", choices=("kernels", "train"), default=None, help=hidden)

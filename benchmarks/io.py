@@ -1,10 +1,11 @@
-"""File IO: our engine's backends beside fio (io_uring and libaio, 1 MiB blocks, queue 32, O_DIRECT) on one file, reads and writes.
+"""File IO: our engine's backends beside fio (io_uring and libaio, 1 MiB blocks, queue 32, O_DIRECT) on one file, reads
+and writes.
 
     python benchmarks/io.py [--folder .] [--rounds 5] [--seconds 3] [--reference-python PATH] [--only handle]
 
-Contenders alternate; medians in GB/s and the ratio to fio's best. fio must be installed and has its default buffers, of 4 KiB pages; ours
-are of huge pages, which is most of the difference. With --reference-python our ``aio_handle`` and the reference's take turns too, on a
-file of 256 MiB that each writes or reads whole (``peers/aio_handle.py``).
+Contenders alternate; medians in GB/s and the ratio to fio's best. fio must be installed and has its default buffers, of
+4 KiB pages; ours are of huge pages, which is most of the difference. With --reference-python our ``aio_handle`` and the
+reference's take turns too, on a file of 256 MiB that each writes or reads whole (``peers/aio_handle.py``).
 """
 
 import argparse
@@ -36,7 +37,9 @@ def ours(path: str, backend: str, *, write: bool, seconds: float) -> float:
                 transfer = pending.popleft()
                 transfer.wait()
                 moved += transfer.nbytes
-            pending.append((engine.write if write else engine.read)(file, i % (SIZE // CHUNK) * CHUNK, buffers[i % AHEAD]))
+            pending.append(
+                (engine.write if write else engine.read)(file, i % (SIZE // CHUNK) * CHUNK, buffers[i % AHEAD])
+            )
             i += 1
         for transfer in pending:
             transfer.wait()
@@ -46,8 +49,22 @@ def ours(path: str, backend: str, *, write: bool, seconds: float) -> float:
 
 def fio(path: str, engine: str, *, write: bool, seconds: float) -> float:
     """GB/s of fio with the same block size and queue."""
-    command = ["fio", "--name=x", f"--filename={path}", f"--rw={'write' if write else 'read'}", "--bs=1M", "--iodepth=32", "--direct=1"]
-    command += [f"--ioengine={engine}", f"--size={SIZE}", "--time_based", f"--runtime={seconds}", "--output-format=json"]
+    command = [
+        "fio",
+        "--name=x",
+        f"--filename={path}",
+        f"--rw={'write' if write else 'read'}",
+        "--bs=1M",
+        "--iodepth=32",
+        "--direct=1",
+    ]
+    command += [
+        f"--ioengine={engine}",
+        f"--size={SIZE}",
+        "--time_based",
+        f"--runtime={seconds}",
+        "--output-format=json",
+    ]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     job = json.loads(out[out.index("{") :])["jobs"][0]
     return float(job["write" if write else "read"]["bw_bytes"]) / 1e9
@@ -55,12 +72,21 @@ def fio(path: str, engine: str, *, write: bool, seconds: float) -> float:
 
 def handle(python: str, path: str, *, write: bool, seconds: float) -> float:
     """GB/s of the ``aio_handle`` of the package that ``python`` imports."""
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
     if python == sys.executable:
         env["PYTHONPATH"] = str(ROOT)
     else:  # its just-in-time builds look for ninja on the PATH
         env["PATH"] = f"{Path(python).absolute().parent}{os.pathsep}{env['PATH']}"
-    command = [python, str(ROOT / "benchmarks" / "peers" / "aio_handle.py"), path, "write" if write else "read", str(seconds)]
+    command = [
+        python,
+        str(ROOT / "benchmarks" / "peers" / "aio_handle.py"),
+        path,
+        "write" if write else "read",
+        str(seconds),
+    ]
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     return float(out.rpartition("RESULT ")[2])
 
@@ -77,7 +103,10 @@ def handles(args: argparse.Namespace, path: str) -> None:
                 for name in list(peers)[:: 1 if turn % 2 else -1]:
                     rates[name].append(handle(peers[name], path, write=write, seconds=args.seconds))
             ours_, theirs = median(rates["ours"]), median(rates["reference"])
-            print(f"aio_handle {'write' if write else 'read':<6}ours {ours_:.2f} GB/s, reference {theirs:.2f} GB/s: {ours_ / theirs:.2f}")
+            print(
+                f"aio_handle {'write' if write else 'read':<6}ours {ours_:.2f} GB/s, reference {theirs:.2f} "
+                f"GB/s: {ours_ / theirs:.2f}"
+            )
     finally:
         os.unlink(path)
 
@@ -115,7 +144,10 @@ def main() -> None:
         best = max(median(v) for (name, w), v in rates.items() if w is write and name.startswith("fio"))
         for (name, w), values in rates.items():
             if w is write:
-                print(f"{'write' if write else 'read':<6}{name:<16}{median(values):7.2f} GB/s   {median(values) / best:.2f} of fio's best")
+                print(
+                    f"{'write' if write else 'read':<6}{name:<16}{median(values):7.2f} GB/s   "
+                    f"{median(values) / best:.2f} of fio's best"
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the launcher costs: wall time of a job that does nothing, started by ``deepspeed`` and by torchrun.
 
-The two alternate, so that a machine that slows down slows both. Prints one line per round and the medians. The ranks are
-``python -c pass`` (the launchers alone), or with --torch scripts that import torch and meet for one barrier.
+The two alternate, so that a machine that slows down slows both. Prints one line per round and the medians. The ranks
+are ``python -c pass`` (the launchers alone), or with --torch scripts that import torch and meet for one barrier.
 
     python benchmarks/launcher.py [--rounds 7] [--ranks 2] [--torch]
 """
@@ -28,7 +28,9 @@ def seconds(command: list[str]) -> float:
     """Wall time of ``command``. Raises CalledProcessError when it fails."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120)
+    subprocess.run(
+        command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120
+    )
     return time.perf_counter() - started
 
 
@@ -43,8 +45,22 @@ def main() -> None:
         script = Path(folder) / "job.py"
         script.write_text(BARRIER if options.torch else "pass\n")
         launchers = {
-            "deepspeed": ["-m", "deepspeed.launcher.cli", "--num_gpus", str(options.ranks), "--no_local_rank", str(script)],
-            "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), str(script)],
+            "deepspeed": [
+                "-m",
+                "deepspeed.launcher.cli",
+                "--num_gpus",
+                str(options.ranks),
+                "--no_local_rank",
+                str(script),
+            ],
+            "torchrun": [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(options.ranks),
+                str(script),
+            ],
         }
         taken: dict[str, list[float]] = {name: [] for name in launchers}
         for number in range(options.rounds + 1):

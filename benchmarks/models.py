@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))  # only the model file lives there, never a framework
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent / "examples")
+)  # only the model file lives there, never a framework
 
 from gpt import GPT, GPTConfig
 
@@ -27,10 +29,12 @@ class Workload:
         return self.micro_batch * self.model.context
 
     def resident_bytes(self, world: int) -> int:
-        """What a rank needs to hold: its share of 2 + 4 + 12 bytes per parameter, two gathered units in bf16, and activations.
+        """What a rank needs to hold: its share of 2 + 4 + 12 bytes per parameter, two gathered units in bf16, and
+        activations.
 
-        Activations are 34 bytes per token, width and layer (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, equation 1,
-        without the attention matrix, which the fused attention never stores) and 10 per logit: bf16, the fp32 copy, its gradient.
+        Activations are 34 bytes per token, width and layer (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198,
+        equation 1, without the attention matrix, which the fused attention never stores) and 10 per logit: bf16, the
+        fp32 copy, its gradient.
         """
         block = 12 * self.model.width**2 + 13 * self.model.width
         tables = [self.model.vocab * self.model.width] * 2 + [self.model.context * self.model.width]

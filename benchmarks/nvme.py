@@ -1,13 +1,15 @@
-"""A model that does not fit: train it with parameters, gradients and optimizer state on a drive, under a hard memory limit.
+"""A model that does not fit: train it with parameters, gradients and optimizer state on a drive, under a hard memory
+limit.
 
     python benchmarks/nvme.py train --layers 51 --steps 5        the headline: 1.0 billion parameters in 3 GiB
-    python benchmarks/nvme.py train --unstated                   the same without a memory block: the engine measures what there is
-    python benchmarks/nvme.py depth --layers 12 48               the peak must not grow with depth
-    python benchmarks/nvme.py speed                              the step against compute alone and the drive's bandwidth
-    python benchmarks/nvme.py train --layers 6 --trace t.json    a timeline of phases, tiles, reads and writes (chrome://tracing)
+    python benchmarks/nvme.py train --unstated                   the same without a memory block: the engine measures
+    what there is python benchmarks/nvme.py depth --layers 12 48               the peak must not grow with depth
+    python benchmarks/nvme.py speed                              the step against compute alone and the drive's
+    bandwidth python benchmarks/nvme.py train --layers 6 --trace t.json    a timeline of phases, tiles, reads and writes
+    (chrome://tracing)
 
-The limit is a memory cgroup where one can be made (page cache counts there too), else resident memory is watched and the run is
-stopped above it. The data are the Python sources of the standard library.
+The limit is a memory cgroup where one can be made (page cache counts there too), else resident memory is watched and
+the run is stopped above it. The data are the Python sources of the standard library.
 """
 
 import argparse
@@ -29,7 +31,9 @@ MIB = 1 << 20
 
 
 def config(folder: str, limit_mib: int, *, offload: bool = True, stated: bool = True) -> dict[str, Any]:
-    """Everything on the drive, bf16 with fp32 master weights and moments; not ``stated``: as much of it as the memory there is demands."""
+    """Everything on the drive, bf16 with fp32 master weights and moments; not ``stated``: as much of it as the memory
+    there is demands.
+    """
     drive = {"device": "nvme", "nvme_path": folder}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 20_000}
     if offload:
@@ -55,7 +59,9 @@ def child(args: argparse.Namespace) -> None:
 
     begin = time.monotonic()
     cfg = config(args.folder, args.limit, offload=not args.in_memory, stated=not args.unstated)
-    shape = GPTConfig(vocab=256, context=args.context, width=args.width, layers=args.layers, heads=args.width // 64, checkpoint=True)
+    shape = GPTConfig(
+        vocab=256, context=args.context, width=args.width, layers=args.layers, heads=args.width // 64, checkpoint=True
+    )
     torch.manual_seed(0)
     remote = None if args.in_memory else "nvme"
     with deepspeed.zero.Init(remote_device=remote, config_dict_or_path=cfg):
@@ -85,7 +91,10 @@ def child(args: argparse.Namespace) -> None:
         updates.append(t2 - t1)
         steps.append(t2 - t0)
         moved.append(sum(d.read_bytes + d.written_bytes for d in drives) - before)
-        print(f"step {len(losses)}: loss {losses[-1]}, {t2 - t0:.1f} s, peak {hostmem.peak_rss_bytes() / MIB:.0f} MiB", file=sys.stderr)
+        print(
+            f"step {len(losses)}: loss {losses[-1]}, {t2 - t0:.1f} s, peak {hostmem.peak_rss_bytes() / MIB:.0f} MiB",
+            file=sys.stderr,
+        )
     numel = sum(p.numel() for p in model.parameters())
     found = {
         "parameters": numel,
@@ -105,7 +114,9 @@ def child(args: argparse.Namespace) -> None:
 
 
 class Timeline:
-    """Spans of the engine's phases and of transfers, as a Chrome trace; which part of the update had transfers under way."""
+    """Spans of the engine's phases and of transfers, as a Chrome trace; which part of the update had transfers under
+    way.
+    """
 
     def __init__(self, drives: list[Any]) -> None:
         self.spans: list[tuple[str, str, float, float]] = []
@@ -220,7 +231,17 @@ class Limit:
 def run(args: argparse.Namespace, layers: int, *, in_memory: bool = False, limit: int | None = None) -> dict[str, Any]:
     """One child under the limit; raises SystemExit when it dies."""
     bound = Limit(limit or args.limit)
-    command = [sys.executable, __file__, "child", "--folder", args.folder, "--limit", str(bound.mib), "--layers", str(layers)]
+    command = [
+        sys.executable,
+        __file__,
+        "child",
+        "--folder",
+        args.folder,
+        "--limit",
+        str(bound.mib),
+        "--layers",
+        str(layers),
+    ]
     command += ["--width", str(args.width), "--context", str(args.context), "--steps", str(args.steps)]
     command += ["--in-memory"] if in_memory else []
     command += ["--unstated"] if args.unstated else []
@@ -238,7 +259,9 @@ def run(args: argparse.Namespace, layers: int, *, in_memory: bool = False, limit
 
 
 def drive_gbs(folder: str) -> tuple[float, float]:
-    """Read and write GB/s of the drive through the IO engine, 64 MiB at a time (see benchmarks/io.py for the comparison)."""
+    """Read and write GB/s of the drive through the IO engine, 64 MiB at a time (see benchmarks/io.py for the
+    comparison).
+    """
     sys.path.insert(0, str(ROOT))
     from deepspeed.tier.aio import AioEngine, DirectFile, aligned_empty
 
@@ -305,7 +328,10 @@ def speed(args: argparse.Namespace) -> None:
     step, compute = median(a["step_s"] for a in away), median(h["step_s"] for h in here)
     moved = away[0]["moved_gib"] * 2**30 / 1e9
     bound = max(compute, moved / 2 / read + moved / 2 / write)
-    print(f"drive read {read:.2f} GB/s, write {write:.2f} GB/s; {moved:.2f} GB a step; in memory {compute:.2f} s; bound {bound:.2f} s")
+    print(
+        f"drive read {read:.2f} GB/s, write {write:.2f} GB/s; {moved:.2f} GB a step; in memory {compute:.2f} "
+        f"s; bound {bound:.2f} s"
+    )
     print(f"step {step:.2f} s = {step / bound:.2f} x bound (limit 1.2)")
 
 

@@ -1,4 +1,5 @@
-"""Where one training step of this project goes: phases, collectives issued and waited for, and the most expensive operators.
+"""Where one training step of this project goes: phases, collectives issued and waited for, and the most expensive
+operators.
 
 Run it as the last section of benchmarks/README.md says.
 """
@@ -94,13 +95,17 @@ def report(watch: Stopwatch, steps: int) -> str:
         rows = {what: seconds for (at, what), seconds in watch.seconds.items() if at == phase}
         rest = rows.get("total", 0.0) - sum(seconds for what, seconds in rows.items() if what != "total")
         for what, seconds in sorted(rows.items(), key=lambda row: -row[1]):
-            lines.append(f"{phase:<10}{what:<28}{1e3 * seconds / steps:>10.1f}{watch.counts[phase, what] / steps:>12.1f}")
+            lines.append(
+                f"{phase:<10}{what:<28}{1e3 * seconds / steps:>10.1f}{watch.counts[phase, what] / steps:>12.1f}"
+            )
         lines.append(f"{phase:<10}{'compute and the rest':<28}{1e3 * rest / steps:>10.1f}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Time the phases first, then run the profiler over the same number of steps, so that its cost stays out of the first table."""
+    """Time the phases first, then run the profiler over the same number of steps, so that its cost stays out of the
+    first table.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", choices=sorted(WORKLOADS), default="134m")
     parser.add_argument("--level", type=int, default=3, choices=range(4), help="ZeRO stage")
@@ -114,7 +119,11 @@ def main() -> None:
         setattr(collectives, name, watch.collective(name, getattr(collectives, name)))
     deepspeed.init_distributed(dist_backend="gloo")
     config = config_for(args, workload)
-    with deepspeed.zero.Init(config_dict_or_path=config) if args.level == 3 and args.variant != "no_init" else contextlib.nullcontext():
+    with (
+        deepspeed.zero.Init(config_dict_or_path=config)
+        if args.level == 3 and args.variant != "no_init"
+        else contextlib.nullcontext()
+    ):
         model = build_model(workload)
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     for index in range(args.warmup):

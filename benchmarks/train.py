@@ -1,8 +1,10 @@
-"""Compare training steps of this project with torch FSDP2, DDP and the reference DeepSpeed: same model, data, dtype and ranks.
+"""Compare training steps of this project with torch FSDP2, DDP and the reference DeepSpeed: same model, data, dtype and
+ranks.
 
-Every measurement is a fresh torchrun of ``peers/<peer>.py``. The peers alternate within each round, so that a machine that slows down
-slows all of them. Prints one JSON line per measurement, a table of medians at the end, and with --write-docs puts the tables between
-the ``train:`` markers of docs/benchmarks.md. See benchmarks/README.md for the reference's own environment.
+Every measurement is a fresh torchrun of ``peers/<peer>.py``. The peers alternate within each round, so that a machine
+that slows down slows all of them. Prints one JSON line per measurement, a table of medians at the end, and with
+--write-docs puts the tables between the ``train:`` markers of docs/benchmarks.md. See benchmarks/README.md for the
+reference's own environment.
 """
 
 import argparse
@@ -91,7 +93,9 @@ class Summary:
 
 @dataclass(frozen=True)
 class Target:
-    """``ours`` must be at most ``factor`` times ``other`` (a contender, or the needed memory where None) in ``metric``."""
+    """``ours`` must be at most ``factor`` times ``other`` (a contender, or the needed memory where None) in
+    ``metric``.
+    """
 
     model: str
     ours: str
@@ -118,7 +122,10 @@ def environment(contender: Contender, args: argparse.Namespace) -> dict[str, str
     if contender.peer in ("ours", "before"):
         env["PYTHONPATH"] = str(ROOT if contender.peer == "ours" else args.before.absolute())
     if contender.peer == "reference":  # its just-in-time builds look for ninja on the PATH
-        env |= {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(args.reference_python).absolute().parent}{os.pathsep}{env['PATH']}"}
+        env |= {
+            "DS_ACCELERATOR": "cpu",
+            "PATH": f"{Path(args.reference_python).absolute().parent}{os.pathsep}{env['PATH']}",
+        }
     return env
 
 
@@ -126,9 +133,26 @@ def measure(model: str, contender: Contender, args: argparse.Namespace) -> dict[
     """One fresh run; None (with the reason on stderr) where it failed."""
     python = args.reference_python if contender.peer == "reference" else sys.executable
     command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    command += [str(ROOT / "benchmarks" / "peers" / f"{contender.script}.py"), "--model", model, "--level", str(contender.level)]
-    command += ["--variant", contender.variant, "--steps", str(args.steps), "--warmup", str(args.warmup), "--threads", str(args.threads)]
-    with tempfile.TemporaryDirectory() as folder:  # not the repository: the current folder is on the path of ``python -m``
+    command += [
+        str(ROOT / "benchmarks" / "peers" / f"{contender.script}.py"),
+        "--model",
+        model,
+        "--level",
+        str(contender.level),
+    ]
+    command += [
+        "--variant",
+        contender.variant,
+        "--steps",
+        str(args.steps),
+        "--warmup",
+        str(args.warmup),
+        "--threads",
+        str(args.threads),
+    ]
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # not the repository: the current folder is on the path of ``python -m``
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -180,14 +204,16 @@ def table(model: str, summaries: list[Summary], args: argparse.Namespace) -> str
     ]
     for row in summaries:
         lines.append(
-            f"| {row.contender.name} | {row.step_s:.3f} | {row.fastest_round_s:.3f} to {row.slowest_round_s:.3f} | {row.tokens_per_s:,.0f} "
+            f"| {row.contender.name} | {row.step_s:.3f} | {row.fastest_round_s:.3f} to "
+            f"{row.slowest_round_s:.3f} | {row.tokens_per_s:,.0f} "
             f"| {row.peak_mib:,.0f} | {row.above_base_mib:,.0f} | {row.base_mib:,.0f} |"
         )
     needed = workload.resident_bytes(args.ranks) / MIB
     versions = ", ".join(dict.fromkeys(row.framework for row in summaries))
     lines += [
         "",
-        f"Frameworks: {versions}. Share of 18 bytes per parameter, two gathered units and activations: {needed:,.0f} MiB per rank.",
+        f"Frameworks: {versions}. Share of 18 bytes per parameter, two gathered units and activations: "
+        f"{needed:,.0f} MiB per rank.",
     ]
     return "\n".join(lines)
 
@@ -197,7 +223,10 @@ def targets(model: str, summaries: list[Summary], ranks: int) -> list[str]:
     found = {row.contender: row for row in summaries}
     lines = []
     for target in TARGETS:
-        ours, other = found.get(Contender.parse(target.ours)), found.get(Contender.parse(target.other)) if target.other else None
+        ours, other = (
+            found.get(Contender.parse(target.ours)),
+            found.get(Contender.parse(target.other)) if target.other else None,
+        )
         if target.model != model or ours is None or (target.other and other is None):
             continue
         limit = getattr(other, target.metric) if other else WORKLOADS[model].resident_bytes(ranks) / MIB
@@ -205,21 +234,31 @@ def targets(model: str, summaries: list[Summary], ranks: int) -> list[str]:
         against = other.contender.name if other else "share + two units + activations"
         what = {"step_s": "step time", "above_base_mib": "peak memory above base"}[target.metric]
         verdict = "reached" if ratio <= target.factor else "missed"
-        lines.append(f"| {model} | {ours.contender.name} | {against} | {what} | {target.factor} | {ratio:.3f} | {verdict} |")
+        lines.append(
+            f"| {model} | {ours.contender.name} | {against} | {what} | {target.factor} | {ratio:.3f} | {verdict} |"
+        )
     return lines
 
 
 def machine(args: argparse.Namespace) -> str:
     """Where and when, in one paragraph."""
     cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
         platform.processor(),
     )
     return (
-        f"Measured {datetime.datetime.now(tz=datetime.timezone.utc):%Y-%m-%d %H:%M} UTC on {cpu}, {os.cpu_count()} cores, load average "
-        f"{args.load:.2f} at the start; torch {torch.__version__}, Python {platform.python_version()}; {args.ranks} ranks, gloo, "
-        f"{args.threads} thread(s) per rank, bf16 + AdamW. {args.rounds} alternating rounds of {args.steps} timed steps "
-        f"after {args.warmup} warm-up steps in a fresh process group; medians of all timed steps, the larger rank's peak resident memory."
+        f"Measured {datetime.datetime.now(tz=datetime.timezone.utc):%Y-%m-%d %H:%M} UTC on {cpu}, "
+        f"{os.cpu_count()} cores, load average "
+        f"{args.load:.2f} at the start; torch {torch.__version__}, Python {platform.python_version()}; "
+        f"{args.ranks} ranks, gloo, "
+        f"{args.threads} thread(s) per rank, bf16 + AdamW. {args.rounds} alternating rounds of {args.steps} "
+        "timed steps "
+        f"after {args.warmup} warm-up steps in a fresh process group; medians of all timed steps, the larger "
+        "rank's peak resident memory."
     )
 
 
@@ -234,9 +273,13 @@ def write_section(text: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=sorted(WORKLOADS), default=["134m", "33.7m"])
-    parser.add_argument("--peers", nargs="+", metavar="PEER[:LEVEL[:VARIANT]]", help="who is compared; by default a list for each model")
+    parser.add_argument(
+        "--peers", nargs="+", metavar="PEER[:LEVEL[:VARIANT]]", help="who is compared; by default a list for each model"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="times every peer has its turn")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of a turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
@@ -244,10 +287,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="torch threads per rank")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one turn")
     parser.add_argument(
-        "--reference-python", type=Path, default=ROOT / ".bench" / "reference" / "bin" / "python", help="see benchmarks/README.md"
+        "--reference-python",
+        type=Path,
+        default=ROOT / ".bench" / "reference" / "bin" / "python",
+        help="see benchmarks/README.md",
     )
-    parser.add_argument("--before", type=Path, default=ROOT, help="another checkout of this project, which the peer 'before' runs")
-    parser.add_argument("--json", type=Path, default=ROOT / ".bench" / "train.jsonl", help="every measurement is appended here")
+    parser.add_argument(
+        "--before", type=Path, default=ROOT, help="another checkout of this project, which the peer 'before' runs"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=ROOT / ".bench" / "train.jsonl", help="every measurement is appended here"
+    )
     parser.add_argument("--write-docs", action="store_true", help="write the tables into docs/benchmarks.md")
     args = parser.parse_args()
     if min(args.rounds, args.steps, args.ranks, args.threads) < 1 or args.warmup < 0:
@@ -262,11 +312,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(model: str, args: argparse.Namespace) -> tuple[list[Summary], int]:
-    """All rounds of one model: a summary of each contender that succeeded at least once, and the number of failed turns."""
+    """All rounds of one model: a summary of each contender that succeeded at least once, and the number of failed
+    turns.
+    """
     contenders = list(dict.fromkeys(Contender.parse(text) for text in args.peers or DEFAULT_PEERS[model]))
     if not args.reference_python.is_file():
         sys.stderr.write(
-            f"the reference is left out: no interpreter at {args.reference_python} (benchmarks/README.md says how to make one)\n"
+            f"the reference is left out: no interpreter at {args.reference_python} (benchmarks/README.md says "
+            "how to make one)\n"
         )
         contenders = [contender for contender in contenders if contender.peer != "reference"]
     rows: dict[Contender, list[dict[str, Any]]] = {contender: [] for contender in contenders}
@@ -290,7 +343,9 @@ def main() -> int:
     """Measure, print, write; 1 where a turn failed or nothing was measured."""
     args = parse_arguments()
     if args.load > 0.5:
-        sys.stderr.write(f"warning: load average {args.load:.2f}: other work on this machine will show in the figures\n")
+        sys.stderr.write(
+            f"warning: load average {args.load:.2f}: other work on this machine will show in the figures\n"
+        )
     sections, rows, failed, measured = [machine(args)], [], 0, 0
     for model in args.models:
         summaries, failures = compare(model, args)

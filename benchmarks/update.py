@@ -1,9 +1,11 @@
-"""The update of bf16 weights in one pass (the optimizer's kernel also writes the rounded weights) and in two, on one rank.
+"""The update of bf16 weights in one pass (the optimizer's kernel also writes the rounded weights) and in two, on one
+rank.
 
-    OMP_NUM_THREADS=2 PYTHONPATH=. python benchmarks/update.py [--model 134m] [--rounds 15] [--offload none cpu nvme] [--cpu-time]
+    OMP_NUM_THREADS=2 PYTHONPATH=. python benchmarks/update.py [--model 134m] [--rounds 15] [--offload none cpu nvme]
+    [--cpu-time]
 
-The steps of one engine take turns: kernel with output, kernel and then a cast. Medians of ``engine.step()`` in milliseconds, on the wall's
-clock or, for a machine that is not idle and with one thread, on the thread's own.
+The steps of one engine take turns: kernel with output, kernel and then a cast. Medians of ``engine.step()`` in
+milliseconds, on the wall's clock or, for a machine that is not idle and with one thread, on the thread's own.
 """
 
 import argparse

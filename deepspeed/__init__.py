@@ -1,7 +1,7 @@
 """A ZeRO sharding and offload runtime for PyTorch, import- and config-compatible with DeepSpeed.
 
-Importing the package imports no torch: the command-line tools answer at once, and programs that only ask for the version
-pay nothing. Each public name is loaded when it is first used and kept from then on (PEP 562).
+Importing the package imports no torch: the command-line tools answer at once, and programs that only ask for the
+version pay nothing. Each public name is loaded when it is first used and kept from then on (PEP 562).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,20 @@ from deepspeed.pending import pending_class, pending_function
 from deepspeed.version import __version__
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, checkpoint, comm, comm as dist, git_version_info, module_inject, moe, ops, pipe, runtime, utils, zero
+    from deepspeed import (
+        accelerator,
+        checkpoint,
+        comm,
+        comm as dist,
+        git_version_info,
+        module_inject,
+        moe,
+        ops,
+        pipe,
+        runtime,
+        utils,
+        zero,
+    )
     from deepspeed.accelerator import get_accelerator
     from deepspeed.activation import checkpointing
     from deepspeed.api import add_config_arguments, initialize
@@ -26,7 +39,8 @@ if TYPE_CHECKING:
     from deepspeed.pipe import PipelineModule
     from deepspeed.zero.optimizer import DeepSpeedOptimizer
 
-# Clients compare ``deepspeed.version`` as a string. The submodule of that name is loaded above, so that nothing binds it here later.
+# Clients compare ``deepspeed.version`` as a string. The submodule of that name is loaded above, so that nothing binds
+# it here later.
 version = __version__
 __version_major__, __version_minor__, __version_patch__ = 1, 0, 0
 __git_hash__ = __git_branch__ = None
@@ -39,8 +53,8 @@ DeepSpeedHybridEngine = pending_class("deepspeed.DeepSpeedHybridEngine")
 PipelineEngine = pending_class("deepspeed.PipelineEngine")
 InferenceEngine = pending_class("deepspeed.InferenceEngine")
 
-# public name -> (module, attribute there, or "" for the module itself); the imports above say the same to type checkers.
-# Submodules need no row.
+# public name -> (module, attribute there, or "" for the module itself); the imports above say the same to type
+# checkers. Submodules need no row.
 _LAZY: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "DeepSpeedConfig": ("deepspeed.config", "DeepSpeedConfig"),

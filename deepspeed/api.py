@@ -62,11 +62,12 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Wrap ``model`` for training (or, without an optimizer, for inference). Collective over all ranks.
 
-    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, a path (comments allowed) or base64 of the JSON.
-    ``optimizer``: a torch optimizer, a callable(parameters), or None for the config's. ``lr_scheduler``: an object, a
-    callable(optimizer), or None for the config's. Returns (engine, optimizer, dataloader or None, scheduler or None).
-    Raises DeepSpeedConfigError (a ValueError) for a bad configuration, OptimizerConfigError for optimizer trouble, UsageError for
-    wrong arguments, DivergenceError when ranks hold different models; nothing of the model has changed then.
+    ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, a path (comments allowed) or base64 of the
+    JSON. ``optimizer``: a torch optimizer, a callable(parameters), or None for the config's. ``lr_scheduler``: an
+    object, a callable(optimizer), or None for the config's. Returns (engine, optimizer, dataloader or None, scheduler
+    or None). Raises DeepSpeedConfigError (a ValueError) for a bad configuration, OptimizerConfigError for optimizer
+    trouble, UsageError for wrong arguments, DivergenceError when ranks hold different models; nothing of the model has
+    changed then.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
@@ -98,7 +99,9 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     if config is not None and given is not None:
         raise UsageError("the configuration was given twice: as config= and as args.deepspeed_config; pass one of them")
     if config is None and given is None:
-        raise UsageError("no configuration: pass config= to deepspeed.initialize, or start the script with --deepspeed_config FILE")
+        raise UsageError(
+            "no configuration: pass config= to deepspeed.initialize, or start the script with --deepspeed_config FILE"
+        )
     return config if config is not None else given
 
 
@@ -153,15 +156,22 @@ def _assemble(
             check_fresh(base)
         if plan.offload.device_share and getattr(base, "host_only", False) and device.type != "cpu":
             raise OptimizerConfigError(
-                f"zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which {type(base).__name__} "
+                "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
+                f"{type(base).__name__} "
                 "cannot do; set ratio to 1, or use the Fused class of the same name"
             )
         parts = build(model, plan, _facts(cfg, mesh), rules=rules, policy=_policy(cfg), group_of=groups)
-        views = build_views(parts.units, len(base.param_groups), tile_numel=plan.offload.tile_numel) if base is not None else []
+        views = (
+            build_views(parts.units, len(base.param_groups), tile_numel=plan.offload.tile_numel)
+            if base is not None
+            else []
+        )
         if base is not None:
             attach(base, views)
         scaler = build_loss_scaler(cfg)
-        engine = DeepSpeedEngine(model, cfg, mesh=mesh, parts=parts, scaler=scaler, optimizer=base, views=views, device=device)
+        engine = DeepSpeedEngine(
+            model, cfg, mesh=mesh, parts=parts, scaler=scaler, optimizer=base, views=views, device=device
+        )
         engine._local_rank, engine.monitor, engine._group_names = local_rank, monitor, order
         try:
             engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
@@ -188,7 +198,8 @@ def _mention(cfg: DeepSpeedConfig) -> None:
     if cfg.vocabulary_size is not None and cfg.vocabulary_size % 8:
         padded = -(-cfg.vocabulary_size // 8) * 8
         log_dist(
-            f"vocabulary_size {cfg.vocabulary_size} is no multiple of 8; matrix units are faster with {padded} (pad the embedding)",
+            f"vocabulary_size {cfg.vocabulary_size} is no multiple of 8; matrix units are faster with {padded} "
+            "(pad the embedding)",
             level=logging.WARNING,
         )
 
@@ -200,16 +211,19 @@ def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if isinstance(param, UninitializedParameter):
             raise UsageError(
-                f"parameter {name!r} of a lazy module has no shape yet; run one forward of the model before deepspeed.initialize"
+                f"parameter {name!r} of a lazy module has no shape yet; run one forward of the model before "
+                "deepspeed.initialize"
             )
         if param.is_complex() and param.requires_grad:
             raise UsageError(
-                f"parameter {name!r} is complex ({param.dtype}), which the sharded optimizer cannot hold; keep it as a real tensor with a "
+                f"parameter {name!r} is complex ({param.dtype}), which the sharded optimizer cannot hold; keep "
+                "it as a real tensor with a "
                 "last dimension of 2 and use torch.view_as_complex(param) in forward"
             )
         if param.is_floating_point() and not castable(param.dtype) and param.requires_grad:
             raise UsageError(
-                f"parameter {name!r} is {param.dtype}: codes without their scales, which cannot be trained. Let it require no gradient "
+                f"parameter {name!r} is {param.dtype}: codes without their scales, which cannot be trained. "
+                "Let it require no gradient "
                 "(param.requires_grad_(False)), or build the model in bfloat16 or float32"
             )
         unit = getattr(param, "_ds_unit", None)
@@ -218,7 +232,8 @@ def _check_model(model: nn.Module) -> None:
         if not isinstance(keeper, Runtime) or (previous := keeper.client()) is None or previous.give_way(own):
             continue
         raise UsageError(
-            f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, or give this engine "
+            f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, "
+            "or give this engine "
             "its own copy of the module"
         )
 
@@ -226,7 +241,9 @@ def _check_model(model: nn.Module) -> None:
 def choose_optimizer(
     cfg: DeepSpeedConfig, model: nn.Module, client: OptimizerLike | None, model_parameters: Any
 ) -> torch.optim.Optimizer | None:
-    """The client's optimizer (an object, or a function of the parameters), else the configured one; None where neither is given."""
+    """The client's optimizer (an object, or a function of the parameters), else the configured one; None where neither
+    is given.
+    """
     parameters = _parameter_list(model, model_parameters)
     if isinstance(client, torch.optim.Optimizer):
         base: torch.optim.Optimizer | None = client
@@ -243,7 +260,8 @@ def choose_optimizer(
     if base is None:
         if cfg.zero_stage in (1, 2):
             raise OptimizerConfigError(
-                f"zero stage {cfg.zero_stage} requires an optimizer: pass optimizer= or add an 'optimizer' block to the configuration"
+                f"zero stage {cfg.zero_stage} requires an optimizer: pass optimizer= or add an 'optimizer' "
+                "block to the configuration"
             )
         return None
     _check_owned(model, base)
@@ -262,12 +280,15 @@ def _check_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for position, param in enumerate(group["params"]):
             if param not in own:
                 raise OptimizerConfigError(
-                    f"the optimizer's parameter group {index} holds a tensor (number {position}, shape {tuple(param.shape)}) that is no "
+                    f"the optimizer's parameter group {index} holds a tensor (number {position}, shape "
+                    f"{tuple(param.shape)}) that is no "
                     f"parameter of the model {type(model).__name__}; build the optimizer from this model's parameters()"
                 )
 
 
-def _build_rules(cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optimizer | None, device: torch.device) -> BuildRules:
+def _build_rules(
+    cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optimizer | None, device: torch.device
+) -> BuildRules:
     dtypes = dtype_policy(cfg)
     keep = cfg.data_types.keep_in_fp32_modules
     if keep == "auto":
@@ -291,7 +312,9 @@ def _build_rules(cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optim
 
 
 def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Parameter]:
-    """Parameters that modules of the classes in ``lower_precision_safe_modules`` own: autocast reads them in its dtype anyway."""
+    """Parameters that modules of the classes in ``lower_precision_safe_modules`` own: autocast reads them in its dtype
+    anyway.
+    """
     names = cfg.torch_autocast.lower_precision_safe_modules if cfg.torch_autocast.enabled else None
     classes = tuple(_class_at(name) for name in names or ())
     return frozenset(p for m in model.modules() if isinstance(m, classes) for p in m.parameters(recurse=False))
@@ -301,14 +324,20 @@ def _class_at(path: str) -> type:
     try:
         found = locate(path)
     except ErrorDuringImport as error:
-        raise DeepSpeedConfigError(f"torch_autocast.lower_precision_safe_modules: importing {path!r} failed: {error}") from error
+        raise DeepSpeedConfigError(
+            f"torch_autocast.lower_precision_safe_modules: importing {path!r} failed: {error}"
+        ) from error
     if not isinstance(found, type):
-        raise DeepSpeedConfigError(f"torch_autocast.lower_precision_safe_modules: {path!r} is no class; write it like torch.nn.Linear")
+        raise DeepSpeedConfigError(
+            f"torch_autocast.lower_precision_safe_modules: {path!r} is no class; write it like torch.nn.Linear"
+        )
     return found
 
 
 def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
-    """Who divides what: the mean over ranks is taken once, split between packing and the step by the predivide factor."""
+    """Who divides what: the mean over ranks is taken once, split between packing and the step by the predivide
+    factor.
+    """
     mean = cfg.gradient_allreduce_op == "mean"
     total = early = float(mesh.divisor) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
@@ -347,7 +376,9 @@ def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed``, ``--deepspeed_config`` and their deprecated spellings to ``parser`` and return it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (helper flag for user code)")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (helper flag for user code)"
+    )
     group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
     group.add_argument("--deepscale", default=False, action="store_true", help="Deprecated spelling of --deepspeed")
     group.add_argument("--deepscale_config", default=None, type=str, help="Deprecated spelling of --deepspeed_config")

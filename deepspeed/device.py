@@ -155,7 +155,9 @@ class Accelerator:
         return "cpu" if self._is_cpu else f"{self._name}:{self.current_device()}"
 
     def device_count(self) -> int:
-        """Devices that this process can use; on the CPU the number of ranks the launcher put on this machine (1 without one)."""
+        """Devices that this process can use; on the CPU the number of ranks the launcher put on this machine (1 without
+        one).
+        """
         if self._is_cpu:
             return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return int(self._module.device_count())
@@ -284,7 +286,10 @@ class Accelerator:
     def memory_stats(self, device_index: DeviceIndex = None) -> dict[str, Any]:
         """The allocator's own counters."""
         if self._is_cpu:
-            return {"allocated_bytes.all.current": hostmem.rss_bytes(), "allocated_bytes.all.peak": hostmem.peak_rss_bytes()}
+            return {
+                "allocated_bytes.all.current": hostmem.rss_bytes(),
+                "allocated_bytes.all.peak": hostmem.peak_rss_bytes(),
+            }
         read = self._maybe("memory_stats")
         return {} if read is None else dict(read(device_index))
 
@@ -293,7 +298,11 @@ class Accelerator:
         if self._is_cpu:
             return hostmem.host_total_bytes()
         properties = self._maybe("get_device_properties")
-        return 0 if properties is None else int(properties(self.current_device() if device_index is None else device_index).total_memory)
+        return (
+            0
+            if properties is None
+            else int(properties(self.current_device() if device_index is None else device_index).total_memory)
+        )
 
     def available_memory(self, device_index: DeviceIndex = None) -> int:
         """Memory still free."""
@@ -425,17 +434,23 @@ def _detect(requested: str | None) -> Accelerator:
         try:
             torch.device(requested)
         except RuntimeError as error:
-            raise DeepSpeedConfigError(f"DS_ACCELERATOR={requested!r} is no device type of PyTorch; use cpu, cuda, xpu, ...") from error
+            raise DeepSpeedConfigError(
+                f"DS_ACCELERATOR={requested!r} is no device type of PyTorch; use cpu, cuda, xpu, ..."
+            ) from error
         accelerator = Accelerator(requested)
         if not accelerator.is_available():
-            raise DeepSpeedConfigError(f"DS_ACCELERATOR={requested!r} asks for a device that this process cannot use; unset it or use cpu.")
+            raise DeepSpeedConfigError(
+                f"DS_ACCELERATOR={requested!r} asks for a device that this process cannot use; unset it or use cpu."
+            )
         return accelerator
     found = torch.accelerator.current_accelerator(check_available=True)
     return Accelerator("cpu" if found is None else found.type)
 
 
 def get_accelerator() -> Accelerator:
-    """The device layer of this process: ``set_accelerator``'s choice, else ``DS_ACCELERATOR``, else what PyTorch finds, else the CPU."""
+    """The device layer of this process: ``set_accelerator``'s choice, else ``DS_ACCELERATOR``, else what PyTorch finds,
+    else the CPU.
+    """
     return _Chosen.accelerator or _detect(os.environ.get("DS_ACCELERATOR") or None)
 
 
@@ -472,7 +487,9 @@ def set_random_seed(seed: int) -> None:
 
 
 class OnDevice(contextlib.ContextDecorator):
-    """Build modules inside directly on ``device`` with floating dtype ``dtype``, e.g. ``OnDevice(torch.bfloat16, device="meta")``."""
+    """Build modules inside directly on ``device`` with floating dtype ``dtype``, e.g. ``OnDevice(torch.bfloat16,
+    device="meta")``.
+    """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled

@@ -1,6 +1,7 @@
 """The training engine: a module, its ZeRO runtime, an optimizer and a schedule, stepped together.
 
-``engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` for every micro-batch; plain ``loss.backward()`` works as well.
+``engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` for every micro-batch; plain ``loss.backward()`` works
+as well.
 """
 
 import contextlib
@@ -61,7 +62,9 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self._scaler = scaler
         self._views = views
         tiled = [v for v in views if v.on_drive]
-        self.tiles = OptimTiles(tiled, optimizer, parts.tiers.optim_drive().staging) if optimizer is not None and tiled else None
+        self.tiles = (
+            OptimTiles(tiled, optimizer, parts.tiers.optim_drive().staging) if optimizer is not None and tiled else None
+        )
         self._gas = config.gradient_accumulation_steps
         self._micro = config.train_micro_batch_size_per_gpu
         self._managed = config.managed_gradient_accumulation
@@ -72,7 +75,9 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._forced_boundary: bool | None = None
-        self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = self._destroyed = False
+        self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = self._destroyed = (
+            False
+        )
         self._backwards = 0
         self._norm: float | None = None
         self._held = contextlib.ExitStack()  # what lasts as long as this engine: process settings, metric files
@@ -97,13 +102,16 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """Another engine wants ``params``: an inference engine over no others is destroyed. Whether it was."""
         if self.basic_optimizer is not None or not params.issuperset(self.module.parameters()):
             return False
-        log_dist(f"the inference engine of {type(self.module).__name__} gives its module to another one and is destroyed")
+        log_dist(
+            f"the inference engine of {type(self.module).__name__} gives its module to another one and is destroyed"
+        )
         self.destroy()
         return True
 
-    # -- forward, backward, step -------------------------------------------------------------------------------------------
+    # -- forward, backward, step ----------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. After an error inside it, the engine is as it was before, gradients of the window included.
+        """The module's forward. After an error inside it, the engine is as it was before, gradients of the window
+        included.
 
         A DivergenceError starts the accumulation window anew: other ranks may hear of it in their backward.
         """
@@ -125,24 +133,32 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns that divided loss.
+        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns that
+        divided loss.
 
         After an error inside it the accumulation window starts anew.
         """
         self._check_alive()
         self._forget_failed_backward()
         if self.basic_optimizer is None:
-            raise UsageError("backward() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config")
+            raise UsageError(
+                "backward() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block "
+                "to the config"
+            )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"backward() takes a scalar loss that requires grad; got {what}. Reduce it, e.g. loss.mean()")
+            raise UsageError(
+                f"backward() takes a scalar loss that requires grad; got {what}. Reduce it, e.g. loss.mean()"
+            )
         divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
         self._note_loss(loss)
         flushes = self.runtime.flushes
         self._in_engine_backward = True
         try:
             with self._clock("backward"):
-                (divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided).backward(retain_graph=retain_graph)
+                (divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided).backward(
+                    retain_graph=retain_graph
+                )
                 if self.runtime.flushes == flushes or self.runtime.in_backward:
                     self._backwards += self.runtime.flushes == flushes
                     self.runtime.flush()
@@ -154,13 +170,17 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         return divided.detach() if divided is loss else divided
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count a micro-batch; at the accumulation boundary update the parameters and the schedule. Collective there."""
+        """Count a micro-batch; at the accumulation boundary update the parameters and the schedule. Collective
+        there.
+        """
         self._check_alive()
         self._forget_failed_backward()
         if self._syncing_off:
             raise UsageError("step() was called inside no_sync(); leave the context first")
         if self.basic_optimizer is None:
-            raise UsageError("step() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config")
+            raise UsageError(
+                "step() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config"
+            )
         self._step_applied = False
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
@@ -169,22 +189,32 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
             if self._step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self._report_progress()
-            self._write_metrics(self.global_samples, lr=self.get_lr(), loss_scale=self.loss_scale() if self.fp16_enabled() else None)
+            self._write_metrics(
+                self.global_samples, lr=self.get_lr(), loss_scale=self.loss_scale() if self.fp16_enabled() else None
+            )
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
         if boundary:
             self._saver.settle(wait=False)  # last, so that whoever catches a failed save has not lost a step
 
     def update(self) -> None:
-        """One optimizer update from the gradients at hand: unscale, clip, step, publish; or skip it on overflow. Collective."""
+        """One optimizer update from the gradients at hand: unscale, clip, step, publish; or skip it on overflow.
+        Collective.
+        """
         if self._backwards == 0 and not self.runtime.gradients.collect():
-            raise UsageError("step() was called before backward(): there are no gradients. Call engine.backward(loss) first")
+            raise UsageError(
+                "step() was called before backward(): there are no gradients. Call engine.backward(loss) first"
+            )
         assert self.basic_optimizer is not None
         config = self._config
-        rules = StepRules(config.gradient_clipping, need_norm=config.zero.compute_grad_norm, skip_nonfinite=self._skips_nonfinite())
+        rules = StepRules(
+            config.gradient_clipping, need_norm=config.zero.compute_grad_norm, skip_nonfinite=self._skips_nonfinite()
+        )
         try:
             scale = self._scaler.loss_scale
-            result = take_step(self.runtime, self.basic_optimizer, self._views, tiles=self.tiles, rules=rules, loss_scale=scale)
+            result = take_step(
+                self.runtime, self.basic_optimizer, self._views, tiles=self.tiles, rules=rules, loss_scale=scale
+            )
         except BaseException:
             self._recover()
             raise
@@ -200,14 +230,18 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self._watch_memory()
 
     def _watch_memory(self) -> None:
-        """Say once when this rank holds more than ``memory.host_limit``: activations or the user's own data, since states are planned."""
+        """Say once when this rank holds more than ``memory.host_limit``: activations or the user's own data, since
+        states are planned.
+        """
         limit = self._config.memory.host_limit
         if limit is None or self._over_limit or (held := hostmem.rss_bytes()) <= limit:
             return
         self._over_limit = True
         logger.warning(
-            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were planned at %d MiB, so the rest "
-            "is activations, data or other objects: use smaller batches, activation checkpointing or fewer loader workers",
+            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were "
+            "planned at %d MiB, so the rest "
+            "is activations, data or other objects: use smaller batches, activation checkpointing or fewer "
+            "loader workers",
             self.global_rank,
             held >> 20,
             limit >> 20,
@@ -248,12 +282,16 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Force the answer of ``is_gradient_accumulation_boundary`` until called again."""
         if not self._managed:
-            raise UsageError("set_gradient_accumulation_boundary() has no meaning with managed_gradient_accumulation: false")
+            raise UsageError(
+                "set_gradient_accumulation_boundary() has no meaning with managed_gradient_accumulation: false"
+            )
         self._forced_boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients stay on their rank; the next backward outside (or the step) reduces them. Legal under every plan."""
+        """Inside, gradients stay on their rank; the next backward outside (or the step) reduces them. Legal under every
+        plan.
+        """
         if self._syncing_off:
             raise UsageError("no_sync() cannot be nested")
         self._syncing_off = self.runtime.gradients.hold = True
@@ -283,7 +321,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self._backwards = 0
         self.runtime.gradients.clear()
 
-    # -- state the client reads and writes ----------------------------------------------------------------------------------
+    # -- state the client reads and writes ------------------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last update before clipping, unscaled; inf after a skipped one; None before the first."""
         return self._norm
@@ -310,7 +348,8 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """Change the accumulation steps so that the global batch is ``train_batch_size`` samples."""
         if train_batch_size < 1 or train_batch_size % (self._micro * self.mesh.data.size):
             raise ValueError(
-                f"train_batch_size {train_batch_size} is no multiple of micro batch {self._micro} x {self.mesh.data.size} ranks"
+                f"train_batch_size {train_batch_size} is no multiple of micro batch {self._micro} x "
+                f"{self.mesh.data.size} ranks"
             )
         self._gas = train_batch_size // (self._micro * self.mesh.data.size)
 
@@ -376,7 +415,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         for unit in self.runtime.units:
             self.runtime.backward_done(unit)
 
-    # -- where states are -------------------------------------------------------------------------------------------------------
+    # -- where states are -----------------------------------------------------------------------------------------
     def memory_plan(self) -> MemoryPlan:
         """What a rank's model states hold on device, host and drive, as computed before they were built."""
         return self._parts.memory
@@ -385,7 +424,9 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """Where offloaded states rest, in words."""
         return self._parts.tiers.describe()
 
-    def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> contextlib.AbstractContextManager[None]:
+    def attached(
+        self, view: OptimView, *, write: bool = False, publish: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
         return self.runtime.attached(view, write=write, publish=publish)
 
@@ -393,25 +434,41 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """Inside, the client's optimizer may save and load its state, drive or not."""
         return self.tiles.whole_state() if self.tiles is not None else contextlib.nullcontext()
 
-    # -- whole weights ------------------------------------------------------------------------------------------------------------
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """All weights by name on the first rank, None elsewhere. Collective. ValueError when parameters are not sharded."""
+    # -- whole weights --------------------------------------------------------------------------------------------
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """All weights by name on the first rank, None elsewhere. Collective. ValueError when parameters are not
+        sharded.
+        """
         if not self.runtime.plan.regular.param.sharded:
-            raise ValueError("this function works under a plan that shards parameters only; use module.state_dict() here")
+            raise ValueError(
+                "this function works under a plan that shards parameters only; use module.state_dict() here"
+            )
         keep = self.mesh.first
         return consolidated_state_dict(self.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
     def module_state_dict(
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """``module.state_dict()``; sharded entries show their shape and refuse to be read or saved."""
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad} if exclude_frozen_parameters else set()
+        frozen = (
+            {n for n, p in self.module.named_parameters() if not p.requires_grad}
+            if exclude_frozen_parameters
+            else set()
+        )
         return {k: v for k, v in state.items() if k[len(prefix) :] not in frozen} if frozen else state
 
-    def load_module_state_dict(self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
+    ) -> None:
         """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
         with GatheredParameters(self.module.parameters(), modifier_rank=self.global_first_rank):
             if custom_load_fn is not None:
@@ -428,11 +485,15 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """Global rank of the first data-parallel member: the one whose values win and who writes whole weights."""
         return self.mesh.zero.ranks[0]
 
-    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
-        """Move the states named in ``include`` (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move the states named in ``include`` (``OffloadStateTypeEnum``; None: all) to host memory until
+        ``reload_states``.
 
-        What rests in host memory or on a drive already stays there, and so do parameters that are whole on every rank. Raises
-        UsageError inside a forward or backward, ValueError for another device than "cpu" (or "none": nothing happens).
+        What rests in host memory or on a drive already stays there, and so do parameters that are whole on every rank.
+        Raises UsageError inside a forward or backward, ValueError for another device than "cpu" (or "none": nothing
+        happens).
         """
         self._check_alive()
         place = getattr(device, "value", device)
@@ -453,9 +514,11 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self._relocation.come_back()
         self._lent = False
 
-    # -- errors and the end -----------------------------------------------------------------------------------------------------
+    # -- errors and the end ---------------------------------------------------------------------------------------
     def _recover(self) -> None:
-        """What an error in a backward or a step leaves is of no use: drop it, and start the accumulation window anew."""
+        """What an error in a backward or a step leaves is of no use: drop it, and start the accumulation window
+        anew.
+        """
         self._parts.hooks.disarm()
         self._backwards = 0
         if self._managed:
@@ -487,12 +550,15 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     def destroy(self) -> None:
         """Remove every hook and give every buffer back. Collective.
 
-        A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready for another
-        ``initialize``. So does every model when some rank, which may have raised, does not come within a minute.
+        A model that was whole when it was passed in is whole again; one born sharded (zero.Init) stays sharded, ready
+        for another ``initialize``. So does every model when some rank, which may have raised, does not come within a
+        minute.
         """
         if self._destroyed:
             return
-        collective = self._saver.running or (not self._parts.born_sharded and any(u.movable for u in self.runtime.units))
+        collective = self._saver.running or (
+            not self._parts.born_sharded and any(u.movable for u in self.runtime.units)
+        )
         together = not collective or meet_at_end(self.mesh)
         failed = self._end_save(together=together)
         self._relocation.come_back()
@@ -521,7 +587,9 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
             self._report_times()
-            log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
+            log_dist(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+            )
 
     def _autocast(self) -> Any:
         if not self.torch_autocast_enabled():

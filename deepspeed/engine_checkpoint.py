@@ -70,7 +70,7 @@ class EngineCheckpoint:
         """The key ``checkpoint.load_universal``; every kind of checkpoint is recognised anyway."""
         return self._config.checkpoint.load_universal
 
-    # -- save ----------------------------------------------------------------------------------------------------------------------
+    # -- save ------------------------------------------------------------------------------------------------------
     def save_checkpoint(
         self,
         save_dir: Any,
@@ -79,12 +79,14 @@ class EngineCheckpoint:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything that training needs to go on into ``save_dir/tag`` (default ``global_step{N}``); True. Collective.
+        """Write everything that training needs to go on into ``save_dir/tag`` (default ``global_step{N}``); True.
+        Collective.
 
-        ``client_state``: a dict of plain values, tensors and numpy arrays that ``load_checkpoint`` gives back. The checkpoint gets its
-        name when every byte is on the disk; ``latest`` then names it if ``save_latest``. With ``checkpoint.async`` the state of this
-        moment is written while training goes on, and a failure is raised by a later call. Raises CheckpointError (nothing was replaced),
-        PlainStateError for client state that needs pickle, ValueError for an empty ``save_dir``, UsageError inside a forward or backward.
+        ``client_state``: a dict of plain values, tensors and numpy arrays that ``load_checkpoint`` gives back. The
+        checkpoint gets its name when every byte is on the disk; ``latest`` then names it if ``save_latest``. With
+        ``checkpoint.async`` the state of this moment is written while training goes on, and a failure is raised by a
+        later call. Raises CheckpointError (nothing was replaced), PlainStateError for client state that needs pickle,
+        ValueError for an empty ``save_dir``, UsageError inside a forward or backward.
         """
         self._check_alive()  # type: ignore[attr-defined]
         if not str(save_dir):
@@ -92,18 +94,30 @@ class EngineCheckpoint:
         if client_state is not None and not isinstance(client_state, dict):
             raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
         if self.runtime.depth or self.runtime.in_backward or inside_backward():
-            raise UsageError("save_checkpoint() was called inside a forward or backward of the model; call it between steps")
+            raise UsageError(
+                "save_checkpoint() was called inside a forward or backward of the model; call it between steps"
+            )
         config = self._config.checkpoint
         name = self._common_tag(tag)
         self.runtime.gradients.withdraw()
         self.runtime.gradients.land_all()
         self.runtime.gradients.collect()
         state = client_state or {}
-        content = content_of(self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters)
-        order = SaveOrder(Path(save_dir), name, latest=save_latest, keep_last=config.keep_last, rate_bytes=config.rate_limit or 0)
+        content = content_of(
+            self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters
+        )
+        order = SaveOrder(
+            Path(save_dir), name, latest=save_latest, keep_last=config.keep_last, rate_bytes=config.rate_limit or 0
+        )
         if config.client_files and self.mesh.first:
-            kept, whole, bf16 = copy_for_later(state), not self.runtime.plan.regular.param.sharded, self._config.bf16.enabled
-            write = functools.partial(write_client_files, client_state=kept, level=self._config.zero_stage, whole=whole, bf16=bf16)
+            kept, whole, bf16 = (
+                copy_for_later(state),
+                not self.runtime.plan.regular.param.sharded,
+                self._config.bf16.enabled,
+            )
+            write = functools.partial(
+                write_client_files, client_state=kept, level=self._config.zero_stage, whole=whole, bf16=bf16
+            )
             order = replace(order, extra=write)
         (self._saver.save_behind if config.in_background else self._saver.save)(order, content)
         self.runtime.gradients.show()
@@ -134,7 +148,16 @@ class EngineCheckpoint:
 
     def _states(self) -> States:
         units = self.runtime.units
-        return States(self.module, self.mesh, units, self._views, self.basic_optimizer, self.attached, self._group_names, self.tiles)
+        return States(
+            self.module,
+            self.mesh,
+            units,
+            self._views,
+            self.basic_optimizer,
+            self.attached,
+            self._group_names,
+            self.tiles,
+        )
 
     def _extras(self, client_state: dict[str, Any], tag: str) -> Extras:
         loader = self.training_dataloader
@@ -157,14 +180,20 @@ class EngineCheckpoint:
             compute_dtype=self._config.compute_dtype,
         )
 
-    def save_16bit_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
-        """Write all weights in the compute dtype to one file for ``torch.load`` by the first rank, a unit at a time. Collective.
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write all weights in the compute dtype to one file for ``torch.load`` by the first rank, a unit at a time.
+        Collective.
 
-        False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is off. Raises
-        CheckpointError on every rank when the file cannot be written; an older one is intact then.
+        False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is
+        off. Raises CheckpointError on every rank when the file cannot be written; an older one is intact then.
         """
         if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
-            log_dist("save_16bit_model wrote nothing: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true")
+            log_dist(
+                "save_16bit_model wrote nothing: set "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
+            )
             return False
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
@@ -181,7 +210,7 @@ class EngineCheckpoint:
 
     save_fp16_model = save_16bit_model
 
-    # -- load ----------------------------------------------------------------------------------------------------------------------
+    # -- load ------------------------------------------------------------------------------------------------------
     def load_checkpoint(
         self,
         load_dir: Any,
@@ -192,17 +221,21 @@ class EngineCheckpoint:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore ``load_dir/tag`` (default: what ``latest`` names) under any number of ranks and any configuration. Collective.
+        """Restore ``load_dir/tag`` (default: what ``latest`` names) under any number of ranks and any configuration.
+        Collective.
 
-        Returns (path, client state); (None, None) with a warning when there is no checkpoint. Complete or refused: a missing, extra or
-        mis-shaped tensor is a CheckpointError that lists names, before anything has changed; ``load_module_strict`` False takes what
-        fits and says what was skipped. ``load_module_only`` leaves optimizer, schedule and counters alone. ``custom_load_fn(src, dst)``
-        puts a whole state dict into the module instead. Checkpoints of DeepSpeed 0.19 are read too.
+        Returns (path, client state); (None, None) with a warning when there is no checkpoint. Complete or refused: a
+        missing, extra or mis-shaped tensor is a CheckpointError that lists names, before anything has changed;
+        ``load_module_strict`` False takes what fits and says what was skipped. ``load_module_only`` leaves optimizer,
+        schedule and counters alone. ``custom_load_fn(src, dst)`` puts a whole state dict into the module instead.
+        Checkpoints of DeepSpeed 0.19 are read too.
         """
         self._check_destroyed()  # type: ignore[attr-defined]
         self._saver.settle(wait=True)
         if self.runtime.depth or self.runtime.in_backward or inside_backward():
-            raise UsageError("load_checkpoint() was called inside a forward or backward of the model; call it between steps")
+            raise UsageError(
+                "load_checkpoint() was called inside a forward or backward of the model; call it between steps"
+            )
         source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=self._config.checkpoint.allow_pickle)
         if source is None:
             logger.warning("load_checkpoint: %s has no file 'latest' and no checkpoint; nothing was loaded", load_dir)
@@ -255,13 +288,16 @@ class EngineCheckpoint:
         try:
             self.training_dataloader.load_state_dict(data)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} With checkpoint.restore_data false the rest is loaded without it.") from error
+            raise CheckpointError(
+                f"{error} With checkpoint.restore_data false the rest is loaded without it."
+            ) from error
 
     def _check_schedule(self, source: Source) -> None:
         saved, own = source.facts.get("lr_scheduler_type"), type(self.lr_scheduler).__name__
         if saved and self.lr_scheduler is not None and saved != own:
             raise CheckpointError(
-                f"checkpoint {source.path} has the state of a {saved}, this engine's schedule is a {own}, and nothing was loaded; use the "
+                f"checkpoint {source.path} has the state of a {saved}, this engine's schedule is a {own}, and "
+                "nothing was loaded; use the "
                 "same schedule, or load_lr_scheduler_states=False"
             )
 
@@ -290,18 +326,24 @@ class EngineCheckpoint:
         self._take_window(loaded, engine, taken=window)
 
     def _take_window(self, loaded: Loaded, engine: dict[str, Any], *, taken: bool) -> None:
-        """The open accumulation window, if it is ``taken``; without it, or with windows of another length, counting begins at its start.
+        """The open accumulation window, if it is ``taken``; without it, or with windows of another length, counting
+        begins at its start.
 
-        What is there of a window of another length counts for as many micro-batches of this one, so that the mean stays a mean.
+        What is there of a window of another length counts for as many micro-batches of this one, so that the mean stays
+        a mean.
         """
-        if not engine.get("window"):  # of DeepSpeed, which saves between two windows and does not say how long they were
+        if not engine.get(
+            "window"
+        ):  # of DeepSpeed, which saves between two windows and does not say how long they were
             self.micro_steps = self.global_steps * self._gas
         done, length = int(engine.get("backwards") or 0) if taken else 0, int(engine.get("window") or self._gas)
         factor = 1.0
         if self._managed and (not taken or length != self._gas):
             fits = min(done, self._gas - 1)
             if fits < done:
-                logger.warning("the window of %d micro-batches has room for %d of the %d that were saved", self._gas, fits, done)
+                logger.warning(
+                    "the window of %d micro-batches has room for %d of the %d that were saved", self._gas, fits, done
+                )
             factor = length / self._gas * (fits / done if done else 1.0)
             self.micro_steps += fits - self.micro_steps % self._gas
             done = fits

@@ -20,17 +20,22 @@ def _rest(state: StatePlan | None) -> str:
 
 
 def state_dump(engine: "DeepSpeedEngine") -> str:
-    """Every resolved key with its origin, the units with their rest places, and the optimizer's groups; several lines."""
+    """Every resolved key with its origin, the units with their rest places, and the optimizer's groups; several
+    lines.
+    """
     secret = {field.path for field in declared_fields(DeepSpeedConfig) if not field.info.repr}
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
     config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
     units = [
-        f"  {unit.name}: {sum(s.numel for s in unit.layout.segments):,} elements in {len(unit.params)} parameters, {unit.full.dtype}, "
+        f"  {unit.name}: {sum(s.numel for s in unit.layout.segments):,} elements in {len(unit.params)} "
+        f"parameters, {unit.full.dtype}, "
         f"PARAM {_rest(unit.plan.param)}, GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
         for unit in engine.runtime.units
     ]
     groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
-    optimizer = [f"  group {i}: " + ", ".join(f"{k}={v}" for k, v in g.items() if k != "params") for i, g in enumerate(groups)]
+    optimizer = [
+        f"  group {i}: " + ", ".join(f"{k}={v}" for k, v in g.items() if k != "params") for i, g in enumerate(groups)
+    ]
     name = type(engine.basic_optimizer).__name__ if groups else "none"
     lines = ["configuration:", *config, f"units ({len(units)}):", *units, f"optimizer {name}:", *optimizer]
     return "\n".join(lines)
@@ -49,12 +54,16 @@ def report_start(engine: "DeepSpeedEngine") -> None:
 
 
 def follow_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
-    """With a ``comms_logger`` block, switch the log of ``deepspeed.comm`` on and enter this mesh's collectives in it."""
+    """With a ``comms_logger`` block, switch the log of ``deepspeed.comm`` on and enter this mesh's collectives in
+    it.
+    """
     if "comms_logger" not in cfg.model_fields_set:
         return
     block = cfg.comms_logger
     on = block.enabled or "enabled" not in block.model_fields_set  # a block without the key is a wish for the log
-    trace.configure(enabled=on, prof_all=block.prof_all, prof_ops=block.prof_ops, verbose=block.verbose, debug=block.debug)
+    trace.configure(
+        enabled=on, prof_all=block.prof_all, prof_ops=block.prof_ops, verbose=block.verbose, debug=block.debug
+    )
     for group in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():
         group.ledger.append(trace.begin)
 
@@ -67,5 +76,6 @@ def _summary(engine: "DeepSpeedEngine") -> str:
         f"DeepSpeed info: version={__version__}, {numel:,} parameters in {len(units)} units ({moved} sharded), "
         f"{engine.mesh.job.size} ranks, {engine._config.compute_dtype}, "
         f"batch {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} x "
-        f"{engine.gradient_accumulation_steps()} x {engine.mesh.divisor}; the engine alone divides by accumulation steps and ranks"
+        f"{engine.gradient_accumulation_steps()} x {engine.mesh.divisor}; the engine alone divides by "
+        "accumulation steps and ranks"
     )

@@ -1,4 +1,6 @@
-"""What an engine measures while it trains: phases, memory, samples per second. Switched off, it synchronises and times nothing."""
+"""What an engine measures while it trains: phases, memory, samples per second. Switched off, it synchronises and times
+nothing.
+"""
 
 import contextlib
 import math
@@ -63,7 +65,9 @@ class EngineTiming:
             self._losses.append(loss.detach())
 
     def _write_metrics(self, samples: int, *, lr: list[float], loss_scale: float | None) -> None:
-        """The metrics of one update, at ``samples`` samples: learning rate, mean loss of this rank, loss scale, times where taken."""
+        """The metrics of one update, at ``samples`` samples: learning rate, mean loss of this rank, loss scale, times
+        where taken.
+        """
         spent, self._spent_ms = self._spent_ms, {}
         if not self.monitor.enabled:
             return
@@ -72,7 +76,9 @@ class EngineTiming:
             found["train_loss"] = float(torch.stack([loss.float() for loss in self._losses]).mean())
             self._losses.clear()
         found |= {f"elapsed_time_ms_{phase}": time for phase, time in spent.items() if time > 0}
-        self.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in found.items() if value is not None])
+        self.monitor.write_events(
+            [(f"Train/Samples/{name}", value, samples) for name, value in found.items() if value is not None]
+        )
 
     def _report_times(self) -> None:
         self.timers.log(PHASES)

@@ -7,7 +7,8 @@ from deepspeed.version import __version__ as version
 
 git_hash = None
 git_branch = None
-# What is compiled at install time depends on no torch, so the accelerator is whatever this torch was built for; no device is touched.
+# What is compiled at install time depends on no torch, so the accelerator is whatever this torch was built for; no
+# device is touched.
 accelerator_name = "cuda" if torch.version.cuda or torch.version.hip else "cpu"
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),

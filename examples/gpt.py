@@ -50,18 +50,29 @@ class Block(nn.Module):
         super().__init__()
         self.heads, residual_std = config.heads, 0.02 / (2 * config.layers) ** 0.5
         self.norm_attention, self.norm_mlp = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
-        self.qkv, self.project = Linear(config.width, 3 * config.width), Linear(config.width, config.width, residual_std)
-        self.up, self.down = Linear(config.width, 4 * config.width), Linear(4 * config.width, config.width, residual_std)
+        self.qkv, self.project = (
+            Linear(config.width, 3 * config.width),
+            Linear(config.width, config.width, residual_std),
+        )
+        self.up, self.down = (
+            Linear(config.width, 4 * config.width),
+            Linear(4 * config.width, config.width, residual_std),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, time, width] -> [batch, time, width]."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_attention(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
+        )
         x = x + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
-    """Token ids [batch, time] -> logits [batch, time, vocab], or with targets the mean cross-entropy in nats per token."""
+    """Token ids [batch, time] -> logits [batch, time, vocab], or with targets the mean cross-entropy in nats per
+    token.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -2,9 +2,10 @@
 
     deepspeed --num_gpus 2 examples/train_gpt.py --deepspeed --deepspeed_config examples/configs/zero3.json
 
-The same script runs with torchrun, or alone as ``python examples/train_gpt.py --deepspeed_config ...``. The batch of a step depends only
-on the seed and the step, and the configuration fixes its size, so the loss curve depends neither on the number of ranks nor on the ZeRO
-configuration. Writes <out>/loss_<config>.json, <out>/sample_<config>.txt and, with matplotlib, <out>/loss_<config>.png.
+The same script runs with torchrun, or alone as ``python examples/train_gpt.py --deepspeed_config ...``. The batch of a
+step depends only on the seed and the step, and the configuration fixes its size, so the loss curve depends neither on
+the number of ranks nor on the ZeRO configuration. Writes <out>/loss_<config>.json, <out>/sample_<config>.txt and, with
+matplotlib, <out>/loss_<config>.png.
 """
 
 import argparse
@@ -36,7 +37,8 @@ class Corpus:
         sources = [path.read_bytes() for path in sorted(root.glob("*.py"))]
         if sum(map(len, sources)) < 1_000_000:
             raise SystemExit(
-                f"train_gpt: less than 1 MB of Python sources in {root}; this example needs a Python with its standard library as .py files"
+                f"train_gpt: less than 1 MB of Python sources in {root}; this example needs a Python with its "
+                "standard library as .py files"
             )
         self.context, self.seed = context, seed
         self.train = _as_bytes([text for i, text in enumerate(sources) if i % 16])
@@ -82,7 +84,11 @@ def _mean_over_ranks(value: Tensor) -> float:
 
 def train_step(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, step: int) -> float:
     """One optimizer step on this rank's rows of the global batch; returns the loss of the whole batch."""
-    accumulation, micro, world = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu(), dist.get_world_size()
+    accumulation, micro, world = (
+        engine.gradient_accumulation_steps(),
+        engine.train_micro_batch_size_per_gpu(),
+        dist.get_world_size(),
+    )
     inputs, targets = corpus.batch(step, accumulation * micro * world)
     loss_sum = torch.zeros((), device=engine.device)
     for i in range(accumulation):
@@ -109,7 +115,9 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, windows: int = 6
 
 @torch.no_grad()
 def sample(engine: deepspeed.DeepSpeedEngine, context: int, length: int, seed: int, temperature: float = 0.7) -> str:
-    """Continue PROMPT by ``length`` bytes. Every rank draws the same bytes, so that sharded weights are gathered in step."""
+    """Continue PROMPT by ``length`` bytes. Every rank draws the same bytes, so that sharded weights are gathered in
+    step.
+    """
     generator = torch.Generator().manual_seed(seed)
     engine.eval()
     ids = list(PROMPT.encode())
@@ -137,7 +145,9 @@ def write_results(history: History, text: str, out: Path) -> None:
     axes.plot(range(1, len(history.train) + 1), history.train, linewidth=1, label="training")
     axes.plot(*zip(*history.validation, strict=True), marker="o", label="held out")
     axes.set(
-        xlabel="step", ylabel="nats per byte", title=f"{history.config}, {history.world_size} rank(s), {history.parameters:,} parameters"
+        xlabel="step",
+        ylabel="nats per byte",
+        title=f"{history.config}, {history.world_size} rank(s), {history.parameters:,} parameters",
     )
     axes.grid(alpha=0.3)
     axes.legend()
@@ -146,7 +156,9 @@ def write_results(history: History, text: str, out: Path) -> None:
 
 
 def resume(engine: deepspeed.DeepSpeedEngine, history: History, save: str) -> None:
-    """Go on from the newest checkpoint in ``save``, if there is one: on any number of ranks, under any configuration."""
+    """Go on from the newest checkpoint in ``save``, if there is one: on any number of ranks, under any
+    configuration.
+    """
     path, client = engine.load_checkpoint(save) if save and Path(save).is_dir() else (None, None)
     if path is not None and client is not None:
         history.train, history.validation = client["train"], client["validation"]
@@ -170,23 +182,38 @@ def train(engine: deepspeed.DeepSpeedEngine, corpus: Corpus, history: History, a
             if (step + 1) % args.eval_interval == 0 or step + 1 == args.steps:
                 history.validation.append((step + 1, evaluate(engine, corpus)))
                 if args.save:
-                    engine.save_checkpoint(args.save, client_state={"train": history.train, "validation": history.validation})
+                    engine.save_checkpoint(
+                        args.save, client_state={"train": history.train, "validation": history.validation}
+                    )
             losses = f"loss {history.train[-1]:.3f} held-out {history.validation[-1][1]:.3f}"
             bar.set_postfix_str(f"{losses} {speed:,.0f} tok/s {process.memory_info().rss >> 20} MiB")
             bar.update()
     done = max(0, args.steps - first)
-    history.seconds, history.tokens_per_second = round(trained_seconds, 2), round(tokens_per_step * done / max(trained_seconds, 1e-9), 1)
+    history.seconds, history.tokens_per_second = (
+        round(trained_seconds, 2),
+        round(tokens_per_step * done / max(trained_seconds, 1e-9), 1),
+    )
     history.peak_rss_mib = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps; keep the scheduler's total_num_steps equal to it")
-    parser.add_argument("--eval-interval", type=int, default=150, help="steps between two measurements on held-out files")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=600, help="optimizer steps; keep the scheduler's total_num_steps equal to it"
+    )
+    parser.add_argument(
+        "--eval-interval", type=int, default=150, help="steps between two measurements on held-out files"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights, the batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the curve, its plot and the sample")
-    parser.add_argument("--save", default="", help="folder for checkpoints, one at each measurement; a run that finds one goes on from it")
+    parser.add_argument(
+        "--save",
+        default="",
+        help="folder for checkpoints, one at each measurement; a run that finds one goes on from it",
+    )
     parser.add_argument("--sample-bytes", type=int, default=300, help="length of the text sample")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
@@ -221,7 +248,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         write_results(history, text, args.out)
         tqdm.write(
-            f"\n{text}\n\nheld-out loss {history.validation[-1][1]:.4f} nats per byte after {args.steps} steps in {history.seconds:.0f} s"
+            f"\n{text}\n\nheld-out loss {history.validation[-1][1]:.4f} nats per byte after {args.steps} steps "
+            f"in {history.seconds:.0f} s"
         )
         tqdm.write(f"wrote {', '.join(str(path) for path in sorted(args.out.glob(f'*_{history.config}.*')))}")
     engine.destroy()

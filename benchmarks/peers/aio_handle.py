@@ -1,4 +1,5 @@
-"""One turn of an ``aio_handle`` of the ``deepspeed`` interface; ``io.py`` starts it under this project's interpreter and the reference's.
+"""One turn of an ``aio_handle`` of the ``deepspeed`` interface; ``io.py`` starts it under this project's interpreter
+and the reference's.
 
 python aio_handle.py FILE write|read SECONDS        prints GB/s of whole passes over 256 MiB
 """

@@ -1,6 +1,7 @@
 """One rank of ``benchmarks/checkpoint.py``: an engine that saves, loads and trains as its standard input says.
 
-Every line of input is a JSON object, the same for all ranks: {"do": a method of ``Rank``, ...its arguments}; the answer is a line
+Every line of input is a JSON object, the same for all ranks: {"do": a method of ``Rank``, ...its arguments}; the answer
+is a line
 "RESULT {...}". All times run from a barrier to a barrier, so they are the slower rank's.
 """
 
@@ -75,7 +76,7 @@ class Rank:
         """Nothing but an answer; ``largest``: bytes of the largest tensor."""
         return {"largest": 4 * self.largest}
 
-    # -- training --------------------------------------------------------------------------------------------------------------
+    # -- training -------------------------------------------------------------------------------------------------
     def step(self) -> None:
         """One optimizer step on fresh random tokens."""
         inputs, targets = make_batch(self.workload, self.rank, self.count)
@@ -85,7 +86,9 @@ class Rank:
         self.count += 1
 
     def train(self, steps: int, save: str = "") -> dict[str, Any]:
-        """Seconds of ``steps`` steps, and of processor time; with ``save`` an asynchronous save begins before the first and must end."""
+        """Seconds of ``steps`` steps, and of processor time; with ``save`` an asynchronous save begins before the first
+        and must end.
+        """
         begin = time.process_time()
         seconds = self._timed(lambda: self._train(steps, save))
         return {"s": seconds, "cpu": time.process_time() - begin}
@@ -98,7 +101,7 @@ class Rank:
         if save:
             self.engine.wait_for_checkpoint()
 
-    # -- saving ----------------------------------------------------------------------------------------------------------------
+    # -- saving ---------------------------------------------------------------------------------------------------
     def save(self, how: str, folder: str) -> dict[str, Any]:
         """Seconds until the call returns and until the bytes are on the disk; the bytes written by all ranks."""
         path = Path(folder)
@@ -115,7 +118,9 @@ class Rank:
         return {"s": returned, "disk_s": returned + durable, "bytes": sum(p.stat().st_size for p in files_in(path))}
 
     def _shards(self) -> dict[str, Tensor]:
-        """This rank's fp32 weights and optimizer slots, the engine's own memory, under names that no other rank uses."""
+        """This rank's fp32 weights and optimizer slots, the engine's own memory, under names that no other rank
+        uses.
+        """
         from deepspeed.checkpoint.collect import weight_parts
         from deepspeed.checkpoint.held import Reader
 
@@ -130,7 +135,9 @@ class Rank:
             os.fsync(file.fileno())
 
     def write(self, folder: str, nbytes: int) -> dict[str, Any]:
-        """Seconds for every rank to bring a new file of ``nbytes`` to the disk around the page cache, and to read it: the disk's speed."""
+        """Seconds for every rank to bring a new file of ``nbytes`` to the disk around the page cache, and to read it:
+        the disk's speed.
+        """
         from deepspeed.tier.aio import AioEngine, DirectFile, aligned_empty
 
         buffers = [aligned_empty(BLOCK).fill_(3 + self.rank) for _ in range(AHEAD)]
@@ -157,9 +164,11 @@ class Rank:
         written = self._timed(lambda: work(read=False))
         return {"s": written, "read_s": self._timed(lambda: work(read=True)), "bytes": blocks * BLOCK * self.world}
 
-    # -- saving behind the training --------------------------------------------------------------------------------------------
+    # -- saving behind the training -------------------------------------------------------------------------------
     def hold(self, how: str, folder: str) -> dict[str, Any]:
-        """Seconds that training is held, and until all is on the disk. ``clone`` and ``copy``: a copy of what must be copied, no more."""
+        """Seconds that training is held, and until all is on the disk. ``clone`` and ``copy``: a copy of what must be
+        copied, no more.
+        """
         state = {} if how == "engine" else self._shards()
         kept: list[Any] = []
         there = [v.clone() for v in state.values()] if how == "copy" else []
@@ -186,7 +195,7 @@ class Rank:
         finally:
             section["async"] = False
 
-    # -- loading ---------------------------------------------------------------------------------------------------------------
+    # -- loading --------------------------------------------------------------------------------------------------
     def load(self, how: str, folder: str, pages: str) -> dict[str, Any]:
         """Seconds; the process's peak during it, and before it, above the base, in bytes."""
         path = Path(folder)
@@ -210,7 +219,7 @@ class Rank:
             for name, values in state.items():
                 values.copy_(found[name])
 
-    # -- common ----------------------------------------------------------------------------------------------------------------
+    # -- common ---------------------------------------------------------------------------------------------------
     def _timed(self, work: Callable[[], Any]) -> float:
         dist.barrier()
         begin = time.perf_counter()

@@ -1,4 +1,6 @@
-"""torch DistributedDataParallel: fp32 weights on every rank, bf16 compute by autocast, gradients as views of the buckets."""
+"""torch DistributedDataParallel: fp32 weights on every rank, bf16 compute by autocast, gradients as views of the
+buckets.
+"""
 
 import argparse
 
@@ -10,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def build(args: argparse.Namespace, workload: Workload) -> Step:
-    """Variants: default (autocast, fp32 all-reduce; the bf16 hook needs NCCL), pure_bf16 (weights, gradients and Adam all in bf16)."""
+    """Variants: default (autocast, fp32 all-reduce; the bf16 hook needs NCCL), pure_bf16 (weights, gradients and Adam
+    all in bf16).
+    """
     model = build_model(workload)
     if args.variant == "pure_bf16":
         model.to(torch.bfloat16)

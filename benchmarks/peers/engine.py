@@ -1,4 +1,6 @@
-"""What a script does with a package of the ``deepspeed`` interface; ``ours`` and ``reference`` share it, so both run the same calls."""
+"""What a script does with a package of the ``deepspeed`` interface; ``ours`` and ``reference`` share it, so both run
+the same calls.
+"""
 
 import argparse
 import contextlib
@@ -17,8 +19,8 @@ VARIANTS = ("default", "torch_adam", "no_init", "cpu", "nvme", "nvme_no_init")
 def config_for(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """bf16 + AdamW, no clipping, one micro-batch a step.
 
-    Variants: torch_adam (torch's AdamW), no_init (whole model, then sharded), cpu and nvme (parameters and optimizer state offloaded;
-    nvme to the folder DS_BENCH_NVME, default the system's folder for temporary files).
+    Variants: torch_adam (torch's AdamW), no_init (whole model, then sharded), cpu and nvme (parameters and optimizer
+    state offloaded; nvme to the folder DS_BENCH_NVME, default the system's folder for temporary files).
     """
     if args.variant not in VARIANTS:
         raise SystemExit(f"unknown variant {args.variant!r}; known: {', '.join(VARIANTS)}")

@@ -1,4 +1,6 @@
-"""torch FSDP2: a group per block and one for the root, bf16 compute over fp32 shards, built on meta: no rank ever holds the model."""
+"""torch FSDP2: a group per block and one for the root, bf16 compute over fp32 shards, built on meta: no rank ever holds
+the model.
+"""
 
 import argparse
 
@@ -11,7 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def build(args: argparse.Namespace, workload: Workload) -> Step:
-    """Variants: default (fused AdamW, bf16 reductions), foreach (foreach AdamW), fp32_reduce (gradients reduced in fp32)."""
+    """Variants: default (fused AdamW, bf16 reductions), foreach (foreach AdamW), fp32_reduce (gradients reduced in
+    fp32).
+    """
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     reduce_dtype = torch.float32 if args.variant == "fp32_reduce" else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)

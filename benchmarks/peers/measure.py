@@ -53,7 +53,9 @@ def run(name: str, build: Callable[[argparse.Namespace, Workload], Step], *, fra
         dist.barrier()  # a step ends when the slower rank has ended it
         seconds.append(time.perf_counter() - started)
         losses.append(loss.item())
-    figures = torch.tensor([base, built, memory_mib("VmHWM"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024])
+    figures = torch.tensor(
+        [base, built, memory_mib("VmHWM"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
+    )
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     first_loss = torch.tensor(losses[0])
     dist.all_reduce(first_loss)
@@ -72,7 +74,13 @@ def run(name: str, build: Callable[[argparse.Namespace, Workload], Step], *, fra
             "warmup_s": [round(value, 4) for value in seconds[: args.warmup]],
             "first_loss": round(first_loss.item() / world, 4),
             "last_loss_rank0": round(losses[-1], 4),
-            **dict(zip(("base_mib", "built_mib", "hwm_mib", "maxrss_mib"), (round(v, 1) for v in figures.tolist()), strict=True)),
+            **dict(
+                zip(
+                    ("base_mib", "built_mib", "hwm_mib", "maxrss_mib"),
+                    (round(v, 1) for v in figures.tolist()),
+                    strict=True,
+                )
+            ),
         }
         sys.stdout.write("RESULT " + json.dumps(row) + "\n")
         sys.stdout.flush()

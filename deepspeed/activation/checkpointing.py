@@ -31,7 +31,9 @@ _CONFIG_KEYS = {
     "synchronize": "synchronize_checkpoint_boundary",
     "profile": "profile",
 }
-_PARTITION_IS_INERT = "partition_activations has no effect: there are no tensor-parallel ranks to split activations over."
+_PARTITION_IS_INERT = (
+    "partition_activations has no effect: there are no tensor-parallel ranks to split activations over."
+)
 
 
 @dataclasses.dataclass
@@ -55,9 +57,9 @@ class _Settings:
             logger.warning(message)
 
 
-# The public interface is a module of functions (``deepspeed.checkpointing.configure(...)``, then ``checkpoint(fn, x)`` from
-# inside any model), so there is no object that could carry the settings and the random streams: one holder of each lives
-# here. Engines neither read nor write them.
+# The public interface is a module of functions (``deepspeed.checkpointing.configure(...)``, then ``checkpoint(fn, x)``
+# from inside any model), so there is no object that could carry the settings and the random streams: one holder of each
+# lives here. Engines neither read nor write them.
 _settings = _Settings()
 _CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
 
@@ -111,14 +113,18 @@ def _name(function: Callable[..., Any]) -> str:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, keeping only the inputs until backward.
 
-    Keyword arguments must not hold tensors that need a gradient (UsageError). Without a tensor among ``args`` that needs
-    one, the non-reentrant kind is used, because the reentrant one would silently give the parameters no gradient.
+    Keyword arguments must not hold tensors that need a gradient (UsageError). Without a tensor among ``args`` that
+    needs one, the non-reentrant kind is used, because the reentrant one would silently give the parameters no gradient.
     """
     needing = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     if needing:
-        raise UsageError(f"checkpoint({_name(function)}): the tensor {needing[0]!r} needs a gradient; pass it by position.")
+        raise UsageError(
+            f"checkpoint({_name(function)}): the tensor {needing[0]!r} needs a gradient; pass it by position."
+        )
     reentrant = any(tensor.requires_grad for tensor in _tensors(args))
-    return _run(functools.partial(function, **kwargs) if kwargs else function, args, name=_name(function), reentrant=reentrant)
+    return _run(
+        functools.partial(function, **kwargs) if kwargs else function, args, name=_name(function), reentrant=reentrant
+    )
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -154,11 +160,12 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Settings for ``checkpoint``; explicit arguments win over the ``activation_checkpointing`` block of ``deepspeed_config``.
+    """Settings for ``checkpoint``; explicit arguments win over the ``activation_checkpointing`` block of
+    ``deepspeed_config``.
 
     ``checkpoint_in_cpu``: saved inputs rest in page-locked host memory. ``synchronize``: wait for the device at each
-    boundary. ``profile``: log the forward time of each call. ``partition_activations`` splits over tensor-parallel ranks
-    and has no effect in this release. ``contiguous_checkpointing`` needs it and ``num_checkpoints`` (UsageError).
+    boundary. ``profile``: log the forward time of each call. ``partition_activations`` splits over tensor-parallel
+    ranks and has no effect in this release. ``contiguous_checkpointing`` needs it and ``num_checkpoints`` (UsageError).
     """
     given = dict(
         partition_activations=partition_activations,
@@ -180,12 +187,20 @@ def configure(
 
 def _check(settings: _Settings) -> None:
     """Raise UsageError for a combination that cannot work."""
-    if settings.partition_activations and settings.mpu is not None and not hasattr(settings.mpu, "get_model_parallel_rank"):
-        raise UsageError("partition_activations: mpu_ has no get_model_parallel_rank(); pass an mpu with model-parallel getters.")
+    if (
+        settings.partition_activations
+        and settings.mpu is not None
+        and not hasattr(settings.mpu, "get_model_parallel_rank")
+    ):
+        raise UsageError(
+            "partition_activations: mpu_ has no get_model_parallel_rank(); pass an mpu with model-parallel getters."
+        )
     if settings.contiguous_checkpointing and not settings.partition_activations:
         raise UsageError("contiguous_checkpointing works on partitioned activations; set partition_activations too.")
     if settings.contiguous_checkpointing and not settings.num_checkpoints:
-        raise UsageError("contiguous_checkpointing needs the number of checkpoints of a forward pass; set num_checkpoints.")
+        raise UsageError(
+            "contiguous_checkpointing needs the number of checkpoints of a forward pass; set num_checkpoints."
+        )
 
 
 def is_configured() -> bool:
@@ -194,7 +209,9 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Drop buffers that packed activations occupied. This release keeps none between iterations, so nothing is left to free."""
+    """Drop buffers that packed activations occupied. This release keeps none between iterations, so nothing is left to
+    free.
+    """
 
 
 def set_num_layers(nlayers: int) -> None:
@@ -222,7 +239,9 @@ def _tp_rank() -> int:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Default stream: ``seed``; stream ``model-parallel-rng``: ``seed + 2718 + tensor-parallel rank``. Other streams are dropped."""
+    """Default stream: ``seed``; stream ``model-parallel-rng``: ``seed + 2718 + tensor-parallel rank``. Other streams
+    are dropped.
+    """
     _CUDA_RNG_STATE_TRACKER.reset()
     get_accelerator().manual_seed(seed)
     _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + MODEL_PARALLEL_SEED_OFFSET + _tp_rank())

@@ -18,7 +18,9 @@ MODEL_PARALLEL_SEED_OFFSET = 2718
 
 
 class RNGStatesTracker:
-    """Generator states of the current device by stream name; works on the CPU's generator where there is no accelerator."""
+    """Generator states of the current device by stream name; works on the CPU's generator where there is no
+    accelerator.
+    """
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -42,7 +44,9 @@ class RNGStatesTracker:
         if name in self.states_:
             raise UsageError(f"The random stream {name!r} exists already; reset() the tracker first.")
         if seed in self.seeds_:
-            raise UsageError(f"Seed {seed} belongs to another random stream already; two streams would draw the same numbers.")
+            raise UsageError(
+                f"Seed {seed} belongs to another random stream already; two streams would draw the same numbers."
+            )
         self.seeds_.add(seed)
         accelerator = get_accelerator()
         default = accelerator.get_rng_state()
@@ -54,7 +58,9 @@ class RNGStatesTracker:
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
         """Draw from stream ``name`` inside; UsageError when it was never added."""
         if name not in self.states_:
-            raise UsageError(f"There is no random stream {name!r}; add it, or call model_parallel_cuda_manual_seed(seed), first.")
+            raise UsageError(
+                f"There is no random stream {name!r}; add it, or call model_parallel_cuda_manual_seed(seed), first."
+            )
         accelerator = get_accelerator()
         default = accelerator.get_rng_state()
         accelerator.set_rng_state(self.states_[name])

@@ -1,1 +1,3 @@
-"""Measuring on the user's machine: ``ds_bench ckpt`` and ``ds_bench cpu-adam`` (``ds_bench io`` is in ``deepspeed.nvme``)."""
+"""Measuring on the user's machine: ``ds_bench ckpt`` and ``ds_bench cpu-adam`` (``ds_bench io`` is in
+``deepspeed.nvme``).
+"""

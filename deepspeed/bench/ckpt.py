@@ -1,8 +1,11 @@
-"""``ds_bench ckpt``: how long saving holds training, and how long until a checkpoint has its name, on the user's own folder.
+"""``ds_bench ckpt``: how long saving holds training, and how long until a checkpoint has its name, on the user's own
+folder.
 
-A synthetic model is trained on CPU ranks of this machine with ZeRO-3, bf16 and AdamW, and saved every few steps, in the background
-unless ``--sync`` is given. Beside it: a plain copy of the same bytes, into fresh memory and into memory that is there already. What is
-written lies in one folder ``ds_bench_ckpt_*``, which is gone when the command ends or is interrupted; only after kill -9 it stays.
+A synthetic model is trained on CPU ranks of this machine with ZeRO-3, bf16 and AdamW, and saved every few steps, in the
+background unless ``--sync`` is given. Beside it: a plain copy of the same bytes, into fresh memory and into memory that
+is there already. What is written lies in one folder ``ds_bench_ckpt_*``, which is gone when the command ends or is
+interrupted; only after kill
+-9 it stays.
 """
 
 import argparse
@@ -80,7 +83,7 @@ class _Watch(threading.Thread):
         return self.seconds
 
 
-# -- in the ranks ------------------------------------------------------------------------------------------------------------------------
+# -- in the ranks --------------------------------------------------------------------------------------------------
 
 
 def on_rank(plan: Plan, folder: str) -> dict[str, Any] | str:
@@ -102,7 +105,9 @@ def _engine(plan: Plan) -> Any:
     }
     width = max(1, round(math.sqrt(plan.params / _LAYERS)))
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = nn.Sequential(*(layer for _ in range(_LAYERS) for layer in (nn.Linear(width, width, bias=False), nn.GELU())))
+        model = nn.Sequential(
+            *(layer for _ in range(_LAYERS) for layer in (nn.Linear(width, width, bias=False), nn.GELU()))
+        )
     return deepspeed.initialize(model=model, config=config)[0], width
 
 
@@ -165,7 +170,9 @@ def _train(plan: Plan, folder: Path) -> dict[str, Any]:
 def _copies(engine: Any) -> dict[str, float]:
     """Seconds to copy what a save copies, by no other means than a copy."""
     params = [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
-    slots = [v for p in params for v in engine.basic_optimizer.state[p].values() if isinstance(v, torch.Tensor) and v.dim()]
+    slots = [
+        v for p in params for v in engine.basic_optimizer.state[p].values() if isinstance(v, torch.Tensor) and v.dim()
+    ]
     tensors = [*(p.detach() for p in params), *slots]
     fresh, there = [], []
     for _ in range(_COPIES):
@@ -182,13 +189,15 @@ def _copies(engine: Any) -> dict[str, float]:
 
 
 def _fresh(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Room for ``tensors`` (at least one) in pages that nobody has touched: the allocator would hand out again what was freed."""
+    """Room for ``tensors`` (at least one) in pages that nobody has touched: the allocator would hand out again what was
+    freed.
+    """
     pages = mmap.mmap(-1, sum(t.nbytes for t in tensors), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     parts = torch.frombuffer(pages, dtype=torch.uint8).split([t.nbytes for t in tensors])
     return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
-# -- around them -------------------------------------------------------------------------------------------------------------------------
+# -- around them ---------------------------------------------------------------------------------------------------
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -202,7 +211,9 @@ def _place(folder: str, nbytes: float) -> Iterator[str]:
         raise UsageError(f"{folder} is no folder; name one on the drive to be measured")
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        raise UsageError(f"{folder} has {sized(free)} of free space, two checkpoints take {sized(nbytes)}; give fewer --params")
+        raise UsageError(
+            f"{folder} has {sized(free)} of free space, two checkpoints take {sized(nbytes)}; give fewer --params"
+        )
     before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         top = tempfile.mkdtemp(prefix="ds_bench_ckpt_", dir=folder)
@@ -211,14 +222,18 @@ def _place(folder: str, nbytes: float) -> Iterator[str]:
     try:
         yield top
     finally:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C twice wants no half of it to stay
+        before[signal.SIGINT] = signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # who presses Ctrl-C twice wants no half of it to stay
         shutil.rmtree(top, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _start(pool: RankPool) -> None:
-    """Start the ranks so that none hears an interrupt at the terminal: it is for this process, which ends them, once they are there."""
+    """Start the ranks so that none hears an interrupt at the terminal: it is for this process, which ends them, once
+    they are there.
+    """
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -233,7 +248,9 @@ def _start(pool: RankPool) -> None:
 
 
 def measure(plan: Plan, folder: str) -> dict[str, Any]:
-    """Start the ranks and let them; what they measured. Raises UsageError for wrong input, DeepSpeedError when a save fails."""
+    """Start the ranks and let them; what they measured. Raises UsageError for wrong input, DeepSpeedError when a save
+    fails.
+    """
     if plan.steps < plan.every:
         raise UsageError(f"--steps {plan.steps} are fewer than --every {plan.every}, so nothing would be saved")
     each = _TRAINING + _SAVED * (1 + plan.background)
@@ -271,11 +288,16 @@ def as_text(found: dict[str, Any]) -> str:
         f"{len(held['all'])} saves of {sized(found['bytes'])}, one after every {found['every']} steps, {how}",
         "",
         f"{'seconds':<46} {'median':>8} {'max':>8}",
-        f"{'training held by a save':<46} {held['median']:>8.3f} {held['max']:>8.3f}   (the first {held['all'][0]:.3f})",
-        f"{'until the checkpoint has its name':<46} {named['median']:>8.3f} {named['max']:>8.3f}   {found['gb_per_s']:.2f} GB/s",
-        f"{'a plain copy of the same bytes, fresh memory':<46} {copies['fresh']:>8.3f} {'':>8}   held / it {ratio['fresh']:.2f}",
-        f"{'a plain copy into memory that is there':<46} {copies['there']:>8.3f} {'':>8}   held / it {ratio['there']:.2f}",
-        f"{'a step':<46} {found['step_s']:>8.3f}" + (f" {'':>8}   while a save is written {saving:.3f}" if saving is not None else ""),
+        f"{'training held by a save':<46} {held['median']:>8.3f} {held['max']:>8.3f}   (the first "
+        f"{held['all'][0]:.3f})",
+        f"{'until the checkpoint has its name':<46} {named['median']:>8.3f} {named['max']:>8.3f}   "
+        f"{found['gb_per_s']:.2f} GB/s",
+        f"{'a plain copy of the same bytes, fresh memory':<46} {copies['fresh']:>8.3f} {'':>8}   held / it "
+        f"{ratio['fresh']:.2f}",
+        f"{'a plain copy into memory that is there':<46} {copies['there']:>8.3f} {'':>8}   held / it "
+        f"{ratio['there']:.2f}",
+        f"{'a step':<46} {found['step_s']:>8.3f}"
+        + (f" {'':>8}   while a save is written {saving:.3f}" if saving is not None else ""),
         "",
         f"saves held training for {100 * found['share']:.1f} % of {found['wall_s']:.1f} s",
     ]
@@ -288,12 +310,18 @@ def run(argv: list[str], *, prog: str) -> str:
         prog=prog, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", required=True, help="where to save: a folder on the drive to be measured")
-    parser.add_argument("--params", type=params_of, default=134_000_000, metavar="N", help="about, for example 8M or 1e9 (default 134M)")
-    parser.add_argument("--every", type=count_of, default=5, metavar="N", help="steps from one save to the next (default 5)")
+    parser.add_argument(
+        "--params", type=params_of, default=134_000_000, metavar="N", help="about, for example 8M or 1e9 (default 134M)"
+    )
+    parser.add_argument(
+        "--every", type=count_of, default=5, metavar="N", help="steps from one save to the next (default 5)"
+    )
     parser.add_argument("--steps", type=count_of, default=20, metavar="N", help="steps in all (default 20)")
     parser.add_argument("--ranks", type=count_of, default=2, metavar="N", help="processes (default 2)")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--async", dest="background", action="store_true", default=True, help="save in the background (default)")
+    kind.add_argument(
+        "--async", dest="background", action="store_true", default=True, help="save in the background (default)"
+    )
     kind.add_argument("--sync", dest="background", action="store_false", help="training waits until a save has ended")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(argv)

@@ -16,7 +16,9 @@ def params_of(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)([KMGB]?)", text.strip(), re.IGNORECASE | re.ASCII)
     count = float(match[1]) * _UNITS[match[2].upper()] if match is not None else 0.0
     if not 1 <= count <= 1e13:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write for example 8M, 134M, 1.5B or 1e9")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of parameters; write for example 8M, 134M, 1.5B or 1e9"
+        )
     return round(count)
 
 
@@ -33,7 +35,11 @@ def spread(values: list[float]) -> dict[str, Any]:
 
 
 def check_memory(nbytes: float, options: str) -> None:
-    """Raise UsageError, which names the ``options`` to lower, when so much host memory is not free: better than the end of some process."""
+    """Raise UsageError, which names the ``options`` to lower, when so much host memory is not free: better than the end
+    of some process.
+    """
     free = host_available_bytes()
     if nbytes > free:
-        raise UsageError(f"this takes about {nbytes / 1e9:.1f} GB of memory and {free / 1e9:.1f} are free; give fewer {options}")
+        raise UsageError(
+            f"this takes about {nbytes / 1e9:.1f} GB of memory and {free / 1e9:.1f} are free; give fewer {options}"
+        )

@@ -1,7 +1,9 @@
-"""``ds_bench cpu-adam``: AdamW in host memory by this package's kernel, by torch's fused one, and a loop of the same memory traffic.
+"""``ds_bench cpu-adam``: AdamW in host memory by this package's kernel, by torch's fused one, and a loop of the same
+memory traffic.
 
-GB/s (10^9 bytes) count 28 bytes an element: weight, gradient and two moments in, weight and moments out, all fp32. The loop moves the
-same bytes and computes next to nothing, so it says what the memory gives. Contenders take turns; medians.
+GB/s (10^9 bytes) count 28 bytes an element: weight, gradient and two moments in, weight and moments out, all fp32. The
+loop moves the same bytes and computes next to nothing, so it says what the memory gives. Contenders take turns;
+medians.
 """
 
 import argparse
@@ -98,9 +100,21 @@ def run(argv: list[str], *, prog: str) -> str:
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--params", type=params_of, default=50_000_000, metavar="N", help="elements, for example 8M or 1e9 (default 50M)")
+    parser.add_argument(
+        "--params",
+        type=params_of,
+        default=50_000_000,
+        metavar="N",
+        help="elements, for example 8M or 1e9 (default 50M)",
+    )
     threads = torch.get_num_threads()
-    parser.add_argument("--threads", type=_threads, default=threads, metavar="N", help=f"of every contender (default {threads}, torch's)")
+    parser.add_argument(
+        "--threads",
+        type=_threads,
+        default=threads,
+        metavar="N",
+        help=f"of every contender (default {threads}, torch's)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(argv)
     check_memory(_HELD * options.params, "--params")

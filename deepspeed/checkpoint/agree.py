@@ -1,4 +1,6 @@
-"""All ranks or none: what one rank fails at is an error on every rank, so that nobody waits for a rank that has given up."""
+"""All ranks or none: what one rank fails at is an error on every rank, so that nobody waits for a rank that has given
+up.
+"""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -12,7 +14,9 @@ _Named = TypeVar("_Named", bound=Hashable)
 
 
 class Shared:
-    """``mine``: what this rank tells the others; ``all``: what every rank told, in rank order, once the body has ended."""
+    """``mine``: what this rank tells the others; ``all``: what every rank told, in rank order, once the body has
+    ended.
+    """
 
     def __init__(self) -> None:
         self.mine: Any = None
@@ -26,9 +30,11 @@ def gather(mesh: Mesh, value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def together(mesh: Mesh, what: str) -> Iterator[Shared]:
-    """Every rank of the job runs the body; an error on one is raised on all when all have ended. Collective unless interrupted.
+    """Every rank of the job runs the body; an error on one is raised on all when all have ended. Collective unless
+    interrupted.
 
-    A rank's own CheckpointError is raised as it is, any other as a CheckpointError that names the rank and ``what`` it was doing.
+    A rank's own CheckpointError is raised as it is, any other as a CheckpointError that names the rank and ``what`` it
+    was doing.
     """
     shared, error = Shared(), None
     try:

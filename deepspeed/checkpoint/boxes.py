@@ -1,8 +1,8 @@
 """Parts of global tensors as spans of flat elements. Pure.
 
-A span holds elements [lo, hi), in row-major order, of a rectangular region of a global tensor (of the whole tensor when it has none).
-Sharded state of any layout is a set of spans: a flat cut of a parameter is a span of the whole, what ZeRO cuts of a tensor-parallel
-slice is a span of a region.
+A span holds elements [lo, hi), in row-major order, of a rectangular region of a global tensor (of the whole tensor when
+it has none). Sharded state of any layout is a set of spans: a flat cut of a parameter is a span of the whole, what ZeRO
+cuts of a tensor-parallel slice is a span of a region.
 """
 
 import bisect
@@ -30,7 +30,9 @@ class Span(NamedTuple):
 
 
 class Run(NamedTuple):
-    """``numel`` elements that are contiguous in two regions: from ``first`` and from ``second`` on, each in its region's own order."""
+    """``numel`` elements that are contiguous in two regions: from ``first`` and from ``second`` on, each in its
+    region's own order.
+    """
 
     first: int
     second: int
@@ -38,7 +40,9 @@ class Run(NamedTuple):
 
 
 def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[Run]:
-    """What two spans of a global tensor of ``shape`` have in common, as runs that ascend in both. Of equal regions it is one run."""
+    """What two spans of a global tensor of ``shape`` have in common, as runs that ascend in both. Of equal regions it
+    is one run.
+    """
     one, two = (s.region or Region((0,) * len(shape), shape) for s in (a, b))
     if one == two:
         if max(a.lo, b.lo) < min(a.hi, b.hi):
@@ -60,7 +64,9 @@ def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[Run]:
             row, i = divmod(row, width)
             index.append(i)
         where = 0
-        for i, s, origin, width in zip([*reversed(index), *[0] * (len(part) - len(index))], start, *region, strict=True):
+        for i, s, origin, width in zip(
+            [*reversed(index), *[0] * (len(part) - len(index))], start, *region, strict=True
+        ):
             where = where * width + i + s - origin
         return where
 
@@ -96,8 +102,13 @@ def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
 
 
 def _tiles(shape: tuple[int, ...], regions: list[Region]) -> bool:
-    """Whether regions that lie inside a tensor of ``shape`` cover it once: they are disjoint, and as large as it together."""
-    apart = all(any(s + n <= t or t + m <= s for s, n, t, m in zip(*a, *b, strict=True)) for a, b in itertools.combinations(regions, 2))
+    """Whether regions that lie inside a tensor of ``shape`` cover it once: they are disjoint, and as large as it
+    together.
+    """
+    apart = all(
+        any(s + n <= t or t + m <= s for s, n, t, m in zip(*a, *b, strict=True))
+        for a, b in itertools.combinations(regions, 2)
+    )
     return apart and sum(prod(r.shape) for r in regions) == prod(shape)
 
 

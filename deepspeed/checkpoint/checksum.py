@@ -1,7 +1,8 @@
-"""CRC-32C (Castagnoli, as in iSCSI, ext4 and RFC 3720) of tensors and bytes: csrc/cpu/crc32c.cpp, else tables and torch.
+"""CRC-32C (Castagnoli, as in iSCSI, ext4 and RFC 3720) of tensors and bytes: csrc/cpu/crc32c.cpp, else tables and
+torch.
 
-The checksum is a remainder of polynomials over GF(2) (Peterson and Brown 1961), so it is linear: checksums of neighbouring ranges
-combine, and without native code a range is folded many 32-bit words at a time.
+The checksum is a remainder of polynomials over GF(2) (Peterson and Brown 1961), so it is linear: checksums of
+neighbouring ranges combine, and without native code a range is folded many 32-bit words at a time.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ Update = Callable[[torch.Tensor, int], int]
 
 
 def crc32c(data: torch.Tensor | bytes | bytearray | memoryview, crc: int = 0) -> int:
-    """Checksum of the bytes of ``data`` (a contiguous host tensor of any dtype, or bytes) after those whose checksum is ``crc``.
+    """Checksum of the bytes of ``data`` (a contiguous host tensor of any dtype, or bytes) after those whose checksum is
+    ``crc``.
 
     0 stands for none: ``crc32c(b, crc32c(a)) == crc32c(a + b)``. Raises ValueError for another tensor.
     """
@@ -34,7 +36,8 @@ def crc32c(data: torch.Tensor | bytes | bytearray | memoryview, crc: int = 0) ->
 
 
 def copy_with_crc32c(dst: torch.Tensor, src: torch.Tensor, crc: int = 0) -> int:
-    """Copy the bytes of ``src`` to ``dst``, as many, not overlapping, in one pass over memory; returns their checksum as :func:`crc32c`.
+    """Copy the bytes of ``src`` to ``dst``, as many, not overlapping, in one pass over memory; returns their checksum
+    as :func:`crc32c`.
 
     Both are contiguous host tensors, of any dtypes. Raises ValueError for others.
     """
@@ -70,7 +73,9 @@ def _native() -> tuple[Callable[..., int], Callable[..., int]] | None:
 
 def _host_bytes(tensor: torch.Tensor) -> int:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"a checksum takes contiguous host tensors, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
+        raise ValueError(
+            f"a checksum takes contiguous host tensors, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
     return tensor.numel() * tensor.element_size()
 
 
@@ -141,7 +146,11 @@ def _fold(words: torch.Tensor, width: int, register: int) -> torch.Tensor:
     if head:
         state[width - head] ^= first[0]
     for index, row in enumerate(words[head:].view(-1, width)):
-        state = low.index_select(0, state & 0xFFFF).bitwise_xor_(high.index_select(0, (state >> 16) & 0xFFFF)).bitwise_xor_(row)
+        state = (
+            low.index_select(0, state & 0xFFFF)
+            .bitwise_xor_(high.index_select(0, (state >> 16) & 0xFFFF))
+            .bitwise_xor_(row)
+        )
         if index == 0 and not head:
             state[0] ^= first[0]
     return state

@@ -1,8 +1,8 @@
 """Small files for programs that look into a checkpoint folder by the names DeepSpeed uses. Nothing here reads them.
 
-They hold plain values and, where it is small, the client state: ``torch.load(..., weights_only=True)`` opens them, so what that refuses
-(paths, dates, namespaces) is not in them, and everything round it is. Neither are the weights: the recovery script,
-``ds_checkpoint export`` and ``deepspeed.utils.zero_to_fp32`` get those out.
+They hold plain values and, where it is small, the client state: ``torch.load(..., weights_only=True)`` opens them, so
+what that refuses (paths, dates, namespaces) is not in them, and everything round it is. Neither are the weights: the
+recovery script, ``ds_checkpoint export`` and ``deepspeed.utils.zero_to_fp32`` get those out.
 """
 
 import contextlib
@@ -22,7 +22,9 @@ _SMALL = 16 << 20  # bytes of client state that may be in the folder twice
 SCRIPT = "zero_to_fp32.py"
 
 
-def write_client_files(folder: Path, manifest: Manifest, client_state: dict[str, Any], *, level: int, whole: bool, bf16: bool) -> None:
+def write_client_files(
+    folder: Path, manifest: Manifest, client_state: dict[str, Any], *, level: int, whole: bool, bf16: bool
+) -> None:
     """The stand-ins for DeepSpeed's files. ``level``: its number for what is sharded; ``whole``: parameters are not."""
     facts = manifest.facts
     world = int(facts["world"]["size"])
@@ -39,17 +41,30 @@ def write_client_files(folder: Path, manifest: Manifest, client_state: dict[str,
     }
     content = _loadable({**header, **copy_for_later(client_state)}) or _loadable(header)
     assert content is not None
-    names = ["mp_rank_00_model_states.pt"] if whole else [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(world)]
+    names = (
+        ["mp_rank_00_model_states.pt"]
+        if whole
+        else [f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(world)]
+    )
     _write(folder, names, content)
-    optim = {"optimizer_state_dict": {"zero_stage": level, "partition_count": world, "ds_version": __version__}, "ds_version": __version__}
+    optim = {
+        "optimizer_state_dict": {"zero_stage": level, "partition_count": world, "ds_version": __version__},
+        "ds_version": __version__,
+    }
     content = _loadable(optim)
     assert content is not None
     begin = "bf16_" if bf16 else ""
-    _write(folder, [f"{begin}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world if level else 0)], content)
+    _write(
+        folder,
+        [f"{begin}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world if level else 0)],
+        content,
+    )
 
 
 def copy_for_later(client_state: dict[str, Any]) -> dict[str, Any]:
-    """What these files would hold of ``client_state``, apart from the caller's own objects: a background save writes it much later."""
+    """What these files would hold of ``client_state``, apart from the caller's own objects: a background save writes it
+    much later.
+    """
     content = _loadable(client_state)
     if content is not None:
         return _reloaded(content)

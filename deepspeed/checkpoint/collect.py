@@ -1,4 +1,5 @@
-"""What one rank writes of an engine's state: parts of global tensors under their own names, each written by exactly one rank.
+"""What one rank writes of an engine's state: parts of global tensors under their own names, each written by exactly one
+rank.
 
 Nothing here depends on the optimizer's class: every tensor slot it keeps is saved by its own name.
 """
@@ -30,7 +31,8 @@ _PART_NUMEL = 8 << 20  # elements that are in memory at once, for what comes fro
 
 @dataclass(frozen=True)
 class Part:
-    """``values`` (flat) are the elements from ``lo`` on, in row-major order, of ``region`` of the global tensor (state, name).
+    """``values`` (flat) are the elements from ``lo`` on, in row-major order, of ``region`` of the global tensor (state,
+    name).
 
     ``shape`` is the global tensor's; no region: the whole of it.
     """
@@ -45,9 +47,11 @@ class Part:
 
 @dataclass(frozen=True)
 class States:
-    """The state of one engine, wherever it rests. ``attached(view)`` brings a view's optimizer state into memory for a while.
+    """The state of one engine, wherever it rests. ``attached(view)`` brings a view's optimizer state into memory for a
+    while.
 
-    ``groups``: names of the parameters of every optimizer group, in the order the user gave them in. ``tiles``: what rests on a drive.
+    ``groups``: names of the parameters of every optimizer group, in the order the user gave them in. ``tiles``: what
+    rests on a drive.
     """
 
     module: nn.Module
@@ -139,7 +143,9 @@ def frozen_names(states: States) -> set[str]:
 
 
 def weight_parts(states: States, reader: Reader, *, without: set[str]) -> Iterator[Part]:
-    """Weights and optimizer slots of every unit, but for the parameters ``without``; a part is valid until the next one is asked for."""
+    """Weights and optimizer slots of every unit, but for the parameters ``without``; a part is valid until the next one
+    is asked for.
+    """
     for unit in states.units:
         kind, state = weights_of(unit)
         share, base = share_of(unit, kind), unit.range_of(kind)[0]
@@ -196,7 +202,9 @@ def _slot_parts(view: OptimView, slots: dict[str, Slot], share: Share, ours: lis
 
 
 def view_key(view: OptimView) -> str:
-    """Name of a view for state that only the very same layout can take back; other ranks' parameters may have units of that name."""
+    """Name of a view for state that only the very same layout can take back; other ranks' parameters may have units of
+    that name.
+    """
     job, zero = view.unit.mesh.job, view.unit.mesh.zero
     whose = "" if zero.size == job.size else f"@{job.ranks.index(zero.ranks[0])}"
     return f"{view.unit.name}:{view.group}:{view.start}-{view.stop}/{view.unit.layout.numel}{whose}"
@@ -221,7 +229,9 @@ def segments_of(view: OptimView) -> list[Segment]:
 
 
 def scalar_state(states: States) -> dict[str, dict[str, Any]]:
-    """Numbers the optimizer keeps per parameter (a step count), as JSON by parameter and slot; from the first of equal replicas."""
+    """Numbers the optimizer keeps per parameter (a step count), as JSON by parameter and slot; from the first of equal
+    replicas.
+    """
     found: dict[str, dict[str, Any]] = {}
     for view in states.views:
         if share_of(view.unit, StateKind.OPTIM).index and view.unit.layout.granularity is Granularity.ELEMENT:
@@ -284,25 +294,40 @@ def gradient_parts(states: States, reader: Reader, *, without: set[str]) -> Iter
 
 
 def partial_parts(states: States, *, without: set[str]) -> Iterator[Part]:
-    """This rank's own sums of gradients that are not reduced yet, by its number among the ranks that will reduce them."""
+    """This rank's own sums of gradients that are not reduced yet, by its number among the ranks that will reduce
+    them.
+    """
     for unit in states.units:
         for position in sorted(unit.fired) if unit.partial is not None else ():
             segment = unit.layout.segments[position]
             if segment.numel and segment.name not in without and unit.partial is not None:
                 values = unit.partial[segment.offset : segment.stop]
-                yield Part(f"grad_partial@{unit.mesh.zero.index}", segment.name, shape_of(segment), 0, values, region_of(segment))
+                yield Part(
+                    f"grad_partial@{unit.mesh.zero.index}",
+                    segment.name,
+                    shape_of(segment),
+                    0,
+                    values,
+                    region_of(segment),
+                )
 
 
 def places(states: States) -> list[Place]:
-    """The parameters that other ranks than those of their unit's ``zero`` may hold too, as told by the first of these."""
+    """The parameters that other ranks than those of their unit's ``zero`` may hold too, as told by the first of
+    these.
+    """
     units = [u for u in states.units if u.mesh.zero.index == 0 and u.mesh.zero.size < u.mesh.job.size]
     return [(s.name, region_of(s)) for u in units for s in u.layout.segments]
 
 
 def written_elsewhere(states: States, first: dict[Place, int]) -> set[str]:
-    """Parameters that are other ranks' to write; ``first``: which rank of the job was the first to name each of its ``places``."""
+    """Parameters that are other ranks' to write; ``first``: which rank of the job was the first to name each of its
+    ``places``.
+    """
     ranks, units = states.mesh.job.ranks, [u for u in states.units if u.mesh.zero.size < u.mesh.job.size]
-    return {s.name for u in units for s in u.layout.segments if ranks[first[s.name, region_of(s)]] != u.mesh.zero.ranks[0]}
+    return {
+        s.name for u in units for s in u.layout.segments if ranks[first[s.name, region_of(s)]] != u.mesh.zero.ranks[0]
+    }
 
 
 def buffer_parts(buffers: dict[str, torch.Tensor], state: str) -> Iterator[Part]:
@@ -349,6 +374,11 @@ def nbytes_of(states: States) -> int:
         share = share_of(unit, kind)
         dtype = unit.master.dtype if unit.master is not None else unit.full.dtype
         dealt = share.replicas if unit.layout.granularity is Granularity.PARAMETER else 1
-        slots = sum(v.nbytes for view in states.views_of(unit) for v in states.state_of(view).values() if isinstance(v, torch.Tensor))
+        slots = sum(
+            v.nbytes
+            for view in states.views_of(unit)
+            for v in states.state_of(view).values()
+            if isinstance(v, torch.Tensor)
+        )
         total += (share.stop - share.start) * dtype.itemsize // dealt + slots // share.replicas
     return total

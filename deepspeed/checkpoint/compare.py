@@ -22,7 +22,8 @@ _WEIGHTS = ("master", "param")
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor. ``verdict``: "equal", "fits" (the same shape, values not compared), "different", "missing" (only in the first) or
+    """One tensor. ``verdict``: "equal", "fits" (the same shape, values not compared), "different", "missing" (only in
+    the first) or
     "extra" (only in the second)."""
 
     name: str
@@ -65,12 +66,17 @@ def compare(a: Stream, b: Stream) -> Row:
             worst, count = max(worst, float(gaps.max())), count + found
     if count:
         return Row(a.name, "different", f"{count} of {a.numel} elements, max abs diff {worst:.6g}, first at {at}")
-    return Row(a.name, "equal", f"after rounding {a.dtype} and {b.dtype} to the narrower".replace("torch.", "") if rounded else "")
+    return Row(
+        a.name,
+        "equal",
+        f"after rounding {a.dtype} and {b.dtype} to the narrower".replace("torch.", "") if rounded else "",
+    )
 
 
 @dataclass(frozen=True)
 class Match:
-    """Weights and persistent buffers of a model, each once, with what a checkpoint has for them; ``extra``: what else it has.
+    """Weights and persistent buffers of a model, each once, with what a checkpoint has for them; ``extra``: what else
+    it has.
 
     ``shared``: the further names of tied weights.
     """
@@ -82,7 +88,9 @@ class Match:
 
 
 def match(model: nn.Module, source: Source, *, buffers: str = "buffer") -> Match:
-    """Pair a model with a checkpoint as loading does. ``buffers``: the state to prefer for buffers (those of one rank)."""
+    """Pair a model with a checkpoint as loading does. ``buffers``: the state to prefer for buffers (those of one
+    rank).
+    """
     tensors, aliases = state_names(model, exclude_frozen=False)
     stored = shared_names(source)
     keys: dict[str, Key | None] = {}
@@ -93,13 +101,18 @@ def match(model: nn.Module, source: Source, *, buffers: str = "buffer") -> Match
             names += [stored[n] for n in names if n in stored]
             candidates = [(state, n) for n in names for state in _WEIGHTS]
         keys[name] = next((key for key in candidates if key in source.entries), None)
-    taken = {*keys.values(), *(("buffer", name) for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))}
+    taken = {
+        *keys.values(),
+        *(("buffer", name) for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)),
+    }
     rest = [key for key in source.entries if key[0] in (*_WEIGHTS, "buffer") and key not in taken]
     return Match(tensors, aliases, keys, [Row(name, "extra", "only in the checkpoint") for _, name in rest])
 
 
 def compared(found: Match, source: Source, name: str, values: torch.Tensor | None) -> Row:
-    """The row of one tensor of the model; without ``values`` only its shape is compared. Raises CheckpointError for damaged bytes."""
+    """The row of one tensor of the model; without ``values`` only its shape is compared. Raises CheckpointError for
+    damaged bytes.
+    """
     key = found.keys[name]
     if key is None:
         return Row(name, "missing", "only in the model")
@@ -115,11 +128,13 @@ def shape_row(name: str, here: tuple[int, ...], there: tuple[int, ...]) -> Row:
 
 
 def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[Row]:
-    """Weights and persistent buffers of a running engine against the checkpoint ``folder/tag`` (default: what ``latest`` names).
+    """Weights and persistent buffers of a running engine against the checkpoint ``folder/tag`` (default: what
+    ``latest`` names).
 
-    One row per tensor on every rank, "equal", "different", "missing" (only in the engine) or "extra" (only in the checkpoint). Values
-    are compared in the narrower dtype: those a bf16 engine computes with are bf16. Collective; whole weights are gathered a unit at a
-    time, and the ranks share the reading. Raises CheckpointError on every rank when there is no checkpoint or bytes of it are damaged.
+    One row per tensor on every rank, "equal", "different", "missing" (only in the engine) or "extra" (only in the
+    checkpoint). Values are compared in the narrower dtype: those a bf16 engine computes with are bf16. Collective;
+    whole weights are gathered a unit at a time, and the ranks share the reading. Raises CheckpointError on every rank
+    when there is no checkpoint or bytes of it are damaged.
     """
     engine.wait_for_checkpoint()
     mesh, model = engine.mesh, engine.module
@@ -146,6 +161,11 @@ def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[Row]:
 
 
 def _joined(said: list[Mapping[str, Row]], found: Match) -> list[Row]:
-    """What all ranks found, in the model's order, then what others have: the first row that is not "equal", else any."""
-    each = {name: [rows[name] for rows in said if name in rows] for name in (*found.tensors, *itertools.chain.from_iterable(said))}
+    """What all ranks found, in the model's order, then what others have: the first row that is not "equal", else
+    any.
+    """
+    each = {
+        name: [rows[name] for rows in said if name in rows]
+        for name in (*found.tensors, *itertools.chain.from_iterable(said))
+    }
     return [next((row for row in rows if row.verdict != "equal"), rows[0]) for rows in each.values()]

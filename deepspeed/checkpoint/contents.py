@@ -44,7 +44,8 @@ from deepspeed.zero.weights import persistent_buffers
 class Extras:
     """What the engine adds to its tensors. ``engine`` is JSON; the others are plain state.
 
-    ``ways``: how many ranks the model is cut over, by the names that docs/checkpoint-format.md has for the fact ``world``.
+    ``ways``: how many ranks the model is cut over, by the names that docs/checkpoint-format.md has for the fact
+    ``world``.
     """
 
     tag: str
@@ -72,18 +73,24 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
         gathered = extras()
         content.facts = _rank_facts(states, gathered, plain)
         content.common = _common_facts(states, gathered, plain) if rank == 0 else {}
-        extra = extra_states(states.module) if rank and states.mesh.zero.index == 0 else {}  # one of ranks with the same modules
+        extra = (
+            extra_states(states.module) if rank and states.mesh.zero.index == 0 else {}
+        )  # one of ranks with the same modules
         encode(extra, name="extra_state")  # what cannot be stored is an error now
         client = _Client.of(gathered)
         digests = {name: crc32c(b.detach().cpu().contiguous()) if b.numel() else 0 for name, b in buffers.items()}
         shared.mine = (client.digest(), digests, places(states), list(extra_modules(states.module)))
     clients, everyone, placed, extra_paths = zip(*shared.all, strict=True)
     if rank == 0 or clients[rank] != clients[0]:
-        content.facts["client_state"] = client.stored(plain, "client_state" if rank == 0 else f"ranks/{rank}/client_state")
+        content.facts["client_state"] = client.stored(
+            plain, "client_state" if rank == 0 else f"ranks/{rank}/client_state"
+        )
         content.pickled = client.odd
     if rank and states.mesh.zero.index == 0:
         first = first_to_name(extra_paths)
-        content.common = _other_facts(states, {path: state for path, state in extra.items() if first[path] == rank}, plain)
+        content.common = _other_facts(
+            states, {path: state for path, state in extra.items() if first[path] == rank}, plain
+        )
     reader = Reader(states.optimizer, states.tiles)
     elsewhere = written_elsewhere(states, first_to_name(placed))
     without = elsewhere | frozen_names(states) if exclude_frozen else elsewhere
@@ -98,7 +105,9 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
         _plain_parts(plain),
     )
     # gradients first: the next backward writes over them, the next update over the rest
-    content.away = itertools.chain(gradient_parts(open_away, reader, without=elsewhere), weight_parts(away, reader, without=without))
+    content.away = itertools.chain(
+        gradient_parts(open_away, reader, without=elsewhere), weight_parts(away, reader, without=without)
+    )
     held = [(u, weights_of(u)[0]) for u in away.units] + [(u, StateKind.GRAD) for u in open_away.units]
     views = [view for unit in away.units for view in states.views_of(unit)]
     content.hold, content.release = functools.partial(reader.hold, held, views), reader.release
@@ -115,7 +124,10 @@ def _split_units(states: States, rule: Callable[[Unit], bool]) -> tuple[States, 
 def _rank_facts(states: States, extras: Extras, plain: Collected) -> dict[str, Any]:
     """What may differ from rank to rank, as JSON, without the client state."""
     rank = states.mesh.job.index
-    facts: dict[str, Any] = {"rng": plain.add(capture_rng(), f"ranks/{rank}/rng"), "data": plain.add(extras.data, f"ranks/{rank}/data")}
+    facts: dict[str, Any] = {
+        "rng": plain.add(capture_rng(), f"ranks/{rank}/rng"),
+        "data": plain.add(extras.data, f"ranks/{rank}/data"),
+    }
     facts["scalars"] = scalar_state(states)
     odd = odd_state(states) if states.optimizer is not None else {}
     if odd:
@@ -141,7 +153,9 @@ class _Client:
         """Equal for equal client states; never equal where there is something to pickle."""
         if self.odd:
             return object.__repr__(self)
-        return crc32c(as_json(self.encoded.json).encode()), [crc32c(t.contiguous()) for t in self.encoded.tensors.values()]
+        return crc32c(as_json(self.encoded.json).encode()), [
+            crc32c(t.contiguous()) for t in self.encoded.tensors.values()
+        ]
 
     def stored(self, plain: Collected, name: str) -> Any:
         """Its JSON; tensors go to ``plain`` under ``name``."""
@@ -160,7 +174,12 @@ def _common_facts(states: States, extras: Extras, plain: Collected) -> dict[str,
             "deepspeed": __version__,
             "torch": torch.__version__,
         },
-        "world": {"size": states.mesh.job.size, "compute_dtype": extras.compute_dtype, **_data_ways(states), **extras.ways},
+        "world": {
+            "size": states.mesh.job.size,
+            "compute_dtype": extras.compute_dtype,
+            **_data_ways(states),
+            **extras.ways,
+        },
         "engine": extras.engine,
         "shared": names.aliases,
         "optimizer": _optimizer_facts(states, plain),

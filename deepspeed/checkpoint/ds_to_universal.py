@@ -1,4 +1,5 @@
-"""``ds_to_universal``: kept for scripts that call it. A checkpoint of this package loads at any world size without a conversion.
+"""``ds_to_universal``: kept for scripts that call it. A checkpoint of this package loads at any world size without a
+conversion.
 
 A folder in DeepSpeed's layout does too; converting it once saves reading its many files again.
 """
@@ -23,7 +24,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num_extract_workers", type=int, default=4, help="no effect")
     parser.add_argument("--num_merge_workers", type=int, default=2, help="no effect")
     parser.add_argument("--keep_temp_folder", action="store_true", help="no effect")
-    parser.add_argument("--no_strict", action="store_true", help="no effect: what is missing is said when the checkpoint is loaded")
+    parser.add_argument(
+        "--no_strict", action="store_true", help="no effect: what is missing is said when the checkpoint is loaded"
+    )
     parser.add_argument("--inject_missing_state", action="store_true", help="no effect")
     return parser.parse_args(argv)
 

@@ -1,6 +1,8 @@
-"""Chunk files: the bytes of a checkpoint's boxes, streamed to and from the drive around the page cache, with checksums on the way.
+"""Chunk files: the bytes of a checkpoint's boxes, streamed to and from the drive around the page cache, with checksums
+on the way.
 
-docs/checkpoint-format.md describes the files. Here is only what moves bytes; which tensor a box belongs to is the manifest's matter.
+docs/checkpoint-format.md describes the files. Here is only what moves bytes; which tensor a box belongs to is the
+manifest's matter.
 """
 
 import contextlib
@@ -73,7 +75,10 @@ def unwritable(path: Path, error: OSError) -> CheckpointError:
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
     if values.layout is not torch.strided or not values.is_contiguous() or values.is_conj() or values.is_neg():
-        raise ValueError(f"chunk files take contiguous tensors, not {tuple(values.shape)} {values.dtype} of strides {values.stride()}")
+        raise ValueError(
+            f"chunk files take contiguous tensors, not {tuple(values.shape)} {values.dtype} of strides "
+            f"{values.stride()}"
+        )
     return values.detach().reshape(-1).view(torch.uint8)
 
 
@@ -81,11 +86,11 @@ class ChunkWriter:
     """A new file of boxes, written from front to back through a few staging buffers.
 
     ``path`` must not exist. ``rate_bytes``: at most so many bytes a second (0: no limit); may be changed while writing.
-    ``expect_bytes``: room for so many bytes is reserved at once, which tells of a full disk early; the file may become longer
-    or shorter. One thread at a time may use it.
+    ``expect_bytes``: room for so many bytes is reserved at once, which tells of a full disk early; the file may become
+    longer or shorter. One thread at a time may use it.
 
-    Every method raises CheckpointError with the path and what to do when the file cannot be written; ``abort`` is all that is
-    left then. As a context manager it closes, or aborts on an exception.
+    Every method raises CheckpointError with the path and what to do when the file cannot be written; ``abort`` is all
+    that is left then. As a context manager it closes, or aborts on an exception.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rate_bytes: int = 0, expect_bytes: int = 0) -> None:
@@ -122,7 +127,9 @@ class ChunkWriter:
     def begin(self) -> None:
         """Begin a box, whose values come by :meth:`add`."""
         if self._inside or self._closed:
-            raise ValueError(f"{self.path}: {'the file is closed' if self._closed else 'a box is still open; end it first'}")
+            raise ValueError(
+                f"{self.path}: {'the file is closed' if self._closed else 'a box is still open; end it first'}"
+            )
         self._pad(ALIGN_BYTES)
         self._boxes.append(_Open(self.nbytes))
         self._inside = True
@@ -139,9 +146,13 @@ class ChunkWriter:
         return len(self._boxes) - 1
 
     def close(self) -> list[Placement]:
-        """Pad the file to whole pages and bring it to the disk; the placement of every box in order. On failure the file is removed."""
+        """Pad the file to whole pages and bring it to the disk; the placement of every box in order. On failure the
+        file is removed.
+        """
         if self._inside or self._closed:
-            raise ValueError(f"{self.path}: {'the file is closed' if self._closed else 'a box is still open; end it first'}")
+            raise ValueError(
+                f"{self.path}: {'the file is closed' if self._closed else 'a box is still open; end it first'}"
+            )
         try:
             self._pad(ALIGN)
             self._send()
@@ -235,7 +246,9 @@ class ChunkWriter:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self.abort()
         elif not self._closed:
@@ -301,7 +314,8 @@ class _Span:
 
 
 class ChunkReader:
-    """Reads parts of boxes from the chunk files of a folder, whole pieces at a time, and lets no byte out before it is checked.
+    """Reads parts of boxes from the chunk files of a folder, whole pieces at a time, and lets no byte out before it is
+    checked.
 
     ``window_bytes``: memory for reading ahead; two pieces (8 MiB) are needed at least. One thread at a time may use it.
     """
@@ -319,10 +333,12 @@ class ChunkReader:
         self.read_many([(box, lo, out, what)])
 
     def read_many(self, wanted: Iterable[tuple[Box, int, torch.Tensor, str]]) -> None:
-        """Fill many tensors, in the order of the files. Each is (box, first byte, uint8 tensor to fill, name for errors).
+        """Fill many tensors, in the order of the files. Each is (box, first byte, uint8 tensor to fill, name for
+        errors).
 
-        Raises CheckpointError that names file, offset and ``what`` when a file is missing, cut, unreadable or damaged; tensors may be
-        filled in part then, but only with bytes that were checked. Raises ValueError for a tensor that cannot be filled.
+        Raises CheckpointError that names file, offset and ``what`` when a file is missing, cut, unreadable or damaged;
+        tensors may be filled in part then, but only with bytes that were checked. Raises ValueError for a tensor that
+        cannot be filled.
         """
         waiting: deque[tuple[_Span, torch.Tensor, Transfer | None]] = deque()
         try:
@@ -348,7 +364,9 @@ class ChunkReader:
         self._staging.clear()
 
     def _spans(self, wanted: Iterable[Wanted]) -> list[_Span]:
-        pieces = sorted((piece for each in wanted for piece in self._pieces(each)), key=lambda p: (p.wanted.box.file, p.start))
+        pieces = sorted(
+            (piece for each in wanted for piece in self._pieces(each)), key=lambda p: (p.wanted.box.file, p.start)
+        )
         spans: list[_Span] = []
         for piece in pieces:
             start, end = piece.start // ALIGN * ALIGN, -(-piece.end // ALIGN) * ALIGN
@@ -371,9 +389,13 @@ class ChunkReader:
         if out.dtype is not torch.uint8 or not out.is_contiguous():
             raise ValueError(f"{what}: bytes go to contiguous uint8 tensors, not {tuple(out.shape)} {out.dtype}")
         if os.path.basename(box.file) != box.file or box.offset < 0 or len(box.crcs) != -(-box.extent // PIECE_BYTES):
-            raise CheckpointError(f"{what}: the manifest in {self.folder} gives it an impossible place ({box.file!r} at {box.offset})")
+            raise CheckpointError(
+                f"{what}: the manifest in {self.folder} gives it an impossible place ({box.file!r} at {box.offset})"
+            )
         if not 0 <= lo <= hi <= box.extent:
-            raise CheckpointError(f"{what}: bytes {lo} to {hi} are not in its box of {box.extent} bytes in {self.folder / box.file}")
+            raise CheckpointError(
+                f"{what}: bytes {lo} to {hi} are not in its box of {box.extent} bytes in {self.folder / box.file}"
+            )
         if lo == hi:
             return
         for index in range(lo // PIECE_BYTES, -(-hi // PIECE_BYTES)):
@@ -388,7 +410,8 @@ class ChunkReader:
         if source.size < needed:
             blamed = next(piece for piece in span.pieces if piece.end > source.size)
             raise CheckpointError(
-                f"{source.path} is cut: it has {source.size} bytes, {blamed.wanted.what} lies up to byte {blamed.end}; fetch it again from "
+                f"{source.path} is cut: it has {source.size} bytes, {blamed.wanted.what} lies up to byte "
+                f"{blamed.end}; fetch it again from "
                 "where the checkpoint was saved, or use another checkpoint"
             )
         nbytes = min(span.end, source.size) - span.start
@@ -423,8 +446,10 @@ class ChunkReader:
         found = crc32c(values)
         if found != piece.crc:
             raise CheckpointError(
-                f"{path} is damaged between bytes {piece.start} and {piece.end}, where {piece.wanted.what} lies: its checksum is "
-                f"{found:08x}, not {piece.crc:08x}; fetch it again from where the checkpoint was saved, or use another checkpoint"
+                f"{path} is damaged between bytes {piece.start} and {piece.end}, where {piece.wanted.what} "
+                "lies: its checksum is "
+                f"{found:08x}, not {piece.crc:08x}; fetch it again from where the checkpoint was saved, or use "
+                "another checkpoint"
             )
 
     def _source(self, name: str, what: str) -> "_Source":
@@ -447,7 +472,9 @@ class ChunkReader:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -464,7 +491,9 @@ class _Source:
         self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def cached(self, offset: int, buffer: torch.Tensor) -> int:
-        """Fill ``buffer`` with the bytes from ``offset`` on if the page cache has them, without any IO; how many, in whole pages."""
+        """Fill ``buffer`` with the bytes from ``offset`` on if the page cache has them, without any IO; how many, in
+        whole pages.
+        """
         nbytes = buffer.numel()
         if not _resident(self._plain, offset, nbytes):
             return 0
@@ -489,7 +518,8 @@ def _mincore() -> Any:
 def _resident(fd: int, offset: int, nbytes: int) -> bool:
     """Whether the page cache has these bytes of a file.
 
-    Not asked by a read that must not wait (RWF_NOWAIT): where pages are missing that starts reading them, beside the direct transfer.
+    Not asked by a read that must not wait (RWF_NOWAIT): where pages are missing that starts reading them, beside the
+    direct transfer.
     """
     begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     size = offset + nbytes - begin

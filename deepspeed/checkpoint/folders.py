@@ -1,8 +1,8 @@
 """Where checkpoints lie: tags, the one that ``latest`` names, and how a new one takes its place in one step.
 
-A save fills ``.TAG.saving-HOST-PID-BORN-NONCE`` beside the final folder and renames it when every byte is on the disk, so a folder with
-a manifest is complete. What a dead process has left behind is ignored by readers and removed by the next save. Small files are replaced
-through files named in the same way.
+A save fills ``.TAG.saving-HOST-PID-BORN-NONCE`` beside the final folder and renames it when every byte is on the disk,
+so a folder with a manifest is complete. What a dead process has left behind is ignored by readers and removed by the
+next save. Small files are replaced through files named in the same way.
 """
 
 import contextlib
@@ -33,7 +33,9 @@ def check_tag(tag: str) -> str:
     """``tag`` itself. Raises CheckpointError unless it can be the name of a visible folder."""
     foreign = {"/", os.sep, "\0"} & set(tag) or tag.startswith(".")
     if not tag or foreign or tag != tag.strip() or tag in (LATEST, LATEST_UNIVERSAL):
-        raise CheckpointError(f"checkpoint tag {tag!r} cannot be a folder name: no slash, no leading dot, no blanks around, not 'latest'")
+        raise CheckpointError(
+            f"checkpoint tag {tag!r} cannot be a folder name: no slash, no leading dot, no blanks around, not 'latest'"
+        )
     return tag
 
 
@@ -43,8 +45,12 @@ def is_complete(folder: Path) -> bool:
 
 
 def is_any(folder: Path) -> bool:
-    """Whether ``folder`` looks like a complete checkpoint, of this package or in DeepSpeed's own layout (universal ones too)."""
-    return is_complete(folder) or folder.is_dir() and any(folder.glob("*_model_states.pt")) or (folder / "zero").is_dir()
+    """Whether ``folder`` looks like a complete checkpoint, of this package or in DeepSpeed's own layout (universal ones
+    too).
+    """
+    return (
+        is_complete(folder) or folder.is_dir() and any(folder.glob("*_model_states.pt")) or (folder / "zero").is_dir()
+    )
 
 
 def begin(save_dir: Path, tag: str) -> Path:
@@ -86,7 +92,9 @@ def _exchange(folder: Path, final: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder or file as far as that is possible; a folder's manifest first, so that half a folder never looks complete."""
+    """Remove a folder or file as far as that is possible; a folder's manifest first, so that half a folder never looks
+    complete.
+    """
     with contextlib.suppress(OSError):
         if not path.is_dir() or path.is_symlink():
             path.unlink()
@@ -103,7 +111,12 @@ def _swap(a: Path, b: Path) -> bool:
     if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):  # the last: sandboxes that do not know the call
+    if code in (
+        errno.EINVAL,
+        errno.ENOSYS,
+        errno.ENOTSUP,
+        errno.EPERM,
+    ):  # the last: sandboxes that do not know the call
         return False
     raise OSError(code, os.strerror(code), str(b))
 
@@ -151,7 +164,8 @@ def _hidden_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def temporary_for(path: Path) -> Iterator[Path]:
-    """A hidden name beside ``path``, never the same twice, for what gets its name when it is complete; what has it at the end is removed.
+    """A hidden name beside ``path``, never the same twice, for what gets its name when it is complete; what has it at
+    the end is removed.
 
     So is, before, what dead processes of this host have left of ``path``.
     """
@@ -178,7 +192,9 @@ def _lives(pid: int, born: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State of a process, and when it began, in clock ticks since this machine started; ("", 0) where that cannot be known."""
+    """State of a process, and when it began, in clock ticks since this machine started; ("", 0) where that cannot be
+    known.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         return fields[0], int(fields[19])
@@ -236,9 +252,11 @@ def complete_tags(save_dir: Path) -> list[Path]:
 
 
 def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
-    """The folder to load: ``tag``, else what ``latest`` names, else (``latest`` was never written) the newest complete one.
+    """The folder to load: ``tag``, else what ``latest`` names, else (``latest`` was never written) the newest complete
+    one.
 
-    None when there is no tag, no ``latest`` and no checkpoint. Raises CheckpointError when what is named is not there or unfinished.
+    None when there is no tag, no ``latest`` and no checkpoint. Raises CheckpointError when what is named is not there
+    or unfinished.
     """
     repair(load_dir)
     waiting = unfinished(load_dir)
@@ -264,13 +282,19 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
 def _say_skipped(load_dir: Path, folder: Path, *, explicit: bool) -> None:
     if explicit or not is_complete(folder):
         return
-    newer = [p.name for p in complete_tags(load_dir) if (p / MANIFEST).stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns]
+    newer = [
+        p.name
+        for p in complete_tags(load_dir)
+        if (p / MANIFEST).stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns
+    ]
     if newer:
         logger.warning("'latest' names %s; complete and newer, but not named: %s", folder.name, ", ".join(newer))
 
 
 def prune(save_dir: Path, keep: int, *, protect: Iterable[str] = ()) -> list[str]:
-    """Remove all but the newest ``keep`` complete checkpoints, never one in ``protect`` or in ``latest``; the tags removed."""
+    """Remove all but the newest ``keep`` complete checkpoints, never one in ``protect`` or in ``latest``; the tags
+    removed.
+    """
     safe = {*protect, read_latest(save_dir)}
     removed = []
     for path in complete_tags(save_dir)[keep:]:

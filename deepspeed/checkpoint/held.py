@@ -1,7 +1,8 @@
-"""Resting states read for a save, wherever they rest; those on a drive also later, by another thread, as they were at one moment.
+"""Resting states read for a save, wherever they rest; those on a drive also later, by another thread, as they were at
+one moment.
 
-Nothing of a drive is copied to be saved: whoever wants to write over it waits until it has been read (``Stored.hold``). As a save
-reads in the order of the next update, and has the next forward and backward for that, nobody waits as a rule.
+Nothing of a drive is copied to be saved: whoever wants to write over it waits until it has been read (``Stored.hold``).
+As a save reads in the order of the next update, and has the next forward and backward for that, nobody waits as a rule.
 """
 
 import contextlib
@@ -40,7 +41,9 @@ class _Layout:
 
 
 class Reader:
-    """Reads the states of one engine for one save. What rests in memory is given as it is: copy it before training goes on."""
+    """Reads the states of one engine for one save. What rests in memory is given as it is: copy it before training goes
+    on.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, tiles: OptimTiles | None) -> None:
         self._optimizer = optimizer
@@ -50,7 +53,9 @@ class Reader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._over = False
 
-    def hold(self, states: Iterable[tuple[Unit, StateKind]], views: Iterable[OptimView], hurry: Callable[[], None]) -> None:
+    def hold(
+        self, states: Iterable[tuple[Unit, StateKind]], views: Iterable[OptimView], hurry: Callable[[], None]
+    ) -> None:
         """From here on reads of these, which rest on a drive, give the values of now. Raises TransferError.
 
         ``hurry`` is called when somebody waits for them to be read.

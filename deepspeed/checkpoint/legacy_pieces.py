@@ -14,7 +14,9 @@ from deepspeed.errors import CheckpointError
 
 
 class Segment(NamedTuple):
-    """Elements [lo, hi) of the global tensor are elements ``at`` and following of ``stored``, both in row-major order."""
+    """Elements [lo, hi) of the global tensor are elements ``at`` and following of ``stored``, both in row-major
+    order.
+    """
 
     lo: int
     hi: int
@@ -48,13 +50,19 @@ class Pieces:
         return prod(self.shape)
 
     def check(self, what: str, where: Path) -> "Pieces":
-        """Itself. Raises CheckpointError when elements are missing, or stored twice, or a stored tensor is too short."""
+        """Itself. Raises CheckpointError when elements are missing, or stored twice, or a stored tensor is too
+        short.
+        """
         if faults(self.numel, [(s.lo, s.hi) for s in self.segments]):
             have = sum(s.hi - s.lo for s in self.segments)
-            raise CheckpointError(f"{where} has {have} of the {self.numel} elements of {what}; its files do not fit together")
+            raise CheckpointError(
+                f"{where} has {have} of the {self.numel} elements of {what}; its files do not fit together"
+            )
         for lo, hi, stored, at in self.segments:
             if at < 0 or at + hi - lo > stored.numel:
-                raise CheckpointError(f"{stored.file.path} has {stored.numel} elements where {what} needs {at + hi - lo}")
+                raise CheckpointError(
+                    f"{stored.file.path} has {stored.numel} elements where {what} needs {at + hi - lo}"
+                )
         return self
 
     def read(self, out: torch.Tensor, start: int) -> None:

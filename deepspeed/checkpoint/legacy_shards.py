@@ -1,7 +1,8 @@
 """How the reference cuts parameters over ranks, and optimizer state by parameter name again.
 
-Levels 1 and 2 flatten a whole group, pad it at the end and cut it into columns, one per rank. Level 3 cuts every parameter into rows of
-equal length, one per rank, and joins a rank's rows into sub-groups. Either way a parameter is spans of what some (rank, part) holds.
+Levels 1 and 2 flatten a whole group, pad it at the end and cut it into columns, one per rank. Level 3 cuts every
+parameter into rows of equal length, one per rank, and joins a rank's rows into sub-groups. Either way a parameter is
+spans of what some (rank, part) holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,9 @@ class Span(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """One flat fp32 tensor of a rank and the optimizer's state of it. ``padding``: by how much the latter may be longer."""
+    """One flat fp32 tensor of a rank and the optimizer's state of it. ``padding``: by how much the latter may be
+    longer.
+    """
 
     master: Stored
     slots: Mapping[str, Any]
@@ -40,7 +43,9 @@ class Shard(NamedTuple):
 
 @dataclass
 class Cut:
-    """``spans`` by parameter name, ``shards`` by rank and part; ``groups``: names and options of the optimizer's groups."""
+    """``spans`` by parameter name, ``shards`` by rank and part; ``groups``: names and options of the optimizer's
+    groups.
+    """
 
     spans: dict[str, list[Span]]
     shards: list[list[Shard]]
@@ -48,13 +53,19 @@ class Cut:
 
 
 def columns(states: Sequence[Mapping[str, Any]], shapes: Shapes, where: Sequence[Path]) -> Cut:
-    """Levels 1 and 2. ``param_shapes`` gives the order; ``param_slice_mappings`` has a wrong one with round_robin_gradients."""
+    """Levels 1 and 2. ``param_shapes`` gives the order; ``param_slice_mappings`` has a wrong one with
+    round_robin_gradients.
+    """
     base = states[0]["base_optimizer_state"]
     listed = base["param_groups"] if isinstance(base, dict) else [{} for _ in shapes]
     groups = [{"names": list(group), "options": group_options(own)} for group, own in zip(shapes, listed, strict=True)]
     found = Cut({}, [], groups)
     for state in states:
-        flats, pads, base = state["single_partition_of_fp32_groups"], state["group_paddings"], state["base_optimizer_state"]
+        flats, pads, base = (
+            state["single_partition_of_fp32_groups"],
+            state["group_paddings"],
+            state["base_optimizer_state"],
+        )
         # A list when it was saved for another number of ranks ("elastic"): the padding is gone, the groups too.
         slots = base if isinstance(base, list) else [base["state"].get(g, {}) for g in range(len(flats))]
         found.shards.append([Shard(f, s, int(p)) for f, s, p in zip(flats, slots, pads, strict=True)])
@@ -70,7 +81,9 @@ def columns(states: Sequence[Mapping[str, Any]], shapes: Shapes, where: Sequence
             end, offset = offset + numel, offset + numel + int(gap)
         have = sum(f.numel for f in flats)
         if not end <= have < offset + 2 * len(flats):
-            raise CheckpointError(f"{where[0].parent}: group {g} has {have} elements in its optimizer state files, its parameters {end}")
+            raise CheckpointError(
+                f"{where[0].parent}: group {g} has {have} elements in its optimizer state files, its parameters {end}"
+            )
     return found
 
 
@@ -90,16 +103,22 @@ def rows(states: Sequence[Mapping[str, Any]], shapes: Shapes, where: Sequence[Pa
         while index < len(sizes) and at == sizes[index]:
             index, at = index + 1, 0
         if index == len(sizes) or at + width > sizes[index]:
-            raise CheckpointError(f"{where[0]} has no room for {name} of shape {tuple(shape)} in its flat groups of {sizes} elements")
+            raise CheckpointError(
+                f"{where[0]} has no room for {name} of shape {tuple(shape)} in its flat groups of {sizes} elements"
+            )
         edges = [(r, r * width, min(numel, (r + 1) * width)) for r in range(world)]
         found.spans[name] = [Span(lo, hi, r, index, at) for r, lo, hi in edges if lo < hi]
         names[index].append(name)
         at += width
     if sizes and (index, at) != (len(sizes) - 1, sizes[-1]):
-        raise CheckpointError(f"{where[0]} has flat groups of {sizes} elements, more than the parameters of the model state file need")
+        raise CheckpointError(
+            f"{where[0]} has flat groups of {sizes} elements, more than the parameters of the model state file need"
+        )
     for path, shards in zip(where, found.shards, strict=True):
         if [s.master.numel for s in shards] != sizes:
-            raise CheckpointError(f"{path} has flat groups of {[s.master.numel for s in shards]} elements, {where[0].name} of {sizes}")
+            raise CheckpointError(
+                f"{path} has flat groups of {[s.master.numel for s in shards]} elements, {where[0].name} of {sizes}"
+            )
     for group in base["param_groups"]:  # "params" are the sub-groups, which are what ``shapes`` lists here
         found.groups.append({"names": [n for i in group["params"] for n in names[i]], "options": group_options(group)})
     return found
@@ -117,13 +136,17 @@ def scaler_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def sharded(pieces: dict[Key, Pieces], cut: Cut, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:
-    """Add masters and elementwise slots to ``pieces``; returns the facts of the optimizer. Raises CheckpointError naming the tensor."""
+    """Add masters and elementwise slots to ``pieces``; returns the facts of the optimizer. Raises CheckpointError
+    naming the tensor.
+    """
     scalars: dict[str, dict[str, Any]] = {}
     folder = where[0].parent
     for name, shape in ((n, tuple(s)) for group in shapes for n, s in group.items()):
         spans = cut.spans[name]
         held = [cut.shards[s.rank][s.part] for s in spans]
-        master = Pieces(torch.float32, shape, tuple(Segment(s.lo, s.hi, h.master, s.at) for s, h in zip(spans, held, strict=True)))
+        master = Pieces(
+            torch.float32, shape, tuple(Segment(s.lo, s.hi, h.master, s.at) for s, h in zip(spans, held, strict=True))
+        )
         pieces["master", name] = master.check(f"master of {name}", folder)
         for slot in dict.fromkeys(slot for shard in held for slot in shard.slots):
             values = [shard.slots.get(slot) for shard in held]
@@ -151,4 +174,6 @@ def _elementwise(value: Any, shard: Shard, what: str, where: Path) -> Stored:
     if value is None:
         raise CheckpointError(f"{where} has no {what}, which other ranks have")
     found = value.shape if isinstance(value, Stored) else type(value).__name__
-    raise CheckpointError(f"{where} has {what} of shape {found} for {length} elements; state of such a shape is not read")
+    raise CheckpointError(
+        f"{where} has {what} of shape {found} for {length} elements; state of such a shape is not read"
+    )

@@ -1,7 +1,8 @@
 """Unsharded optimizer state of the reference: it numbers parameters, and their names must be found.
 
-Names follow from the groups that the caller gives, from names that torch stored, from values (fp32 masters rounded are the weights of the
-module), or from shapes where these leave no choice. State that none of these names is kept under a name that says so.
+Names follow from the groups that the caller gives, from names that torch stored, from values (fp32 masters rounded are
+the weights of the module), or from shapes where these leave no choice. State that none of these names is kept under a
+name that says so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,9 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "
 
 @dataclass
 class _Member:
-    """A parameter of a group. ``at``: where it begins in flat tensors of the group. ``shape`` is None when nothing tells it."""
+    """A parameter of a group. ``at``: where it begins in flat tensors of the group. ``shape`` is None when nothing
+    tells it.
+    """
 
     group: int
     position: int
@@ -62,7 +65,8 @@ def unsharded(
         _add(pieces, member, module, facts["optimizer"]["scalars"], where)
     listed = [[m.label for m in members if m.group == g] for g in range(len(inner["param_groups"]))]
     facts["optimizer"]["groups"] = [
-        {"names": names, "options": group_options(group)} for names, group in zip(listed, inner["param_groups"], strict=True)
+        {"names": names, "options": group_options(group)}
+        for names, group in zip(listed, inner["param_groups"], strict=True)
     ]
     if "cur_scale" in state:
         dynamic = {"dynamic": bool(state.get("dynamic_loss_scale"))}
@@ -73,13 +77,20 @@ def unsharded(
 def _weights(model: Mapping[str, Any]) -> _Module:
     buffers, seen, found = set(model.get("buffer_names") or ()), set(), {}
     for name, stored in model["module"].items():
-        if isinstance(stored, Stored) and name not in buffers and stored.dtype.is_floating_point and stored.place not in seen:
+        if (
+            isinstance(stored, Stored)
+            and name not in buffers
+            and stored.dtype.is_floating_point
+            and stored.place not in seen
+        ):
             seen.add(stored.place)
             found[name] = stored
     return _Module(found, list(found))
 
 
-def _members(state: Mapping[str, Any], inner: Mapping[str, Any], module: _Module, groups: Sequence[Sequence[str]] | None) -> list[_Member]:
+def _members(
+    state: Mapping[str, Any], inner: Mapping[str, Any], module: _Module, groups: Sequence[Sequence[str]] | None
+) -> list[_Member]:
     """All parameters of the optimizer, named where that is possible."""
     if "fp32_groups_flat" in state:
         return _flat_members(state["fp32_groups_flat"], inner, module, groups)
@@ -102,12 +113,15 @@ def _members(state: Mapping[str, Any], inner: Mapping[str, Any], module: _Module
 def _name_by_groups(members: list[_Member], groups: Sequence[Sequence[str]], module: _Module) -> None:
     counts = [len([m for m in members if m.group == g]) for g in range(max((m.group for m in members), default=-1) + 1)]
     if counts != [len(group) for group in groups]:
-        raise CheckpointError(f"the checkpoint has optimizer groups of {counts} parameters, this optimizer of {[len(g) for g in groups]}")
+        raise CheckpointError(
+            f"the checkpoint has optimizer groups of {counts} parameters, this optimizer of {[len(g) for g in groups]}"
+        )
     for member, name in zip(members, (n for group in groups for n in group), strict=True):
         weight = module.weights.get(name)
         if weight is not None and member.shape is not None and prod(member.shape) != weight.numel:
             raise CheckpointError(
-                f"{name} is {weight.shape}, and parameter {member.position} of optimizer group {member.group} is {member.shape}"
+                f"{name} is {weight.shape}, and parameter {member.position} of optimizer group {member.group} "
+                f"is {member.shape}"
             )
         member.name = name
 
@@ -134,7 +148,9 @@ def _take(module: _Module, master: Stored, at: int, shape: tuple[int, ...] | Non
 
 
 def _name_by_shapes(members: list[_Member], module: _Module) -> None:
-    """Every parameter of the module in one group: by order. Else by order among those of one shape, where one group has all of them."""
+    """Every parameter of the module in one group: by order. Else by order among those of one shape, where one group has
+    all of them.
+    """
     names = list(module.weights)
     shapes = [module.weights[n].shape for n in names]
     if len(members) == len(names) and {m.group for m in members} == {0}:
@@ -173,19 +189,29 @@ def _flat_members(
     return members
 
 
-def _add(pieces: dict[Key, Pieces], member: _Member, module: _Module, scalars: dict[str, dict[str, Any]], where: Path) -> None:
+def _add(
+    pieces: dict[Key, Pieces], member: _Member, module: _Module, scalars: dict[str, dict[str, Any]], where: Path
+) -> None:
     name = member.label
-    numbers = {slot: materialize(value) for slot, value in member.slots.items() if is_number(value) and value is not None}
+    numbers = {
+        slot: materialize(value) for slot, value in member.slots.items() if is_number(value) and value is not None
+    }
     if numbers:
         scalars[name] = numbers
     weight = module.weights.get(name)
     master = member.master
     if master is None and weight is not None and weight.dtype == torch.float32:
         master = weight
-    stored = {"master": master} | {f"optim.{slot}": value for slot, value in member.slots.items() if not is_number(value)}
+    stored = {"master": master} | {
+        f"optim.{slot}": value for slot, value in member.slots.items() if not is_number(value)
+    }
     for state, value in stored.items():
         if isinstance(value, Stored):
             # State of another shape than the parameter's (factored moments) keeps its own.
-            shape = member.shape if member.shape is not None and (member.flat or value.numel == prod(member.shape)) else value.shape
+            shape = (
+                member.shape
+                if member.shape is not None and (member.flat or value.numel == prod(member.shape))
+                else value.shape
+            )
             found = Pieces(value.dtype, shape, (Segment(0, prod(shape), value, member.at),))
             pieces[state, name] = found.check(f"{state} of {name}", where)

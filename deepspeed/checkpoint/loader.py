@@ -113,7 +113,10 @@ def load_into(
             restore.check_optimizer(states, source)
         check()
     begin()
-    with together(mesh, f"loading {source.path}"), progress(f"loading {source.path.name}", _nbytes(states), show=mesh.first) as told:
+    with (
+        together(mesh, f"loading {source.path}"),
+        progress(f"loading {source.path.name}", _nbytes(states), show=mesh.first) as told,
+    ):
         _fill(states, source, found, rules, told)
     runtime.publish(runtime.units)
     return Loaded(states, source, found)
@@ -147,7 +150,8 @@ def _fill_odd(states: States, source: Source) -> None:
     for key, values in odd.get("views", {}).items():
         if key not in wanted:
             raise CheckpointError(
-                f"optimizer state {', '.join(values)} is neither a tensor nor a number and belongs to the layout it was saved under; load "
+                f"optimizer state {', '.join(values)} is neither a tensor nor a number and belongs to the "
+                "layout it was saved under; load "
                 "with the same configuration and number of ranks, or with load_optimizer_states=False"
             )
         states.optimizer.state[wanted[key].param].update(values)

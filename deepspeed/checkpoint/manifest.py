@@ -1,7 +1,8 @@
-"""``manifest.json``: what a checkpoint holds and where its bytes lie. Pure; docs/checkpoint-format.md is the specification.
+"""``manifest.json``: what a checkpoint holds and where its bytes lie. Pure; docs/checkpoint-format.md is the
+specification.
 
-The first line has the format's name, its version and the crc32c of every byte after that line, so that no byte of the file can
-change unnoticed. Tensors are identified by (state, name).
+The first line has the format's name, its version and the crc32c of every byte after that line, so that no byte of the
+file can change unnoticed. Tensors are identified by (state, name).
 """
 
 import json
@@ -29,7 +30,8 @@ Key = tuple[str, str]
 class Box:
     """Elements [lo, hi) of ``region`` (None: the whole tensor), at byte ``offset`` of ``file``.
 
-    ``extent``: bytes up to the next box, zeros behind the values included. ``crcs``: one crc32c per 4 MiB of the extent.
+    ``extent``: bytes up to the next box, zeros behind the values included. ``crcs``: one crc32c per 4 MiB of the
+    extent.
     """
 
     file: str
@@ -97,9 +99,13 @@ class Manifest:
         head, newline, body = content.partition(b"\n")
         version = _version(head, where)
         if version != VERSION:
-            raise CheckpointError(f"{where} is of version {version} of the checkpoint format; this release reads version {VERSION}")
+            raise CheckpointError(
+                f"{where} is of version {version} of the checkpoint format; this release reads version {VERSION}"
+            )
         if not newline or head + newline != _head(checksum(body)):
-            raise CheckpointError(f"{where} is damaged: its checksum does not match; use another checkpoint, or a copy of this one")
+            raise CheckpointError(
+                f"{where} is damaged: its checksum does not match; use another checkpoint, or a copy of this one"
+            )
         try:
             text = json.loads(b"{" + body)
             entries = [_entry(row) for row in text["tensors"]]
@@ -108,7 +114,9 @@ class Manifest:
                 raise ValueError("the facts are no object, or a tensor is there twice")
             return cls({e.key: e for e in entries}, files, text["facts"])
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise CheckpointError(f"{where} is not a manifest this release understands: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{where} is not a manifest this release understands: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _head(crc: int) -> bytes:

@@ -20,11 +20,15 @@ def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) 
         return open_reference(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
-    raise CheckpointError(f"{folder} is no checkpoint: it has no {folders.MANIFEST}, and no files of DeepSpeed's layout")
+    raise CheckpointError(
+        f"{folder} is no checkpoint: it has no {folders.MANIFEST}, and no files of DeepSpeed's layout"
+    )
 
 
 def located(path: Path, tag: str | None = None) -> Path:
-    """The tag's folder that ``path`` and ``tag`` name: ``path`` itself, or as ``find_checkpoint``. Raises CheckpointError."""
+    """The tag's folder that ``path`` and ``tag`` name: ``path`` itself, or as ``find_checkpoint``. Raises
+    CheckpointError.
+    """
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint in {path} (no such folder)")
     if not path.is_dir():

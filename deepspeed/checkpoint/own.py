@@ -75,14 +75,19 @@ class OwnSource:
         return found
 
     def _check_files(self) -> None:
-        """Sizes, and that every tensor is covered exactly once: a manifest that contradicts itself is refused before anything is read."""
+        """Sizes, and that every tensor is covered exactly once: a manifest that contradicts itself is refused before
+        anything is read.
+        """
         for name, nbytes in self.manifest.files.items():
             path = self.path / name
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing: {_tensors_in(self.manifest, name)}; fetch it again, or use another checkpoint")
+                raise CheckpointError(
+                    f"{path} is missing: {_tensors_in(self.manifest, name)}; fetch it again, or use another checkpoint"
+                )
             if path.stat().st_size != nbytes:
                 raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes, not {nbytes}: cut or replaced; it holds {_tensors_in(self.manifest, name)}"
+                    f"{path} has {path.stat().st_size} bytes, not {nbytes}: cut or replaced; it holds "
+                    f"{_tensors_in(self.manifest, name)}"
                 )
         for entry in self.manifest.entries.values():
             for box in entry.boxes:
@@ -91,10 +96,11 @@ class OwnSource:
             if wrong:
                 what = "no bytes for" if wrong[0].times == 0 else "several places for"
                 raise CheckpointError(
-                    f"{self.path / MANIFEST} has {what} elements {wrong[0].lo} to {wrong[0].hi} of {entry.state} of {entry.name}"
+                    f"{self.path / MANIFEST} has {what} elements {wrong[0].lo} to {wrong[0].hi} of "
+                    f"{entry.state} of {entry.name}"
                 )
 
-    # -- facts -----------------------------------------------------------------------------------------------------------------
+    # -- facts ----------------------------------------------------------------------------------------------------
     @cached_property
     def facts(self) -> dict[str, Any]:
         """Decoded; see ``Source``. Raises CheckpointError when they are not what this release writes."""
@@ -104,7 +110,9 @@ class OwnSource:
             if isinstance(error, CheckpointError):
                 raise
             where = self.path / MANIFEST
-            raise CheckpointError(f"{where} has facts this release does not understand: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{where} has facts this release does not understand: {type(error).__name__}: {error}"
+            ) from error
 
     def _facts(self) -> dict[str, Any]:
         raw = self.manifest.facts
@@ -115,9 +123,12 @@ class OwnSource:
             found[name] = self._plain(raw.get(name))
         ranks = raw.get("ranks") or []
         own = ranks[self._rank] if self._rank < len(ranks) else {}
-        found["client_state"] = self._client_state(own) if "client_state" in own else self._client_state(ranks[0] if ranks else {})
+        found["client_state"] = (
+            self._client_state(own) if "client_state" in own else self._client_state(ranks[0] if ranks else {})
+        )
         found["ranks"] = ranks
-        # Read now: what is damaged here must be refused before anything has changed, and while the ranks still compare their errors.
+        # Read now: what is damaged here must be refused before anything has changed, and while the ranks still compare
+        # their errors.
         for rank in {0, self._rank}:
             for name in ("rng", "data", "odd"):
                 self.rank_fact(rank, name)
@@ -134,7 +145,11 @@ class OwnSource:
         if raw is None:
             return {}
         groups = [{"names": g["names"], "options": self._plain(g["options"])} for g in raw["groups"]]
-        scalars = {name: {k: unpack_scalar(v) for k, v in row["values"].items()} for row in raw["scalars"] for name in row["names"]}
+        scalars = {
+            name: {k: unpack_scalar(v) for k, v in row["values"].items()}
+            for row in raw["scalars"]
+            for name in row["names"]
+        }
         return {"type": raw["type"], "groups": groups, "scalars": scalars, "odd": self._plain(raw.get("odd"))}
 
     def _plain(self, value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Client state that cannot be stored without pickle: a file of its own, written and read only when the caller asked for it."""
+"""Client state that cannot be stored without pickle: a file of its own, written and read only when the caller asked for
+it.
+"""
 
 import io
 import pickle
@@ -15,7 +17,9 @@ _NAME = "pickled_client_state_{:05d}.pt"
 
 
 def save_pickled(folder: Path, rank: int, objects: dict[str, Any]) -> dict[str, Any]:
-    """Write ``objects`` by path; what ``load_pickled`` needs to know. Raises PlainStateError for what cannot even be pickled."""
+    """Write ``objects`` by path; what ``load_pickled`` needs to know. Raises PlainStateError for what cannot even be
+    pickled.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(objects, buffer)
@@ -23,7 +27,12 @@ def save_pickled(folder: Path, rank: int, objects: dict[str, Any]) -> dict[str, 
         raise PlainStateError(f"client state cannot be pickled either ({', '.join(objects)}): {error}") from error
     content = buffer.getvalue()
     write_atomically(folder / _NAME.format(rank), content)
-    return {"file": _NAME.format(rank), "nbytes": len(content), "crc32c": f"{crc32c(content):08x}", "paths": sorted(objects)}
+    return {
+        "file": _NAME.format(rank),
+        "nbytes": len(content),
+        "crc32c": f"{crc32c(content):08x}",
+        "paths": sorted(objects),
+    }
 
 
 def load_pickled(folder: Path, known: dict[str, Any], *, allow: bool) -> dict[str, Any]:
@@ -31,7 +40,8 @@ def load_pickled(folder: Path, known: dict[str, Any], *, allow: bool) -> dict[st
     path = folder / str(known["file"])
     if not allow:
         raise CheckpointError(
-            f"the client state of {folder} has pickled objects ({', '.join(known['paths'][:8])}) in {path.name}, and reading them can run "
+            f"the client state of {folder} has pickled objects ({', '.join(known['paths'][:8])}) in "
+            f"{path.name}, and reading them can run "
             'any code; set "checkpoint": {"allow_pickle": true} if you trust whoever wrote it'
         )
     if path.name != known["file"] or not path.is_file():

@@ -1,7 +1,8 @@
 """Plain Python state as JSON and tensors, exactly and without pickle. docs/checkpoint-format.md is the specification.
 
-None, bool, int, float, str, lists and str-keyed dicts stay readable JSON. Everything else is ``{"$": tag, ...}``; a dict that has the
-key ``$`` itself is written as pairs. Types are compared exactly: a subclass may carry what JSON would lose, so it is refused.
+None, bool, int, float, str, lists and str-keyed dicts stay readable JSON. Everything else is ``{"$": tag, ...}``; a
+dict that has the key ``$`` itself is written as pairs. Types are compared exactly: a subclass may carry what JSON would
+lose, so it is refused.
 """
 
 import base64
@@ -37,7 +38,9 @@ OPT_IN = "checkpoint.allow_pickle: true"
 
 
 class Encoded(NamedTuple):
-    """``json``: what ``json.dumps`` takes, without nan. ``tensors``: on the host, contiguous, detached; may share memory with the state."""
+    """``json``: what ``json.dumps`` takes, without nan. ``tensors``: on the host, contiguous, detached; may share
+    memory with the state.
+    """
 
     json: Any
     tensors: dict[str, torch.Tensor]
@@ -46,7 +49,8 @@ class Encoded(NamedTuple):
 def encode(value: Any, *, name: str) -> Encoded:
     """``value`` as JSON and tensors; tensors are named ``name/key/index``.
 
-    Raises PlainStateError that lists every place that holds something else than plain state, or a cycle, or too deep nesting.
+    Raises PlainStateError that lists every place that holds something else than plain state, or a cycle, or too deep
+    nesting.
     """
     encoded, rest = split(value, name=name)
     if rest:
@@ -58,7 +62,8 @@ def encode(value: Any, *, name: str) -> Encoded:
                     f"{len(rest)} object(s) in the state to save cannot be stored without pickle:",
                     *listed,
                     *more,
-                    "Store plain values instead (numbers, str, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, "
+                    "Store plain values instead (numbers, str, bytes, lists, tuples, sets, dicts, tensors, "
+                    "numpy arrays, "
                     f'dates, Namespace, Path; for example obj.state_dict()), or set "{OPT_IN}" in the configuration.',
                 ]
             )
@@ -90,9 +95,11 @@ def split(value: Any, *, name: str) -> tuple[Encoded, dict[str, Any]]:
 
 
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
-    """What ``encode`` or ``split`` was given, types included. ``json``: parsed JSON. ``tensor``: returns an entry of ``tensors`` by name.
+    """What ``encode`` or ``split`` was given, types included. ``json``: parsed JSON. ``tensor``: returns an entry of
+    ``tensors`` by name.
 
-    ``pickled``: the objects that ``split`` left out. Raises CheckpointError when they are needed and not given, or on malformed content.
+    ``pickled``: the objects that ``split`` left out. Raises CheckpointError when they are needed and not given, or on
+    malformed content.
     """
     try:
         missing = sorted(set(_references(json)) - set(pickled or {}))
@@ -106,7 +113,9 @@ def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping
     except CheckpointError:
         raise
     except RecursionError:
-        raise CheckpointError("stored state is nested too deeply; the file is damaged or was not written by this package") from None
+        raise CheckpointError(
+            "stored state is nested too deeply; the file is damaged or was not written by this package"
+        ) from None
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"stored state is malformed: {type(error).__name__}: {error}") from error
 
@@ -168,7 +177,9 @@ class _Encoder:
 
     def _container(self, value: Any, path: str) -> Any:
         if id(value) in self._open:
-            raise PlainStateError(f"{path} contains itself: it is {self._open[id(value)]} again; break the cycle before saving")
+            raise PlainStateError(
+                f"{path} contains itself: it is {self._open[id(value)]} again; break the cycle before saving"
+            )
         if len(self._open) >= DEEPEST:
             raise PlainStateError(f"{path[:200]} is nested more than {DEEPEST} levels deep; flatten it")
         self._open[id(value)] = path
@@ -202,7 +213,8 @@ class _Encoder:
             return {key: self.value(item, f"{path}/{_key_name(key, i)}") for i, (key, item) in enumerate(value.items())}
         names = [_key_name(key, i) for i, key in enumerate(value)]
         pairs = [
-            [self.value(key, f"{path}/key {i}"), self.value(item, f"{path}/{names[i]}")] for i, (key, item) in enumerate(value.items())
+            [self.value(key, f"{path}/key {i}"), self.value(item, f"{path}/{names[i]}")]
+            for i, (key, item) in enumerate(value.items())
         ]
         if type(value) is dict:
             return {TAG: "dict", "items": pairs}
@@ -248,7 +260,12 @@ class _Encoder:
     def _array(self, value: np.ndarray, path: str) -> Any:
         if value.dtype.kind not in NUMPY_KINDS:
             return self._left_out(value, path)
-        return {TAG: "numpy.ndarray", "dtype": value.dtype.str, "shape": list(value.shape), **self._raw(value.tobytes(), path)}
+        return {
+            TAG: "numpy.ndarray",
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+            **self._raw(value.tobytes(), path),
+        }
 
     def _scalar(self, value: np.generic, path: str) -> Any:
         if type(value) is np.str_:

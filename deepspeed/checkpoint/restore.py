@@ -1,7 +1,7 @@
 """From a checkpoint back into an engine: first everything is compared, then everything is read.
 
-Complete or refused: a missing, extra or mis-shaped tensor is an error that lists names, before a byte of the engine has changed.
-Every rank reads only what overlaps with its own ranges, whatever layout wrote the checkpoint.
+Complete or refused: a missing, extra or mis-shaped tensor is an error that lists names, before a byte of the engine has
+changed. Every rank reads only what overlaps with its own ranges, whatever layout wrote the checkpoint.
 """
 
 import re
@@ -41,7 +41,9 @@ _WEIGHTS = ("master", "param")
 
 @dataclass(frozen=True)
 class LoadRules:
-    """``strict``: names must agree exactly; ``optimizer``: restore its state too; ``module``: restore weights and buffers."""
+    """``strict``: names must agree exactly; ``optimizer``: restore its state too; ``module``: restore weights and
+    buffers.
+    """
 
     strict: bool = True
     optimizer: bool = True
@@ -50,7 +52,9 @@ class LoadRules:
 
 @dataclass
 class Comparison:
-    """What a checkpoint has for an engine. ``weights``: key by parameter name; ``slots``: keys by parameter and slot."""
+    """What a checkpoint has for an engine. ``weights``: key by parameter name; ``slots``: keys by parameter and
+    slot.
+    """
 
     weights: dict[str, Key] = field(default_factory=dict)
     buffers: dict[str, Key] = field(default_factory=dict)
@@ -62,7 +66,9 @@ class Comparison:
 
 
 def compare(states: States, source: Source, rules: LoadRules) -> Comparison:
-    """Names, shapes and slots of both sides. Pure bookkeeping, the same on ranks with the same parameters; raises nothing."""
+    """Names, shapes and slots of both sides. Pure bookkeeping, the same on ranks with the same parameters; raises
+    nothing.
+    """
     found = Comparison()
     if rules.module:
         _compare_weights(states, source, found)
@@ -119,7 +125,9 @@ def _compare_slots(states: States, source: Source, found: Comparison) -> None:
     slot_names = {slot for slots in there.values() for slot in slots}
     for name in optimised:
         slots = there.get(stored.get(name, name), {})
-        numbers = scalars.get(stored.get(name, name), {})  # what an optimizer of whole tensors keeps of one without dimensions is there
+        numbers = scalars.get(
+            stored.get(name, name), {}
+        )  # what an optimizer of whole tensors keeps of one without dimensions is there
         lacking = slot_names - slots.keys() if _uniform(states) else set() if slots or numbers else slot_names
         if any_state and lacking and not any(s.startswith("opaque.") for s, _ in source.entries):
             found.missing += [f"optimizer state {slot!r} of {name}" for slot in sorted(lacking)]
@@ -137,7 +145,13 @@ def _uniform(states: States) -> bool:
 def optimised_names(states: States) -> list[str]:
     """Parameters with optimizer state on some rank."""
     count = len(states.optimizer.param_groups) if states.optimizer is not None else 0
-    return [s.name for u in states.units if u.master is not None for s in u.layout.segments if 0 <= s.group < count and s.numel]
+    return [
+        s.name
+        for u in states.units
+        if u.master is not None
+        for s in u.layout.segments
+        if 0 <= s.group < count and s.numel
+    ]
 
 
 def verdict(found: Comparison, where: str, *, strict: bool) -> list[str]:
@@ -151,8 +165,10 @@ def verdict(found: Comparison, where: str, *, strict: bool) -> list[str]:
         faults.append(f"there but not in this model: {_some(found.extra)}")
     if faults:
         raise CheckpointError(
-            f"checkpoint {where} does not fit this engine, and nothing was loaded; {'; '.join(faults)}. It may be of another model; "
-            "load_module_strict=False loads what fits (other shapes never do), load_optimizer_states=False leaves the optimizer out"
+            f"checkpoint {where} does not fit this engine, and nothing was loaded; {'; '.join(faults)}. It may "
+            "be of another model; "
+            "load_module_strict=False loads what fits (other shapes never do), load_optimizer_states=False "
+            "leaves the optimizer out"
         )
     skipped = [f"not in the checkpoint: {_some(found.missing)}"] if found.missing else []
     return skipped + ([f"not in this model: {_some(found.extra)}"] if found.extra else [])
@@ -250,7 +266,9 @@ def fill_optimizer(states: States, source: Source, found: Comparison, told: Call
 
 
 class _Filling(NamedTuple):
-    """What a slot's tensor is filled with: its elements [lo, hi) with those of ``region`` of ``key`` from ``start`` on."""
+    """What a slot's tensor is filled with: its elements [lo, hi) with those of ``region`` of ``key`` from ``start``
+    on.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -277,8 +295,10 @@ def _slots_of(view: OptimView, source: Source, found: Comparison) -> dict[str, _
                 continue
             if prod(source.entries[key].shape) != prod(shape_of(segment)):
                 raise CheckpointError(
-                    f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, not that of the parameter "
-                    f"({shape_of(segment)}): it was saved by an optimizer that sees whole tensors, this one sees elements"
+                    f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, not "
+                    "that of the parameter "
+                    f"({shape_of(segment)}): it was saved by an optimizer that sees whole tensors, this one "
+                    "sees elements"
                 )
             pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)))
         filled[slot] = _Filling((view.stop - view.start,), first.dtype, pieces)
@@ -286,15 +306,19 @@ def _slots_of(view: OptimView, source: Source, found: Comparison) -> dict[str, _
 
 
 def _parts_of(view: OptimView, source: Source, parts: dict[str, set[str]]) -> dict[str, _Filling]:
-    """State that fits the very same part of a parameter only; ``parts``: the slots that there is such state of, by parameter."""
+    """State that fits the very same part of a parameter only; ``parts``: the slots that there is such state of, by
+    parameter.
+    """
     found: dict[str, _Filling] = {}
     for segment, slot in ((s, slot) for s in segments_of(view) for slot in sorted(parts.get(s.name, ()))):
         region = region_of(segment)
         key = (f"part.{slot}", segment.name if region is None else part_key(segment.name, region))
         if key not in source.entries or view.unit.layout.granularity is Granularity.ELEMENT:
             raise CheckpointError(
-                f"optimizer state {slot!r} of {segment.name} belongs to the parts that the parameter was cut into (tensor parallel) when "
-                "it was saved, and cannot be cut anew; load with the same parts and optimizer, or with load_optimizer_states=False"
+                f"optimizer state {slot!r} of {segment.name} belongs to the parts that the parameter was cut "
+                "into (tensor parallel) when "
+                "it was saved, and cannot be cut anew; load with the same parts and optimizer, or with "
+                "load_optimizer_states=False"
             )
         shape = source.entries[key].shape
         found[slot] = _Filling(shape, source.entries[key].dtype, [(0, prod(shape), key, 0, None)])
@@ -309,7 +333,8 @@ def _opaque_of(view: OptimView, source: Source) -> dict[str, _Filling]:
         key = (f"opaque.{slot}", view_key(view))
         if key not in source.entries:
             raise CheckpointError(
-                f"optimizer state {slot!r} belongs to the layout it was saved under (ranks, sharding, buckets) and cannot be cut anew; "
+                f"optimizer state {slot!r} belongs to the layout it was saved under (ranks, sharding, buckets) "
+                "and cannot be cut anew; "
                 "load with the same configuration and number of ranks, or with load_optimizer_states=False"
             )
         entry = source.entries[key]
@@ -325,13 +350,16 @@ def _scalars_of(view: OptimView, found: Comparison) -> dict[str, Any]:
     differing = sorted({k for one in packed for k in one if any(other.get(k) != one[k] for other in packed)})
     if differing:
         raise CheckpointError(
-            f"optimizer state {', '.join(differing)} differs between {names[0]} and {names[-1]} in the checkpoint, but this layout keeps "
+            f"optimizer state {', '.join(differing)} differs between {names[0]} and {names[-1]} in the "
+            "checkpoint, but this layout keeps "
             "one number for both; put them into different parameter groups, or load with load_optimizer_states=False"
         )
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in numbers[0].items()}
 
 
-def _fill_view(view: OptimView, held: dict[str, Any], fresh: dict[str, _Filling], source: Source, scalars: dict[str, Any]) -> None:
+def _fill_view(
+    view: OptimView, held: dict[str, Any], fresh: dict[str, _Filling], source: Source, scalars: dict[str, Any]
+) -> None:
     reads = Reads(source)
     for slot, (shape, dtype, pieces) in fresh.items():
         old = held.get(slot)
@@ -350,7 +378,8 @@ def _fill_view(view: OptimView, held: dict[str, Any], fresh: dict[str, _Filling]
 
 
 def fill_gradients(states: States, source: Source, gradients: Gradients, *, factor: float) -> None:
-    """The open accumulation window: reduced gradients, and the sums of other ranks dealt out to the ranks there are now.
+    """The open accumulation window: reduced gradients, and the sums of other ranks dealt out to the ranks there are
+    now.
 
     ``factor`` is what a saved gradient must be multiplied by here: the mean over another number of ranks.
     """
@@ -365,7 +394,11 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
                 gradients.refill(unit)
                 _fill_reduced(unit, source, factor)
             zero = unit.mesh.zero
-            mine = {n: [k for k in parts[n] if int(k[0].partition("@")[2]) % zero.size == zero.index] for n in names if n in parts}
+            mine = {
+                n: [k for k in parts[n] if int(k[0].partition("@")[2]) % zero.size == zero.index]
+                for n in names
+                if n in parts
+            }
             if any(mine.values()):
                 _fill_partial(unit, source, mine, gradients, factor)
 
@@ -377,7 +410,9 @@ def _fill_reduced(unit: Unit, source: Source, factor: float) -> None:
         for segment in unit.layout.segments:
             lo, hi = unit.layout.overlap(segment, start, stop)
             if lo < hi and ("grad", segment.name) in source.entries:
-                reads.into(values[lo - start : hi - start], ("grad", segment.name), lo - segment.offset, region_of(segment))
+                reads.into(
+                    values[lo - start : hi - start], ("grad", segment.name), lo - segment.offset, region_of(segment)
+                )
         reads.run()
         if factor != 1.0:
             values.mul_(factor)
@@ -405,7 +440,12 @@ def restore_groups(states: States, options: Iterable[dict[str, Any]]) -> None:
 
 
 # Tensor slots that the common methods keep, for checkpoints that do not say by whom their state is.
-_SLOTS = {"adagrad": {"sum"}, "adamax": {"exp_avg", "exp_inf"}, "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "lion": {"exp_avg"}}
+_SLOTS = {
+    "adagrad": {"sum"},
+    "adamax": {"exp_avg", "exp_inf"},
+    "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    "lion": {"exp_avg"},
+}
 
 
 def optimizer_kind(name: str) -> str:
@@ -419,13 +459,15 @@ def check_optimizer(states: States, source: Source) -> None:
     saved = source.facts.get("optimizer") or {}
     if not saved:
         raise CheckpointError(
-            f"{source.path} has no optimizer state (it was saved by an engine without an optimizer); pass load_optimizer_states=False"
+            f"{source.path} has no optimizer state (it was saved by an engine without an optimizer); pass "
+            "load_optimizer_states=False"
         )
     assert states.optimizer is not None
     if len(saved["groups"]) != len(states.optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint has {len(saved['groups'])} optimizer parameter groups, this optimizer has "
-            f"{len(states.optimizer.param_groups)}; build the groups as they were, or load with load_optimizer_states=False"
+            f"{len(states.optimizer.param_groups)}; build the groups as they were, or load with "
+            "load_optimizer_states=False"
         )
     there = {s.removeprefix("optim.") for s, _ in source.entries if s.startswith("optim.")}
     own, named = type(states.optimizer).__name__, saved.get("type")
@@ -438,8 +480,10 @@ def check_optimizer(states: States, source: Source) -> None:
         wrong = bool(held) and bool(there) and not held <= there or known is not None and not there <= known
     if wrong:
         raise CheckpointError(
-            f"the checkpoint's optimizer state ({', '.join(sorted(there)) or 'no tensors'}; {named or 'unknown class'}) is not what {own} "
-            f"keeps{f' ({keeps})' if (keeps := ', '.join(sorted(held or known or ()))) else ''}; use the same optimizer, or load with "
+            f"the checkpoint's optimizer state ({', '.join(sorted(there)) or 'no tensors'}; "
+            f"{named or 'unknown class'}) is not what {own} "
+            f"keeps{f' ({keeps})' if (keeps := ', '.join(sorted(held or known or ()))) else ''}; use the same "
+            "optimizer, or load with "
             "load_optimizer_states=False"
         )
     if other:
@@ -448,4 +492,6 @@ def check_optimizer(states: States, source: Source) -> None:
 
 def live_slots(states: States) -> set[str]:
     """Names of the tensor slots that the optimizer holds now."""
-    return {k for view in states.views for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()}
+    return {
+        k for view in states.views for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()
+    }

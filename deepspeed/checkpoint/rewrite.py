@@ -1,4 +1,6 @@
-"""Any checkpoint that can be opened, written as one of this package's; tensors pass through in pieces, without a process group."""
+"""Any checkpoint that can be opened, written as one of this package's; tensors pass through in pieces, without a
+process group.
+"""
 
 import contextlib
 import shutil
@@ -22,13 +24,18 @@ _DATA = "rank_00000.bin"
 
 
 def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
-    """The manifest's facts for what ``source`` says of itself. Ranks other than the first have no state of their own there."""
+    """The manifest's facts for what ``source`` says of itself. Ranks other than the first have no state of their own
+    there.
+    """
     facts = source.facts
     size = int((facts.get("world") or {}).get("size") or 1)
     client = plain.add(facts.get("client_state") or {}, "client_state")
     return {
         "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},
-        "world": {"size": size, "compute_dtype": next(n for n, d in COMPUTE_DTYPES.items() if d == compute_dtype(facts))},
+        "world": {
+            "size": size,
+            "compute_dtype": next(n for n, d in COMPUTE_DTYPES.items() if d == compute_dtype(facts)),
+        },
         "engine": facts.get("engine") or {},
         "shared": facts.get("shared") or {},
         "optimizer": _optimizer_facts(facts.get("optimizer") or {}, plain),
@@ -36,14 +43,19 @@ def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
         "loss_scaler": plain.add(facts.get("loss_scaler"), "loss_scaler"),
         "extra_state": plain.add(facts.get("extra_state") or {}, "extra_state"),
         "config": facts.get("config") or {},
-        "ranks": [{"rng": None, "data": None, **({"client_state": client} if rank == 0 else {})} for rank in range(size)],
+        "ranks": [
+            {"rng": None, "data": None, **({"client_state": client} if rank == 0 else {})} for rank in range(size)
+        ],
     }
 
 
 def _optimizer_facts(facts: dict[str, Any], plain: Collected) -> dict[str, Any] | None:
     if not facts.get("groups"):
         return None
-    groups = [{"names": list(g["names"]), "options": plain.add(g["options"], f"optimizer/{i}")} for i, g in enumerate(facts["groups"])]
+    groups = [
+        {"names": list(g["names"]), "options": plain.add(g["options"], f"optimizer/{i}")}
+        for i, g in enumerate(facts["groups"])
+    ]
     scalars = (facts.get("scalars") or {}).items()
     rows = in_rows((name, {slot: pack_scalar(value) for slot, value in values.items()}) for name, values in scalars)
     return {"type": facts.get("type"), "groups": groups, "scalars": rows, "odd": None}
@@ -80,8 +92,11 @@ def write_source(source: Source, folder: Path, *, told: Progress = lambda _bytes
     return Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, facts)
 
 
-def write_checkpoint(source: Source, save_dir: Path, tag: str, *, latest: bool = True, told: Progress = lambda _bytes: None) -> Path:
-    """Make ``source`` the checkpoint ``tag`` of ``save_dir``, with ``latest`` the one it names. Appears whole or not at all.
+def write_checkpoint(
+    source: Source, save_dir: Path, tag: str, *, latest: bool = True, told: Progress = lambda _bytes: None
+) -> Path:
+    """Make ``source`` the checkpoint ``tag`` of ``save_dir``, with ``latest`` the one it names. Appears whole or not at
+    all.
 
     Raises CheckpointError, PlainStateError (client state that needs pickle), OSError.
     """

@@ -1,4 +1,6 @@
-"""safetensors files, written and read in pieces: 8 bytes of header length, a JSON header, then the values without gaps."""
+"""safetensors files, written and read in pieces: 8 bytes of header length, a JSON header, then the values without
+gaps.
+"""
 
 import json
 import struct
@@ -40,8 +42,12 @@ def as_bytes(flat: torch.Tensor) -> memoryview:
     return memoryview(raw)
 
 
-def write_safetensors(file: BinaryIO, streams: Sequence[Stream], *, progress: Callable[[int], None] = lambda _bytes: None) -> None:
-    """Write ``streams``, largest element size first so that every tensor is aligned. Raises CheckpointError for a dtype without a name."""
+def write_safetensors(
+    file: BinaryIO, streams: Sequence[Stream], *, progress: Callable[[int], None] = lambda _bytes: None
+) -> None:
+    """Write ``streams``, largest element size first so that every tensor is aligned. Raises CheckpointError for a dtype
+    without a name.
+    """
     ordered = sorted(streams, key=lambda s: -s.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -60,7 +66,9 @@ def write_safetensors(file: BinaryIO, streams: Sequence[Stream], *, progress: Ca
 
 
 def read_safetensors(path: Path) -> dict[str, Stream]:
-    """The tensors of a file, by name; bytes are read when a stream is. Raises CheckpointError for what is no such file."""
+    """The tensors of a file, by name; bytes are read when a stream is. Raises CheckpointError for what is no such
+    file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -1,7 +1,8 @@
-"""One save: every rank streams its parts into a file of its own; the first rank joins the lists and publishes the folder.
+"""One save: every rank streams its parts into a file of its own; the first rank joins the lists and publishes the
+folder.
 
-Ranks tell each other where their bytes lie through small files in the folder itself, so that a save can end in the background
-without a collective. Nothing has its final name before every byte is on the disk.
+Ranks tell each other where their bytes lie through small files in the folder itself, so that a save can end in the
+background without a collective. Nothing has its final name before every byte is on the disk.
 """
 
 import atexit
@@ -82,7 +83,9 @@ class RankFile:
     def __enter__(self) -> "RankFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self.fail(error)
 
@@ -95,7 +98,9 @@ class RankFile:
 
 
 class Snapshots:
-    """Host memory for copies of parts, kept from one save to the next: mapping new memory takes longer than the copy itself."""
+    """Host memory for copies of parts, kept from one save to the next: mapping new memory takes longer than the copy
+    itself.
+    """
 
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
@@ -137,7 +142,9 @@ def until(parts: Iterable[Part], stop: threading.Event) -> Iterator[Part]:
 
 
 def wait_for_ranks(folder: Path, ranks: int, *, stop: threading.Event | None = None) -> None:
-    """Until every rank has left its list. Raises CheckpointError when one failed, or has written nothing for ten minutes."""
+    """Until every rank has left its list. Raises CheckpointError when one failed, or has written nothing for ten
+    minutes.
+    """
     begun, missing, written = time.monotonic(), set(range(ranks)), -1
     while missing:
         glance = time.monotonic()
@@ -150,7 +157,9 @@ def wait_for_ranks(folder: Path, ranks: int, *, stop: threading.Event | None = N
         if (now := _last_write(folder, missing)) != written:
             begun, written = time.monotonic(), now
         if time.monotonic() - begun > (_PATIENCE_S if threading.main_thread().is_alive() else _LAST_PATIENCE_S):
-            raise CheckpointError(f"ranks {sorted(missing)} have written nothing for {time.monotonic() - begun:.0f} s; they may have died")
+            raise CheckpointError(
+                f"ranks {sorted(missing)} have written nothing for {time.monotonic() - begun:.0f} s; they may have died"
+            )
         if missing:  # many ranks take long to look at, and training needs this interpreter and the filesystem too
             time.sleep(max(_NAP_S, min(1.0, 20 * (time.monotonic() - glance))))
 
@@ -176,14 +185,18 @@ def join_lists(folder: Path, ranks: int) -> Manifest:
             known = whole.entries.get(key)
             if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
-                    f"{entry.state} of {entry.name!r} is {known.dtype} {known.shape} on one rank and {entry.dtype} {entry.shape} on "
+                    f"{entry.state} of {entry.name!r} is {known.dtype} {known.shape} on one rank and "
+                    f"{entry.dtype} {entry.shape} on "
                     f"rank {rank}; ranks hold different models"
                 )
-            whole.entries[key] = entry if known is None else Entry(*key, entry.dtype, entry.shape, (*known.boxes, *entry.boxes))
+            whole.entries[key] = (
+                entry if known is None else Entry(*key, entry.dtype, entry.shape, (*known.boxes, *entry.boxes))
+            )
     for entry in whole.entries.values():
         for gap in entry.faults():
             raise CheckpointError(
-                f"elements {gap.lo} to {gap.hi} of {entry.state} of {entry.name!r} were written by {gap.times} ranks instead of one; "
+                f"elements {gap.lo} to {gap.hi} of {entry.state} of {entry.name!r} were written by {gap.times} "
+                "ranks instead of one; "
                 "ranks do not agree on who holds which part of it"
             )
     return whole
@@ -201,8 +214,14 @@ def publish(folder: Path, manifest: Manifest, tag: str, extra: Callable[[Path, M
 class Background:
     """A save that goes on in a thread. ``finished`` and ``error`` are this rank's own."""
 
-    def __init__(self, tag: str, folder: Path, work: Callable[[threading.Event], None], *, hurry: Callable[[], None]) -> None:
-        self.tag, self.folder, self.hurry = tag, folder, hurry  # the last: somebody waits, no limit on the rate any more
+    def __init__(
+        self, tag: str, folder: Path, work: Callable[[threading.Event], None], *, hurry: Callable[[], None]
+    ) -> None:
+        self.tag, self.folder, self.hurry = (
+            tag,
+            folder,
+            hurry,
+        )  # the last: somebody waits, no limit on the rate any more
         self.error: BaseException | None = None
         self.told = False
         self.stop = threading.Event()

@@ -1,4 +1,6 @@
-"""Saving as all ranks see it: they agree where to, each writes its part, the first publishes, and a failure of one is told to all."""
+"""Saving as all ranks see it: they agree where to, each writes its part, the first publishes, and a failure of one is
+told to all.
+"""
 
 import contextlib
 import functools
@@ -20,7 +22,16 @@ from deepspeed.checkpoint.collect import Part, in_rows
 from deepspeed.checkpoint.files import unwritable
 from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.pickled import save_pickled
-from deepspeed.checkpoint.save import Background, RankFile, Snapshots, drained, join_lists, publish, until, wait_for_ranks
+from deepspeed.checkpoint.save import (
+    Background,
+    RankFile,
+    Snapshots,
+    drained,
+    join_lists,
+    publish,
+    until,
+    wait_for_ranks,
+)
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
@@ -31,7 +42,9 @@ _GLANCE_S = 0.05  # between looks at the other ranks
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """What to save where. ``rates``: bytes a second in the background, 0 for no limit. ``extra``: writes further files."""
+    """What to save where. ``rates``: bytes a second in the background, 0 for no limit. ``extra``: writes further
+    files.
+    """
 
     save_dir: Path
     tag: str
@@ -49,8 +62,9 @@ class SaveOrder:
 class Content:
     """What one rank saves. ``away``: parts that are read from a drive when their turn comes.
 
-    ``hold(hurry)``: from here on those are of this moment, until ``release``; ``hurry`` is called when an update waits for that.
-    ``facts``: this rank's, and ``common``: the first rank's for all. ``pickled``: client state by path that the user lets be pickled.
+    ``hold(hurry)``: from here on those are of this moment, until ``release``; ``hurry`` is called when an update waits
+    for that. ``facts``: this rank's, and ``common``: the first rank's for all. ``pickled``: client state by path that
+    the user lets be pickled.
     """
 
     parts: Iterable[Part]
@@ -98,7 +112,9 @@ class Saver:
                 self._finish(folder, order, None)
 
     def save_behind(self, order: SaveOrder, content: Content) -> None:
-        """Copy what training will change and return; the rest happens in a thread. Collective. An earlier one is waited for."""
+        """Copy what training will change and return; the rest happens in a thread. Collective. An earlier one is waited
+        for.
+        """
         self.settle(wait=True)
         with self._begin(order) as folder, contextlib.ExitStack() as undone:
             undone.callback(content.release)  # also when it is interrupted: an update would wait for ever
@@ -111,7 +127,15 @@ class Saver:
             self._running = Background(order.tag, folder, work, hurry=functools.partial(file.limit, 0))
             undone.pop_all()
 
-    def _work(self, folder: Path, order: SaveOrder, file: RankFile, content: Content, held: "deque[Part]", stop: threading.Event) -> None:
+    def _work(
+        self,
+        folder: Path,
+        order: SaveOrder,
+        file: RankFile,
+        content: Content,
+        held: "deque[Part]",
+        stop: threading.Event,
+    ) -> None:
         with file, _explained(folder):
             try:
                 file.write(until(content.away, stop))  # first, as an update may wait for it
@@ -122,7 +146,8 @@ class Saver:
             self._finish(folder, order, stop)
 
     def settle(self, *, wait: bool) -> None:
-        """Bring a background save to its end: raise on every rank when it failed on some; with ``wait`` until it has ended.
+        """Bring a background save to its end: raise on every rank when it failed on some; with ``wait`` until it has
+        ended.
 
         Collective while one is running, which every rank knows of; nothing otherwise.
         """
@@ -140,7 +165,8 @@ class Saver:
                     shutil.rmtree(own.folder, ignore_errors=True)
                 rank, text = failed[0]
                 raise CheckpointError(
-                    f"the background save of checkpoint {own.tag} failed on rank {rank}: {text}. The training state is untouched, and the "
+                    f"the background save of checkpoint {own.tag} failed on rank {rank}: {text}. The training "
+                    "state is untouched, and the "
                     "checkpoint before it is intact"
                 )
             if all(finished for finished, _ in said):
@@ -176,7 +202,8 @@ class Saver:
             with together(self._mesh, f"saving checkpoint {order.tag}"):
                 if not folder.is_dir():
                     raise CheckpointError(
-                        f"{order.save_dir} is not shared: the folder that the first rank made in it is not there; use a shared one"
+                        f"{order.save_dir} is not shared: the folder that the first rank made in it is not "
+                        "there; use a shared one"
                     )
             yield folder
         except BaseException:  # interrupted: whatever the other ranks do, this save is none
@@ -223,7 +250,9 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest's facts: the first rank's, what ranks with other parameters add to them, and every rank's own, equal ones together."""
+    """The manifest's facts: the first rank's, what ranks with other parameters add to them, and every rank's own, equal
+    ones together.
+    """
     facts: dict[str, Any] = {**ranks[0]["common"], "ranks": [rank["rank"] for rank in ranks]}
     for more in (rank["common"] for rank in ranks[1:]):
         for name in ("shared", "extra_state") if more else ():
@@ -231,5 +260,7 @@ def _join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         for group, names in zip((facts.get("optimizer") or {}).get("groups", []), more.get("groups", []), strict=False):
             group["names"] = list(dict.fromkeys((*group["names"], *names)))
     if facts.setdefault("optimizer", None) is not None:
-        facts["optimizer"]["scalars"] = in_rows(pair for rank in facts["ranks"] for pair in rank.pop("scalars", {}).items())
+        facts["optimizer"]["scalars"] = in_rows(
+            pair for rank in facts["ranks"] for pair in rank.pop("scalars", {}).items()
+        )
     return facts

@@ -35,10 +35,11 @@ class Source(Protocol):
     def facts(self) -> dict[str, Any]: ...
 
     def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
-        """Fill ``out`` (flat, on the host, of the entry's dtype) with elements from ``start`` on, in the row-major order of ``region``.
+        """Fill ``out`` (flat, on the host, of the entry's dtype) with elements from ``start`` on, in the row-major
+        order of ``region``.
 
-        None is the whole tensor. What is read is verified. Raises CheckpointError naming the tensor when its bytes are missing or
-        damaged, ValueError when it has no such elements.
+        None is the whole tensor. What is read is verified. Raises CheckpointError naming the tensor when its bytes are
+        missing or damaged, ValueError when it has no such elements.
         """
         ...
 
@@ -65,7 +66,10 @@ def outside(wish: Wish, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     if within and out.dtype == dtype and out.dim() == 1 and 0 <= start <= start + out.numel() <= numel:
         return ""
     part = "" if region is None else f" of the part {list(region.shape)} at {list(region.start)}"
-    return f"{state} of {name} is {prod(shape)} elements of {dtype}, not {out.numel()} of {out.dtype} from {start} on{part}"
+    return (
+        f"{state} of {name} is {prod(shape)} elements of {dtype}, not {out.numel()} of {out.dtype} from {start} "
+        f"on{part}"
+    )
 
 
 def whole(source: Source, key: Key) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A file for ``torch.load`` that is filled tensor by tensor: a whole model never has to be in memory to be written.
 
-torch lays the file out without values (``torch.serialization.skip_data``); each tensor's bytes then go to their place in the zip
-archive, which stores them as they are.
+torch lays the file out without values (``torch.serialization.skip_data``); each tensor's bytes then go to their place
+in the zip archive, which stores them as they are.
 """
 
 import contextlib
@@ -20,13 +20,19 @@ _PIECE = 8 << 20  # elements that are copied at once
 
 
 class TorchFile:
-    """``path`` as a dict of tensors. ``shapes``: (dtype, shape) by name, in order; ``aliases``: further names for those.
+    """``path`` as a dict of tensors. ``shapes``: (dtype, shape) by name, in order; ``aliases``: further names for
+    those.
 
-    The file has its name when the context ends without an error; before, nothing at ``path`` has changed. Raises OSError.
+    The file has its name when the context ends without an error; before, nothing at ``path`` has changed. Raises
+    OSError.
     """
 
     def __init__(
-        self, path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, aliases: Mapping[str, str] | None = None
+        self,
+        path: Path,
+        shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        *,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
         self._shapes = dict(shapes)
@@ -48,7 +54,9 @@ class TorchFile:
         named = {n: state[self._aliases[n]] if n in self._aliases else state[n] for n in (*state, *self._aliases)}
         with torch.serialization.skip_data():
             torch.save(named, self._partial)
-        records = {info.filename.rpartition("/data/")[2]: first for first, info in TensorFile(self._partial).records.items()}
+        records = {
+            info.filename.rpartition("/data/")[2]: first for first, info in TensorFile(self._partial).records.items()
+        }
         # Storages are numbered as they are met; empty ones have numbers too.
         self._offsets = {name: records[str(number)] for number, name in enumerate(self._shapes)}
         self._file = self._partial.open("r+b")
@@ -64,7 +72,9 @@ class TorchFile:
             self._file.seek(self._offsets[name] + (start + at) * dtype.itemsize)
             self._file.write(piece.view(torch.uint8).numpy().data)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._file is not None
         with self._cleanup:
             with self._file:

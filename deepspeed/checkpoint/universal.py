@@ -15,8 +15,12 @@ _WEIGHT = "fp32"
 _SUFFIX = ".pt"
 
 
-def add_universal(pieces: dict[Key, Pieces], shapes: Shapes, *, model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Add masters and slots of the parameters in ``shapes`` to ``pieces``; returns facts. Raises CheckpointError naming the tensor."""
+def add_universal(
+    pieces: dict[Key, Pieces], shapes: Shapes, *, model: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Add masters and slots of the parameters in ``shapes`` to ``pieces``; returns facts. Raises CheckpointError naming
+    the tensor.
+    """
     _refuse_mixed_up(model, folder)
     common = load_restricted(folder / "zero" / "optimizer_state.pt")
     slots: dict[str, set[str]] = {}
@@ -24,7 +28,9 @@ def add_universal(pieces: dict[Key, Pieces], shapes: Shapes, *, model: Mapping[s
     for name, shape in ((n, tuple(s)) for group in shapes for n, s in group.items()):
         home = folder / "zero" / name
         if not (home / f"{_WEIGHT}{_SUFFIX}").is_file():
-            raise CheckpointError(f"{home} lacks {_WEIGHT}{_SUFFIX}: the trained parameter {name} is missing from the checkpoint")
+            raise CheckpointError(
+                f"{home} lacks {_WEIGHT}{_SUFFIX}: the trained parameter {name} is missing from the checkpoint"
+            )
         slots[name] = set()
         for path in sorted(home.glob(f"*{_SUFFIX}")):
             slot, value = path.name.removesuffix(_SUFFIX), load_restricted(path)
@@ -38,16 +44,22 @@ def add_universal(pieces: dict[Key, Pieces], shapes: Shapes, *, model: Mapping[s
     every = set().union(*slots.values())
     for name, own in slots.items():
         if own != every and own != {"master"}:
-            raise CheckpointError(f"{folder / 'zero' / name} lacks {', '.join(sorted(every - own))} of {name}, which other parameters have")
+            raise CheckpointError(
+                f"{folder / 'zero' / name} lacks {', '.join(sorted(every - own))} of {name}, which other "
+                "parameters have"
+            )
     return {"optimizer": {"groups": groups, "scalars": scalars}, "loss_scaler": scaler_state(common)}
 
 
 def _refuse_mixed_up(model: Mapping[str, Any], folder: Path) -> None:
-    """The converter goes by a record that has the wrong order with this setting, so that values are those of other parameters."""
+    """The converter goes by a record that has the wrong order with this setting, so that values are those of other
+    parameters.
+    """
     zero = (materialize(model.get("ds_config")) or {}).get("zero_optimization")
     if isinstance(zero, dict) and zero.get("round_robin_gradients") and int(model.get("dp_world_size", 1)) > 1:
         raise CheckpointError(
-            f"{folder} was converted from a run with round_robin_gradients, and the converter of DeepSpeed 0.19 mixes parameters up there; "
+            f"{folder} was converted from a run with round_robin_gradients, and the converter of DeepSpeed "
+            "0.19 mixes parameters up there; "
             "load the folder that it was converted from instead, without conversion"
         )
 
@@ -59,11 +71,17 @@ def _whole(value: Any, shape: tuple[int, ...], what: str, path: Path) -> Pieces:
     return Pieces(value.dtype, shape, (Segment(0, value.numel, value, 0),)).check(what, path)
 
 
-def _groups(common: Mapping[str, Any], shapes: Shapes, folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Numbers per parameter that do not lie with the parameters (level 3 keeps them in the first rank's state), and the groups."""
+def _groups(
+    common: Mapping[str, Any], shapes: Shapes, folder: Path
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Numbers per parameter that do not lie with the parameters (level 3 keeps them in the first rank's state), and the
+    groups.
+    """
     if "fp32_flat_groups" not in common:
         listed = common.get("param_groups") or [{} for _ in shapes]
-        return {}, [{"names": list(group), "options": group_options(own)} for group, own in zip(shapes, listed, strict=True)]
+        return {}, [
+            {"names": list(group), "options": group_options(own)} for group, own in zip(shapes, listed, strict=True)
+        ]
     world = int(common["partition_count"])
     cut = rows([common] * world, shapes, [folder / "zero" / "optimizer_state.pt"] * world)
     found: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
 """Files of ``torch.save`` read without executing anything.
 
-torch's weights-only unpickler builds what it holds safe, and stand-ins for the names in a table here; a file that names anything else is
-refused, and no class that a file names is imported. Tensors stay in the file until they are read.
+torch's weights-only unpickler builds what it holds safe, and stand-ins for the names in a table here; a file that names
+anything else is refused, and no class that a file names is imported. Tensors stay in the file until they are read.
 """
 
 import contextlib
@@ -61,7 +61,9 @@ class TensorFile:
             raise CheckpointError(f"{self.path} is damaged: its record {info.filename!r} has no readable beginning")
         first: int = info.header_offset + LOCAL_HEADER_BYTES + sum(struct.unpack("<HH", header[26:]))
         if first + info.file_size > self._length:
-            raise CheckpointError(f"{self.path} is truncated: its record {info.filename!r} of {info.file_size} bytes is not all there")
+            raise CheckpointError(
+                f"{self.path} is truncated: its record {info.filename!r} of {info.file_size} bytes is not all there"
+            )
         self.records[first] = info
         return first
 
@@ -72,9 +74,13 @@ class TensorFile:
         return bytes(found)
 
     def read_into(self, first: int, out: memoryview, *, at: int) -> None:
-        """Bytes from ``at`` on of the record that begins at ``first``. The first time, the whole record is read against its checksum."""
+        """Bytes from ``at`` on of the record that begins at ``first``. The first time, the whole record is read against
+        its checksum.
+        """
         if at + len(out) > self.records[first].file_size:
-            raise CheckpointError(f"{self.path} has no byte {at + len(out)} in its record {self.records[first].filename!r}")
+            raise CheckpointError(
+                f"{self.path} has no byte {at + len(out)} in its record {self.records[first].filename!r}"
+            )
         with self.path.open("rb") as stream:
             if first not in self._checked:
                 self._check(stream, first)
@@ -89,7 +95,9 @@ class TensorFile:
             crc, left = zlib.crc32(chunk, crc), left - len(chunk)
         if crc != self.records[first].CRC:
             name = self.records[first].filename.partition("/")[2]
-            raise CheckpointError(f"{self.path} is damaged: the checksum of its record {name!r} does not match; use another copy")
+            raise CheckpointError(
+                f"{self.path} is damaged: the checksum of its record {name!r} does not match; use another copy"
+            )
         self._checked.add(first)
 
 
@@ -107,7 +115,9 @@ def _no_zip(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor in a file: described by ``like`` on the meta device, whose storage is the record that begins at ``first``."""
+    """A tensor in a file: described by ``like`` on the meta device, whose storage is the record that begins at
+    ``first``.
+    """
 
     file: TensorFile
     first: int
@@ -159,11 +169,13 @@ class Stored:
 
 
 def load_restricted(path: Path) -> Any:
-    """The object of a ``torch.save`` file, with ``Stored`` in place of tensors and ``Record`` in place of foreign objects.
+    """The object of a ``torch.save`` file, with ``Stored`` in place of tensors and ``Record`` in place of foreign
+    objects.
 
-    Raises CheckpointError when the file is damaged, in the old non-zip format, or names anything outside torch's list of safe names and the
-    table of this module; nothing of the file is executed in any case. Threads may call it at once; but torch's list is
-    one for the process, and a weights-only ``torch.load`` of the program's own in another thread meets this module's list at that moment.
+    Raises CheckpointError when the file is damaged, in the old non-zip format, or names anything outside torch's list
+    of safe names and the table of this module; nothing of the file is executed in any case. Threads may call it at
+    once; but torch's list is one for the process, and a weights-only ``torch.load`` of the program's own in another
+    thread meets this module's list at that moment.
     """
     file = TensorFile(path)
     try:
@@ -172,7 +184,8 @@ def load_restricted(path: Path) -> Any:
             foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if foreign:
                 raise CheckpointError(
-                    f"{path} needs {', '.join(sorted(foreign))}, not among the classes that are read; nothing was executed. "
+                    f"{path} needs {', '.join(sorted(foreign))}, not among the classes that are read; nothing "
+                    "was executed. "
                     "If it is part of your client state, save the checkpoint again without it, or with its plain values"
                 )
             # On the meta device nothing is read for a tensor, and its storage says where in the file it lies.
@@ -185,11 +198,15 @@ def load_restricted(path: Path) -> Any:
     except Exception as error:  # whatever a malformed stream leads the unpickler to
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
         hint = "; save it with torch.save's own pickle_protocol=2" if "Unsupported operand" in reason else ""
-        raise CheckpointError(f"{path} cannot be read by torch's weights-only unpickler: {type(error).__name__}: {reason}{hint}") from error
+        raise CheckpointError(
+            f"{path} cannot be read by torch's weights-only unpickler: {type(error).__name__}: {reason}{hint}"
+        ) from error
 
 
 def materialize(value: Any) -> Any:
-    """``value`` with its tensors read, one tensor for one place in a file; containers are new. Raises CheckpointError."""
+    """``value`` with its tensors read, one tensor for one place in a file; containers are new. Raises
+    CheckpointError.
+    """
     known: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def read(leaf: Any) -> Any:
@@ -209,7 +226,9 @@ def materialize(value: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
-    """``value`` with new containers, and ``change`` applied to what is in them. What is shared is visited once and stays shared."""
+    """``value`` with new containers, and ``change`` applied to what is in them. What is shared is visited once and
+    stays shared.
+    """
     memo = {} if memo is None else memo  # the old object beside the new one: it must outlive its id
     if id(value) in memo:
         return memo[id(value)][1]
@@ -230,23 +249,36 @@ def _mapped(value: Any, change: Callable[[Any], Any], memo: dict[int, Any] | Non
 def _settled(file: TensorFile, value: Any) -> Any:
     """A tensor as ``Stored``, what stands for a value of numpy as that value."""
     if isinstance(value, torch.TypedStorage | torch.UntypedStorage):
-        raise CheckpointError(f"{file.path} holds a bare storage ({type(value).__name__}), which is not read; save a tensor of it")
+        raise CheckpointError(
+            f"{file.path} holds a bare storage ({type(value).__name__}), which is not read; save a tensor of it"
+        )
     if not isinstance(value, torch.Tensor):
         return value.made if isinstance(value, _Numpy) else value
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
+    plain = (
+        type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
+    )
     if not plain or value.is_conj() or value.is_neg():
-        raise CheckpointError(f"{file.path} holds a {type(value).__name__} of a kind that is not read ({value.layout}, {value.dtype})")
+        raise CheckpointError(
+            f"{file.path} holds a {type(value).__name__} of a kind that is not read ({value.layout}, {value.dtype})"
+        )
     first: int = getattr(value.untyped_storage(), "_checkpoint_offset", -1)
     nbytes = value.untyped_storage().nbytes()  # a view that does not fit has made it grow
-    # More elements than bytes is a view that repeats its elements; a few bytes could ask for any amount of memory that way.
-    if first not in file.records or nbytes != file.records[first].file_size or value.numel() * value.dtype.itemsize > nbytes:
+    # More elements than bytes is a view that repeats its elements; a few bytes could ask for any amount of memory that
+    # way.
+    if (
+        first not in file.records
+        or nbytes != file.records[first].file_size
+        or value.numel() * value.dtype.itemsize > nbytes
+    ):
         raise CheckpointError(f"{file.path}: a tensor of shape {tuple(value.shape)!r:.100} does not fit its record")
     return Stored(file, first, value)
 
 
 @contextlib.contextmanager
 def _only(names: list[Any]) -> Iterator[None]:
-    """torch's safe names and these. What the program has added is left out: no file of a checkpoint may make objects of it."""
+    """torch's safe names and these. What the program has added is left out: no file of a checkpoint may make objects of
+    it.
+    """
     theirs = torch.serialization.get_safe_globals()
     # torch looks into its own table first, so what it would build from any argument has to be replaced there.
     table = torch._weights_only_unpickler._get_allowed_globals()
@@ -258,7 +290,9 @@ def _only(names: list[Any]) -> Iterator[None]:
         yield
     finally:
         table.update(kept)
-        added = [name for name in torch.serialization.get_safe_globals() if name not in names]  # by another thread meanwhile
+        added = [
+            name for name in torch.serialization.get_safe_globals() if name not in names
+        ]  # by another thread meanwhile
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals([*theirs, *added])
 
@@ -319,7 +353,9 @@ def _scalar(dtype: Any, content: Any) -> Any:
 
 
 def _bounded(make: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    """``make`` of what pickle gives it. A count, or a tensor that repeats its elements, could ask for any amount of memory."""
+    """``make`` of what pickle gives it. A count, or a tensor that repeats its elements, could ask for any amount of
+    memory.
+    """
     return lambda *args: make(*(_of(kind, arg) for arg in args))
 
 
@@ -330,7 +366,8 @@ _BOUNDED: dict[str, Any] = {
     "_codecs.encode": _bounded(str.encode, str),
     "collections.Counter": _bounded(Counter, dict),
     "collections.OrderedDict": _bounded(OrderedDict, list),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": None,  # copies a tensor whatever it repeats; None is not callable
+    # copies a tensor whatever it repeats; None is not callable
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": None,
 }
 # What stands for the names that DeepSpeed's files and plain client state hold beyond those torch knows.
 _STAND_INS = [

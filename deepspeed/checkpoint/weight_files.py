@@ -1,4 +1,6 @@
-"""A model's weights as files that other programs read: safetensors or torch, in shards with an index, each file whole or absent."""
+"""A model's weights as files that other programs read: safetensors or torch, in shards with an index, each file whole
+or absent.
+"""
 
 import contextlib
 import json
@@ -21,7 +23,9 @@ Progress = Callable[[int], None]
 
 
 def plan_shards(streams: Sequence[Stream], max_bytes: int | None) -> list[list[Stream]]:
-    """``streams`` in order, cut so that no shard exceeds ``max_bytes`` (None: one shard) unless one tensor alone does."""
+    """``streams`` in order, cut so that no shard exceeds ``max_bytes`` (None: one shard) unless one tensor alone
+    does.
+    """
     shards: list[list[Stream]] = [[]]
     filled = 0
     for s in streams:
@@ -48,17 +52,20 @@ def write_weights(
     shared: Mapping[str, str] | None = None,
     progress: Progress = lambda _bytes: None,
 ) -> list[Path]:
-    """Write ``streams`` into the folder ``out`` as SAFETENSORS or TORCH files, with an index when there are several; the paths.
+    """Write ``streams`` into the folder ``out`` as SAFETENSORS or TORCH files, with an index when there are several;
+    the paths.
 
-    Holds a piece of one tensor (safetensors) or one shard (torch). ``shared`` (alias -> name in ``streams``) goes into torch files as
-    the same storage, and is left out of safetensors, as Hugging Face expects. Files of an earlier export of this kind are replaced
-    once the new ones are complete. Raises OSError, CheckpointError.
+    Holds a piece of one tensor (safetensors) or one shard (torch). ``shared`` (alias -> name in ``streams``) goes into
+    torch files as the same storage, and is left out of safetensors, as Hugging Face expects. Files of an earlier export
+    of this kind are replaced once the new ones are complete. Raises OSError, CheckpointError.
     """
     out.mkdir(parents=True, exist_ok=True)
     shards = plan_shards(streams, max_shard_bytes)
     stem, suffix = kind
     total = len(shards)
-    names = [f"{stem}{suffix}"] if total == 1 else [f"{stem}-{i:05d}-of-{total:05d}{suffix}" for i in range(1, total + 1)]
+    names = (
+        [f"{stem}{suffix}"] if total == 1 else [f"{stem}-{i:05d}-of-{total:05d}{suffix}" for i in range(1, total + 1)]
+    )
     aliases = {} if kind == SAFETENSORS or not shared else shared
     with contextlib.ExitStack() as cleanup:
         temporary = [cleanup.enter_context(temporary_for(out / name)) for name in names]
@@ -83,7 +90,10 @@ def write_weights(
 def _write_index(path: Path, names: list[str], shards: list[list[Stream]], aliases: Mapping[str, str]) -> Path:
     where = {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard}
     where |= {alias: where[name] for alias, name in aliases.items() if name in where}
-    index = {"metadata": {"total_size": sum(total_bytes(shard) for shard in shards)}, "weight_map": dict(sorted(where.items()))}
+    index = {
+        "metadata": {"total_size": sum(total_bytes(shard) for shard in shards)},
+        "weight_map": dict(sorted(where.items())),
+    }
     write_atomically(path, (json.dumps(index, indent=2) + "\n").encode())
     return path
 

@@ -15,7 +15,9 @@ CHUNK_BYTES = 32 << 20  # what one step of a stream holds, before a cast
 
 @dataclass(frozen=True)
 class Stream:
-    """A tensor that is read in pieces: ``read(start, out)`` fills the flat host tensor ``out`` of ``dtype`` from element ``start`` on."""
+    """A tensor that is read in pieces: ``read(start, out)`` fills the flat host tensor ``out`` of ``dtype`` from
+    element ``start`` on.
+    """
 
     name: str
     dtype: torch.dtype

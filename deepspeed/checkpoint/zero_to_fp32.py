@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.names import MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX, OPTIM_FILE_SUFFIX, ZERO_FILE_PREFIX, natural_order
+from deepspeed.checkpoint.names import (
+    MODEL_FILE_PREFIX,
+    MODEL_FILE_SUFFIX,
+    OPTIM_FILE_SUFFIX,
+    ZERO_FILE_PREFIX,
+    natural_order,
+)
 from deepspeed.checkpoint.opening import find_and_open
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, write_weights
@@ -62,7 +68,9 @@ def _open(checkpoint_dir: Folder, tag: str | None) -> Source:
 
 
 def _streams(source: Source, dtype: torch.dtype, *, exclude_frozen: bool) -> list[Stream]:
-    """Trained weights in ``dtype``, narrower floating buffers too; frozen weights as stored unless another dtype than fp32 is wanted."""
+    """Trained weights in ``dtype``, narrower floating buffers too; frozen weights as stored unless another dtype than
+    fp32 is wanted.
+    """
     found = []
     for key in weight_keys(source, exclude_frozen=exclude_frozen):
         stored = source.entries[key].dtype
@@ -78,10 +86,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002 - called so by client code
     lazy_mode: bool = False,  # noqa: FBT001, FBT002
 ) -> dict[str, Any]:
-    """The model's state dict on the CPU: trained weights in fp32, tied names included; frozen weights in their own dtype.
+    """The model's state dict on the CPU: trained weights in fp32, tied names included; frozen weights in their own
+    dtype.
 
-    ``checkpoint_dir`` holds tags (``tag``, else what ``latest`` names) or is itself one. With ``lazy_mode`` every value is a
-    LazyTensor, read by its ``contiguous()``. Raises FileNotFoundError, CheckpointError.
+    ``checkpoint_dir`` holds tags (``tag``, else what ``latest`` names) or is itself one. With ``lazy_mode`` every value
+    is a LazyTensor, read by its ``contiguous()``. Raises FileNotFoundError, CheckpointError.
     """
     source = _open(checkpoint_dir, tag)
     state: dict[str, Any] = OrderedDict()
@@ -104,7 +113,8 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the weights to ``output_dir`` as ``pytorch_model.bin`` or ``model.safetensors``, in shards with an index when larger.
+    """Write the weights to ``output_dir`` as ``pytorch_model.bin`` or ``model.safetensors``, in shards with an index
+    when larger.
 
     Holds one shard in memory, or a piece of one tensor with ``safe_serialization`` (where tied names are written once).
     Raises FileNotFoundError, CheckpointError, ValueError for a malformed size, OSError.
@@ -132,21 +142,31 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
 ) -> None:
     """``convert_zero_checkpoint_to_state_dict`` in fp32."""
-    convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
 
 
-def load_state_dict_from_zero_checkpoint(model: torch.nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> torch.nn.Module:
-    """Move ``model`` to the CPU, give it the checkpoint's weights, and return it; an engine round it must not be used afterwards.
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: Folder, tag: str | None = None
+) -> torch.nn.Module:
+    """Move ``model`` to the CPU, give it the checkpoint's weights, and return it; an engine round it must not be used
+    afterwards.
 
-    Sharded parameters become plain ones in their own dtype. Weights of the model that the checkpoint does not have keep their values,
-    with a warning. Raises as the functions above.
+    Sharded parameters become plain ones in their own dtype. Weights of the model that the checkpoint does not have keep
+    their values, with a warning. Raises as the functions above.
     """
     state: Mapping[str, Any] = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     _unshard(model, state)
     left = model.load_state_dict(state, strict=False)
     if left.missing_keys or left.unexpected_keys:
-        logger.warning("%s: not in the checkpoint: %s; not in the model: %s", checkpoint_dir, left.missing_keys, left.unexpected_keys)
+        logger.warning(
+            "%s: not in the checkpoint: %s; not in the model: %s",
+            checkpoint_dir,
+            left.missing_keys,
+            left.unexpected_keys,
+        )
     return model
 
 
@@ -193,7 +213,9 @@ def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Write the weights of a checkpoint as one fp32 state dict.")
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Write the weights of a checkpoint as one fp32 state dict."
+    )
     parser.add_argument("checkpoint_dir", help="the folder that holds 'latest', or a tag's folder")
     parser.add_argument("output_dir", help="where pytorch_model.bin or model.safetensors goes")
     parser.add_argument("--max_shard_size", default="5GB", help="most bytes of one file, such as 5GB (default)")

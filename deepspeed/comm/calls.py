@@ -1,7 +1,8 @@
 """The ``torch.distributed`` calls of ``deepspeed.comm``: checked for a process group and timed when the log is on.
 
-Every call takes three more keywords than torch's: ``prof`` (time this call whatever the settings say), ``log_name`` (name
-in the log) and ``debug`` (name of the caller, appended to the name when the log's ``debug`` is set; found when not given).
+Every call takes three more keywords than torch's: ``prof`` (time this call whatever the settings say), ``log_name``
+(name in the log) and ``debug`` (name of the caller, appended to the name when the log's ``debug`` is set; found when
+not given).
 """
 
 import functools
@@ -67,9 +68,16 @@ def broadcast_object_list(object_list: list[Any], src: int, group: Group = None,
     dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
 
-def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False, **log: Any) -> Work:
+def all_gather(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False, **log: Any
+) -> Work:
     """Collect every rank's ``tensor`` in ``tensor_list``."""
-    return _call("all_gather", _nbytes(*tensor_list), lambda: dist.all_gather(tensor_list, tensor, group=group, async_op=async_op), log)
+    return _call(
+        "all_gather",
+        _nbytes(*tensor_list),
+        lambda: dist.all_gather(tensor_list, tensor, group=group, async_op=async_op),
+        log,
+    )
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
@@ -111,7 +119,11 @@ def _each(calls: Sequence[Callable[[], Work]], async_op: bool) -> _WorkList | No
 
 
 def all_gather_coalesced(
-    output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], group: Group = None, async_op: bool = False, **log: Any
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    **log: Any,
 ) -> Work:
     """``all_gather_into_tensor`` for pairs of tensors."""
     pairs = list(zip(output_tensors, input_tensors, strict=True))
@@ -120,7 +132,12 @@ def all_gather_coalesced(
 
 
 def reduce_scatter(
-    output: torch.Tensor, input_list: list[torch.Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Any
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **log: Any,
 ) -> Work:
     """Reduce the list element-wise over ranks; rank i keeps entry i."""
     run = functools.partial(dist.reduce_scatter, output, input_list, op=op, group=group, async_op=async_op)
@@ -128,7 +145,12 @@ def reduce_scatter(
 
 
 def reduce_scatter_tensor(
-    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Any
+    output_tensor: torch.Tensor,
+    tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **log: Any,
 ) -> Work:
     """Reduce ``tensor`` over ranks; rank i keeps its i-th part."""
     run = functools.partial(_scatter_flat, output_tensor, tensor, op=op, group=group, async_op=async_op)
@@ -138,14 +160,25 @@ def reduce_scatter_tensor(
 reduce_scatter_fn = reduce_scatter_tensor
 
 
-def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Any) -> Work:
+def all_reduce(
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Any
+) -> Work:
     """Reduce ``tensor`` in place over ranks; all ranks get the result."""
-    return _call("all_reduce", _nbytes(tensor), lambda: dist.all_reduce(tensor, op=op, group=group, async_op=async_op), log)
+    return _call(
+        "all_reduce", _nbytes(tensor), lambda: dist.all_reduce(tensor, op=op, group=group, async_op=async_op), log
+    )
 
 
-def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Any) -> Work:
+def inference_all_reduce(
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Any
+) -> Work:
     """``all_reduce`` under the name that inference code logs."""
-    return _call("inference_all_reduce", _nbytes(tensor), lambda: dist.all_reduce(tensor, op=op, group=group, async_op=async_op), log)
+    return _call(
+        "inference_all_reduce",
+        _nbytes(tensor),
+        lambda: dist.all_reduce(tensor, op=op, group=group, async_op=async_op),
+        log,
+    )
 
 
 def all_reduce_coalesced(
@@ -172,16 +205,24 @@ def all_to_all_single(
 
 
 def all_to_all(
-    output_tensor_list: list[torch.Tensor], input_tensor_list: list[torch.Tensor], group: Group = None, async_op: bool = False, **log: Any
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+    **log: Any,
 ) -> Work:
     """Send entry i to rank i and collect what the ranks sent here."""
     run = functools.partial(dist.all_to_all, output_tensor_list, input_tensor_list, group=group, async_op=async_op)
     return _call("all_to_all", _nbytes(*input_tensor_list), run, log)
 
 
-def reduce(tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Any) -> Work:
+def reduce(
+    tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False, **log: Any
+) -> Work:
     """Reduce ``tensor`` over ranks; only global rank ``dst`` gets the result."""
-    return _call("reduce", _nbytes(tensor), lambda: dist.reduce(tensor, dst, op=op, group=group, async_op=async_op), log)
+    return _call(
+        "reduce", _nbytes(tensor), lambda: dist.reduce(tensor, dst, op=op, group=group, async_op=async_op), log
+    )
 
 
 def gather(
@@ -193,7 +234,12 @@ def gather(
     **log: Any,
 ) -> Work:
     """Collect every rank's ``tensor`` on global rank ``dst``."""
-    return _call("gather", _nbytes(tensor), lambda: dist.gather(tensor, gather_list, dst=dst, group=group, async_op=async_op), log)
+    return _call(
+        "gather",
+        _nbytes(tensor),
+        lambda: dist.gather(tensor, gather_list, dst=dst, group=group, async_op=async_op),
+        log,
+    )
 
 
 def scatter(
@@ -205,7 +251,12 @@ def scatter(
     **log: Any,
 ) -> Work:
     """Give every rank one entry of global rank ``src``'s list."""
-    return _call("scatter", _nbytes(tensor), lambda: dist.scatter(tensor, scatter_list, src=src, group=group, async_op=async_op), log)
+    return _call(
+        "scatter",
+        _nbytes(tensor),
+        lambda: dist.scatter(tensor, scatter_list, src=src, group=group, async_op=async_op),
+        log,
+    )
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **log: Any) -> None:
@@ -245,9 +296,16 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
     return _call("barrier", 0, lambda: dist.barrier(group=group, async_op=async_op, device_ids=device_ids), log)
 
 
-def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **log: Any) -> None:
+def monitored_barrier(
+    group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **log: Any
+) -> None:
     """Barrier that names the missing ranks when ``timeout`` passes (gloo only)."""
-    _call("monitored_barrier", 0, lambda: dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=wait_all_ranks), log)
+    _call(
+        "monitored_barrier",
+        0,
+        lambda: dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=wait_all_ranks),
+        log,
+    )
 
 
 # information
@@ -314,7 +372,9 @@ def destroy_process_group(group: Group = None) -> None:
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
     """A ``DeviceMesh`` of this accelerator over all ranks."""
     _require_group("initialize_mesh_device")
-    return dist.init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return dist.init_device_mesh(
+        get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names)
+    )
 
 
 def has_all_gather_into_tensor() -> bool:

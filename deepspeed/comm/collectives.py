@@ -1,8 +1,8 @@
 """The collectives ZeRO is made of, over flat 1-D tensors, as transfers that are waited for.
 
-On gloo (CPU ranks) gathers and reduce-scatters are pairwise exchanges: gloo's own reduce-scatter is an all-reduce and its
-all-gather copies both ends, while a direct exchange moves the minimum of bytes, straight between the caller's buffers,
-and lets the receiver add in the accumulation dtype. On other backends (nccl) they are the tensor collectives.
+On gloo (CPU ranks) gathers and reduce-scatters are pairwise exchanges: gloo's own reduce-scatter is an all-reduce and
+its all-gather copies both ends, while a direct exchange moves the minimum of bytes, straight between the caller's
+buffers, and lets the receiver add in the accumulation dtype. On other backends (nccl) they are the tensor collectives.
 """
 
 import itertools
@@ -33,7 +33,9 @@ class AxisGroup:
     backend: str
     # Called as listener(op, numel, dtype, group size) for every collective: tests and traces listen here.
     # A listener may return a function, which is called when the collective has ended.
-    ledger: list[Callable[[str, int, torch.dtype, int], Callable[[], None] | None]] = field(default_factory=list, compare=False)
+    ledger: list[Callable[[str, int, torch.dtype, int], Callable[[], None] | None]] = field(
+        default_factory=list, compare=False
+    )
 
     def note(self, op: str, tensor: torch.Tensor) -> list[Callable[[], None]]:
         """Tell the listeners; what is to be called at the end."""
@@ -49,8 +51,8 @@ _odometer = itertools.count()
 def issued() -> int:
     """A number that grows by one from call to call, and by more if this process has communicated in between.
 
-    Counted are the collectives of this package, and those of anybody on a process group; where a group does not count them, it
-    counts as busy. (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)
+    Counted are the collectives of this package, and those of anybody on a process group; where a group does not count
+    them, it counts as busy. (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)
     """
     groups = dist.distributed_c10d._world.pg_map
     try:
@@ -71,7 +73,9 @@ _KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64,
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes where a backend may not know the dtype (8-bit floats, complex, bool, int16): it is only moved."""
+    """The same memory as bytes where a backend may not know the dtype (8-bit floats, complex, bool, int16): it is only
+    moved.
+    """
     return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
 
@@ -107,8 +111,12 @@ class Collective(Transfer):
         return all(work.is_completed() for work in self._works)
 
 
-def _exchange(send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor], group: AxisGroup) -> list[Any]:
-    """Post one receive from and one send to every other member; peers are visited in a rotated order to avoid hot spots."""
+def _exchange(
+    send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor], group: AxisGroup
+) -> list[Any]:
+    """Post one receive from and one send to every other member; peers are visited in a rotated order to avoid hot
+    spots.
+    """
     works: list[Any] = []
     for k in range(1, group.size):
         source, target = (group.index - k) % group.size, (group.index + k) % group.size
@@ -127,7 +135,9 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
     piece = shard.numel()
     own = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
-        works = [] if group.size == 1 else _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
+        works = (
+            [] if group.size == 1 else _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
+        )
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         return Collective(works, full, shard, ends=ends)
@@ -204,14 +214,18 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
 def all_equal(value: int, group: AxisGroup) -> bool:
     """Whether every member passed the same ``value`` (0 <= value < 2^62): ceil(log2(size)) exchanges of 16 bytes.
 
-    A maximum may meet the same value twice, so passing it on over doubling distances reaches all, also when size is no power of two.
+    A maximum may meet the same value twice, so passing it on over doubling distances reaches all, also when size is no
+    power of two.
     """
     extremes = torch.tensor([value, -value])
     for distance in (1 << k for k in range((group.size - 1).bit_length())):
         theirs = torch.empty_like(extremes)
         source, target = (group.index - distance) % group.size, (group.index + distance) % group.size
         ends = group.note("digest", extremes)
-        works: list[Any] = [dist.irecv(theirs, group=group.pg, group_src=source), dist.isend(extremes, group=group.pg, group_dst=target)]
+        works: list[Any] = [
+            dist.irecv(theirs, group=group.pg, group_src=source),
+            dist.isend(extremes, group=group.pg, group_dst=target),
+        ]
         Collective(works, extremes, theirs, ends=ends).wait()
         extremes = torch.maximum(extremes, theirs)
     return not extremes.sum()
@@ -238,11 +252,19 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
 
 
 def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[], int] = lambda: 0) -> dict[int, str]:
-    """Rank -> what went wrong there, of the members with a ``fault``. Collective: what one rank raises alone, the others wait for.
+    """Rank -> what went wrong there, of the members with a ``fault``. Collective: what one rank raises alone, the
+    others wait for.
 
-    ``depth``: called before each exchange, how deep this rank is in nested calls. The outer ones repeat theirs until all are out.
+    ``depth``: called before each exchange, how deep this rank is in nested calls. The outer ones repeat theirs until
+    all are out.
     """
-    text = None if fault is None else f"{fault}" if isinstance(fault, DeepSpeedError) else f"{type(fault).__name__}: {fault}"
+    text = (
+        None
+        if fault is None
+        else f"{fault}"
+        if isinstance(fault, DeepSpeedError)
+        else f"{type(fault).__name__}: {fault}"
+    )
     while True:
         own = depth()
         depths, texts = zip(*gather_objects((own, text), group), strict=True)

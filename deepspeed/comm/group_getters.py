@@ -15,8 +15,9 @@ from deepspeed.pending import raise_not_yet
 
 
 class _Registered:
-    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``, and the topology. The getters are bare functions that clients
-    call without any engine in hand, so the last ones have to be remembered here; engines keep their own."""
+    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``, and the topology. The getters are bare
+    functions that clients call without any engine in hand, so the last ones have to be remembered here; engines keep
+    their own."""
 
     mpu: Any = None
     topology: Topology | None = None
@@ -41,7 +42,10 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 def _topology() -> Topology:
     if not dist.is_initialized():
-        raise UsageError("deepspeed.utils.groups has no groups yet; call deepspeed.initialize() or deepspeed.init_distributed() first.")
+        raise UsageError(
+            "deepspeed.utils.groups has no groups yet; call deepspeed.initialize() or "
+            "deepspeed.init_distributed() first."
+        )
     return _Registered.topology or dense_topology(tuple(range(dist.get_world_size())))
 
 
@@ -142,10 +146,14 @@ def get_broadcast_src_rank() -> int:
 
 
 def _experts(group_name: str) -> Topology:
-    """The expert factorisation named ``ep_size_<N>``. Raises UsageError for other names, DeepSpeedConfigError for sizes that do not fit."""
+    """The expert factorisation named ``ep_size_<N>``. Raises UsageError for other names, DeepSpeedConfigError for sizes
+    that do not fit.
+    """
     ways = group_name.removeprefix("ep_size_")
     if not ways.isdigit() or ways == group_name:
-        raise UsageError(f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}")
+        raise UsageError(
+            f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}"
+        )
     return expert_topology(_topology(), int(ways))
 
 

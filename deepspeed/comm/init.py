@@ -36,7 +36,12 @@ def _device_count() -> int:
 
 def _publish(found: Rendezvous) -> None:
     """Write the identity where ``torch.distributed`` and other libraries look; never over an existing value."""
-    values = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": found.local_rank, "MASTER_ADDR": found.address}
+    values = {
+        "RANK": found.rank,
+        "WORLD_SIZE": found.world_size,
+        "LOCAL_RANK": found.local_rank,
+        "MASTER_ADDR": found.address,
+    }
     if found.local_size is not None:
         values["LOCAL_WORLD_SIZE"] = found.local_size
     values["MASTER_PORT"] = os.environ.get("MASTER_PORT") or (_free_port() if found.port is None else found.port)
@@ -49,13 +54,18 @@ def _publish(found: Rendezvous) -> None:
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of MPI or Slurm; needs no mpi4py."""
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of MPI or Slurm; needs no
+    mpi4py.
+    """
     found = from_scheduler(os.environ, distributed_port, devices=_device_count) or discover(
         os.environ, distributed_port, devices=_device_count
     )
     _publish(found)
     if verbose:
-        log_dist(f"discovered rank {found.rank} of {found.world_size}, local rank {found.local_rank}, meeting at {found.address}")
+        log_dist(
+            f"discovered rank {found.rank} of {found.world_size}, local rank {found.local_rank}, meeting at "
+            f"{found.address}"
+        )
 
 
 def _timeout(requested: timedelta) -> timedelta:
@@ -80,12 +90,13 @@ def _source_address(host: str) -> str:
 
 
 def _prepare(backend: str, found: Rendezvous) -> None:
-    """What must stand before groups are made: the device, and the network for gloo, which carries the control messages of nccl jobs too.
+    """What must stand before groups are made: the device, and the network for gloo, which carries the control messages
+    of nccl jobs too.
 
     Left to itself gloo listens where this machine's own name points to, on many images the loopback.
     """
-    # torch's device_id stays unset: with it every later new_group of some ranks only, such as those that carry weights to
-    # inference engines, is a split that all ranks would have to take part in.
+    # torch's device_id stays unset: with it every later new_group of some ranks only, such as those that carry weights
+    # to inference engines, is a split that all ranks would have to take part in.
     if backend != "gloo":
         take_device(found.local_rank)
     if found.one_machine or os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -100,19 +111,24 @@ def _prepare(backend: str, found: Rendezvous) -> None:
 
 def _start(backend: str, timeout: timedelta, found: Rendezvous, init_method: str | None) -> None:
     if init_method is not None:
-        dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=found.rank, world_size=found.world_size)
+        dist.init_process_group(
+            backend, init_method=init_method, timeout=timeout, rank=found.rank, world_size=found.world_size
+        )
     elif found.port is None:
         # Nobody to meet: an in-process store needs no port, so parallel single-process jobs cannot collide.
         dist.init_process_group(backend, store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout, rank=found.rank, world_size=found.world_size)
+        dist.init_process_group(
+            backend, init_method="env://", timeout=timeout, rank=found.rank, world_size=found.world_size
+        )
 
 
 def _leave_at_exit(limit_s: float = 20.0) -> None:
     """Let gloo's worker threads, which carry the control messages of nccl jobs too, end before the interpreter does.
 
-    A worker that drops the last reference to a tensor needs the interpreter; one that asks for it during finalization ends the
-    process with SIGABRT after a successful run. A backend that waits for ranks that are gone is left alone after ``limit_s``.
+    A worker that drops the last reference to a tensor needs the interpreter; one that asks for it during finalization
+    ends the process with SIGABRT after a successful run. A backend that waits for ranks that are gone is left alone
+    after ``limit_s``.
     """
     asked, left, owner = threading.Event(), threading.Event(), os.getpid()
 
@@ -150,14 +166,14 @@ def init_distributed(
 ) -> None:
     """Make sure that ``torch.distributed`` has a process group; an existing one is adopted, a second call does nothing.
 
-    ``dist_backend`` None means the device's own (nccl, gloo, ...). Who this process is comes from ``rank`` and ``world_size``,
-    else RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT, else MPI or Slurm variables, else the process is alone;
-    what was found is written to those variables where they are unset. Without MASTER_PORT and with the default
-    ``distributed_port`` the port follows from Slurm's or Open MPI's job id (:func:`deepspeed.comm.rendezvous.job_port`), so that
-    two jobs on one machine do not meet. ``timeout`` defaults to ``DEEPSPEED_TIMEOUT`` minutes, or 10. Where the
-    backend is a device's, the local rank's device becomes the current one, unless another one is already. Where ranks are on several
-    machines, GLOO_SOCKET_IFNAME is set, unless it is, to the interface that leads to rank 0. ``config`` (dict or parsed) may hold a
-    ``comms_logger`` block.
+    ``dist_backend`` None means the device's own (nccl, gloo, ...). Who this process is comes from ``rank`` and
+    ``world_size``, else RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT, else MPI or Slurm variables, else
+    the process is alone; what was found is written to those variables where they are unset. Without MASTER_PORT and
+    with the default ``distributed_port`` the port follows from Slurm's or Open MPI's job id
+    (:func:`deepspeed.comm.rendezvous.job_port`), so that two jobs on one machine do not meet. ``timeout`` defaults to
+    ``DEEPSPEED_TIMEOUT`` minutes, or 10. Where the backend is a device's, the local rank's device becomes the current
+    one, unless another one is already. Where ranks are on several machines, GLOO_SOCKET_IFNAME is set, unless it is, to
+    the interface that leads to rank 0. ``config`` (dict or parsed) may hold a ``comms_logger`` block.
 
     Raises UsageError with ``dist_init_required=False`` and no group, DeepSpeedConfigError for contradictory variables.
     """
@@ -170,7 +186,9 @@ def init_distributed(
         _prepare(dist.get_backend(), found)
         return
     if dist_init_required is False:
-        raise UsageError("dist_init_required=False, but there is no process group; start one before, or leave the argument out.")
+        raise UsageError(
+            "dist_init_required=False, but there is no process group; start one before, or leave the argument out."
+        )
     if not dist.is_available():
         raise UsageError("This build of PyTorch has no torch.distributed; install one that has.")
     env: dict[str, str] = dict(os.environ)

@@ -22,8 +22,8 @@ AZURE_PORT, AZURE_ONE_NODE_PORT = 6105, 54965
 class Rendezvous(NamedTuple):
     """Who this process is and where the ranks meet.
 
-    ``port`` None: the process is alone and needs no meeting point. Where unknown, ``local_size``, ranks on this machine, is None,
-    and ``address`` is empty.
+    ``port`` None: the process is alone and needs no meeting point. Where unknown, ``local_size``, ranks on this
+    machine, is None, and ``address`` is empty.
     """
 
     rank: int
@@ -42,8 +42,8 @@ class Rendezvous(NamedTuple):
 class _Scheduler(NamedTuple):
     """Variables in which a scheduler states what it started; of several the first that is set counts.
 
-    ``nodes`` list the machines, rank 0's first; ``machines`` counts them. The digits of ``job`` tell jobs apart and are the
-    same on all ranks.
+    ``nodes`` list the machines, rank 0's first; ``machines`` counts them. The digits of ``job`` tell jobs apart and are
+    the same on all ranks.
     """
 
     name: str
@@ -56,10 +56,10 @@ class _Scheduler(NamedTuple):
     machines: str = ""
 
 
-# Slurm comes behind MPI because mpirun starts its helpers through srun, whose variables the ranks then inherit: they count the
-# helpers, differ between the first node and the others, and so lend MPI only the node list of the whole job.
-# The Slurm row asks for a STEP variable, which exists only under srun: a batch script run once has SLURM_PROCID=0 and the job's
-# SLURM_NTASKS, and would wait for ranks that never come. PMIx states no size; WORLD_SIZE must.
+# Slurm comes behind MPI because mpirun starts its helpers through srun, whose variables the ranks then inherit: they
+# count the helpers, differ between the first node and the others, and so lend MPI only the node list of the whole job.
+# The Slurm row asks for a STEP variable, which exists only under srun: a batch script run once has SLURM_PROCID=0 and
+# the job's SLURM_NTASKS, and would wait for ranks that never come. PMIx states no size; WORLD_SIZE must.
 _SCHEDULERS = (
     _Scheduler(
         name="Open MPI",
@@ -123,7 +123,8 @@ def _integer(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
         value = least - 1
     if value < least:
         raise DeepSpeedConfigError(
-            f"the environment variable {name}={env[name]!r} must be a whole number from {least} on; correct it, or unset it"
+            f"the environment variable {name}={env[name]!r} must be a whole number from {least} on; correct "
+            "it, or unset it"
         )
     return value
 
@@ -141,7 +142,9 @@ def _leads_here(address: str) -> bool:
 
 
 def interface_with(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
-    """Name of the network interface that has ``address``; None for a loopback address, which reaches no other machine."""
+    """Name of the network interface that has ``address``; None for a loopback address, which reaches no other
+    machine.
+    """
     if _leads_here(address):
         return None
     # the system writes a link-local IPv6 address as address%interface
@@ -152,15 +155,18 @@ def first_host(nodelist: str) -> str:
     """First machine of a Slurm node list: ``gpu[03-05,9],login1`` -> ``gpu03``."""
     match = re.match(r"(?:[^,\[\]\s]|\[\d[^\]]*\])+", nodelist.strip())
     if match is None:
-        raise DeepSpeedConfigError(f"the node list {nodelist!r} names no machine; set MASTER_ADDR to the machine of rank 0")
+        raise DeepSpeedConfigError(
+            f"the node list {nodelist!r} names no machine; set MASTER_ADDR to the machine of rank 0"
+        )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match.group())
 
 
 def job_port(identity: str) -> int | None:
-    """Port that follows from a job's identity, for example ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``; None when it has no digit.
+    """Port that follows from a job's identity, for example ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``; None when it has no
+    digit.
 
-    It is 20000 + (the identity's digits read as one number) mod 9973. All ranks compute the same port without talking, and
-    two jobs on one machine differ: 9973 is prime, so neighbouring job or step numbers never meet.
+    It is 20000 + (the identity's digits read as one number) mod 9973. All ranks compute the same port without talking,
+    and two jobs on one machine differ: 9973 is prime, so neighbouring job or step numbers never meet.
     """
     digits = re.sub(r"\D", "", identity)
     return JOB_PORT_FIRST + int(digits) % JOB_PORT_COUNT if digits else None
@@ -228,8 +234,12 @@ def _one_device() -> int:
     return 1
 
 
-def local_rank_of(env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device) -> int:
-    """Local rank of global rank ``rank``: LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks or devices here."""
+def local_rank_of(
+    env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device
+) -> int:
+    """Local rank of global rank ``rank``: LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks or
+    devices here.
+    """
     speaking = _speaking(env, rank, world_size)
     stated = _optional(env, ("LOCAL_RANK", *(name for row in speaking for name in row.local_rank)))
     if stated is not None or world_size == 1:
@@ -237,7 +247,9 @@ def local_rank_of(env: Mapping[str, str], rank: int, world_size: int, *, devices
     return rank % (_local_size(env, speaking, world_size) or max(1, devices()))
 
 
-def adopted(env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device) -> Rendezvous:
+def adopted(
+    env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device
+) -> Rendezvous:
     """What ``env`` says of a rank whose process group was started by others."""
     local_size = _local_size(env, _speaking(env, rank, world_size), world_size)
     local_rank = local_rank_of(env, rank, world_size, devices=devices)
@@ -247,7 +259,9 @@ def adopted(env: Mapping[str, str], rank: int, world_size: int, *, devices: Call
 def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, devices: Callable[[], int]) -> Rendezvous:
     """Everything else about rank ``rank`` of ``world_size``."""
     if rank >= world_size:
-        raise DeepSpeedConfigError(f"RANK={rank} does not fit WORLD_SIZE={world_size}; ranks go from 0 to WORLD_SIZE - 1")
+        raise DeepSpeedConfigError(
+            f"RANK={rank} does not fit WORLD_SIZE={world_size}; ranks go from 0 to WORLD_SIZE - 1"
+        )
     local_rank = local_rank_of(env, rank, world_size, devices=devices)
     if world_size == 1:  # what a launcher left of other ranks is not about this process
         return Rendezvous(rank, 1, local_rank, env.get("MASTER_ADDR") or LOOPBACK, None, 1)
@@ -255,21 +269,27 @@ def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, dev
     local_size = _local_size(env, speaking, world_size)
     if local_size is not None and local_rank >= local_size:
         raise DeepSpeedConfigError(
-            f"local rank {local_rank} does not fit {local_size} ranks on this machine (LOCAL_RANK and LOCAL_WORLD_SIZE, or what MPI "
+            f"local rank {local_rank} does not fit {local_size} ranks on this machine (LOCAL_RANK and "
+            "LOCAL_WORLD_SIZE, or what MPI "
             "or Slurm states); local ranks go from 0 to LOCAL_WORLD_SIZE - 1"
         )
     if local_size is not None and local_size > world_size:
-        raise DeepSpeedConfigError(f"{local_size} ranks on this machine (LOCAL_WORLD_SIZE) are more than WORLD_SIZE={world_size} in all")
+        raise DeepSpeedConfigError(
+            f"{local_size} ranks on this machine (LOCAL_WORLD_SIZE) are more than WORLD_SIZE={world_size} in all"
+        )
     scheduler = speaking[0] if speaking else None
     one_machine = local_size == world_size
     address = _address(env, scheduler, one_machine=one_machine)
     if address is None:
         who = f"{scheduler.name} started {world_size} ranks" if scheduler else f"WORLD_SIZE={world_size}"
         raise DeepSpeedConfigError(
-            f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set; set it to that machine's name on every rank "
+            f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set; set it to that "
+            "machine's name on every rank "
             "(for example mpirun -x MASTER_ADDR=host0 ...)"
         )
-    return Rendezvous(rank, world_size, local_rank, address, _port(env, scheduler, port, one_machine=one_machine), local_size)
+    return Rendezvous(
+        rank, world_size, local_rank, address, _port(env, scheduler, port, one_machine=one_machine), local_size
+    )
 
 
 def from_scheduler(
@@ -285,13 +305,15 @@ def from_scheduler(
         if stray is None:
             return None
         raise DeepSpeedConfigError(
-            f"{stray.rank}={env[stray.rank]} says that {stray.name} started this process, but {stray.world_size} is not set, so the "
+            f"{stray.rank}={env[stray.rank]} says that {stray.name} started this process, but "
+            f"{stray.world_size} is not set, so the "
             f"number of ranks is unknown; set {stray.world_size} on every rank, or unset {stray.rank} to run alone"
         )
     rank, world_size = _integer(env, scheduler.rank), _integer(env, scheduler.world_size, least=1)
     if env.get("WORLD_SIZE") and _integer(env, "WORLD_SIZE", least=1) != world_size:
         raise DeepSpeedConfigError(
-            f"WORLD_SIZE={env['WORLD_SIZE']}, but {scheduler.name} started {world_size} ranks ({scheduler.world_size}); unset WORLD_SIZE, "
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {scheduler.name} started {world_size} ranks "
+            f"({scheduler.world_size}); unset WORLD_SIZE, "
             "or set RANK too when the ranks are counted in another way"
         )
     return _complete(env, port, rank, world_size, devices)
@@ -306,8 +328,9 @@ def discover(
 ) -> Rendezvous:
     """Identity of this process from ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
 
-    ``port`` is used when nothing names another; ``devices`` counts this machine's devices and is asked only when nothing
-    states the local rank. Raises DeepSpeedConfigError, which names the variable, when variables are missing or contradict.
+    ``port`` is used when nothing names another; ``devices`` counts this machine's devices and is asked only when
+    nothing states the local rank. Raises DeepSpeedConfigError, which names the variable, when variables are missing or
+    contradict.
     """
     if not env.get("RANK"):
         # some MPI launchers export WORLD_SIZE to all ranks and leave the rank to MPI's own variables
@@ -317,6 +340,8 @@ def discover(
             return Rendezvous(0, 1, _optional(env, ("LOCAL_RANK",)) or 0, env.get("MASTER_ADDR") or LOOPBACK, None)
     missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
     if missing:
-        raise DeepSpeedConfigError(f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set; set both or neither")
+        raise DeepSpeedConfigError(
+            f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set; set both or neither"
+        )
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1)
     return _complete(env, port, rank, world_size, devices)

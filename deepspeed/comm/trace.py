@@ -63,7 +63,9 @@ class CommsLog:
         return self.enabled and (prof or self.prof_all or op in self.prof_ops)
 
     def named(self, op: str, caller: str | None) -> str:
-        """The name under which a call of ``op`` is entered: with ``debug``, each caller (stated, or found) has its own."""
+        """The name under which a call of ``op`` is entered: with ``debug``, each caller (stated, or found) has its
+        own.
+        """
         return f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
 
     def record(self, op: str, nbytes: int, latency_ms: float) -> None:
@@ -107,7 +109,9 @@ class CommsLog:
         }
 
     def straggler(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Like ``summary``, against the fastest rank of each call. Collective: every rank must have the same records."""
+        """Like ``summary``, against the fastest rank of each call. Collective: every rank must have the same
+        records.
+        """
         table: dict[str, dict[int, dict[str, Any]]] = {}
         for op, sizes in sorted(self._latencies_ms.items()):
             table[op] = {}
@@ -141,7 +145,8 @@ LOG = CommsLog()
 
 
 def begin(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Callable[[], None] | None:
-    """An engine issues a collective over ``numel`` elements: what to call when it has ended, None when the log does not want it.
+    """An engine issues a collective over ``numel`` elements: what to call when it has ended, None when the log does not
+    want it.
 
     The latency of an asynchronous collective ends where it is waited for.
     """
@@ -178,7 +183,11 @@ def _block(config: Any) -> Mapping[str, Any] | None:
     block = config.get("comms_logger") if isinstance(config, Mapping) else getattr(config, "comms_logger", None)
     if block is None or isinstance(block, Mapping):
         return block
-    return {name: getattr(block, name) for name in ("enabled", "prof_all", "prof_ops", "verbose", "debug") if hasattr(block, name)}
+    return {
+        name: getattr(block, name)
+        for name in ("enabled", "prof_all", "prof_ops", "verbose", "debug")
+        if hasattr(block, name)
+    }
 
 
 def configure(
@@ -189,7 +198,9 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Settings of the communication log; explicit arguments win over the ``comms_logger`` block of ``deepspeed_config``."""
+    """Settings of the communication log; explicit arguments win over the ``comms_logger`` block of
+    ``deepspeed_config``.
+    """
     block = _block(deepspeed_config)
     if block is not None:
         LOG.enabled = bool(block.get("enabled", True))  # a block without the key is a wish for the log
@@ -208,7 +219,9 @@ def _table(summary: dict[str, dict[int, dict[str, Any]]], columns: list[str]) ->
     for op, sizes in summary.items():
         for row in sizes.values():
             cells = [row[column] for column in columns]
-            lines.append("".join(f"{cell:>22.3f}" if isinstance(cell, float) else f"{cell:>22}" for cell in [op, *cells]))
+            lines.append(
+                "".join(f"{cell:>22.3f}" if isinstance(cell, float) else f"{cell:>22}" for cell in [op, *cells])
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -226,7 +239,14 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         columns = ["msg_size_str", "count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps"]
         sys.stdout.write(_table(summary, columns))
         if straggler is not None:
-            columns = ["msg_size_str", "count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms"]
+            columns = [
+                "msg_size_str",
+                "count",
+                "total_comm_lat_ms",
+                "total_straggler_ms",
+                "avg_comm_lat_ms",
+                "avg_straggler_ms",
+            ]
             sys.stdout.write(_table(straggler, columns))
     if not return_dict:
         return None

@@ -44,7 +44,10 @@ def _split(source: ConfigSource, train: int, parts: int, what: str) -> int:
     if train % parts:
         below, above = train // parts * parts, (train // parts + 1) * parts
         remedy = f"{below} or {above}" if below else str(above)
-        sentence = f"{TRAIN} {train} does not divide evenly over {what} = {parts}. Set {TRAIN} to {remedy}, or change the number of ranks."
+        sentence = (
+            f"{TRAIN} {train} does not divide evenly over {what} = {parts}. Set {TRAIN} to {remedy}, or "
+            "change the number of ranks."
+        )
         raise _does_not_close(source, sentence)
     return train // parts
 
@@ -54,7 +57,8 @@ def _unresolved(source: ConfigSource, autos: list[str]) -> DeepSpeedConfigError:
         names = " and ".join(autos)
         return DeepSpeedConfigError(
             f'{source.name}: {names} is still "auto" and cannot be derived from the other batch keys. '
-            f"Only an integration (Transformers, Accelerate) fills that in; write numbers for two of {', '.join(BATCH_KEYS)}."
+            "Only an integration (Transformers, Accelerate) fills that in; write numbers for two of "
+            f"{', '.join(BATCH_KEYS)}."
         )
     return BatchConfigError(f"{source.name}: neither {TRAIN} nor {MICRO} is given. Set at least one of them.")
 
@@ -88,7 +92,8 @@ def resolve_batch(source: ConfigSource, *, world_size: int, lenient: bool) -> Ba
     product = micro * accumulation * world_size
     if train != product:
         sentence = (
-            f"Check batch related parameters. {TRAIN} is not equal to micro_batch_per_gpu * gradient_acc_step * world_size "
+            f"Check batch related parameters. {TRAIN} is not equal to micro_batch_per_gpu * gradient_acc_step "
+            "* world_size "
             f"{train} != {micro} * {accumulation} * {world_size} (= {product}). "
             f"Set {TRAIN} to {product}, or delete {ACCUMULATION} and let it be derived."
         )

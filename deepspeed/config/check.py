@@ -1,4 +1,6 @@
-"""Everything that is wrong with a configuration at once, for people: ``load_config`` stops at the first group of faults."""
+"""Everything that is wrong with a configuration at once, for people: ``load_config`` stops at the first group of
+faults.
+"""
 
 import copy
 import logging
@@ -27,10 +29,17 @@ FILLED_BY_INTEGRATIONS = frozenset(
         *BATCH_KEYS,
         "gradient_clipping",
         *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
-        *(f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")),
+        *(
+            f"scheduler.params.{name}"
+            for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+        ),
         "fp16.enabled",
         "bf16.enabled",
-        *(f"zero_optimization.offload_{what}.{name}" for what in ("param", "optimizer") for name in ("device", "nvme_path")),
+        *(
+            f"zero_optimization.offload_{what}.{name}"
+            for what in ("param", "optimizer")
+            for name in ("device", "nvme_path")
+        ),
         *(
             f"zero_optimization.{name}"
             for name in (
@@ -50,7 +59,9 @@ _COMMON = frozenset({"enabled", "type", "params", "device"})
 
 @dataclass(frozen=True)
 class Findings:
-    """The judgement of one source. ``config`` is None when there are faults. ``autos`` are the paths an integration fills."""
+    """The judgement of one source. ``config`` is None when there are faults. ``autos`` are the paths an integration
+    fills.
+    """
 
     source: ConfigSource
     config: DeepSpeedConfig | None
@@ -179,13 +190,16 @@ def _with_line(source: ConfigSource, sentence: str) -> str:
 def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) -> Findings:
     """All faults of ``source`` for ``world_size`` data-parallel ranks, and what is worth saying when there are none.
 
-    "auto" is accepted where an integration fills it in, unless ``resolved``. A fault that can only be the consequence of
-    another one (a batch that does not close because a size is misspelt) is left out.
+    "auto" is accepted where an integration fills it in, unless ``resolved``. A fault that can only be the consequence
+    of another one (a batch that does not close because a size is misspelt) is left out.
     """
     state = _Gathering(source, copy.deepcopy(source.data))
     autos = state.take_autos()
     if resolved:
-        why = 'is still "auto". Only an integration (Transformers, Accelerate) fills that in; write a value or delete the key.'
+        why = (
+            'is still "auto". Only an integration (Transformers, Accelerate) fills that in; write a value or '
+            "delete the key."
+        )
         state.faults += [at_line(source, path, f"{path} {why}") for path in autos]
     config: DeepSpeedConfig | None = None
     said: list[str] = []
@@ -204,8 +218,14 @@ def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) ->
     if config is None or state.faults:
         return Findings(source, None, tuple(_with_line(source, item) for item in state.faults))
     if "pipeline" in source.data:
-        said.append("the block 'pipeline' is valid and asks for nothing: models are not cut into pipeline stages in this release")
-    notes = [*dict.fromkeys(said), *notes_of({item.path: item for item in settings(config, source)}, idle=inert_under(config))]
+        said.append(
+            "the block 'pipeline' is valid and asks for nothing: models are not cut into pipeline stages in "
+            "this release"
+        )
+    notes = [
+        *dict.fromkeys(said),
+        *notes_of({item.path: item for item in settings(config, source)}, idle=inert_under(config)),
+    ]
     return Findings(source, config, (), tuple(notes), tuple(autos))
 
 

@@ -31,7 +31,9 @@ def _world(text: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the three subcommands."""
-    parser = argparse.ArgumentParser(prog="ds_config", allow_abbrev=False, description="Check, explain and start training configurations.")
+    parser = argparse.ArgumentParser(
+        prog="ds_config", allow_abbrev=False, description="Check, explain and start training configurations."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", allow_abbrev=False, help="say everything that is wrong; exit status 0 or 2")
     check.add_argument("files", nargs="+", metavar="FILE", help="JSON with comments allowed; - reads standard input")
@@ -44,8 +46,12 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (check, show):
         command.add_argument("--world", type=_world, default=None, metavar="N", help="data-parallel ranks (default: 1)")
     init = commands.add_parser("init", allow_abbrev=False, help="a commented file to start from")
-    init.add_argument("--goal", choices=sorted(GOALS), default="finetune", help="what the training is for (default: finetune)")
-    init.add_argument("-o", "--output", metavar="FILE", default=None, help="where to write it (default: standard output)")
+    init.add_argument(
+        "--goal", choices=sorted(GOALS), default="finetune", help="what the training is for (default: finetune)"
+    )
+    init.add_argument(
+        "-o", "--output", metavar="FILE", default=None, help="where to write it (default: standard output)"
+    )
     init.add_argument("--force", action="store_true", help="replace FILE when it is there")
     return parser
 
@@ -59,7 +65,9 @@ def _read(name: str) -> ConfigSource:
             text = "\0"
         if "\0" in text:
             raise DeepSpeedConfigError("standard input is not a text. Give JSON.")
-        return ConfigSource(parse_text(text, "standard input"), "standard input", from_program=False, lines=key_lines(text))
+        return ConfigSource(
+            parse_text(text, "standard input"), "standard input", from_program=False, lines=key_lines(text)
+        )
     if not name or not os.path.lexists(name):
         raise DeepSpeedConfigError(f"no such file (working directory {os.getcwd()})")
     return read_source(Path(name))
@@ -88,9 +96,15 @@ def _summary(findings: Findings, *, world: int) -> str:
     config = findings.config
     assert config is not None, "a summary needs a configuration"
     written = sum(1 for item in shown_settings(findings).values() if item.origin in ("file", "auto"))
-    batch = f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps} x {world}"
+    batch = (
+        f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} x "
+        f"{config.gradient_accumulation_steps} x {world}"
+    )
     sizes = "batch sizes open" if batch_is_open(findings) else batch
-    return f"ok ({written} key{'s' if written != 1 else ''}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, {sizes})"
+    return (
+        f"ok ({written} key{'s' if written != 1 else ''}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, "
+        f"{sizes})"
+    )
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -105,7 +119,9 @@ def _check(args: argparse.Namespace) -> int:
         if findings.autos:
             count = f'{len(findings.autos)} values are "auto"' if len(findings.autos) > 1 else '1 value is "auto"'
             listed = ", ".join(findings.autos)
-            sys.stdout.write(f"{name}: note: {count}; an integration (Transformers, Accelerate) must fill them: {listed}\n")
+            sys.stdout.write(
+                f"{name}: note: {count}; an integration (Transformers, Accelerate) must fill them: {listed}\n"
+            )
         for note in findings.notes:
             sys.stdout.write(f"{name}: note: {note}\n")
     return status
@@ -122,7 +138,9 @@ def _show(args: argparse.Namespace) -> int:
     elif args.dtypes:
         sys.stdout.write(dtypes_text(findings) + "\n")
     else:
-        sys.stdout.write(f"{name}: {_summary(findings, world=args.world or 1)}\n\n{values_text(findings, everything=args.all)}\n")
+        sys.stdout.write(
+            f"{name}: {_summary(findings, world=args.world or 1)}\n\n{values_text(findings, everything=args.all)}\n"
+        )
         sys.stdout.write(f"\ndtypes\n{dtypes_text(findings)}\n")
         sys.stdout.write("".join(f"\nnote: {note}" for note in findings.notes) + ("\n" if findings.notes else ""))
     return 0

@@ -15,7 +15,9 @@ metric = NewType("metric", str)
 
 
 class MetricScheduleConfig(NestingBlock):
-    """``schedule_config`` of a curriculum metric; which keys it needs depends on ``schedule_type``. Lengths in steps."""
+    """``schedule_config`` of a curriculum metric; which keys it needs depends on ``schedule_type``. Lengths in
+    steps.
+    """
 
     total_curriculum_step: Positive | None = None
     difficulty_step: Positive | None = None
@@ -75,7 +77,9 @@ class CurriculumLearningConfig(NestingBlock):
 
 
 class DynamicBatchingConfig(NestingBlock):
-    """``data_efficiency.data_sampling.dynamic_batching``: batches of up to ``max_tokens`` tokens; other sizes in samples."""
+    """``data_efficiency.data_sampling.dynamic_batching``: batches of up to ``max_tokens`` tokens; other sizes in
+    samples.
+    """
 
     required_if_enabled: ClassVar[tuple[str, ...]] = ("max_tokens",)
 

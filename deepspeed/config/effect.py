@@ -1,4 +1,6 @@
-"""Whether a key has any effect in one particular configuration: its class, the switches around it, and the other keys."""
+"""Whether a key has any effect in one particular configuration: its class, the switches around it, and the other
+keys.
+"""
 
 from collections.abc import Iterator, Mapping
 

@@ -26,7 +26,11 @@ def unknown_key(path: str, names: Iterable[str]) -> str:
     guess = nearest(path.rpartition(".")[2], valid)
     if guess is not None:
         return f"{path}: unknown key, did you mean {guess!r}?"
-    return f"{path}: unknown key. Valid here: {', '.join(valid)}." if len(valid) <= _LISTABLE else f"{path}: unknown key. Delete it."
+    return (
+        f"{path}: unknown key. Valid here: {', '.join(valid)}."
+        if len(valid) <= _LISTABLE
+        else f"{path}: unknown key. Delete it."
+    )
 
 
 def at_line(source: ConfigSource, path: str, sentence: str) -> str:
@@ -81,7 +85,10 @@ def block_model(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] 
 
 def _wrong_value(kind: str, message: str, value: Any) -> str:
     if value == AUTO and isinstance(value, str):
-        return 'is still "auto". Only an integration (Transformers, Accelerate) fills that in; write a value or delete the key'
+        return (
+            'is still "auto". Only an integration (Transformers, Accelerate) fills that in; write a value or '
+            "delete the key"
+        )
     if kind == "value_error":
         return message.removeprefix("Value error, ")
     if kind in ("bool_type", "bool_parsing"):
@@ -101,7 +108,12 @@ def _wrong_value(kind: str, message: str, value: Any) -> str:
 
 
 def explain_validation(
-    error: ValidationError, root: type[BaseModel], *, source: ConfigSource, renames: Mapping[str, str], aliases: Mapping[str, Iterable[str]]
+    error: ValidationError,
+    root: type[BaseModel],
+    *,
+    source: ConfigSource,
+    renames: Mapping[str, str],
+    aliases: Mapping[str, Iterable[str]],
 ) -> list[str]:
     """One sentence per fault of a pydantic error: dotted path, what is wrong, nearest key, line.
 

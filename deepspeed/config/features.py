@@ -59,14 +59,21 @@ def support_faults(config: "DeepSpeedConfig", source: ConfigSource) -> list[str]
         key = KEYS.get(item.pattern)
         if key is not None and key.support is Support.NOT_YET and not _said_by_its_gate(key) and asks(item, values):
             reason = f": {key.note}" if key.note else ""
-            sentence = f"{item.path} {as_written(item.value)} is not in this release yet{reason}. Remove it from the configuration."
+            sentence = (
+                f"{item.path} {as_written(item.value)} is not in this release yet{reason}. Remove it from the "
+                "configuration."
+            )
             out.append(at_line(source, item.path, sentence))
     return out
 
 
 def inert_keys(items: Iterable[Setting]) -> list[Setting]:
     """The written keys that are accepted without effect."""
-    return [item for item in items if item.origin == "file" and item.pattern in KEYS and KEYS[item.pattern].support is Support.INERT]
+    return [
+        item
+        for item in items
+        if item.origin == "file" and item.pattern in KEYS and KEYS[item.pattern].support is Support.INERT
+    ]
 
 
 def inert_notes(config: "DeepSpeedConfig") -> list[str]:

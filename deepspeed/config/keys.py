@@ -1,8 +1,8 @@
 """The one table of configuration keys, ``keys.json``: path -> what it means and what this release does with it.
 
-Paths are the canonical ones of the file format; ``<name>`` stands for a key of the user's choice, ``[]`` for a list element. A row
-is [class, meaning, further fields of ``Key``]. Type, default and range live in the models; a test proves that both lists of paths
-are the same.
+Paths are the canonical ones of the file format; ``<name>`` stands for a key of the user's choice, ``[]`` for a list
+element. A row is [class, meaning, further fields of ``Key``]. Type, default and range live in the models; a test proves
+that both lists of paths are the same.
 """
 
 import json
@@ -27,7 +27,8 @@ class Key:
     """One row. ``meaning`` is one line for the manual; ``note`` says why a key is inert, or what is missing.
 
     A key asks for something when it is written with a value other than its default and other than those in ``off``.
-    ``gate`` is the path of the switch that a detail hangs on: while the switch asks for nothing, neither does the detail.
+    ``gate`` is the path of the switch that a detail hangs on: while the switch asks for nothing, neither does the
+    detail.
     """
 
     support: Support

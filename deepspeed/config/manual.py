@@ -24,38 +24,57 @@ from deepspeed.config.zero import LEGACY_KEYS, ZERO_ALIASES
 _INTRO = """\
 # Configuration keys
 
-This page is made from the configuration models and the key table by `python -m deepspeed.config.manual docs`; do not edit it.
+This page is made from the configuration models and the key table by `python -m deepspeed.config.manual docs`; do not
+edit it.
 
-A configuration is a dict, a path to a JSON file (comments, trailing commas and bare keys are allowed), or URL-safe base64 of
-JSON. It is read once, checked as a whole, and cannot be changed afterwards. A key that does not exist, a value of the wrong
-type, a number out of range and two keys that contradict each other are errors that name the key, its line and the nearest valid
+A configuration is a dict, a path to a JSON file (comments, trailing commas and bare keys are allowed), or URL-safe
+base64 of
+JSON. It is read once, checked as a whole, and cannot be changed afterwards. A key that does not exist, a value of the
+wrong
+type, a number out of range and two keys that contradict each other are errors that name the key, its line and the
+nearest valid
 name. A top-level key in a dict that a program hands over and that resembles no known key is only mentioned in the log.
 
     ds_config check FILE --world RANKS     exit status 0, or 2 and one sentence per fault
     ds_config show FILE --world RANKS      every final value, where it comes from, and whether it has an effect
     ds_config init --goal finetune         a commented file to start from
 
-**Where a value comes from.** `ds_config show` names one of four origins: *line N* or *file* (written), *auto* (written as
+**Where a value comes from.** `ds_config show` names one of four origins: *line N* or *file* (written), *auto*
+(written as
 "auto"), *derived* (computed from other keys: the batch sizes), *default* (absent).
 
-**"auto".** Transformers and Accelerate replace "auto" before the configuration gets here; the keys for which they do are marked
+**"auto".** Transformers and Accelerate replace "auto" before the configuration gets here; the keys for which they do
+are marked
 *auto* below. An "auto" that is left means the default for `gradient_clipping` and in the blocks AUTO_BLOCKS.
 Where "auto" is a value of its own, the type says so. Anywhere else it is an error.
 
-**null.** At the top level null is as good as absent (only `gradient_clipping` refuses it). In a block it is a value where the type says so.
+**null.** At the top level null is as good as absent (only `gradient_clipping` refuses it). In a block it is a value
+where the type says so.
 
-**Numbers.** Whole numbers may be written as `5e8`. Text in quotes is never taken for a number, nor a number for true or false.
+**Numbers.** Whole numbers may be written as `5e8`. Text in quotes is never taken for a number, nor a number for true
+or false.
 
-**Class.** *honoured*: the key does what it says. *inert here*: accepted, because configurations in use contain it, but without
-effect for the reason given. *not yet*: asking for it, that is writing another value than the default, is an error in this release.
+**Class.** *honoured*: the key does what it says. *inert here*: accepted, because configurations in use contain it,
+but without
+effect for the reason given. *not yet*: asking for it, that is writing another value than the default, is an error in
+this release.
 
-**Editors.** `config.schema.json` beside this page describes the same keys. Name it in the file, and the editor completes
+**Editors.** `config.schema.json` beside this page describes the same keys. Name it in the file, and the editor
+completes
 and checks keys; the parser passes over `$schema`:
 
     {"$schema": "path/to/docs/config.schema.json", "train_batch_size": 8}
 """
 
-_SIMPLE = {"integer": "int", "number": "float", "boolean": "bool", "string": "text", "null": "null", "object": "block", "array": "list"}
+_SIMPLE = {
+    "integer": "int",
+    "number": "float",
+    "boolean": "bool",
+    "string": "text",
+    "null": "null",
+    "object": "block",
+    "array": "list",
+}
 
 
 def _bounds(schema: Schema) -> str:
@@ -113,7 +132,11 @@ def _field_row(field: Field) -> str:
         off = default_of(field.info)
         return _row(field.path, "block, or absent", "absent" if off in (None, False) else default_text(off))
     schema = value_schema(field.path, field.info)
-    default = "required" if field.info.is_required() and field.path not in BATCH_KEYS else default_text(default_of(field.info))
+    default = (
+        "required"
+        if field.info.is_required() and field.path not in BATCH_KEYS
+        else default_text(default_of(field.info))
+    )
     return _row(field.path, type_text(schema), "derived" if field.path in BATCH_KEYS else default)
 
 
@@ -132,7 +155,9 @@ def _rows() -> dict[str, list[str]]:
 
 
 def _listed_type(path: str) -> tuple[str, str]:
-    """Type and default of a key that is no field of a model: a parameter of an optimizer or schedule, or a name only."""
+    """Type and default of a key that is no field of a model: a parameter of an optimizer or schedule, or a name
+    only.
+    """
     spec = PARAM_SPECS.get(path)
     if spec is None:
         return "any", "absent"
@@ -141,7 +166,11 @@ def _listed_type(path: str) -> tuple[str, str]:
 
 
 def _spellings() -> set[str]:
-    return {"zero_optimization", "allgather_size", *(f"zero_optimization.{name}" for name in (*LEGACY_KEYS, *ZERO_ALIASES))}
+    return {
+        "zero_optimization",
+        "allgather_size",
+        *(f"zero_optimization.{name}" for name in (*LEGACY_KEYS, *ZERO_ALIASES)),
+    }
 
 
 def _sections() -> Iterator[str]:
@@ -155,7 +184,10 @@ def _sections() -> Iterator[str]:
 
 def _other_spellings() -> str:
     lines = ["| written | means | |", "|---|---|---|"]
-    lines += [f"| `zero_optimization.{alias}` | `zero_optimization.{name}` | {_age(alias)} |" for alias, name in ZERO_ALIASES.items()]
+    lines += [
+        f"| `zero_optimization.{alias}` | `zero_optimization.{name}` | {_age(alias)} |"
+        for alias, name in ZERO_ALIASES.items()
+    ]
     lines += [
         "| `bfloat16` | `bf16`, which wins when both are there | |",
         "| `tensor_parallel.tp` | `tensor_parallel.tensor_parallel` | |",
@@ -163,7 +195,8 @@ def _other_spellings() -> str:
         "| `zero_optimization: true` | `zero_optimization.stage: 1` | deprecated |",
         "| `allgather_size` | `zero_optimization.allgather_bucket_size` | deprecated |",
         '| `zero_optimization.cpu_offload: true` | `zero_optimization.offload_optimizer.device: "cpu"` | deprecated |',
-        '| `zero_optimization.cpu_offload_param: true` | `zero_optimization.offload_param.device: "cpu"` | deprecated |',
+        '| `zero_optimization.cpu_offload_param: true` | `zero_optimization.offload_param.device: "cpu"` | '
+        "deprecated |",
         "| `zero_optimization.cpu_offload_use_pin_memory` | `pin_memory` in both offload blocks | deprecated |",
     ]
     return "## Other spellings\n\n" + "\n".join(lines) + "\n"

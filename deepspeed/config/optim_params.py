@@ -1,4 +1,5 @@
-"""``optimizer.params`` and ``scheduler.params``: which settings each named optimizer and schedule has, and what each may be.
+"""``optimizer.params`` and ``scheduler.params``: which settings each named optimizer and schedule has, and what each
+may be.
 
 The names and signatures are those of ``deepspeed.optim``; a test compares them. Nothing here imports torch.
 """
@@ -20,11 +21,31 @@ OPTIMIZER_NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam",
 SCHEDULER_NAMES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 TORCH_OPTIMIZERS = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop"),
+    *(
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "LBFGS",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+    ),
     *("Rprop", "SGD", "SparseAdam"),
 )
 TORCH_SCHEDULERS = (
-    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR"),
+    *(
+        "ChainedScheduler",
+        "ConstantLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "ExponentialLR",
+    ),
     *("LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR", "ReduceLROnPlateau"),
     *("SequentialLR", "StepLR"),
 )
@@ -59,7 +80,11 @@ class ParamSpec:
         names = {"number": "float", "whole": "int", "flag": "bool", "pair": "list of two floats"}
         text = " or ".join(f'"{item}"' for item in self.choices) or names[self.kind]
         text += f" {self.bounds_text}" if self.bounds_text else ""
-        return text + (" or a list with one per parameter group" if self.per_group else "") + (" or null" if self.nullable else "")
+        return (
+            text
+            + (" or a list with one per parameter group" if self.per_group else "")
+            + (" or null" if self.nullable else "")
+        )
 
     @property
     def default_text(self) -> str:
@@ -71,13 +96,19 @@ class ParamSpec:
     def json_schema(self) -> dict[str, Any]:
         """The type as JSON Schema."""
         bounds = {"minimum": self.ge, "exclusiveMaximum": self.lt, "maximum": self.le}
-        one: dict[str, Any] = {"type": {"number": "number", "whole": "integer", "flag": "boolean"}.get(self.kind, "number")}
+        one: dict[str, Any] = {
+            "type": {"number": "number", "whole": "integer", "flag": "boolean"}.get(self.kind, "number")
+        }
         one |= {key: bound for key, bound in bounds.items() if bound is not None}
         if self.kind == "choice":
             one = {"enum": list(self.choices)}
         if self.kind == "pair":
             one = {"type": "array", "items": one, "minItems": 2, "maxItems": 2}
-        options = [one, *([{"type": "array", "items": one}] if self.per_group else []), *([{"type": "null"}] if self.nullable else [])]
+        options = [
+            one,
+            *([{"type": "array", "items": one}] if self.per_group else []),
+            *([{"type": "null"}] if self.nullable else []),
+        ]
         return one if len(options) == 1 else {"anyOf": options}
 
     def objection(self, value: Any) -> str | None:
@@ -89,7 +120,9 @@ class ParamSpec:
                 return f"must be a list of two numbers, not {value!r}"
             return next(filter(None, map(self._objection_to_one, value)), None)
         if self.per_group and isinstance(value, list | tuple):
-            return next(filter(None, map(self._objection_to_one, value)), None) if value else "must not be an empty list"
+            return (
+                next(filter(None, map(self._objection_to_one, value)), None) if value else "must not be an empty list"
+            )
         return self._objection_to_one(value)
 
     def _objection_to_one(self, value: Any) -> str | None:
@@ -110,7 +143,9 @@ class ParamSpec:
         return None
 
 
-def _number(default: Any, *, ge: float | None = 0, lt: float | None = None, per_group: bool = False, nullable: bool = False) -> ParamSpec:
+def _number(
+    default: Any, *, ge: float | None = 0, lt: float | None = None, per_group: bool = False, nullable: bool = False
+) -> ParamSpec:
     return ParamSpec("number", default, ge=ge, lt=lt, per_group=per_group, nullable=nullable)
 
 
@@ -191,7 +226,9 @@ PARAM_SPECS: Mapping[str, ParamSpec] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Accepts:
-    """The parameter names of one optimizer or schedule; ``on_device`` and ``on_host`` hold without and with optimizer offload."""
+    """The parameter names of one optimizer or schedule; ``on_device`` and ``on_host`` hold without and with optimizer
+    offload.
+    """
 
     always: tuple[str, ...]
     on_device: tuple[str, ...] = ()
@@ -212,7 +249,17 @@ _ADAM = Accepts(
     ),
     on_device=("set_grad_none",),
 )
-_LAMB = ("lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "max_coeff", "min_coeff", "amsgrad")
+_LAMB = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "bias_correction",
+    "eps_inside_sqrt",
+    "max_coeff",
+    "min_coeff",
+    "amsgrad",
+)
 _MUON = ("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "ns_method", "per_head_muon")
 OPTIMIZER_ACCEPTS: Mapping[str, Accepts] = MappingProxyType(
     {
@@ -223,7 +270,9 @@ OPTIMIZER_ACCEPTS: Mapping[str, Accepts] = MappingProxyType(
             on_device=("lr_decay", "initial_accumulator_value"),
             on_host=("amsgrad", "fp32_optimizer_states"),
         ),
-        "lion": Accepts(("lr", "betas", "weight_decay"), on_device=("set_grad_none",), on_host=("fp32_optimizer_states",)),
+        "lion": Accepts(
+            ("lr", "betas", "weight_decay"), on_device=("set_grad_none",), on_host=("fp32_optimizer_states",)
+        ),
         "lamb": Accepts(_LAMB),
         "muon": Accepts((*_MUON, "torch_adam", "adam_w_mode", "foreach")),
     }
@@ -232,7 +281,14 @@ OPTIMIZER_ACCEPTS: Mapping[str, Accepts] = MappingProxyType(
 
 _CYCLE = tuple(name for name in _SCHEDULER_SPECS if name.startswith(("cycle_", "decay_")))
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
-_COSINE = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", "last_batch_iteration")
+_COSINE = (
+    "total_num_steps",
+    "warmup_min_ratio",
+    "warmup_num_steps",
+    "cos_min_ratio",
+    "warmup_type",
+    "last_batch_iteration",
+)
 _RANGE = tuple(name for name in _SCHEDULER_SPECS if name.startswith("lr_range_test_"))
 SCHEDULER_ACCEPTS: Mapping[str, Accepts] = MappingProxyType(
     {
@@ -246,7 +302,9 @@ SCHEDULER_ACCEPTS: Mapping[str, Accepts] = MappingProxyType(
 
 
 def accepts(part: Part, name: str) -> Accepts | None:
-    """What the optimizer or schedule ``name`` takes; None for one that checks its settings itself, or that does not exist."""
+    """What the optimizer or schedule ``name`` takes; None for one that checks its settings itself, or that does not
+    exist.
+    """
     return OPTIMIZER_ACCEPTS.get(name.lower()) if part == "optimizer" else SCHEDULER_ACCEPTS.get(name)
 
 
@@ -268,7 +326,9 @@ def _type_violation(part: Part, name: str) -> Violation | None:
     hint = f", did you mean {by_lower[guess]!r}?" if guess else "."
     own = ", ".join(OPTIMIZER_NAMES if part == "optimizer" else SCHEDULER_NAMES)
     module = "torch.optim" if part == "optimizer" else "torch.optim.lr_scheduler"
-    return Violation(path, f"{path} {name!r} is unknown{hint} Known: {own}, and the classes of {module} by their exact names.")
+    return Violation(
+        path, f"{path} {name!r} is unknown{hint} Known: {own}, and the classes of {module} by their exact names."
+    )
 
 
 def _unknown(path: str, owner: str, names: Iterable[str]) -> str:
@@ -301,7 +361,8 @@ def _objection(part: Part, name: str, key: str, value: Any) -> str | None:
 def param_violations(part: Part, block: Any, *, lenient: bool) -> list[Violation]:
     """Everything wrong with the name and the parameters of an ``optimizer`` or ``scheduler`` block, as written.
 
-    ``lenient`` passes over "auto" and over what an integration has yet to add. What is no block at all is left to the models.
+    ``lenient`` passes over "auto" and over what an integration has yet to add. What is no block at all is left to the
+    models.
     """
     if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
         return []
@@ -312,7 +373,9 @@ def param_violations(part: Part, block: Any, *, lenient: bool) -> list[Violation
         if part == "optimizer" and key == "max_grad_norm":
             sentence = None if lenient else f"{path} is not read. Set the top-level key gradient_clipping instead."
         elif isinstance(value, str) and value == AUTO:
-            auto = f'{path} is still "auto". Only an integration (Transformers, Accelerate) fills that in; write a value.'
+            auto = (
+                f'{path} is still "auto". Only an integration (Transformers, Accelerate) fills that in; write a value.'
+            )
             sentence = None if lenient else auto
         else:
             sentence = _objection(part, name, str(key), value)

@@ -77,7 +77,9 @@ def _view(value: Any) -> Any:
     if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
         raise ValueError(f"must hold whole numbers and at most one list of them, not {value!r}")
     if len(nested) > 1 or flat.count(-1) > 1 or any(size < 1 and size != -1 for size in flat):
-        raise ValueError(f"must hold sizes of at least 1, -1 at most once, and at most one list of sizes, not {value!r}")
+        raise ValueError(
+            f"must hold sizes of at least 1, -1 at most once, and at most one list of sizes, not {value!r}"
+        )
     if any(not part or min(part) < 1 for part in nested):
         raise ValueError(f"must hold sizes of at least 1 in its inner list, not {value!r}")
     return freeze(value)
@@ -86,11 +88,15 @@ def _view(value: Any) -> Any:
 class LayerSpec(NestingBlock):
     """``tensor_parallel.partition_config.layer_specs[]``: how the parameters that match ``patterns`` are split."""
 
-    patterns: Annotated[tuple[Pattern, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = ()
+    patterns: Annotated[
+        tuple[Pattern, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    ] = ()
     partition_type: Literal["column", "row", "skip"] = "column"
     shape: Annotated[tuple[Any, ...] | None, BeforeValidator(_view)] = None
     partition_dim: Count | None = None
-    model_types: Annotated[tuple[Text, ...] | None, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = None
+    model_types: Annotated[
+        tuple[Text, ...] | None, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    ] = None
     gather_output: Flag = False
     grad_allreduce: Flag = False
 
@@ -135,7 +141,9 @@ class TensorParallelConfig(NestingBlock):
     partition_config: PartitionConfig | None = None
 
 
-TENSOR_PARALLEL_ALIASES: Mapping[str, str] = MappingProxyType({"tp": "tensor_parallel", "kernel_inject": "replace_with_kernel_inject"})
+TENSOR_PARALLEL_ALIASES: Mapping[str, str] = MappingProxyType(
+    {"tp": "tensor_parallel", "kernel_inject": "replace_with_kernel_inject"}
+)
 
 
 def canonical_tensor_parallel(block: dict[str, Any], renames: dict[str, str], problems: list[str]) -> dict[str, Any]:
@@ -145,7 +153,9 @@ def canonical_tensor_parallel(block: dict[str, Any], renames: dict[str, str], pr
         name = TENSOR_PARALLEL_ALIASES.get(key, key)
         if name in out and out[name] != value:
             other = renames.get(f"tensor_parallel.{name}", f"tensor_parallel.{name}")
-            problems.append(f"tensor_parallel.{key} and {other} are two spellings of one setting with different values. Keep one.")
+            problems.append(
+                f"tensor_parallel.{key} and {other} are two spellings of one setting with different values. Keep one."
+            )
         if name != key:
             renames[f"tensor_parallel.{name}"] = f"tensor_parallel.{key}"
         out[name] = value
@@ -166,7 +176,8 @@ def _auto_or_number(value: Any) -> Any:
 class ExpertParallelConfig(NestingBlock):
     """``expert_parallel``: experts of Hugging Face models spread over ranks.
 
-    ``expert_w3`` null says that gate and up projection are one tensor; absent (see ``model_fields_set``) follows the preset.
+    ``expert_w3`` null says that gate and up projection are one tensor; absent (see ``model_fields_set``) follows the
+    preset.
     """
 
     enabled: Flag = False
@@ -174,7 +185,9 @@ class ExpertParallelConfig(NestingBlock):
     expert_tensor_parallel_size: Int = Field(default=1, ge=1, le=1)
     validate_folding_routing: Flag = False
     async_split_plan: Flag = False
-    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None = None
+    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None = (
+        None
+    )
     moe_layer_pattern: Pattern | None = None
     expert_pattern: AttributeName | None = None
     router_pattern: AttributeName | None = None
@@ -213,12 +226,18 @@ class ExpertParallelConfig(NestingBlock):
             return self
         for wrong, sentence in (
             ((groups is None) is not (limited is None), "needs num_expert_groups and num_limited_groups together"),
-            (groups and limited and limited > groups, f"has num_limited_groups {limited} above num_expert_groups {groups}"),
+            (
+                groups and limited and limited > groups,
+                f"has num_limited_groups {limited} above num_expert_groups {groups}",
+            ),
             (
                 self.comm_backend == "deepep" and not self.comm_max_tokens_per_rank,
                 'needs comm_max_tokens_per_rank with comm_backend "deepep"',
             ),
-            (self.gate_up_impl == "fused" and not self.use_grouped_mm, 'needs use_grouped_mm with gate_up_impl "fused"'),
+            (
+                self.gate_up_impl == "fused" and not self.use_grouped_mm,
+                'needs use_grouped_mm with gate_up_impl "fused"',
+            ),
             (
                 self.row_weighting_impl == "fused" and (self.comm_backend != "deepep" or self.autoep_size < 2),
                 'needs comm_backend "deepep" and autoep_size above 1 with row_weighting_impl "fused"',

@@ -133,12 +133,16 @@ def read_source(source: Any) -> ConfigSource:
     path = Path(source)
     if _exists(path) and str(source):
         if path.is_dir():
-            raise DeepSpeedConfigError(f"configuration path {str(path)!r} is a directory. Name the JSON file inside it.")
+            raise DeepSpeedConfigError(
+                f"configuration path {str(path)!r} is a directory. Name the JSON file inside it."
+            )
         return _read_file(path)
     text = os.fspath(source)
     decoded = _decode_base64(text) if isinstance(source, str) else None
     if decoded is not None:
-        return ConfigSource(parse_text(decoded, "configuration in base64"), "configuration in base64", from_program=True)
+        return ConfigSource(
+            parse_text(decoded, "configuration in base64"), "configuration in base64", from_program=True
+        )
     shown = text if len(text) <= 200 else text[:200] + "..."
     raise DeepSpeedConfigError(
         f"Configuration file {shown!r} does not exist (working directory {os.getcwd()}), "

@@ -4,8 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-_QUANTIZE = "Quantize with the torchao library (torchao.quantization.quantize_, or its QAT quantizers) and train the result"
-_PRUNE = "Prune the model with torch.nn.utils.prune, or use the sparsity tools of the torchao library, and train the result"
+_QUANTIZE = (
+    "Quantize with the torchao library (torchao.quantization.quantize_, or its QAT quantizers) and train the result"
+)
+_PRUNE = (
+    "Prune the model with torch.nn.utils.prune, or use the sparsity tools of the torchao library, and train the result"
+)
 _COMPRESSED = "Delete the key: compressed-communication optimizers no longer exist"
 
 REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
@@ -17,9 +21,11 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
         "eigenvalue": "Delete the block: the quantization schedule that used it no longer exists",
         "quantize_training": _QUANTIZE,
         "sparse_attention": "Use torch.nn.attention.flex_attention or the model's own attention",
-        "curriculum_learning": "Use data_efficiency.data_sampling.curriculum_learning, with the same keys under curriculum_metrics.<name>",
+        "curriculum_learning": "Use data_efficiency.data_sampling.curriculum_learning, with the same keys under "
+        "curriculum_metrics.<name>",
         "nebula": "Use the checkpoint block (checkpoint.writer for how files are written) and an ordinary folder",
-        "elasticity": "Delete the block and write the batch sizes; what starts the job restarts it (torchrun --max-restarts)",
+        "elasticity": "Delete the block and write the batch sizes; what starts the job restarts it (torchrun "
+        "--max-restarts)",
         "compression_training": _QUANTIZE,
         "compression_training.layer_reduction": "Build the smaller model yourself and copy the layers to keep into it",
         "compression_training.weight_quantization": _QUANTIZE,
@@ -45,11 +51,15 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
 )
 """Path of a key, or of a whole block, -> what to do instead."""
 
-REMOVED_OPTIMIZERS: Mapping[str, str] = MappingProxyType({"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"})
+REMOVED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
+    {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
+)
 
 
 def removed_key(path: str) -> str | None:
-    """One sentence about a removed key, with the advice of the innermost block that has one; None when ``path`` is not removed."""
+    """One sentence about a removed key, with the advice of the innermost block that has one; None when ``path`` is not
+    removed.
+    """
     block = path
     while block and block not in REMOVED_KEYS:
         block = block.rpartition(".")[0]
@@ -68,7 +78,9 @@ def says_off(value: Any) -> bool:
 
 
 def removed_parts(path: str, value: Any) -> list[str]:
-    """The removed keys that ``path: value`` asks for, as precisely as there is advice for them; empty when it says "off"."""
+    """The removed keys that ``path: value`` asks for, as precisely as there is advice for them; empty when it says
+    "off".
+    """
     if says_off(value):
         return []
     inner = [f"{path}.{key}" for key in value] if isinstance(value, Mapping) else []

@@ -56,7 +56,20 @@ from deepspeed.config.training import (
     SchedulerConfig,
     TorchAutocastConfig,
 )
-from deepspeed.config.values import AUTO, Block, Count, DtypeName, Flag, Int, LogLevel, Num, OptionalDtype, Period, Positive, Violation
+from deepspeed.config.values import (
+    AUTO,
+    Block,
+    Count,
+    DtypeName,
+    Flag,
+    Int,
+    LogLevel,
+    Num,
+    OptionalDtype,
+    Period,
+    Positive,
+    Violation,
+)
 from deepspeed.config.zero import LEGACY_KEYS, ZERO_ALIASES, ZeroConfig, canonical_zero, drop_auto
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import logger
@@ -84,7 +97,9 @@ class _LoadsWhenCalled(_ModelMeta):
     """Gives the model the constructor that clients know; pydantic itself never calls the class."""
 
     def __call__(cls, config: Any, mpu: Any = None, mesh_device: Any = None) -> "DeepSpeedConfig":
-        """``load_config`` for the ranks of ``mpu`` or of ``mesh_device``'s "data_parallel" axis, else WORLD_SIZE or 1."""
+        """``load_config`` for the ranks of ``mpu`` or of ``mesh_device``'s "data_parallel" axis, else WORLD_SIZE or
+        1.
+        """
         return load_config(config, world_size=_world_size(mpu, mesh_device))
 
 
@@ -102,8 +117,9 @@ def _world_size(mpu: Any, mesh_device: Any) -> int:
 class DeepSpeedConfig(Block, metaclass=_LoadsWhenCalled):
     """Everything a training run is told, resolved and checked.
 
-    Made by ``load_config``, or by ``DeepSpeedConfig(source)`` for as many ranks as WORLD_SIZE says. ``source`` is the very
-    dict the caller gave (or the parsed file). Batch sizes count samples; ``world_size`` counts data-parallel ranks.
+    Made by ``load_config``, or by ``DeepSpeedConfig(source)`` for as many ranks as WORLD_SIZE says. ``source`` is the
+    very dict the caller gave (or the parsed file). Batch sizes count samples; ``world_size`` counts data-parallel
+    ranks.
     """
 
     source: SkipValidation[dict[str, Any]] = Field(repr=False, exclude=True)
@@ -222,7 +238,9 @@ def _zero_tree(source: ConfigSource, renames: dict[str, str], problems: list[str
     legacy_size = data.get("allgather_size")
     renames["zero"] = "zero_optimization"
     if isinstance(block, bool):
-        logger.warning("zero_optimization: %s is deprecated. Write zero_optimization: {stage: %d}.", str(block).lower(), int(block))
+        logger.warning(
+            "zero_optimization: %s is deprecated. Write zero_optimization: {stage: %d}.", str(block).lower(), int(block)
+        )
         block = {"stage": int(block)}
     if block is None:
         block = {}
@@ -250,7 +268,9 @@ def _named_block(block: Any) -> Any:
 
 
 def _private(value: Any, source: ConfigSource, depth: int = 0) -> Any:
-    """A copy of the containers in ``value``; what is neither dict, list nor tuple (a process group) stays what it is."""
+    """A copy of the containers in ``value``; what is neither dict, list nor tuple (a process group) stays what it
+    is.
+    """
     if depth > _DEEPEST:
         raise DeepSpeedConfigError(f"{source.name} is nested too deeply to be a configuration.")
     if isinstance(value, dict):
@@ -274,7 +294,9 @@ def _typed_tree(source: ConfigSource, renames: dict[str, str], *, lenient: bool)
             tree[key] = _named_block(value)
         elif isinstance(value, dict) and (lenient or key in _STRICT_BLOCKS):
             native = (
-                {"keep_in_fp32_modules": value["keep_in_fp32_modules"]} if key == "data_types" and "keep_in_fp32_modules" in value else {}
+                {"keep_in_fp32_modules": value["keep_in_fp32_modules"]}
+                if key == "data_types" and "keep_in_fp32_modules" in value
+                else {}
             )
             tree[key] = drop_auto(value) | native
         elif lenient and isinstance(value, str) and value == AUTO:
@@ -282,7 +304,9 @@ def _typed_tree(source: ConfigSource, renames: dict[str, str], *, lenient: bool)
     return tree
 
 
-def _validated(tree: dict[str, Any], source: ConfigSource, renames: dict[str, str], problems: list[str]) -> DeepSpeedConfig:
+def _validated(
+    tree: dict[str, Any], source: ConfigSource, renames: dict[str, str], problems: list[str]
+) -> DeepSpeedConfig:
     """The model of ``tree``; raises with ``problems`` and everything the models object to."""
     try:
         config = DeepSpeedConfig.model_validate(tree)
@@ -303,10 +327,10 @@ def load_config(
 ) -> DeepSpeedConfig:
     """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
 
-    ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, URL-safe base64 of JSON, or
-    a configuration made earlier, which is resolved anew. ``lenient`` is for ``zero.Init``, which runs before an integration
-    has filled in "auto" and the batch sizes. ``check_support`` false accepts features that this release does not have; only
-    tools that describe a file want that.
+    ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, URL-safe base64 of
+    JSON, or a configuration made earlier, which is resolved anew. ``lenient`` is for ``zero.Init``, which runs before
+    an integration has filled in "auto" and the batch sizes. ``check_support`` false accepts features that this release
+    does not have; only tools that describe a file want that.
 
     Raises DeepSpeedConfigError (a ValueError) that lists every fault as a sentence with the key, the nearest valid name
     and, for files, the line; BatchConfigError when the batch sizes do not fit together.
@@ -322,13 +346,18 @@ def load_config(
     if isinstance(tree.get("tensor_parallel"), dict):
         tree["tensor_parallel"] = canonical_tensor_parallel(tree["tensor_parallel"], renames, problems)
     for part in _NAMED_BLOCKS:
-        problems += [at_line(read, path, sentence) for path, sentence in param_violations(part, tree.get(part), lenient=lenient)]
+        problems += [
+            at_line(read, path, sentence) for path, sentence in param_violations(part, tree.get(part), lenient=lenient)
+        ]
     # A private copy: nothing in the result may share a list or dict with the caller's object, except ``source`` itself.
     tree = _private(tree, read) | {"source": read.data, "world_size": world_size}
     # Types and names first: a misspelt batch key must not be reported as a triangle that does not close.
     unsized = _validated(tree | dict.fromkeys(BATCH_KEYS, 1), read, renames, problems)
     batch = resolve_batch(read, world_size=world_size, lenient=lenient)
     config = unsized.model_copy(update=dict(zip(BATCH_KEYS, batch, strict=True)))
-    broken = [at_line(read, written_path(path, renames), sentence) for path, sentence in rule_violations(config, lenient=lenient)]
+    broken = [
+        at_line(read, written_path(path, renames), sentence)
+        for path, sentence in rule_violations(config, lenient=lenient)
+    ]
     fail(read, broken + (support_faults(config, read) if check_support else []))
     return config

@@ -1,4 +1,5 @@
-"""Rules between keys. Each function returns what is wrong, as sentences; an empty list means the combination makes sense.
+"""Rules between keys. Each function returns what is wrong, as sentences; an empty list means the combination makes
+sense.
 
 What contradicts is wrong; what merely has no effect under the chosen stage or optimizer is named by ``inert_under``.
 """
@@ -31,7 +32,10 @@ def _scale_rules(cfg: "DeepSpeedConfig") -> Found:
             out.say(f"fp16.{key}", f"must be at least 1 with a dynamic loss scale, not {getattr(fp16, key)}.")
     first = 2**fp16.initial_scale_power
     if fp16.min_loss_scale > first:
-        out.say("fp16.min_loss_scale", f"{fp16.min_loss_scale} is above the first loss scale, which is 2 ** initial_scale_power = {first}.")
+        out.say(
+            "fp16.min_loss_scale",
+            f"{fp16.min_loss_scale} is above the first loss scale, which is 2 ** initial_scale_power = {first}.",
+        )
     return out
 
 
@@ -50,16 +54,26 @@ def _precision_rules(cfg: "DeepSpeedConfig") -> Found:
         elif wanted and alone and not host_optimizer:
             out.say(path, 'needs zero_optimization.offload_optimizer.device "cpu".')
     if bf16.bf16_optimizer_states and not (bf16.bf16_master_weights_and_grads and zero.stage > 0):
-        out.say("bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads and zero_optimization.stage 1, 2 or 3.")
+        out.say(
+            "bf16.bf16_optimizer_states",
+            "needs bf16.bf16_master_weights_and_grads and zero_optimization.stage 1, 2 or 3.",
+        )
     dtype, computed = cfg.data_types.param_dtype, cfg.compute_dtype
     if dtype not in (None, computed):
-        said = f"is {dtype}, but the fp16 and bf16 blocks say {computed}. Delete param_dtype or enable the matching block."
+        said = (
+            f"is {dtype}, but the fp16 and bf16 blocks say {computed}. Delete param_dtype or enable the matching block."
+        )
         out.say("data_types.param_dtype", said)
     autocast = cfg.torch_autocast
     if autocast.enabled and zero.zero_quantized_weights:
-        out.say("torch_autocast.enabled", "and zero_optimization.zero_quantized_weights exclude each other. Switch one off.")
+        out.say(
+            "torch_autocast.enabled", "and zero_optimization.zero_quantized_weights exclude each other. Switch one off."
+        )
     if autocast.enabled and computed != "fp32" and autocast.dtype != computed:
-        out.say("torch_autocast.dtype", f"is {autocast.dtype}, but {computed}.enabled is true. Make them agree, or switch one off.")
+        out.say(
+            "torch_autocast.dtype",
+            f"is {autocast.dtype}, but {computed}.enabled is true. Make them agree, or switch one off.",
+        )
     return out
 
 
@@ -68,9 +82,15 @@ def _reduction_rules(cfg: "DeepSpeedConfig") -> Found:
     scatters = zero.reduce_scatter and (zero.stage == 3 or (zero.stage == 2 and cfg.gradient_allreduce_op == "mean"))
     if scatters and cfg.prescale_gradients:
         remedy = "Set it to false."
-        out.say("prescale_gradients", f"cannot be combined with zero_optimization.stage {zero.stage} and reduce_scatter. {remedy}")
+        out.say(
+            "prescale_gradients",
+            f"cannot be combined with zero_optimization.stage {zero.stage} and reduce_scatter. {remedy}",
+        )
     if scatters and cfg.gradient_predivide_factor != 1.0:
-        said = f"must be 1.0, not {cfg.gradient_predivide_factor}, with zero_optimization.stage {zero.stage} and reduce_scatter."
+        said = (
+            f"must be 1.0, not {cfg.gradient_predivide_factor}, with zero_optimization.stage {zero.stage} and "
+            "reduce_scatter."
+        )
         out.say("gradient_predivide_factor", said)
     if cfg.gradient_allreduce_op == "sum" and (zero.stage == 3 or zero.zenflow is not None):
         where = "zero_optimization.stage 3" if zero.stage == 3 else "zero_optimization.zenflow"
@@ -127,7 +147,10 @@ def _zenflow_rules(zenflow: ZenFlowConfig) -> Found:
     out, path = _Sentences(), "zero_optimization.zenflow.select_interval"
     select, update = zenflow.select_interval, zenflow.update_interval
     if zenflow.select_strategy == "auto" and select != "auto":
-        out.say(path, f'must be "auto" with select_strategy "auto", not {select}. Choose "step" or "epoch" to set an interval.')
+        out.say(
+            path,
+            f'must be "auto" with select_strategy "auto", not {select}. Choose "step" or "epoch" to set an interval.',
+        )
     if zenflow.select_strategy != "auto" and select == "auto":
         out.say(path, f'must be a number with select_strategy "{zenflow.select_strategy}".')
     if isinstance(select, int) and isinstance(update, int) and zenflow.select_strategy == "step" and select < update:
@@ -137,12 +160,22 @@ def _zenflow_rules(zenflow: ZenFlowConfig) -> Found:
 
 def _group_rules(cfg: "DeepSpeedConfig", *, world_size: int) -> Found:
     out, zero = _Sentences(), cfg.zero
-    for key, size in (("mics_shard_size", zero.mics_shard_size), ("zero_hpz_partition_size", zero.zero_hpz_partition_size)):
+    for key, size in (
+        ("mics_shard_size", zero.mics_shard_size),
+        ("zero_hpz_partition_size", zero.zero_hpz_partition_size),
+    ):
         if size > 1 and world_size % size:
             said = f"{size} does not divide the {world_size} data-parallel ranks. Use a divisor of {world_size}."
             out.say(f"zero_optimization.{key}", said)
-    if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1 and zero.mics_shard_size != zero.zero_hpz_partition_size:
-        said = f"{zero.mics_shard_size} and zero_hpz_partition_size {zero.zero_hpz_partition_size} both choose the shard group. Keep one."
+    if (
+        zero.mics_shard_size > 0
+        and zero.zero_hpz_partition_size > 1
+        and zero.mics_shard_size != zero.zero_hpz_partition_size
+    ):
+        said = (
+            f"{zero.mics_shard_size} and zero_hpz_partition_size {zero.zero_hpz_partition_size} both choose the "
+            "shard group. Keep one."
+        )
         out.say("zero_optimization.mics_shard_size", said)
     return out
 
@@ -157,7 +190,10 @@ def _optimizer_rules(cfg: "DeepSpeedConfig") -> Found:
     absent, how = (taken.on_device, "with") if offloads else (taken.on_host, "without")
     for key in cfg.optimizer.params:
         if key in absent:
-            out.say(f"optimizer.params.{key}", f"is not a setting of {cfg.optimizer.type} {how} zero_optimization.offload_optimizer.")
+            out.say(
+                f"optimizer.params.{key}",
+                f"is not a setting of {cfg.optimizer.type} {how} zero_optimization.offload_optimizer.",
+            )
     return out
 
 
@@ -193,16 +229,21 @@ def inert_under(cfg: "DeepSpeedConfig") -> dict[str, str]:
     why: dict[str, str] = {}
     if cfg.zero.stage != 3:
         why |= dict.fromkeys(
-            (f"zero_optimization.{name}" for name in _PARAMETERS_SHARDED), f"stage {cfg.zero.stage} does not shard parameters"
+            (f"zero_optimization.{name}" for name in _PARAMETERS_SHARDED),
+            f"stage {cfg.zero.stage} does not shard parameters",
         )
     if not cfg.fp16.enabled:
-        why |= dict.fromkeys((f"fp16.{name}" for name in (*_DYNAMIC_SCALE, "loss_scale", "auto_cast")), "fp16.enabled is false")
+        why |= dict.fromkeys(
+            (f"fp16.{name}" for name in (*_DYNAMIC_SCALE, "loss_scale", "auto_cast")), "fp16.enabled is false"
+        )
     elif not cfg.fp16.dynamic:
         why |= dict.fromkeys((f"fp16.{name}" for name in _DYNAMIC_SCALE), "fp16.loss_scale is a fixed number")
     if not cfg.bf16.enabled:
         why["bf16.check_grad_overflow"] = "bf16.enabled is false"
     if not cfg.torch_autocast.enabled:
-        why |= dict.fromkeys(("torch_autocast.dtype", "torch_autocast.lower_precision_safe_modules"), "torch_autocast.enabled is false")
+        why |= dict.fromkeys(
+            ("torch_autocast.dtype", "torch_autocast.lower_precision_safe_modules"), "torch_autocast.enabled is false"
+        )
     if cfg.compute_dtype == "fp32":
         why["data_types.keep_in_fp32_modules"] = "nothing is cast: neither fp16 nor bf16 is enabled"
     if cfg.gradient_allreduce_op == "sum":

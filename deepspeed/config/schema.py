@@ -23,13 +23,17 @@ from deepspeed.config.zero import LEGACY_KEYS, ZERO_ALIASES
 Schema = dict[str, Any]
 
 # pydantic leaves bounds behind a validating function in its own words.
-_BOUNDS: Mapping[str, str] = MappingProxyType({"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"})
+_BOUNDS: Mapping[str, str] = MappingProxyType(
+    {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+)
 
 # Blocks in which "auto" is as good as absent, whoever reads the file.
 _PARAMS = ("optimizer.params", "scheduler.params")
 AUTO_BLOCKS = ("zero_optimization", "fp16", "bf16")
 DTYPE_SPELLINGS = tuple(name for names in DTYPE_NAMES.values() for name in names)
-_FALSE_IS_OFF = frozenset({"datastates_ckpt", *(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow"))})
+_FALSE_IS_OFF = frozenset(
+    {"datastates_ckpt", *(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow"))}
+)
 _DEPRECATED_SPELLING = frozenset({"stage3_gather_fp16_weights_on_model_save", *LEGACY_KEYS})
 
 
@@ -51,7 +55,9 @@ def _functions(annotation: Any, metadata: Iterable[Any]) -> list[Any]:
     if get_origin(annotation) is Annotated:
         inner, *rest = get_args(annotation)
         return found + _functions(inner, rest)
-    return found + [function for item in get_args(annotation) if not isinstance(item, str) for function in _functions(item, ())]
+    return found + [
+        function for item in get_args(annotation) if not isinstance(item, str) for function in _functions(item, ())
+    ]
 
 
 def value_schema(path: str, info: FieldInfo) -> Schema:
@@ -93,11 +99,17 @@ def _either(*schemas: Schema) -> Schema:
 
 
 def description(key: Key | None) -> str:
-    """The hover text of a key: its meaning, and what this release does with it where that is not what the meaning says."""
+    """The hover text of a key: its meaning, and what this release does with it where that is not what the meaning
+    says.
+    """
     if key is None:
         return ""
     note = f": {key.note}" if key.note else ""
-    tail = {Support.HONOURED: "", Support.INERT: f" No effect here{note}.", Support.NOT_YET: f" Not in this release yet{note}."}
+    tail = {
+        Support.HONOURED: "",
+        Support.INERT: f" No effect here{note}.",
+        Support.NOT_YET: f" Not in this release yet{note}.",
+    }
     return key.meaning + tail[key.support]
 
 
@@ -118,11 +130,17 @@ def _described(schema: Schema, path: str, default: Any = None) -> Schema:
 
 
 def _takes_auto(path: str, block: type[BaseModel]) -> bool:
-    return path in FILLED_BY_INTEGRATIONS or path.partition(".")[0] in AUTO_BLOCKS or getattr(block, "auto_is_absent", False)
+    return (
+        path in FILLED_BY_INTEGRATIONS
+        or path.partition(".")[0] in AUTO_BLOCKS
+        or getattr(block, "auto_is_absent", False)
+    )
 
 
 def _wrapped(schema: Schema, suffix: str) -> Schema:
-    """The schema of a list or of a free-key object of ``schema``; ``suffix`` as in paths: "", "[]", ".<name>", combined."""
+    """The schema of a list or of a free-key object of ``schema``; ``suffix`` as in paths: "", "[]", ".<name>",
+    combined.
+    """
     while suffix:
         is_list = suffix.endswith("[]")
         schema = {"type": "array", "items": schema} if is_list else {"type": "object", "additionalProperties": schema}
@@ -140,13 +158,19 @@ def _property(path: str, pattern: str, info: FieldInfo, block: type[BaseModel]) 
     schema = _params_schema(path) if path in _PARAMS else value_schema(path, info)
     if "." not in path and path != "gradient_clipping" and not _allows(schema, "null"):
         schema = _either(schema, _NULL)  # null at the top level is as good as absent
-    if _takes_auto(path, block) and not _allows(schema, "string") and {"const": AUTO, "type": "string"} not in _parts(schema):
+    if (
+        _takes_auto(path, block)
+        and not _allows(schema, "string")
+        and {"const": AUTO, "type": "string"} not in _parts(schema)
+    ):
         schema = _either(schema, {"const": AUTO})
     return _described(schema, path, default_of(info))
 
 
 def _params_schema(prefix: str) -> Schema:
-    """The parameters of optimizers or of schedules, all that any of them has; classes of torch have their own besides."""
+    """The parameters of optimizers or of schedules, all that any of them has; classes of torch have their own
+    besides.
+    """
     properties = {}
     for path, spec in PARAM_SPECS.items():
         if path.startswith(f"{prefix}."):
@@ -163,7 +187,11 @@ def block_schema(block: type[BaseModel], prefix: str = "") -> Schema:
         properties[key] = _property(path, path, info, block)
         if info.is_required() and prefix:
             required.append(key)
-    out: Schema = {"type": "object", "properties": properties, "additionalProperties": block.model_config.get("extra") == "allow"}
+    out: Schema = {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": block.model_config.get("extra") == "allow",
+    }
     return out | ({"required": required} if required else {})
 
 
@@ -175,7 +203,11 @@ def _spelling(of: str, *, deprecated: bool) -> Schema:
 
 def _object_of(schema: Schema) -> Schema:
     """The alternative of ``schema`` that is an object with properties."""
-    return next(part for part in _parts({key: item for key, item in schema.items() if key == "anyOf"} or schema) if "properties" in part)
+    return next(
+        part
+        for part in _parts({key: item for key, item in schema.items() if key == "anyOf"} or schema)
+        if "properties" in part
+    )
 
 
 def _add_spellings(root: Schema) -> None:
@@ -188,7 +220,9 @@ def _add_spellings(root: Schema) -> None:
         about = f"{'Deprecated. Write' if deprecated else 'Another spelling of'} {name}."
         zero["properties"][alias] = {"description": about} | copied | ({"deprecated": True} if deprecated else {})
     for name in LEGACY_KEYS:
-        zero["properties"][name] = {"type": ["boolean", "null"], "deprecated": True} | _described({}, f"zero_optimization.{name}")
+        zero["properties"][name] = {"type": ["boolean", "null"], "deprecated": True} | _described(
+            {}, f"zero_optimization.{name}"
+        )
     for path in KEYS:  # known by name only
         home, _, name = path.rpartition(".")
         if home == "zero_optimization" and name not in zero["properties"]:
@@ -206,13 +240,19 @@ def _add_spellings(root: Schema) -> None:
     for path, advice in REMOVED_KEYS.items():
         home, _, name = path.rpartition(".")
         if home in ("", "zero_optimization"):  # a value that only says "off" is still accepted
-            (zero["properties"] if home else properties)[name] = {"deprecated": True, "description": f"Removed. {advice}."}
+            (zero["properties"] if home else properties)[name] = {
+                "deprecated": True,
+                "description": f"Removed. {advice}.",
+            }
 
 
 def config_schema() -> Schema:
     """The schema of a whole configuration file."""
     root = block_schema(DeepSpeedConfig)
-    root["properties"]["$schema"] = {"type": "string", "description": "Where editors find this schema; not read otherwise."}
+    root["properties"]["$schema"] = {
+        "type": "string",
+        "description": "Where editors find this schema; not read otherwise.",
+    }
     _add_spellings(root)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed configuration"}
     return head | root

@@ -5,7 +5,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
-from deepspeed.config.values import Block, Bytes, Count, Flag, FrozenDict, Int, Names, NestingBlock, Num, PathText, Positive, Text, freeze
+from deepspeed.config.values import (
+    Block,
+    Bytes,
+    Count,
+    Flag,
+    FrozenDict,
+    Int,
+    Names,
+    NestingBlock,
+    Num,
+    PathText,
+    Positive,
+    Text,
+    freeze,
+)
 
 
 def _upper(value: Any) -> Any:
@@ -242,7 +256,9 @@ class HybridEngineConfig(_AutoBlock):
 
 
 def _quantization(value: Any) -> Any:
-    """Settings of one quantized group; they are few, and stay a plain mapping because their defaults depend on the place."""
+    """Settings of one quantized group; they are few, and stay a plain mapping because their defaults depend on the
+    place.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"must be a block {{...}}, not {value!r}")
     for key, item in value.items():
@@ -274,5 +290,9 @@ class WeightQuantizationConfig(_AutoBlock):
     num_bits: Positive = 8
     q_type: Literal["symmetric", "asymmetric"] = "symmetric"
     q_groups: Positive = 1
-    quantized_initialization: Annotated[Mapping[str, Any], BeforeValidator(_quantization), AfterValidator(FrozenDict)] = FrozenDict()
-    post_init_quant: Annotated[Mapping[str, Any], BeforeValidator(_quantized_modules), AfterValidator(FrozenDict)] = FrozenDict()
+    quantized_initialization: Annotated[
+        Mapping[str, Any], BeforeValidator(_quantization), AfterValidator(FrozenDict)
+    ] = FrozenDict()
+    post_init_quant: Annotated[Mapping[str, Any], BeforeValidator(_quantized_modules), AfterValidator(FrozenDict)] = (
+        FrozenDict()
+    )

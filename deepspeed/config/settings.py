@@ -1,4 +1,6 @@
-"""A configuration as a flat list: which keys the models declare, and which value each one ended up with and why. Pure."""
+"""A configuration as a flat list: which keys the models declare, and which value each one ended up with and why.
+Pure.
+"""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -66,7 +68,9 @@ def is_union(annotation: Any) -> bool:
 
 
 def nested_block(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The block inside a field's annotation, and what to append to the path: "", "[]", or for a map the type of its keys as "<metric>"."""
+    """The block inside a field's annotation, and what to append to the path: "", "[]", or for a map the type of its
+    keys as "<metric>".
+    """
     if isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, BaseModel):
         return annotation, ""
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -90,7 +94,9 @@ def is_optional(annotation: Any) -> bool:
 
 
 def declared_fields(block: type[BaseModel], prefix: str = "") -> Iterator[Field]:
-    """Every leaf that ``block`` (the root model) declares, depth first, and every block that may be absent as a whole."""
+    """Every leaf that ``block`` (the root model) declares, depth first, and every block that may be absent as a
+    whole.
+    """
     for _, key, info in keys_of(block, prefix):
         path = prefix + key
         inner, suffix = nested_block(info.annotation)
@@ -103,7 +109,12 @@ def declared_fields(block: type[BaseModel], prefix: str = "") -> Iterator[Field]
 def bounds_text(info: FieldInfo) -> str:
     """The range of a number in words such as ``>= 0, <= 1``; empty without one."""
     signs = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
-    return ", ".join(f"{sign} {getattr(item, attr):g}" for item in info.metadata for kind, attr, sign in signs if isinstance(item, kind))
+    return ", ".join(
+        f"{sign} {getattr(item, attr):g}"
+        for item in info.metadata
+        for kind, attr, sign in signs
+        if isinstance(item, kind)
+    )
 
 
 def _spellings(path: str) -> tuple[str, ...]:
@@ -115,7 +126,11 @@ def _spellings(path: str) -> tuple[str, ...]:
         return path, *(f"{head}.{alias}" for alias, name in ZERO_ALIASES.items() if name == tail)
     if head == "tensor_parallel":
         inner, _, rest = tail.partition(".")
-        return path, *(".".join(filter(None, (head, alias, rest))) for alias, name in TENSOR_PARALLEL_ALIASES.items() if name == inner)
+        return path, *(
+            ".".join(filter(None, (head, alias, rest)))
+            for alias, name in TENSOR_PARALLEL_ALIASES.items()
+            if name == inner
+        )
     return (path,)
 
 

@@ -79,7 +79,9 @@ def _block_lines(block: str, items: list[Setting], remarks: Mapping[str, str], *
         return [f"{block}: {'off, ' if off else ''}{count}"]
     indent = len(block) + 1
     # What is set comes in full; a run of defaults below a switch that is off is of no use to anybody.
-    listed = [item for item in items if everything or item.origin != "default" or not remarks[item.path].startswith("off: ")]
+    listed = [
+        item for item in items if everything or item.origin != "default" or not remarks[item.path].startswith("off: ")
+    ]
     hidden = len(items) - len(listed)
     width = min(max((len(item.path) - indent for item in listed), default=0), 48)
     lines = [block, *(_row(item, remarks[item.path], indent, width) for item in listed)]
@@ -92,7 +94,9 @@ def _blocks(items: Iterable[Setting]) -> dict[str, list[Setting]]:
     for item in items:
         block = item.path.partition(".")[0] if "." in item.path else ""
         out.setdefault(block, []).append(item)
-    for item in [item for item in out[""] if item.path in out]:  # a block that may be absent as a whole, next to its details
+    for item in [
+        item for item in out[""] if item.path in out
+    ]:  # a block that may be absent as a whole, next to its details
         out[""].remove(item)
     return out
 
@@ -135,7 +139,11 @@ def dtypes_text(findings: Findings) -> str:
     rows = [("quantity", "dtype", "decided by"), *dtype_rows(findings.config)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
-    lines += [f'{path} is "auto": this is the table while it is false.' for path in findings.autos if canonical_path(path) in _SWITCHES]
+    lines += [
+        f'{path} is "auto": this is the table while it is false.'
+        for path in findings.autos
+        if canonical_path(path) in _SWITCHES
+    ]
     return "\n".join(lines)
 
 

@@ -74,7 +74,9 @@ class TorchAutocastConfig(Block):
 
     enabled: Flag = False
     dtype: DtypeName = "bf16"
-    lower_precision_safe_modules: Annotated[tuple[str, ...] | None, BeforeValidator(lambda v: v if v is None else name_list(v))] = None
+    lower_precision_safe_modules: Annotated[
+        tuple[str, ...] | None, BeforeValidator(lambda v: v if v is None else name_list(v))
+    ] = None
 
     @field_validator("dtype", mode="before")
     @classmethod

@@ -6,7 +6,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from deepspeed.config.removed import REMOVED_KEYS, removed_key, says_off
-from deepspeed.config.values import AUTO, Block, Count, Flag, Int, Names, Num, PathText, Positive, Violation, whole_number
+from deepspeed.config.values import (
+    AUTO,
+    Block,
+    Count,
+    Flag,
+    Int,
+    Names,
+    Num,
+    PathText,
+    Positive,
+    Violation,
+    whole_number,
+)
 from deepspeed.observe.log import logger
 
 _LEAF_CLASSES = (
@@ -202,7 +214,9 @@ def _rename(block: dict[str, Any], renames: dict[str, str], problems: list[Viola
         name = ZERO_ALIASES.get(key, key)
         if name in out and out[name] != value:
             other = renames.get(f"zero.{name}", f"zero_optimization.{name}")
-            sentence = f"zero_optimization.{key} and {other} are two spellings of one setting with different values. Keep one."
+            sentence = (
+                f"zero_optimization.{key} and {other} are two spellings of one setting with different values. Keep one."
+            )
             problems.append(Violation(f"zero_optimization.{key}", sentence))
         if name != key:
             renames[f"zero.{name}"] = f"zero_optimization.{key}"
@@ -216,7 +230,9 @@ def _legacy_offload(block: dict[str, Any], problems: list[Violation]) -> None:
     for old, wanted in given.items():
         path, new = f"zero_optimization.{old}", LEGACY_OFFLOAD.get(old, "pin_memory in the offload blocks")
         if wanted is not None and not isinstance(wanted, bool):
-            problems.append(Violation(path, f"{path} must be true or false, not {wanted!r}. It is deprecated: use {new}."))
+            problems.append(
+                Violation(path, f"{path} must be true or false, not {wanted!r}. It is deprecated: use {new}.")
+            )
         elif old in LEGACY_OFFLOAD and wanted and block.get(new) not in (None, False):
             problems.append(Violation(path, f"{path} is the deprecated spelling of {new}; both are given. Keep {new}."))
         elif old in LEGACY_OFFLOAD and wanted:
@@ -244,7 +260,9 @@ def canonical_zero(block: dict[str, Any], renames: dict[str, str], problems: lis
         if not says_off(out.pop(key)):
             problems.append(Violation(f"zero_optimization.{key}", str(removed_key(f"zero_optimization.{key}"))))
     if isinstance(out.get("grad_hooks"), bool):
-        logger.warning("zero_optimization.grad_hooks is described in published documentation and read by no release. Delete it.")
+        logger.warning(
+            "zero_optimization.grad_hooks is described in published documentation and read by no release. Delete it."
+        )
         del out["grad_hooks"]
     if out.get("allgather_sequential") is True:
         path = renames.get("zero.allgather_sequential", "zero_optimization.allgather_sequential")

@@ -1,4 +1,6 @@
-"""Data loaders of the engine: a distributed ``DataLoader`` and an endless wrapper, both with a position that can be saved."""
+"""Data loaders of the engine: a distributed ``DataLoader`` and an endless wrapper, both with a position that can be
+saved.
+"""
 
 import contextlib
 import os
@@ -26,16 +28,16 @@ from deepspeed.data.sampler import ResumableSampler, WatchedSampler, is_stateful
 from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 
-# The original default of two processes for each accelerator. Here loading stays in this process unless workers are asked
-# for: forked workers and device contexts do not mix, and a dataset in memory is slower through them.
+# The original default of two processes for each accelerator. Here loading stays in this process unless workers are
+# asked for: forked workers and device contexts do not mix, and a dataset in memory is slower through them.
 _DEFAULT_WORKERS = 0
 
 
 class RepeatingLoader:
     """Endless iterator over ``loader``; it starts again, with the next epoch's shuffle, when the loader is exhausted.
 
-    Its position is that of ``loader`` where that one keeps a position. Any other loader must give the same batches again: the batches
-    of the running round are read once more and dropped.
+    Its position is that of ``loader`` where that one keeps a position. Any other loader must give the same batches
+    again: the batches of the running round are read once more and dropped.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -66,7 +68,9 @@ class RepeatingLoader:
             else:
                 self._batches += 1
                 return batch
-        raise DeepSpeedConfigError("RepeatingLoader: the loader has no batch at all; give it data or set drop_last to false.")
+        raise DeepSpeedConfigError(
+            "RepeatingLoader: the loader has no batch at all; give it data or set drop_last to false."
+        )
 
     def _begin(self) -> None:
         # our own loader advances its sampler itself; a plain DataLoader would repeat one shuffle for ever
@@ -83,7 +87,12 @@ class RepeatingLoader:
             return self.loader.state_dict()
         inner = self.loader.state_dict() if is_stateful(self.loader) else None  # type: ignore[attr-defined]
         waiting = self._iterator is None
-        return {"round": self._epoch, "batches": self._skip if waiting else self._batches, "world_size": _ranks(), "loader": inner}
+        return {
+            "round": self._epoch,
+            "batches": self._skip if waiting else self._batches,
+            "world_size": _ranks(),
+            "loader": inner,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at ``state``, also in the middle of an iteration; raises CheckpointError where that cannot be exact."""
@@ -91,15 +100,19 @@ class RepeatingLoader:
             self.loader.load_state_dict(state)
             return
         if not {"round", "batches", "world_size", "loader"} <= set(state):
-            raise CheckpointError("This is no position of a RepeatingLoader over a plain loader; wrap the loader that saved it.")
+            raise CheckpointError(
+                "This is no position of a RepeatingLoader over a plain loader; wrap the loader that saved it."
+            )
         stateful = is_stateful(self.loader) and state["loader"] is not None
         if state["batches"] and not stateful:
             refuse_drawn(getattr(self.loader, "sampler", None))
             refuse_drawn(getattr(getattr(self.loader, "batch_sampler", None), "sampler", None))
             if state["world_size"] != _ranks():
                 raise CheckpointError(
-                    f"The data position was saved on {state['world_size']} ranks and here are {_ranks()}; a plain loader can only be "
-                    "continued on as many. Pass training_data to deepspeed.initialize for a loader that any number of ranks can continue."
+                    f"The data position was saved on {state['world_size']} ranks and here are {_ranks()}; a "
+                    "plain loader can only be "
+                    "continued on as many. Pass training_data to deepspeed.initialize for a loader that any "
+                    "number of ranks can continue."
                 )
         if stateful:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
@@ -111,16 +124,18 @@ class RepeatingLoader:
 class DeepSpeedDataLoader:
     """Batches of ``batch_size`` samples for this data-parallel rank.
 
-    Map-style datasets get a shuffling ``DistributedSampler`` over ``data_parallel_world_size`` ranks (``ResumableSampler``, whose text
-    says what padding does), unless ``data_sampler`` is given; iterable datasets must split themselves. Every pass is a new epoch with a
-    new shuffle; it begins at its first batch. ``tput_timer`` (see ``observe.timers.ThroughputTimer``) starts with each batch.
-    ``deepspeed_dataloader_config`` is accepted for its curriculum keys, which this release does not read.
+    Map-style datasets get a shuffling ``DistributedSampler`` over ``data_parallel_world_size`` ranks
+    (``ResumableSampler``, whose text says what padding does), unless ``data_sampler`` is given; iterable datasets must
+    split themselves. Every pass is a new epoch with a new shuffle; it begins at its first batch. ``tput_timer`` (see
+    ``observe.timers.ThroughputTimer``) starts with each batch. ``deepspeed_dataloader_config`` is accepted for its
+    curriculum keys, which this release does not read.
 
-    The position (``state_dict``) counts batches handed out, not those that workers fetched ahead; a batch counts at once. With the
-    default sampler it can be loaded on another number of ranks and with another batch size: the rest of the epoch then holds every
-    remaining sample once. A sampler or iterable dataset of the user's is restored by its own ``state_dict`` and ``load_state_dict``;
-    without them it must give the same order again, and is read past what was handed out, on as many ranks. Passes leave the global
-    random numbers alone. Numbers drawn inside worker processes are not replayed: workers of a continued epoch have seeds of their own.
+    The position (``state_dict``) counts batches handed out, not those that workers fetched ahead; a batch counts at
+    once. With the default sampler it can be loaded on another number of ranks and with another batch size: the rest of
+    the epoch then holds every remaining sample once. A sampler or iterable dataset of the user's is restored by its own
+    ``state_dict`` and ``load_state_dict``; without them it must give the same order again, and is read past what was
+    handed out, on as many ranks. Passes leave the global random numbers alone. Numbers drawn inside worker processes
+    are not replayed: workers of a continued epoch have seeds of their own.
     """
 
     def __init__(
@@ -160,7 +175,8 @@ class DeepSpeedDataLoader:
         self._next = Position()
         self._running: Position | None = None
         self._loads = 0
-        # A sampler's or dataset's own state between two epochs may mean "nothing left": an empty first pass is then made again.
+        # A sampler's or dataset's own state between two epochs may mean "nothing left": an empty first pass is then
+        # made again.
         self._maybe_spent = False
         self._stream: Iterator[Any] | None = None
         self.dataloader = DataLoader(
@@ -180,7 +196,9 @@ class DeepSpeedDataLoader:
         return self.data_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Number of the epoch that the next pass begins; it decides the shuffle. The epoch of a loaded position goes on where it was."""
+        """Number of the epoch that the next pass begins; it decides the shuffle. The epoch of a loaded position goes on
+        where it was.
+        """
         if epoch != self._next.epoch:
             self._next = Position(epoch)
 
@@ -240,9 +258,10 @@ class DeepSpeedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out by the pass begun last, in plain values.
 
-        ``epoch`` and ``samples`` (handed out of it by all ranks together; every rank hands out equally many batches) are the same on
-        every rank. So is all else, except ``inner``, the state of a sampler or iterable dataset of the user's, where that differs.
-        After the last batch but before the pass has ended the position is the end of that epoch: the pass to come is empty.
+        ``epoch`` and ``samples`` (handed out of it by all ranks together; every rank hands out equally many batches)
+        are the same on every rank. So is all else, except ``inner``, the state of a sampler or iterable dataset of the
+        user's, where that differs. After the last batch but before the pass has ended the position is the end of that
+        epoch: the pass to come is empty.
         """
         position = self._running or self._next
         return {
@@ -258,8 +277,9 @@ class DeepSpeedDataLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at ``state``: the next pass, or one that runs now, is the rest of that epoch.
 
-        With the default sampler any rank's state does for every rank of any number. Raises CheckpointError, and changes nothing, when the
-        rest cannot be exact: another dataset or sampler, or another layout where only the user's own code knows how data are split.
+        With the default sampler any rank's state does for every rank of any number. Raises CheckpointError, and changes
+        nothing, when the rest cannot be exact: another dataset or sampler, or another layout where only the user's own
+        code knows how data are split.
         """
         check_position(state, self._order)
         self._order.load(state)

@@ -1,8 +1,8 @@
 """Where a data loader stands, and what it takes to go on there, perhaps with another number of ranks.
 
-A position is an epoch and the number of its samples that all ranks together have handed out. What can be done with it depends on who
-decides the order of the samples; there is one class for each: our sampler (``SharedOrder``), a sampler of the user's
-(``SamplerOrder``), or an iterable dataset itself (``StreamOrder``).
+A position is an epoch and the number of its samples that all ranks together have handed out. What can be done with it
+depends on who decides the order of the samples; there is one class for each: our sampler (``SharedOrder``), a sampler
+of the user's (``SamplerOrder``), or an iterable dataset itself (``StreamOrder``).
 """
 
 import contextlib
@@ -49,7 +49,9 @@ class Share:
 
 
 class SharedOrder:
-    """Our sampler: the handed-out samples are a prefix of an order that knows no ranks, so any number of ranks can take the rest."""
+    """Our sampler: the handed-out samples are a prefix of an order that knows no ranks, so any number of ranks can take
+    the rest.
+    """
 
     def __init__(self, sampler: ResumableSampler, share: Share) -> None:
         self.sampler = sampler
@@ -82,7 +84,9 @@ class SharedOrder:
 
 
 class SamplerOrder:
-    """A sampler of the user's: restored by its own state; without one its first indices are left out again on as many ranks."""
+    """A sampler of the user's: restored by its own state; without one its first indices are left out again on as many
+    ranks.
+    """
 
     def __init__(self, sampler: WatchedSampler, share: Share, length: int | None) -> None:
         self.watched = sampler
@@ -128,19 +132,26 @@ class SamplerOrder:
         if self._loaded is not None:
             sampler.load_state_dict(self._loaded)
         elif state["samples"]:
-            log_dist(f"The data position leaves out the first indices of {_name(sampler)}: its order must be that of the run that saved.")
+            log_dist(
+                f"The data position leaves out the first indices of {_name(sampler)}: its order must be that "
+                "of the run that saved."
+            )
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise CheckpointError when ``state`` cannot be continued exactly."""
         sampler = self.watched.sampler
         refuse_drawn(sampler)
         if is_stateful(sampler) and state["inner"] is None:
-            raise CheckpointError(f"The data position holds no state for {_name(sampler)}; it was saved with a sampler that has none.")
+            raise CheckpointError(
+                f"The data position holds no state for {_name(sampler)}; it was saved with a sampler that has none."
+            )
         _same_ranks(state, self.share, sampler)
 
 
 class StreamOrder:
-    """An iterable dataset: restored by its own state; without one its first batches are read again and dropped, in the same layout."""
+    """An iterable dataset: restored by its own state; without one its first batches are read again and dropped, in the
+    same layout.
+    """
 
     def __init__(self, dataset: Any, share: Share, workers: int) -> None:
         self.dataset = dataset
@@ -185,8 +196,10 @@ class StreamOrder:
         _same_ranks(state, self.share, self.dataset)
         if state["batch_size"] != self.share.batch_size and not (self._keeps_state and state["inner"] is not None):
             raise CheckpointError(
-                f"The data position counts batches of {state['batch_size']} samples of an iterable dataset; this loader has batches of "
-                f"{self.share.batch_size}. Load it with the same batch size, or give {_name(self.dataset)} state_dict and load_state_dict."
+                f"The data position counts batches of {state['batch_size']} samples of an iterable dataset; "
+                "this loader has batches of "
+                f"{self.share.batch_size}. Load it with the same batch size, or give {_name(self.dataset)} "
+                "state_dict and load_state_dict."
             )
 
 
@@ -194,13 +207,16 @@ Order = SharedOrder | SamplerOrder | StreamOrder
 
 
 def check_position(state: dict[str, Any], order: Order) -> None:
-    """Raise CheckpointError, before anything was changed, when ``state`` cannot be continued by a loader with ``order``.
+    """Raise CheckpointError, before anything was changed, when ``state`` cannot be continued by a loader with
+    ``order``.
 
     At the beginning of an epoch nothing was handed out, and every loader can begin there.
     """
     missing = {"epoch", "samples", "seed", "world_size", "batch_size", "order", "inner"} - set(state)
     if missing:
-        raise CheckpointError(f"This is no data position of DeepSpeedDataLoader: it lacks {', '.join(sorted(missing))}.")
+        raise CheckpointError(
+            f"This is no data position of DeepSpeedDataLoader: it lacks {', '.join(sorted(missing))}."
+        )
     if not state["samples"]:
         return
     saved, here = state["order"], order.facts()
@@ -208,24 +224,31 @@ def check_position(state: dict[str, Any], order: Order) -> None:
     if names:
         told = ", ".join(f"{name} {saved.get(name)!r} (here {here.get(name)!r})" for name in names)
         raise CheckpointError(
-            f"The data position is that of other data: saved after {state['samples']} samples of epoch {state['epoch']} with {told}. "
+            f"The data position is that of other data: saved after {state['samples']} samples of epoch "
+            f"{state['epoch']} with {told}. "
             "Load it with the same dataset and sampler, or start its epoch anew."
         )
     order.check(state)
 
 
 def refuse_drawn(sampler: Any) -> None:
-    """Raise CheckpointError for a sampler of torch's whose order is drawn anew from random numbers, and so cannot be replayed."""
+    """Raise CheckpointError for a sampler of torch's whose order is drawn anew from random numbers, and so cannot be
+    replayed.
+    """
     if isinstance(sampler, _DRAWN_SAMPLERS) and not is_stateful(sampler):
-        raise CheckpointError(f"The data position cannot be restored: {_name(sampler)} draws a new order each time. {_HINT}")
+        raise CheckpointError(
+            f"The data position cannot be restored: {_name(sampler)} draws a new order each time. {_HINT}"
+        )
 
 
 def _same_ranks(state: dict[str, Any], share: Share, source: Any) -> None:
     if state["world_size"] == share.world_size or (is_stateful(source) and getattr(source, "resizable", False)):
         return
     raise CheckpointError(
-        f"The data position was saved on {state['world_size']} data-parallel ranks; here are {share.world_size}, and only {_name(source)} "
-        f"knows how it splits the data. Resume on {state['world_size']} ranks, use the loader's own sampler, or, if the state_dict of "
+        f"The data position was saved on {state['world_size']} data-parallel ranks; here are "
+        f"{share.world_size}, and only {_name(source)} "
+        f"knows how it splits the data. Resume on {state['world_size']} ranks, use the loader's own sampler, "
+        "or, if the state_dict of "
         "rank 0 is right for any number of ranks, say so by an attribute resizable = True."
     )
 

@@ -1,4 +1,6 @@
-"""Samplers that can begin in the middle of an epoch: ours, and any sampler of the user's seen through ``WatchedSampler``."""
+"""Samplers that can begin in the middle of an epoch: ours, and any sampler of the user's seen through
+``WatchedSampler``.
+"""
 
 import copy
 from collections import deque
@@ -14,14 +16,15 @@ from torch.utils.data.distributed import DistributedSampler
 class ResumableSampler(DistributedSampler[Any]):
     """torch's ``DistributedSampler`` that can leave out the first ``start`` samples of an epoch.
 
-    The order of an epoch depends on ``seed``, the epoch and the length of the dataset only, not on the number of ranks, and the ranks
-    take turns in it. So what all ranks together have handed out after equally many batches is a prefix of the order, and any number
-    of ranks can share the rest. With ``start`` 0 every rank gets what torch's sampler gives, index for index.
+    The order of an epoch depends on ``seed``, the epoch and the length of the dataset only, not on the number of ranks,
+    and the ranks take turns in it. So what all ranks together have handed out after equally many batches is a prefix of
+    the order, and any number of ranks can share the rest. With ``start`` 0 every rank gets what torch's sampler gives,
+    index for index.
 
-    Padding: every rank gets equally many indices. Where the (rest of the) epoch does not divide by ``num_replicas``, the last round
-    is filled with up to ``num_replicas - 1`` samples from the beginning of the order, exactly as torch does; those are seen twice in
-    the epoch and are the last ones. With ``drop_last`` the uneven samples are left out instead.
-    ``len`` is that of a whole epoch, whatever ``start`` is.
+    Padding: every rank gets equally many indices. Where the (rest of the) epoch does not divide by ``num_replicas``,
+    the last round is filled with up to ``num_replicas - 1`` samples from the beginning of the order, exactly as torch
+    does; those are seen twice in the epoch and are the last ones. With ``drop_last`` the uneven samples are left out
+    instead. ``len`` is that of a whole epoch, whatever ``start`` is.
     """
 
     start: int = 0
@@ -44,10 +47,12 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 class WatchedSampler(Sampler[int]):
-    """The user's ``sampler`` as the ``DataLoader`` sees it: ``start`` of its indices are left out, and its state is noted per batch.
+    """The user's ``sampler`` as the ``DataLoader`` sees it: ``start`` of its indices are left out, and its state is
+    noted per batch.
 
-    Workers fetch ahead, so a sampler's own state is ahead of the batches handed out. ``states`` holds its state after each batch of
-    ``batch_size`` indices that was drawn and not yet handed out, oldest first (nothing when it has no ``state_dict``).
+    Workers fetch ahead, so a sampler's own state is ahead of the batches handed out. ``states`` holds its state after
+    each batch of ``batch_size`` indices that was drawn and not yet handed out, oldest first (nothing when it has no
+    ``state_dict``).
     """
 
     def __init__(self, sampler: Iterable[int], batch_size: int) -> None:
@@ -84,5 +89,8 @@ def length_of(thing: Any) -> int | None:
     """``len(thing)``, None where it has none."""
     try:
         return len(thing) if isinstance(thing, Sized) else None
-    except (TypeError, NotImplementedError):  # torch's DataLoader over a dataset without a length has a __len__ that raises
+    except (
+        TypeError,
+        NotImplementedError,
+    ):  # torch's DataLoader over a dataset without a length has a __len__ that raises
         return None

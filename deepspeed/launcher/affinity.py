@@ -1,7 +1,7 @@
 """Which CPU cores each rank of a node runs on, and from which memory nodes it allocates.
 
-A *CPU* is what the kernel schedules on; hyperthreads of one physical core are several CPUs. Only the first allowed CPU of a
-physical core is handed out, because two ranks or threads on one core slow each other down.
+A *CPU* is what the kernel schedules on; hyperthreads of one physical core are several CPUs. Only the first allowed CPU
+of a physical core is handed out, because two ranks or threads on one core slow each other down.
 """
 
 import os
@@ -26,14 +26,18 @@ class RankCores:
 
 @dataclass(frozen=True)
 class Topology:
-    """``cores`` lists the CPUs of each physical core; ``nodes`` maps a NUMA node with memory to its CPUs. Both may be empty."""
+    """``cores`` lists the CPUs of each physical core; ``nodes`` maps a NUMA node with memory to its CPUs. Both may be
+    empty.
+    """
 
     cores: tuple[tuple[int, ...], ...] = ()
     nodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def parse_core_list(text: str) -> list[int]:
-    """CPU numbers of ``0-3,8,10-11``. Raises DeepSpeedConfigError (a ValueError) for another form, or numbers that do not ascend."""
+    """CPU numbers of ``0-3,8,10-11``. Raises DeepSpeedConfigError (a ValueError) for another form, or numbers that do
+    not ascend.
+    """
     cores: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", item, re.ASCII)
@@ -41,7 +45,9 @@ def parse_core_list(text: str) -> list[int]:
             raise DeepSpeedConfigError(f"core list {text!r}: {item!r} is not a number or range; {_GRAMMAR}")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or (cores and first <= cores[-1]):
-            raise DeepSpeedConfigError(f"core list {text!r}: {item!r} does not ascend, or overlaps what is before it; {_GRAMMAR}")
+            raise DeepSpeedConfigError(
+                f"core list {text!r}: {item!r} does not ascend, or overlaps what is before it; {_GRAMMAR}"
+            )
         if last - first > 1 << 16:
             raise DeepSpeedConfigError(f"core list {text!r}: {item!r} has more cores than any machine; {_GRAMMAR}")
         cores += range(first, last + 1)
@@ -67,8 +73,12 @@ def _numbered(folder: str, kind: str) -> list[int]:
 
 
 def read_topology(root: str = SYSFS) -> Topology:
-    """Read physical cores and NUMA nodes below ``root``; what the kernel does not show (some containers) is left empty."""
-    cores = {_read_cpus(f"{root}/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in _numbered(f"{root}/cpu", "cpu")} - {()}
+    """Read physical cores and NUMA nodes below ``root``; what the kernel does not show (some containers) is left
+    empty.
+    """
+    cores = {
+        _read_cpus(f"{root}/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in _numbered(f"{root}/cpu", "cpu")
+    } - {()}
     nodes = {node: _read_cpus(f"{root}/node/node{node}/cpulist") for node in _numbered(f"{root}/node", "node")}
     return Topology(tuple(sorted(cores)), {node: cpus for node, cpus in nodes.items() if cpus})
 
@@ -83,42 +93,58 @@ def usable_cores(topology: Topology, allowed: Collection[int]) -> list[int]:
 
 
 def share_cores(cores: Sequence[int], ranks: int, nodes: Mapping[int, Sequence[int]]) -> list[RankCores]:
-    """Give each of ``ranks`` ranks ``len(cores) // ranks`` neighbouring cores; a remainder stays unused, so that ranks are equal.
+    """Give each of ``ranks`` ranks ``len(cores) // ranks`` neighbouring cores; a remainder stays unused, so that ranks
+    are equal.
 
     A rank whose cores are all local to one NUMA node (or to several that list the same CPUs) gets its memory there.
     Raises UsageError (an AssertionError) when there are fewer cores than ranks.
     """
     each = len(cores) // ranks
     if each == 0:
-        raise UsageError(f"{ranks} ranks cannot be bound to {len(cores)} core(s); start fewer ranks, list more cores, or do not bind")
+        raise UsageError(
+            f"{ranks} ranks cannot be bound to {len(cores)} core(s); start fewer ranks, list more cores, or do not bind"
+        )
     shares = [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-    return [RankCores(share, tuple(node for node, cpus in nodes.items() if set(share) <= set(cpus))) for share in shares]
+    return [
+        RankCores(share, tuple(node for node, cpus in nodes.items() if set(share) <= set(cpus))) for share in shares
+    ]
 
 
 def _allowed_cpus() -> set[int]:
     if not hasattr(os, "sched_getaffinity"):
-        raise UsageError("this system cannot bind processes to cores; leave --bind_cores_to_rank and --bind_core_list out")
+        raise UsageError(
+            "this system cannot bind processes to cores; leave --bind_cores_to_rank and --bind_core_list out"
+        )
     return os.sched_getaffinity(0)
 
 
 def plan_cores(
-    job: Job, ranks: int, *, root: str = SYSFS, allowed: Collection[int] | None = None, env: Mapping[str, str] = os.environ
+    job: Job,
+    ranks: int,
+    *,
+    root: str = SYSFS,
+    allowed: Collection[int] | None = None,
+    env: Mapping[str, str] = os.environ,
 ) -> list[RankCores] | None:
     """Cores of the ``ranks`` ranks on this node; None when ``job`` does not ask for binding.
 
     ``allowed`` are the CPUs this process may use (default: ask the kernel); a core list must keep to them.
-    Raises DeepSpeedConfigError (a ValueError) for a malformed list or when KMP_AFFINITY is set, which would bind threads elsewhere;
-    UsageError for CPUs that are not allowed here, or too few of them.
+    Raises DeepSpeedConfigError (a ValueError) for a malformed list or when KMP_AFFINITY is set, which would bind
+    threads elsewhere; UsageError for CPUs that are not allowed here, or too few of them.
     """
     if not job.bind_cores and job.core_list is None:
         return None
     if "KMP_AFFINITY" in env:
-        raise DeepSpeedConfigError("KMP_AFFINITY binds threads in its own way; unset it, or do not use --bind_cores_to_rank")
+        raise DeepSpeedConfigError(
+            "KMP_AFFINITY binds threads in its own way; unset it, or do not use --bind_cores_to_rank"
+        )
     permitted = _allowed_cpus() if allowed is None else set(allowed)
     topology = read_topology(root)
     if job.core_list is None:
         return share_cores(usable_cores(topology, permitted), ranks, topology.nodes)
     cores = parse_core_list(job.core_list)
     if outside := [core for core in cores if core not in permitted]:
-        raise UsageError(f"--bind_core_list {job.core_list}: core(s) {outside} do not exist here or are not this process's to use")
+        raise UsageError(
+            f"--bind_core_list {job.core_list}: core(s) {outside} do not exist here or are not this process's to use"
+        )
     return share_cores(cores, ranks, topology.nodes)

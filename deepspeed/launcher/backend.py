@@ -24,14 +24,18 @@ def _write(path: str, text: str) -> None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UsageError(f"cannot write {path} ({error.strerror}); remove it, or set TMPDIR to a folder of yours") from error
+        raise UsageError(
+            f"cannot write {path} ({error.strerror}); remove it, or set TMPDIR to a folder of yours"
+        ) from error
 
 
 def run_backend(command: RunnerCommand) -> int:
-    """Run ``command`` and return its exit status, 128 + S when signal S ended it or this process was sent S and it did not succeed.
+    """Run ``command`` and return its exit status, 128 + S when signal S ended it or this process was sent S and it did
+    not succeed.
 
-    Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. Its files are removed at
-    the end, and when this process is killed the backend is ended too. Raises UsageError when the program cannot be started.
+    Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. Its files are
+    removed at the end, and when this process is killed the backend is ended too. Raises UsageError when the program
+    cannot be started.
     """
     received: list[signal.Signals] = []
     early: list[signal.Signals] = []
@@ -50,7 +54,9 @@ def run_backend(command: RunnerCommand) -> int:
             stack.callback(os.unlink, path)
         guardian = Guard(list(command.files))
         stack.callback(guardian.dismiss)
-        stack.enter_context(signals_to(receive))  # before there is a backend, which would outlive a signal that comes in between
+        stack.enter_context(
+            signals_to(receive)
+        )  # before there is a backend, which would outlive a signal that comes in between
         try:
             # Its own session, so that Ctrl-C in the terminal reaches it once, from here.
             child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)

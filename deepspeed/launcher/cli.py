@@ -17,7 +17,14 @@ from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name, e
 from deepspeed.launcher.fanout import run_over_ssh
 from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, load_hostfile, nearest_hint
 from deepspeed.launcher.job import Job, arguments_of_script
-from deepspeed.launcher.machine import check_programs, check_reachable, is_this_machine, local_devices, own_address, remove_stale_pid_file
+from deepspeed.launcher.machine import (
+    check_programs,
+    check_reachable,
+    is_this_machine,
+    local_devices,
+    own_address,
+    remove_stale_pid_file,
+)
 from deepspeed.launcher.resources import BY_HAND_PORT, Place, Request, find_place, master_address
 from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, find_runner, split_arguments
 from deepspeed.observe.log import logger
@@ -28,11 +35,15 @@ INTERRUPTED = 130
 # For runners that cannot be told a port later: below those from which Linux serves outgoing connections.
 _SOME_PORTS = range(20000, 29973)
 
-_DESCRIPTION = "Start a training script on the accelerators of one or many hosts; what follows the script belongs to it."
+_DESCRIPTION = (
+    "Start a training script on the accelerators of one or many hosts; what follows the script belongs to it."
+)
 _RULES = """\
 hosts and devices:
-  Without a hostfile the job runs on this machine: one rank per accelerator that CUDA_VISIBLE_DEVICES leaves visible, or one on the
-  CPU. --num_gpus N takes the first N visible ones; slots in --include and --exclude are device numbers as in CUDA_VISIBLE_DEVICES,
+  Without a hostfile the job runs on this machine: one rank per accelerator that CUDA_VISIBLE_DEVICES leaves visible,
+  or one on the
+  CPU. --num_gpus N takes the first N visible ones; slots in --include and --exclude are device numbers as in
+  CUDA_VISIBLE_DEVICES,
   and never one that it hides. Without accelerators, or with DS_ACCELERATOR=cpu, --num_gpus N starts N ranks on the CPU.
   A hostfile has lines 'name slots=N'. FILTER is name[:slot,...][@name...], as in 'node1@node2:0,2'.
   The ranks meet on the first host, by its name in the hostfile, unless --master_addr says otherwise.
@@ -41,7 +52,8 @@ hosts and devices:
   KEY=VALUE; in the home directory, then here; DS_ENV_FILE names another file).
 
 exit status:
-  0 when every rank returned 0; that of the rank that failed first, 128 + S after signal S; 2 when the command line cannot work.
+  0 when every rank returned 0; that of the rank that failed first, 128 + S after signal S; 2 when the command line
+  cannot work.
 """
 
 
@@ -50,7 +62,9 @@ class _Parser(argparse.ArgumentParser):
         """As argparse, and with the flag that a mistyped one resembles."""
         kind, _, rest = message.partition("unrecognized arguments: ")
         flags = [flag for action in self._actions for flag in action.option_strings]
-        mistyped = next((word.partition("=")[0] for word in rest.split() if word.startswith("-")), None) if not kind else None
+        mistyped = (
+            next((word.partition("=")[0] for word in rest.split() if word.startswith("-")), None) if not kind else None
+        )
         hint = nearest_hint(mistyped, flags) if mistyped else ""
         super().error(f"{message}; {hint}" if hint.startswith("did you") else message)
 
@@ -78,24 +92,42 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_selection(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("-H", "--hostfile", default=DEFAULT_HOSTFILE, metavar="FILE", help=f"hosts (default {DEFAULT_HOSTFILE}, if there)")
+    group.add_argument(
+        "-H",
+        "--hostfile",
+        default=DEFAULT_HOSTFILE,
+        metavar="FILE",
+        help=f"hosts (default {DEFAULT_HOSTFILE}, if there)",
+    )
     group.add_argument("-i", "--include", default="", metavar="FILTER", help="only these hosts and slots")
     group.add_argument("-e", "--exclude", default="", metavar="FILTER", help="all but these hosts and slots")
     group.add_argument("--num_nodes", type=int, default=-1, metavar="N", help="only the first N hosts")
     group.add_argument(
-        "--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="N ranks on every host (default: all slots)"
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="N ranks on every host (default: all slots)",
     )
 
 
 def _add_meeting(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--master_addr", default="", metavar="A", help="address of the first host (default: 127.0.0.1 for one host)")
+    group.add_argument(
+        "--master_addr", default="", metavar="A", help="address of the first host (default: 127.0.0.1 for one host)"
+    )
     port = f"port there (default: a free one; {BY_HAND_PORT} when nodes are started by hand)"
     group.add_argument("--master_port", type=int, default=None, metavar="P", help=port)
     by_hand = (
-        "run the ranks of node R only: you start this command on every node, with --hostfile or with --num_nodes, --num_gpus, --master_addr"
+        "run the ranks of node R only: you start this command on every node, with --hostfile or with "
+        "--num_nodes, --num_gpus, --master_addr"
     )
     group.add_argument("--node_rank", type=int, default=-1, metavar="R", help=by_hand)
-    group.add_argument("--no_ssh", action="store_true", help="you start every node yourself; needs --node_rank, which alone says the same")
+    group.add_argument(
+        "--no_ssh",
+        action="store_true",
+        help="you start every node yourself; needs --node_rank, which alone says the same",
+    )
 
 
 def _add_script(group: argparse._ArgumentGroup) -> None:
@@ -103,7 +135,12 @@ def _add_script(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no_python", action="store_true", help="run the script directly, without the interpreter")
     group.add_argument("--no_local_rank", action="store_true", help="do not add --local_rank=N behind the script")
     group.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank CPU cores of its own")
-    group.add_argument("--bind_core_list", default=None, metavar="LIST", help="the cores to give out, as in 0-3,8,10-11; implies binding")
+    group.add_argument(
+        "--bind_core_list",
+        default=None,
+        metavar="LIST",
+        help="the cores to give out, as in 0-3,8,10-11; implies binding",
+    )
 
 
 def _add_runner(group: argparse._ArgumentGroup) -> None:
@@ -117,14 +154,22 @@ def _add_runner(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--force_multi", action="store_true", help="use the runner even for one host")
     group.add_argument("--no_ssh_check", action="store_true", help="do not test first that ssh reaches all hosts")
     group.add_argument("--ssh_port", type=int, default=None, metavar="P", help="ssh port of the hosts")
-    group.add_argument("--venv_script", default=None, metavar="FILE", help="file that bash reads on every host first (ssh, pdsh)")
+    group.add_argument(
+        "--venv_script", default=None, metavar="FILE", help="file that bash reads on every host first (ssh, pdsh)"
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dry_run", "--dry-run", action="store_true", help="show hosts, ranks, variables and commands; start nothing")
-    group.add_argument("--enable_each_rank_log", default="None", metavar="DIR", help="one log file per rank instead of the terminal")
     group.add_argument(
-        "--save_pid", action="store_true", help="keep each launcher's process id in /tmp/PID.deepspeed, PID being this command's"
+        "--dry_run", "--dry-run", action="store_true", help="show hosts, ranks, variables and commands; start nothing"
+    )
+    group.add_argument(
+        "--enable_each_rank_log", default="None", metavar="DIR", help="one log file per rank instead of the terminal"
+    )
+    group.add_argument(
+        "--save_pid",
+        action="store_true",
+        help="keep each launcher's process id in /tmp/PID.deepspeed, PID being this command's",
     )
     group.add_argument("--log_level", choices=_LEVELS, default="info", help="verbosity of the launcher")
     group.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
@@ -148,10 +193,14 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 def refuse_absent(options: argparse.Namespace) -> None:
     """Raise NotYetError for a flag whose effect this release does not have, UsageError for numbers out of range."""
     if options.autotuning:
-        raise NotYetError("--autotuning is not in this release; leave it out, and set batch and bucket sizes in the configuration yourself")
+        raise NotYetError(
+            "--autotuning is not in this release; leave it out, and set batch and bucket sizes in the "
+            "configuration yourself"
+        )
     if options.elastic_training or options.min_elastic_nodes != -1 or options.max_elastic_nodes != -1:
         raise NotYetError(
-            "--elastic_training and its limits are not in this release; leave them out, and resume a checkpoint to go on with other nodes"
+            "--elastic_training and its limits are not in this release; leave them out, and resume a "
+            "checkpoint to go on with other nodes"
         )
     for flag, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
         if port is not None and not 0 <= port <= 65535:
@@ -170,7 +219,8 @@ def check_target(options: argparse.Namespace) -> None:
         # Only the top-level package is looked up: finding more would import it.
         if PathFinder.find_spec(target.partition(".")[0], [os.getcwd(), *sys.path]) is None:
             raise UsageError(
-                f"module {target!r} was not found from {os.getcwd()} or in the Python environment; check the name after --module"
+                f"module {target!r} was not found from {os.getcwd()} or in the Python environment; check the "
+                "name after --module"
             )
     elif not os.path.exists(target):
         raise UsageError(f"script {target!r} does not exist in {os.getcwd()}; check the path")
@@ -184,14 +234,21 @@ def _hosts(path: str) -> dict[str, int] | None:
 def _find_place(options: argparse.Namespace, request: Request) -> Place:
     cpu_only = os.environ.get("DS_ACCELERATOR") == "cpu"
     hosts = _hosts(options.hostfile)
-    place = find_place(request, hosts, cpu_only=cpu_only, devices=lambda: local_devices(os.environ), is_here=is_this_machine)
+    place = find_place(
+        request, hosts, cpu_only=cpu_only, devices=lambda: local_devices(os.environ), is_here=is_this_machine
+    )
     if hosts is not None and place.node_rank is None and place.uses_devices and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        logger.warning("CUDA_VISIBLE_DEVICES of this shell is not passed on to the hosts; choose devices with --include or --exclude")
+        logger.warning(
+            "CUDA_VISIBLE_DEVICES of this shell is not passed on to the hosts; choose devices with --include "
+            "or --exclude"
+        )
     return place
 
 
 def _port(options: argparse.Namespace, place: Place, launcher: str) -> int:
-    """The port as given; else 0 where node 0 can choose and tell, a fixed one by hand, and any one for other runners."""
+    """The port as given; else 0 where node 0 can choose and tell, a fixed one by hand, and any one for other
+    runners.
+    """
     if options.master_port is not None:
         return int(options.master_port)
     if len(place.world) == 1 and place.node_rank is not None:
@@ -210,7 +267,9 @@ def _exports(place: Place) -> dict[str, str]:
 
 
 def make_job(options: argparse.Namespace, place: Place, launcher: str) -> Job:
-    """The job that ``options`` describe at ``place``. Raises UsageError or DeepSpeedConfigError, with the user's words."""
+    """The job that ``options`` describe at ``place``. Raises UsageError or DeepSpeedConfigError, with the user's
+    words.
+    """
     # Slurm orders the hosts in its own way, so only the ranks know which is the first.
     slurm = place.node_rank is None and launcher == "slurm"
     address = options.master_addr
@@ -258,7 +317,8 @@ def _run_here(job: Job, node_rank: int, *, on_cpu: bool) -> int:
         logger.info("no accelerator is used; starting %d rank%s on the CPU", ranks, "" if ranks == 1 else "s")
     if job.pid_file is not None:
         remove_stale_pid_file(job.pid_file)
-    from deepspeed.launcher.node import node_job, run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
+    # Needs torch; a wrong command line is refused at once.
+    from deepspeed.launcher.node import node_job, run_node  # noqa: PLC0415
 
     logger.debug("starting %s", job)
     return run_node(node_job(job, node_rank))
@@ -304,7 +364,9 @@ def _launch(options: argparse.Namespace) -> int:
         ("--ssh_port", options.ssh_port),
     ):
         if given:
-            logger.warning("%s has no effect here, because no other host is reached; --force_multi uses the runner", flag)
+            logger.warning(
+                "%s has no effect here, because no other host is reached; --force_multi uses the runner", flag
+            )
     return _run_here(job, place.node_rank, on_cpu=not place.uses_devices)
 
 

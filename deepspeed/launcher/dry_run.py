@@ -41,7 +41,8 @@ def _backend(command: RunnerCommand) -> list[str]:
 
 
 def describe(job: Job, place: Place, *, options: RunnerOptions) -> str:
-    """The world, the meeting point, the exported variables and the exact commands; values of secret names are masked everywhere.
+    """The world, the meeting point, the exported variables and the exact commands; values of secret names are masked
+    everywhere.
 
     Raises UsageError when the runner cannot run the job.
     """

@@ -3,9 +3,10 @@
     ds_ssh nvidia-smi -L
     ds_ssh -f my_hosts -e node7 'df -h /dev/shm | tail -1'
 
-Every line of output begins with the host's name. Exit status: 0 when the command succeeded everywhere, else the first other
-status in the order of the hostfile (255: ssh could not reach the host); 2 when the command line or the hostfile is wrong;
-130 after Ctrl-C, which also ends the commands on the hosts. The environment variable DS_SSH names another ssh program.
+Every line of output begins with the host's name. Exit status: 0 when the command succeeded everywhere, else the first
+other status in the order of the hostfile (255: ssh could not reach the host); 2 when the command line or the hostfile
+is wrong; 130 after Ctrl-C, which also ends the commands on the hosts. The environment variable DS_SSH names another ssh
+program.
 """
 
 import argparse
@@ -30,9 +31,9 @@ FANOUT = 64  # ssh processes at a time: each costs three file descriptors, and 1
 STOP_GRACE_S = 3.0
 # Nobody can answer a question of ssh's here, and a dead host must not hold up the answer of the others for minutes.
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# A command without a terminal goes on when its ssh dies. So its standard input stays with us, and the end of that ends the
-# command with its children: setsid (where there is none, only the shell ends) puts them into one process group. It is one line
-# because some login shells want that.
+# A command without a terminal goes on when its ssh dies. So its standard input stays with us, and the end of that ends
+# the command with its children: setsid (where there is none, only the shell ends) puts them into one process group. It
+# is one line because some login shells want that.
 _REMOTE = (
     'exec 3<&0; $(command -v setsid) "${SHELL:-/bin/sh}" -c "$1" </dev/null 3<&- & job=$!; '
     "{ cat <&3; kill -TERM -$job || kill -TERM $job; } >/dev/null 2>&1 & watch=$!; "
@@ -44,10 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds_ssh", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help=f"lines 'name slots=N' (default {DEFAULT_HOSTFILE})")
+    parser.add_argument(
+        "-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help=f"lines 'name slots=N' (default {DEFAULT_HOSTFILE})"
+    )
     parser.add_argument("-i", "--include", default="", metavar="HOSTS", help="only these hosts: NAME[@NAME...]")
     parser.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="all hosts but these")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the shell command; several words are joined with spaces")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the shell command; several words are joined with spaces"
+    )
     return parser
 
 
@@ -91,7 +96,9 @@ class _Fleet:
         self._lock = threading.Lock()
 
     def run(self, host: str) -> int | None:
-        """Exit status of the command on ``host`` (128 + signal where ssh was killed); None when all was stopped before it began."""
+        """Exit status of the command on ``host`` (128 + signal where ssh was killed); None when all was stopped before
+        it began.
+        """
         with self._lock:
             if self._stopped:
                 return None
@@ -136,8 +143,11 @@ class _Fleet:
                 process.kill()
 
 
-def run_everywhere(hosts: Sequence[str], command: str, *, program: Sequence[str], out: TextIO, err: TextIO) -> dict[str, int]:
-    """Run the shell ``command`` on all ``hosts`` and return host -> exit status; lines go to ``out`` and ``err`` behind the host's name.
+def run_everywhere(
+    hosts: Sequence[str], command: str, *, program: Sequence[str], out: TextIO, err: TextIO
+) -> dict[str, int]:
+    """Run the shell ``command`` on all ``hosts`` and return host -> exit status; lines go to ``out`` and ``err`` behind
+    the host's name.
 
     On KeyboardInterrupt, or when ``out`` is closed, the commands are ended before the exception goes on.
     """
@@ -154,7 +164,10 @@ def run_everywhere(hosts: Sequence[str], command: str, *, program: Sequence[str]
 def _first_other(statuses: Mapping[str, int], err: TextIO) -> int:
     failed = {host: status for host, status in statuses.items() if status != 0}
     if failed:
-        named = ", ".join(f"{host} ({'not reached, or exit ' if status == 255 else 'exit '}{status})" for host, status in failed.items())
+        named = ", ".join(
+            f"{host} ({'not reached, or exit ' if status == 255 else 'exit '}{status})"
+            for host, status in failed.items()
+        )
         err.write(f"ds_ssh: {len(failed)} of {len(statuses)} hosts failed: {named}\n")
     return next(iter(failed.values()), 0)
 
@@ -168,7 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("no command to run; write it behind the options, for example: ds_ssh hostname")
     try:
         hosts = choose_hosts(options.hostfile, include=options.include, exclude=options.exclude)
-        statuses = run_everywhere(hosts, " ".join(words), program=ssh_program(os.environ), out=sys.stdout, err=sys.stderr)
+        statuses = run_everywhere(
+            hosts, " ".join(words), program=ssh_program(os.environ), out=sys.stdout, err=sys.stderr
+        )
         return _first_other(statuses, sys.stderr)
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_ssh: {error}\n")

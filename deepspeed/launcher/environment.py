@@ -1,4 +1,5 @@
-"""Which variables the ranks on other hosts are given: those with certain prefixes, and those of ``.deepspeed_env`` files.
+"""Which variables the ranks on other hosts are given: those with certain prefixes, and those of ``.deepspeed_env``
+files.
 
 Later sources win: this process's variables, the file in the home directory, the file in the current directory.
 """
@@ -9,9 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed.errors import DeepSpeedConfigError
 
-# A list on purpose, although it is module state: clients append the prefixes they want forwarded (as runner.EXPORT_ENVS).
-# Of CUDA only what changes how programs run: which devices and toolkit there are differs between machines.
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH_", "PYTORCH_", "OMP_", "CUDA_DEVICE_", "CUDA_LAUNCH", "CUDA_MODULE"]
+# A list on purpose, although it is module state: clients append the prefixes they want forwarded (as
+# runner.EXPORT_ENVS). Of CUDA only what changes how programs run: which devices and toolkit there are differs between
+# machines.
+EXPORT_ENVS = [
+    "MLFLOW",
+    "PYTHON",
+    "MV2",
+    "UCX",
+    "NCCL",
+    "GLOO",
+    "TORCH_",
+    "PYTORCH_",
+    "OMP_",
+    "CUDA_DEVICE_",
+    "CUDA_LAUNCH",
+    "CUDA_MODULE",
+]
 # What decides how the launchers themselves behave must be the same on all hosts.
 _OUR_OWN = ("DS_ACCELERATOR", "DS_JOIN_TIMEOUT_S", "DS_HOST_TIMEOUT_S")
 # Microsoft's AISC platform sets these on each host by itself.
@@ -43,9 +58,13 @@ def parse_environment(lines: Iterable[str], *, name: str) -> dict[str, str]:
             # Not the line itself: what has lost its name may be a password.
             raise DeepSpeedConfigError(f"{name}, line {number} has no '='; expected KEY=VALUE")
         if not _NAME.match(key):
-            raise DeepSpeedConfigError(f"{name}, line {number}: {key!r} is not a variable name; use letters, digits and underscores")
+            raise DeepSpeedConfigError(
+                f"{name}, line {number}: {key!r} is not a variable name; use letters, digits and underscores"
+            )
         if "\0" in value:
-            raise DeepSpeedConfigError(f"{name}, line {number}: the value of {key} has a zero byte, which no variable can hold")
+            raise DeepSpeedConfigError(
+                f"{name}, line {number}: the value of {key} has a zero byte, which no variable can hold"
+            )
         found[key] = value
     return found
 
@@ -64,11 +83,15 @@ def read_environment_files(name: str, folders: Sequence[str]) -> dict[str, str]:
                 found |= parse_environment(file, name=path)
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not a text file"
-            raise DeepSpeedConfigError(f"{path}, which lists variables for other hosts, cannot be read: {why}") from error
+            raise DeepSpeedConfigError(
+                f"{path}, which lists variables for other hosts, cannot be read: {why}"
+            ) from error
     return found
 
 
-def exported(env: Mapping[str, str], *, prefixes: Sequence[str], cwd: str, from_files: Mapping[str, str]) -> dict[str, str]:
+def exported(
+    env: Mapping[str, str], *, prefixes: Sequence[str], cwd: str, from_files: Mapping[str, str]
+) -> dict[str, str]:
     """Return name -> value of everything that other hosts are given, sorted by name.
 
     ``PYTHONPATH`` begins with ``cwd``, as it does for a script that is started here; a file's value replaces it.

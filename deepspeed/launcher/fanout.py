@@ -1,4 +1,5 @@
-"""Starts one launcher per node through ssh, shows their output, and passes signals on; see ``frames`` for how they talk.
+"""Starts one launcher per node through ssh, shows their output, and passes signals on; see ``frames`` for how they
+talk.
 
 The connection is the life line both ways: a launcher whose input ends stops its ranks at once, so no node keeps running
 after this command, however it dies; and an ssh that ends ends the job.
@@ -35,7 +36,9 @@ _Event = tuple[str, int, Any]
 class _Node:
     """One ssh child: its output goes to this process's, its frames and its end to ``events``."""
 
-    def __init__(self, rank: int, host: str, argv: Sequence[str], events: "queue.SimpleQueue[_Event]", *, prefix: bytes) -> None:
+    def __init__(
+        self, rank: int, host: str, argv: Sequence[str], events: "queue.SimpleQueue[_Event]", *, prefix: bytes
+    ) -> None:
         self.rank, self.host = rank, host
         self.answered = self.joined = False
         self.verdict: Verdict | None = None
@@ -86,7 +89,9 @@ class _Node:
     @property
     def last_words(self) -> str:
         """The last line of its standard error that is not empty."""
-        return next((line for line in reversed(self._tail.decode(errors="replace").splitlines()) if line.strip()), "").strip()
+        return next(
+            (line for line in reversed(self._tail.decode(errors="replace").splitlines()) if line.strip()), ""
+        ).strip()
 
     def _write(self, target: BinaryIO, data: bytes) -> None:
         try:
@@ -113,7 +118,9 @@ class FanOut:
         self._deadline: float | None = None
 
     def run(self) -> Verdict:
-        """Start all nodes and return the verdict of node 0, or of the first node that has one, or on what kept them from it."""
+        """Start all nodes and return the verdict of node 0, or of the first node that has one, or on what kept them
+        from it.
+        """
         try:
             with signals_to(lambda number: self._events.put(("signal", 0, number))):
                 self._start()
@@ -137,7 +144,9 @@ class FanOut:
             try:
                 self._nodes.append(_Node(rank, host, argv, self._events, prefix=prefix))
             except OSError as error:
-                raise UsageError(f"cannot start {program}: {error.strerror}; install ssh, or name another program in DS_SSH") from error
+                raise UsageError(
+                    f"cannot start {program}: {error.strerror}; install ssh, or name another program in DS_SSH"
+                ) from error
             self._running.add(rank)
 
     def _step(self) -> None:
@@ -192,7 +201,9 @@ class FanOut:
     def _signal(self, number: signal.Signals) -> None:
         if self._received is None:
             self._received = number
-            sys.stderr.write(f"deepspeed: {number.name} received; waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end\n")
+            sys.stderr.write(
+                f"deepspeed: {number.name} received; waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end\n"
+            )
             sys.stderr.flush()
             for node in self._nodes:
                 node.order(f"signal {number.name}")
@@ -225,10 +236,12 @@ class FanOut:
 
 
 def run_over_ssh(job: Job, *, options: RunnerOptions) -> int:
-    """Run ``job`` on all its hosts through ssh and return its exit status; the verdict is the last text on the terminal.
+    """Run ``job`` on all its hosts through ssh and return its exit status; the verdict is the last text on the
+    terminal.
 
     Statuses are those of ``node.run_node``; 1 also
-    when a host cannot be reached or cannot start its launcher, 130 after Ctrl-C. Raises UsageError when ssh cannot be started.
+    when a host cannot be reached or cannot start its launcher, 130 after Ctrl-C. Raises UsageError when ssh cannot be
+    started.
     """
     commands = [ssh_command(job, rank, options=options) for rank in range(len(job.hosts))]
     verdict = FanOut(job.hosts, commands, port_known=job.master_port != 0).run()

@@ -1,8 +1,9 @@
-"""How the launchers on the nodes talk to the ``deepspeed`` command through ssh: frames amid the output, orders on stdin.
+"""How the launchers on the nodes talk to the ``deepspeed`` command through ssh: frames amid the output, orders on
+stdin.
 
-A frame is one line on standard error, ``\\x1edeepspeed {json}``, which may begin amid a line: a progress bar ends with none.
-Orders are lines on standard input: ``lifeline`` (the first: from now on the end of input means that the command is gone),
-``port N``, ``signal NAME``, ``kill``.
+A frame is one line on standard error, ``\\x1edeepspeed {json}``, which may begin amid a line: a progress bar ends with
+none. Orders are lines on standard input: ``lifeline`` (the first: from now on the end of input means that the command
+is gone), ``port N``, ``signal NAME``, ``kill``.
 """
 
 import contextlib
@@ -79,7 +80,9 @@ class LinePrefixer:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that are complete; with several writers on one terminal half a line is not shown, unless it is very long."""
+        """The lines that are complete; with several writers on one terminal half a line is not shown, unless it is very
+        long.
+        """
         data = self._held + data
         cut = 0
         lines = []

@@ -1,8 +1,8 @@
 """Cleans up behind a launcher that was killed: ``python guard.py`` with a pipe from the launcher as standard input.
 
-The launcher writes ``group PID`` for every rank, ``starter PID`` for a program that has started ranks and must end them itself,
-``path NAME`` for everything it left on disk, and ``done`` at a good end. If the pipe closes without that word, the launcher is
-dead: groups are killed, those of starters a little after they were asked to end, and the paths removed.
+The launcher writes ``group PID`` for every rank, ``starter PID`` for a program that has started ranks and must end them
+itself, ``path NAME`` for everything it left on disk, and ``done`` at a good end. If the pipe closes without that word,
+the launcher is dead: groups are killed, those of starters a little after they were asked to end, and the paths removed.
 Run by path with ``-I -S`` as its own session, so nothing that ends the launcher ends it too.
 """
 

@@ -19,16 +19,23 @@ _LISTED = 10  # hosts named in a message
 
 
 def nearest_hint(name: str, candidates: Iterable[str]) -> str:
-    """What a message about the unknown ``name`` ends with: the candidate that resembles it, or the first few of them."""
+    """What a message about the unknown ``name`` ends with: the candidate that resembles it, or the first few of
+    them.
+    """
     known = list(candidates)
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known[:_LISTED])}{', ...' * (len(known) > _LISTED)}"
+    return (
+        f"did you mean {close[0]!r}?"
+        if close
+        else f"known: {', '.join(known[:_LISTED])}{', ...' * (len(known) > _LISTED)}"
+    )
 
 
 def parse_hostfile(lines: Iterable[str], *, name: str = "hostfile") -> dict[str, int]:
     """Return host -> number of slots in file order (the order gives the node ranks); ``name`` is for messages.
 
-    Raises DeepSpeedConfigError (a ValueError) on a line of another form, a host without a slot, a repeated host or no host at all.
+    Raises DeepSpeedConfigError (a ValueError) on a line of another form, a host without a slot, a repeated host or no
+    host at all.
     """
     hosts: dict[str, int] = {}
     for number, raw in enumerate(lines, start=1):
@@ -37,13 +44,16 @@ def parse_hostfile(lines: Iterable[str], *, name: str = "hostfile") -> dict[str,
             continue
         match = _LINE.match(line)
         if match is None:
-            raise DeepSpeedConfigError(f"{name}, line {number} is {line[:80]!r}; expected one host per line, 'name slots=N'")
+            raise DeepSpeedConfigError(
+                f"{name}, line {number} is {line[:80]!r}; expected one host per line, 'name slots=N'"
+            )
         host, slots = match.group(1), int(match.group(2))
         if host in hosts:
             raise DeepSpeedConfigError(f"{name}, line {number} names host {host!r} a second time; merge the two lines")
         if slots == 0:
             raise DeepSpeedConfigError(
-                f"{name}, line {number} gives host {host!r} no slot; delete the line, or leave the host out with --exclude"
+                f"{name}, line {number} gives host {host!r} no slot; delete the line, or leave the host out "
+                "with --exclude"
             )
         hosts[host] = slots
     if not hosts:
@@ -60,13 +70,17 @@ def read_hostfile(path: str) -> dict[str, int] | None:
 
 
 def load_hostfile(path: str) -> dict[str, int]:
-    """Parse the file that the user named. Raises DeepSpeedConfigError when it cannot be read, in addition to :func:`parse_hostfile`."""
+    """Parse the file that the user named. Raises DeepSpeedConfigError when it cannot be read, in addition to
+    :func:`parse_hostfile`.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             return parse_hostfile(file, name=f"hostfile {path}")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise DeepSpeedConfigError(f"hostfile {path} cannot be read ({why}); check the path, and its lines 'name slots=N'") from error
+        raise DeepSpeedConfigError(
+            f"hostfile {path} cannot be read ({why}); check the path, and its lines 'name slots=N'"
+        ) from error
 
 
 def parse_filter(spec: str) -> dict[str, list[int] | None]:
@@ -75,14 +89,18 @@ def parse_filter(spec: str) -> dict[str, list[int] | None]:
     for node in spec.split("@"):
         host, colon, slot_text = node.strip().partition(":")
         if not host:
-            raise DeepSpeedConfigError(f"filter {spec!r} has an empty host name; expected NODE[@NODE...] with NODE = name[:slot[,slot...]]")
+            raise DeepSpeedConfigError(
+                f"filter {spec!r} has an empty host name; expected NODE[@NODE...] with NODE = name[:slot[,slot...]]"
+            )
         if not colon:
             chosen[host] = None
             continue
         try:
             slots = {int(slot) for slot in slot_text.split(",")}
         except ValueError as error:
-            raise DeepSpeedConfigError(f"filter {spec!r}: slots of host {host!r} must be numbers, got {slot_text!r}") from error
+            raise DeepSpeedConfigError(
+                f"filter {spec!r}: slots of host {host!r} must be numbers, got {slot_text!r}"
+            ) from error
         known = chosen.get(host, [])
         chosen[host] = None if known is None else sorted(slots | set(known))
     return chosen
@@ -92,11 +110,14 @@ def _check_filter(chosen: Mapping[str, list[int] | None], hosts: Mapping[str, Se
     for host, slots in chosen.items():
         if host not in hosts:
             raise DeepSpeedConfigError(
-                f"the filter names host {host!r}, which is not one of the {len(hosts)} host(s) of this job; {nearest_hint(host, hosts)}"
+                f"the filter names host {host!r}, which is not one of the {len(hosts)} host(s) of this job; "
+                f"{nearest_hint(host, hosts)}"
             )
         for slot in slots or ():
             if slot not in hosts[host]:
-                raise DeepSpeedConfigError(f"the filter names slot {slot} of host {host!r}, which has slots {list(hosts[host])}")
+                raise DeepSpeedConfigError(
+                    f"the filter names slot {slot} of host {host!r}, which has slots {list(hosts[host])}"
+                )
 
 
 def filter_hosts(hosts: Mapping[str, Sequence[int]], *, include: str = "", exclude: str = "") -> dict[str, list[int]]:

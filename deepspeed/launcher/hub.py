@@ -1,12 +1,13 @@
-"""What node 0's launcher knows about the whole job: who has joined, what failed, and when everybody has said all. No sockets.
+"""What node 0's launcher knows about the whole job: who has joined, what failed, and when everybody has said all. No
+sockets.
 
 The launchers of all nodes, node 0's own among them, are *members*. Messages are dictionaries with a ``kind``:
 
     member -> hub   join, failed, signal (name, immediate), report (ends)
     hub -> member   go, stop (signal, grace), verdict (status, text)
 
-A job ends in one way: the hub tells everyone to stop (unless all ranks returned 0), waits for the report of every member
-that is still there, decides which failure came first, and tells the verdict to all.
+A job ends in one way: the hub tells everyone to stop (unless all ranks returned 0), waits for the report of every
+member that is still there, decides which failure came first, and tells the verdict to all.
 """
 
 import signal
@@ -56,7 +57,9 @@ class Hub:
             return True
 
     def handle(self, node: int, message: Mapping[str, Any]) -> None:
-        """Act on one message of a member that has joined. Raises KeyError, TypeError or ValueError for a malformed one."""
+        """Act on one message of a member that has joined. Raises KeyError, TypeError or ValueError for a malformed
+        one.
+        """
         with self._lock:
             kind = message["kind"]
             if kind == "failed":

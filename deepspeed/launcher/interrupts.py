@@ -11,7 +11,9 @@ _NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 @contextlib.contextmanager
 def signals_to(receive: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within the block every such signal calls ``receive``, which must be safe in a handler; the caller's handlers come back after."""
+    """Within the block every such signal calls ``receive``, which must be safe in a handler; the caller's handlers come
+    back after.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # a client's thread: its main thread keeps the signals
         return

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 class Job:
     """One distributed job.
 
-    ``world`` maps host -> device ids (slots) used there; its order gives the node ranks, and global ranks count through it.
-    ``script`` is a path, a module name (``module``) or a program (``no_python``); ``arguments`` follow it untouched.
-    ``master_port`` 0 lets the launcher of the first node choose a free one; an empty ``master_addr`` leaves both to the ranks, who
-    ask their scheduler. ``exports`` are the variables that remote nodes are given beside those of their own login. ``on_devices``:
-    each node shows its ranks the devices of ``world`` only; false on the CPU, where slots are only counted, and where the ranks
-    are to see what the launcher sees.
+    ``world`` maps host -> device ids (slots) used there; its order gives the node ranks, and global ranks count through
+    it. ``script`` is a path, a module name (``module``) or a program (``no_python``); ``arguments`` follow it
+    untouched. ``master_port`` 0 lets the launcher of the first node choose a free one; an empty ``master_addr`` leaves
+    both to the ranks, who ask their scheduler. ``exports`` are the variables that remote nodes are given beside those
+    of their own login. ``on_devices``: each node shows its ranks the devices of ``world`` only; false on the CPU, where
+    slots are only counted, and where the ranks are to see what the launcher sees.
     """
 
     world: Mapping[str, tuple[int, ...]]
@@ -68,7 +68,9 @@ def decode_world(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def arguments_of_script(given: Sequence[str], script: str, parsed: Sequence[str]) -> list[str]:
-    """What follows ``script`` on the command line ``given``; ``parsed`` lacks a ``--`` directly behind it, which argparse drops."""
+    """What follows ``script`` on the command line ``given``; ``parsed`` lacks a ``--`` directly behind it, which
+    argparse drops.
+    """
     rest = len(parsed)
     dropped = list(given[len(given) - rest - 2 : len(given) - rest]) == [script, "--"]
     return ["--", *parsed] if dropped else list(parsed)

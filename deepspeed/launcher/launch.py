@@ -16,25 +16,41 @@ USAGE_STATUS = 2
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the per-node flags."""
     parser = argparse.ArgumentParser(
-        prog="deepspeed.launcher.launch", allow_abbrev=False, description="Run one node's ranks of a job; normally started by 'deepspeed'."
+        prog="deepspeed.launcher.launch",
+        allow_abbrev=False,
+        description="Run one node's ranks of a job; normally started by 'deepspeed'.",
     )
     parser.add_argument("--node_rank", type=int, default=0, metavar="N", help="index of this node")
     parser.add_argument("--master_addr", default="127.0.0.1", metavar="A", help="address of node 0")
     parser.add_argument("--master_port", type=int, default=29500, metavar="P", help="rendezvous port on node 0")
-    parser.add_argument("--world_info", default="None", metavar="W", help="URL-safe base64 of the JSON of host -> device ids")
+    parser.add_argument(
+        "--world_info", default="None", metavar="W", help="URL-safe base64 of the JSON of host -> device ids"
+    )
     parser.add_argument("--module", action="store_true", help="run the script as 'python -m NAME'")
     parser.add_argument("--no_python", action="store_true", help="run the script directly, without the interpreter")
     parser.add_argument("--no_local_rank", action="store_true", help="do not add --local_rank=N behind the script")
-    parser.add_argument("--save_pid", type=int, default=0, metavar="PID", help="keep this process's id in /tmp/PID.deepspeed")
-    parser.add_argument("--enable_each_rank_log", default="None", metavar="DIR", help="one log file per rank instead of the terminal")
+    parser.add_argument(
+        "--save_pid", type=int, default=0, metavar="PID", help="keep this process's id in /tmp/PID.deepspeed"
+    )
+    parser.add_argument(
+        "--enable_each_rank_log", default="None", metavar="DIR", help="one log file per rank instead of the terminal"
+    )
     parser.add_argument("--bind_cores_to_rank", action="store_true", help="pin each rank to its own cores")
     parser.add_argument("--bind_core_list", default=None, metavar="LIST", help="cores to share out, as in 0-3,8,10-11")
-    parser.add_argument("--on_devices", action="store_true", help="show the ranks only this node's selected devices (set by the runners)")
-    parser.add_argument("--from_runner", action="store_true", help="end with the command that reads this output (set by the runners)")
+    parser.add_argument(
+        "--on_devices",
+        action="store_true",
+        help="show the ranks only this node's selected devices (set by the runners)",
+    )
+    parser.add_argument(
+        "--from_runner", action="store_true", help="end with the command that reads this output (set by the runners)"
+    )
     parser.add_argument("--log_level", choices=_LEVELS, default="info", help="verbosity of the launcher")
     parser.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
     parser.add_argument("training_script", help="script to run")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="arguments of the script, passed on untouched")
+    parser.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, help="arguments of the script, passed on untouched"
+    )
     return parser
 
 
@@ -47,7 +63,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_job(options: argparse.Namespace) -> Job:
-    """The job that ``options`` describe. Raises UsageError for a missing or malformed ``--world_info``, or clashing flags."""
+    """The job that ``options`` describe. Raises UsageError for a missing or malformed ``--world_info``, or clashing
+    flags.
+    """
     if options.world_info == "None":
         raise UsageError("--world_info is required: it says which hosts and devices the job has")
     if options.no_python and options.module:

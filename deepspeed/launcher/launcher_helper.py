@@ -1,4 +1,5 @@
-"""Becomes one rank under mpirun: turns MPI's variables into RANK and LOCAL_RANK, which scripts read before they call anything of ours.
+"""Becomes one rank under mpirun: turns MPI's variables into RANK and LOCAL_RANK, which scripts read before they call
+anything of ours.
 
 python -m deepspeed.launcher.launcher_helper --launcher mpich SCRIPT [ARGUMENTS...]
 """
@@ -23,7 +24,10 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     local_rank = next((env[name] for name in LOCAL_RANK_VARIABLES if env.get(name)), None)
     if rank is None or local_rank is None:
         missing = RANK_VARIABLES if rank is None else LOCAL_RANK_VARIABLES
-        raise UsageError(f"none of {', '.join(missing)} is set, so this process was not started by MPICH's mpirun; start it with that")
+        raise UsageError(
+            f"none of {', '.join(missing)} is set, so this process was not started by MPICH's mpirun; start it "
+            "with that"
+        )
     return {"RANK": rank, "LOCAL_RANK": local_rank}
 
 

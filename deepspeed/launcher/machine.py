@@ -17,7 +17,9 @@ _CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host``, as a hostfile names it, is this machine: by name, or because an address of it is one of ours."""
+    """Whether ``host``, as a hostfile names it, is this machine: by name, or because an address of it is one of
+    ours.
+    """
     name = host.rpartition("@")[2].lower()
     own = socket.gethostname().lower()
     if name in ("localhost", own) or name == own.partition(".")[0] or name.partition(".")[0] == own:
@@ -61,7 +63,9 @@ def _unreachable(host: str, options: RunnerOptions) -> str | None:
     """Why ``host`` cannot be reached, None when it can."""
     command = [*ssh_prefix(host, options=options, connect_timeout_s=5), "true"]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_CHECK_S)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_CHECK_S
+        )
     except subprocess.TimeoutExpired:
         return f"no answer within {_CHECK_S:g} s"
     except OSError as error:
@@ -71,7 +75,9 @@ def _unreachable(host: str, options: RunnerOptions) -> str | None:
 
 
 def check_reachable(hosts: Sequence[str], options: RunnerOptions) -> None:
-    """Run ``true`` on all ``hosts`` at once. Raises UsageError naming those that ssh does not reach, with ssh's first words."""
+    """Run ``true`` on all ``hosts`` at once. Raises UsageError naming those that ssh does not reach, with ssh's first
+    words.
+    """
     with ThreadPoolExecutor(max_workers=min(len(hosts), _CHECKS_AT_A_TIME)) as threads:
         answers = dict(zip(hosts, threads.map(lambda host: _unreachable(host, options), hosts), strict=True))
     failed = {host: why for host, why in answers.items() if why is not None}
@@ -79,7 +85,8 @@ def check_reachable(hosts: Sequence[str], options: RunnerOptions) -> None:
         first, why = next(iter(failed.items()))
         others = f" (nor are {len(failed) - 1} more: {', '.join(list(failed)[1:6])})" if len(failed) > 1 else ""
         raise UsageError(
-            f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' work without a password, "
+            f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' "
+            "work without a password, "
             "or skip this test with --no_ssh_check"
         )
 
@@ -91,13 +98,18 @@ def check_programs(options: RunnerOptions) -> None:
     for program in programs:
         if shutil.which(program) is None:
             raise UsageError(
-                f"--launcher {options.launcher} needs the program {program!r}, which is not on PATH; install {runner.install}, "
+                f"--launcher {options.launcher} needs the program {program!r}, which is not on PATH; install "
+                f"{runner.install}, "
                 "or choose another --launcher"
             )
     if options.launcher == "mvapich":
-        said = subprocess.run(["mpiname"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace").stdout
+        said = subprocess.run(
+            ["mpiname"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        ).stdout
         if "MVAPICH" not in said.upper():
-            raise UsageError(f"the mpiname on PATH reports {said.strip()[:80]!r}, which is not MVAPICH; put MVAPICH first on PATH")
+            raise UsageError(
+                f"the mpiname on PATH reports {said.strip()[:80]!r}, which is not MVAPICH; put MVAPICH first on PATH"
+            )
 
 
 def remove_stale_pid_file(path: str) -> None:

@@ -1,7 +1,7 @@
 """The launcher of one node as a member of the job: one queue of events, one loop, one verdict.
 
-Signals, ends of ranks, orders of the ``deepspeed`` command and messages of the hub all arrive as events from handlers and
-threads; only this loop acts on them, so nothing here needs a lock.
+Signals, ends of ranks, orders of the ``deepspeed`` command and messages of the hub all arrive as events from handlers
+and threads; only this loop acts on them, so nothing here needs a lock.
 """
 
 import queue
@@ -29,7 +29,12 @@ class Member:
     """
 
     def __init__(
-        self, events: "queue.SimpleQueue[Event]", start: Callable[[Link], Ranks], *, first_host: str, announce: Callable[..., None]
+        self,
+        events: "queue.SimpleQueue[Event]",
+        start: Callable[[Link], Ranks],
+        *,
+        first_host: str,
+        announce: Callable[..., None],
     ) -> None:
         self._events = events
         self._start = start
@@ -118,7 +123,9 @@ class Member:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._signalled:
-            sys.stderr.write(f"deepspeed: {number.name} received; waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end\n")
+            sys.stderr.write(
+                f"deepspeed: {number.name} received; waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end\n"
+            )
             sys.stderr.flush()
         self._signal(number, immediate=self._signalled)
 

@@ -1,7 +1,8 @@
 """Runs the ranks of one node and answers with the exit status of the whole job, which is the same on every node.
 
-The parts: ``rendezvous`` (the launchers find each other), ``hub`` and ``peers`` (they stay in touch), ``ranks`` (processes),
-``member`` (what happens when), ``verdict`` (what was to blame). This module turns a job into the ranks' commands and environments.
+The parts: ``rendezvous`` (the launchers find each other), ``hub`` and ``peers`` (they stay in touch), ``ranks``
+(processes), ``member`` (what happens when), ``verdict`` (what was to blame). This module turns a job into the ranks'
+commands and environments.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ from deepspeed.launcher.rendezvous import Link, host_job, seek_job
 class NodeJob:
     """One node's part of a job. ``cores`` has one entry per rank of the node, or is None where ranks are not pinned.
 
-    ``from_runner``: the ``deepspeed`` command on another machine started this node and reads its output; see ``frames``.
+    ``from_runner``: the ``deepspeed`` command on another machine started this node and reads its output; see
+    ``frames``.
     """
 
     job: Job
@@ -53,12 +55,19 @@ class NodeJob:
 
 
 def node_job(job: Job, node_rank: int, *, from_runner: bool = False) -> NodeJob:
-    """The part of ``job`` that node ``node_rank`` runs. Raises UsageError when there is no such node, or no way to reach node 0."""
+    """The part of ``job`` that node ``node_rank`` runs. Raises UsageError when there is no such node, or no way to
+    reach node 0.
+    """
     nodes = len(job.hosts)
     if not 0 <= node_rank < nodes:
-        raise UsageError(f"--node_rank {node_rank} is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}")
+        raise UsageError(
+            f"--node_rank {node_rank} is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
+        )
     if nodes > 1 and job.master_port == 0 and not from_runner:
-        raise UsageError("--master_port is needed when nodes are started one by one: the others cannot know a port that node 0 chooses")
+        raise UsageError(
+            "--master_port is needed when nodes are started one by one: the others cannot know a port that "
+            "node 0 chooses"
+        )
     cores = plan_cores(job, len(job.world[job.hosts[node_rank]]))
     return NodeJob(job, node_rank, from_runner, None if cores is None else tuple(cores))
 
@@ -132,7 +141,9 @@ def rank_arguments(node: NodeJob, local: int, log_file: str) -> tuple[str, ...]:
 
 
 def rank_log_files(node: NodeJob) -> list[str]:
-    """One log file per local rank (empty without a log directory); creates the directory. Raises UsageError when a file exists."""
+    """One log file per local rank (empty without a log directory); creates the directory. Raises UsageError when a file
+    exists.
+    """
     folder = node.job.log_dir
     if folder is None:
         return [""] * node.ranks
@@ -167,9 +178,9 @@ def _pid_file(path: str | None) -> Iterator[None]:
 def run_node(node: NodeJob) -> int:
     """Run this node's part of the job to the job's end and return the job's exit status, equal on all nodes.
 
-    0 when every rank on every node returned 0; otherwise the status of the rank that failed first, 128 + S for one ended by
-    signal S; the same for a signal S that a launcher received; 1 when a host was lost or the nodes did not find each other.
-    When it returns, no process of the job is left on this node.
+    0 when every rank on every node returned 0; otherwise the status of the rank that failed first, 128 + S for one
+    ended by signal S; the same for a signal S that a launcher received; 1 when a host was lost or the nodes did not
+    find each other. When it returns, no process of the job is left on this node.
     Raises UsageError when the port is taken or a log or pid file exists; no rank has been started then.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # its put may be called from a signal handler

@@ -1,8 +1,8 @@
 """The connections between the launchers of one job: plain sockets, one JSON object per line, a heartbeat both ways.
 
-The hub's port and a random token are published in the rendezvous store, so a stray connection is dropped at its first line.
-Nothing is unpickled, and a line has a bounded length. A peer that closes its connection, or is silent for longer than the
-limit, is gone: hosts die without a word, and a cable that is pulled closes no connection.
+The hub's port and a random token are published in the rendezvous store, so a stray connection is dropped at its first
+line. Nothing is unpickled, and a line has a bounded length. A peer that closes its connection, or is silent for longer
+than the limit, is gone: hosts die without a word, and a cable that is pulled closes no connection.
 """
 
 import contextlib
@@ -119,7 +119,9 @@ class HubServer:
         self._admitting = threading.Lock()
         self._members: dict[int, tuple[Connection, threading.Thread]] = {}
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=1024)
+        self._listener = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=1024
+        )
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -148,7 +150,9 @@ class HubServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._serve, args=(Connection(sock, silence_s=self._silence_s),), daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(Connection(sock, silence_s=self._silence_s),), daemon=True
+            ).start()
 
     def _serve(self, connection: Connection) -> None:
         messages = connection.messages()
@@ -172,7 +176,10 @@ class HubServer:
         node = hello.get("node")
         with self._admitting:
             if hello.get("fingerprint") != self._fingerprint:
-                refusal = "it was started with other hosts or slots than node 0; give every node the same hostfile and filters"
+                refusal = (
+                    "it was started with other hosts or slots than node 0; give every node the same hostfile "
+                    "and filters"
+                )
             elif not isinstance(node, int) or node == 0 or node in self._members:
                 refusal = f"a launcher with --node_rank {node} is in this job already; give every node its own"
             else:

@@ -1,8 +1,9 @@
-"""Becomes one rank: ``python rank_exec.py LAUNCHER_PID LOG_FILE CORES COMMAND...``; an empty LOG_FILE or CORES changes nothing.
+"""Becomes one rank: ``python rank_exec.py LAUNCHER_PID LOG_FILE CORES COMMAND...``; an empty LOG_FILE or CORES changes
+nothing.
 
 It ties the life of the rank to the launcher's, points both output streams to the log file if there is one, keeps to the
-cores it is given (``0,1,8``), and replaces itself by COMMAND: process id, exit status and signals are those of the command itself.
-Run by path with ``-I -S`` so that it costs a few milliseconds and imports no package.
+cores it is given (``0,1,8``), and replaces itself by COMMAND: process id, exit status and signals are those of the
+command itself. Run by path with ``-I -S`` so that it costs a few milliseconds and imports no package.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """The rank processes of one node: start, signal, kill, and how each ended.
 
-Not built on torch's elastic agent: that reaps ranks in a way that loses which one failed first, gives survivors 30 s after a
-failure, leaves the children of a dead rank alone, and raises exceptions out of signal handlers at any line.
+Not built on torch's elastic agent: that reaps ranks in a way that loses which one failed first, gives survivors 30 s
+after a failure, leaves the children of a dead rank alone, and raises exceptions out of signal handlers at any line.
 """
 
 import contextlib
@@ -66,12 +66,15 @@ class Guard:
 
 
 class Ranks:
-    """Starts one process per command, each the leader of its own process group; ``ended(index)`` is called from a thread.
+    """Starts one process per command, each the leader of its own process group; ``ended(index)`` is called from a
+    thread.
 
     Raises UsageError when the machine gives no more processes; none is left then.
     """
 
-    def __init__(self, commands: Sequence[RankCommand], guardian: Guard, ended: Callable[[int], None], *, stdin: int | None) -> None:
+    def __init__(
+        self, commands: Sequence[RankCommand], guardian: Guard, ended: Callable[[int], None], *, stdin: int | None
+    ) -> None:
         self._commands = tuple(commands)
         self._lock = threading.Lock()
         self._exitcodes: dict[int, int] = {}
@@ -81,12 +84,16 @@ class Ranks:
         try:
             for command in self._commands:
                 # Its own session, so that Ctrl-C in the terminal reaches only the launcher, which passes it on once.
-                process = subprocess.Popen(command.argv, env={**os.environ, **command.environment}, stdin=stdin, start_new_session=True)
+                process = subprocess.Popen(
+                    command.argv, env={**os.environ, **command.environment}, stdin=stdin, start_new_session=True
+                )
                 self._processes.append(process)
                 guardian.watch(process.pid)
         except OSError as error:
             self.kill_groups()
-            raise UsageError(f"cannot start another process for a rank: {error.strerror}; look at ulimit -u and the free memory") from error
+            raise UsageError(
+                f"cannot start another process for a rank: {error.strerror}; look at ulimit -u and the free memory"
+            ) from error
         for index in range(len(self._processes)):
             threading.Thread(target=self._wait, args=(index, ended), daemon=True).start()
 

@@ -1,7 +1,8 @@
-"""How the launchers of one job find each other: node 0 binds the rendezvous store before any rank starts, the others look for it.
+"""How the launchers of one job find each other: node 0 binds the rendezvous store before any rank starts, the others
+look for it.
 
-The store is the one that the ranks use, as under torchrun. Without a port of the user's choice the kernel picks one, so jobs
-that start at the same moment cannot collide. The store also tells the other launchers where the hub listens.
+The store is the one that the ranks use, as under torchrun. Without a port of the user's choice the kernel picks one, so
+jobs that start at the same moment cannot collide. The store also tells the other launchers where the hub listens.
 """
 
 import hashlib
@@ -24,7 +25,9 @@ from deepspeed.launcher.job import Job, encode_world
 from deepspeed.launcher.peers import Connection, HubServer, join_hub, seconds_from, silence_limit
 from deepspeed.observe.log import logger
 
-JOIN_LIMIT_S = 300.0  # DS_JOIN_TIMEOUT_S changes it; people start nodes by hand, and schedulers start them minutes apart
+JOIN_LIMIT_S = (
+    300.0  # DS_JOIN_TIMEOUT_S changes it; people start nodes by hand, and schedulers start them minutes apart
+)
 _SAY_AFTER_S = 5.0
 _CONNECT_S = 2.0
 _KEY = "deepspeed/launcher"
@@ -48,13 +51,16 @@ def join_limit() -> float:
 
 
 def bind_store(address: str, port: int) -> TCPStore:
-    """Start the rendezvous store; ``store.port`` is the port it got. Raises UsageError when the wanted port is taken."""
+    """Start the rendezvous store; ``store.port`` is the port it got. Raises UsageError when the wanted port is
+    taken.
+    """
     try:
         return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     except (RuntimeError, OSError) as error:
         raise UsageError(
             f"cannot listen on {address}:{port} ({_first_line(error)}); "
-            "choose another --master_port, or leave it out to get a free one; --master_addr must be an address of this machine"
+            "choose another --master_port, or leave it out to get a free one; --master_addr must be an address "
+            "of this machine"
         ) from error
 
 
@@ -106,13 +112,16 @@ def _await_members(hub: Hub) -> None:
         logger.info("waiting up to %g s for the launchers on %s", limit, ", ".join(missing))
     time.sleep(max(0.0, limit - _SAY_AFTER_S))
     if missing := hub.missing():
-        hub.give_up(f"deepspeed: no launcher on {', '.join(missing)} joined within {limit:g} s; no rank has been started\n")
+        hub.give_up(
+            f"deepspeed: no launcher on {', '.join(missing)} joined within {limit:g} s; no rank has been started\n"
+        )
 
 
 def seek_job(job: Job, node: int, port: "queue.SimpleQueue[int]", post: Post) -> None:
     """On any other node: find the store and join the hub, in a thread, for ``join_limit`` seconds at most.
 
-    ``port`` delivers the port where it is not in the job. ``post("linked", link)`` on success, ``post("unlinked", why)`` otherwise.
+    ``port`` delivers the port where it is not in the job. ``post("linked", link)`` on success, ``post("unlinked",
+    why)`` otherwise.
     """
 
     def seek() -> None:
@@ -155,7 +164,8 @@ def _await_port(address: str, port: int, end: float) -> None:
         now = time.monotonic()
         if now > end:
             raise UsageError(
-                f"node 0 cannot be reached at {address}:{port} ({reason}), tried for {now - started:.0f} s; check --master_addr and "
+                f"node 0 cannot be reached at {address}:{port} ({reason}), tried for {now - started:.0f} s; "
+                "check --master_addr and "
                 "--master_port, that the launcher of node 0 runs, and that no firewall is in between"
             )
         if now - started > _SAY_AFTER_S and not said:

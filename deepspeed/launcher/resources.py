@@ -2,11 +2,11 @@
 
 The rules, in one place:
 
-- A slot is a device number, counted as in the visible-devices variable (CUDA_VISIBLE_DEVICES), whose restriction always holds on
-  this machine: ``--num_gpus 2`` with ``CUDA_VISIBLE_DEVICES=4,5,6`` uses 4 and 5, and ``--include localhost:1`` is refused then.
-  Where no accelerator is used, slots are only counted.
-- Without a hostfile the job runs on this machine. With one it runs on the hosts listed there, and is only run here, without
-  a runner, when a single host is left and that is this machine.
+- A slot is a device number, counted as in the visible-devices variable (CUDA_VISIBLE_DEVICES), whose restriction always
+  holds on this machine: ``--num_gpus 2`` with ``CUDA_VISIBLE_DEVICES=4,5,6`` uses 4 and 5, and ``--include
+  localhost:1`` is refused then. Where no accelerator is used, slots are only counted.
+- Without a hostfile the job runs on this machine. With one it runs on the hosts listed there, and is only run here,
+  without a runner, when a single host is left and that is this machine.
 - What was asked for is what starts, or nothing does.
 """
 
@@ -23,7 +23,9 @@ World = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class LocalDevices:
-    """Accelerators that this process can use; ``visible`` is the value of ``variable`` that restricts them, None when it is not set."""
+    """Accelerators that this process can use; ``visible`` is the value of ``variable`` that restricts them, None when
+    it is not set.
+    """
 
     count: int
     variable: str = ""
@@ -78,9 +80,14 @@ class Request:
         if self.include and self.exclude:
             raise UsageError("--include and --exclude were both given; use one of them")
         if (self.include or self.exclude) and len(self.selected_by) > 1:
-            raise UsageError(f"{self.selected_by[0]} already says which devices are used, so {self.selected_by[1]} cannot be given too")
+            raise UsageError(
+                f"{self.selected_by[0]} already says which devices are used, so {self.selected_by[1]} cannot "
+                "be given too"
+            )
         if self.no_ssh and self.node_rank == -1:
-            raise UsageError("--no_ssh means that you start every node yourself, so say which node this is with --node_rank")
+            raise UsageError(
+                "--no_ssh means that you start every node yourself, so say which node this is with --node_rank"
+            )
         if self.force_multi and self.node_rank != -1:
             raise UsageError("--force_multi uses a runner and --node_rank uses none; leave one of them out")
 
@@ -99,29 +106,44 @@ class Place:
 
 
 def select(hosts: Mapping[str, int], request: Request) -> World:
-    """Apply the flags to the hostfile's hosts. Raises UsageError or DeepSpeedConfigError when less would start than was asked for."""
+    """Apply the flags to the hostfile's hosts. Raises UsageError or DeepSpeedConfigError when less would start than was
+    asked for.
+    """
     slots = {host: tuple(range(count)) for host, count in hosts.items()}
     if request.num_nodes > len(slots):
-        raise UsageError(f"--num_nodes {request.num_nodes}, but the hostfile lists {len(slots)} host(s); add hosts, or lower the number")
+        raise UsageError(
+            f"--num_nodes {request.num_nodes}, but the hostfile lists {len(slots)} host(s); add hosts, or "
+            "lower the number"
+        )
     if request.num_nodes > 0:
         slots = dict(list(slots.items())[: request.num_nodes])
     if request.num_gpus > 0:
         for host, numbers in slots.items():
             if request.num_gpus > len(numbers):
                 raise UsageError(
-                    f"--num_gpus {request.num_gpus}, but the hostfile gives host {host} {len(numbers)} slot(s); lower the number"
+                    f"--num_gpus {request.num_gpus}, but the hostfile gives host {host} {len(numbers)} "
+                    "slot(s); lower the number"
                 )
         slots = {host: numbers[: request.num_gpus] for host, numbers in slots.items()}
     chosen = filter_hosts(slots, include=request.include, exclude=request.exclude)
     if not chosen:
-        raise UsageError(f"--exclude {request.exclude} leaves no slot of the hostfile's {len(slots)} host(s); exclude less")
+        raise UsageError(
+            f"--exclude {request.exclude} leaves no slot of the hostfile's {len(slots)} host(s); exclude less"
+        )
     return {host: tuple(numbers) for host, numbers in chosen.items()}
 
 
 def _on_cpu(request: Request) -> World:
     if request.exclude:
-        raise UsageError("--exclude has nothing to leave out, because no accelerator is used here; give --num_gpus for ranks on the CPU")
-    named = max((slot for slots in parse_filter(request.include).values() for slot in slots or ()), default=0) if request.include else 0
+        raise UsageError(
+            "--exclude has nothing to leave out, because no accelerator is used here; give --num_gpus for "
+            "ranks on the CPU"
+        )
+    named = (
+        max((slot for slots in parse_filter(request.include).values() for slot in slots or ()), default=0)
+        if request.include
+        else 0
+    )
     count = request.num_gpus if request.num_gpus > 0 else named + 1
     chosen = filter_hosts({LOCALHOST: range(count)}, include=request.include)
     return {host: tuple(slots) for host, slots in chosen.items()}
@@ -140,7 +162,9 @@ def _here(request: Request, devices: LocalDevices) -> Place:
     count = request.num_gpus if request.num_gpus > 0 else devices.count
     if numbers is None:
         if request.include or request.exclude:
-            raise UsageError(f"--include and --exclude take device numbers, but {devices.described} does not; use --num_gpus")
+            raise UsageError(
+                f"--include and --exclude take device numbers, but {devices.described} does not; use --num_gpus"
+            )
         # The ranks see all of them, in that order, and each takes the one of its local rank.
         return Place({LOCALHOST: tuple(range(count))}, 0, on_devices=False, uses_devices=True)
     if request.include or request.exclude:
@@ -152,18 +176,24 @@ def _here(request: Request, devices: LocalDevices) -> Place:
 
 
 def _check_slots_here(host: str, slots: Sequence[int], devices: LocalDevices) -> bool:
-    """Whether the ranks of this machine are to be shown just ``slots``. Raises UsageError for slots that it does not have."""
+    """Whether the ranks of this machine are to be shown just ``slots``. Raises UsageError for slots that it does not
+    have.
+    """
     if devices.count == 0:
         return False
     numbers = devices.numbers
     if numbers is None:
         if len(slots) > devices.count or tuple(slots) != tuple(range(len(slots))):
-            raise UsageError(f"slots {list(slots)} of host {host} cannot be found in {devices.described}, which names no numbers; unset it")
+            raise UsageError(
+                f"slots {list(slots)} of host {host} cannot be found in {devices.described}, which names no "
+                "numbers; unset it"
+            )
         return False
     missing = [slot for slot in slots if slot not in numbers]
     if missing:
         raise UsageError(
-            f"host {host} is this machine and has no device {', '.join(map(str, missing))}: this process sees {devices.described}; correct "
+            f"host {host} is this machine and has no device {', '.join(map(str, missing))}: this process sees "
+            f"{devices.described}; correct "
             "the hostfile or the selection, widen the visible devices, or set DS_ACCELERATOR=cpu for ranks on the CPU"
         )
     return True
@@ -172,27 +202,39 @@ def _check_slots_here(host: str, slots: Sequence[int], devices: LocalDevices) ->
 def _by_hand(world: World, request: Request, devices: LocalDevices) -> Place:
     if not 0 <= request.node_rank < len(world):
         raise UsageError(
-            f"--node_rank {request.node_rank} is not one of the {len(world)} node(s) of this job; count from 0 to {len(world) - 1}"
+            f"--node_rank {request.node_rank} is not one of the {len(world)} node(s) of this job; count from 0 "
+            f"to {len(world) - 1}"
         )
     host, slots = list(world.items())[request.node_rank]
     return Place(world, request.node_rank, _check_slots_here(host, slots, devices), devices.count > 0)
 
 
 def _by_hand_without_hostfile(request: Request, devices: LocalDevices) -> Place:
-    missing = [flag for flag, given in (("--num_nodes", request.num_nodes > 0), ("--num_gpus", request.num_gpus > 0)) if not given]
+    missing = [
+        flag
+        for flag, given in (("--num_nodes", request.num_nodes > 0), ("--num_gpus", request.num_gpus > 0))
+        if not given
+    ]
     if request.num_nodes != 1 and not request.master_addr:
         missing.append("--master_addr")
     if missing or request.include or request.exclude:
         raise UsageError(
-            "--node_rank without a hostfile needs --num_nodes, --num_gpus and --master_addr, the same on every node, and no --include or "
+            "--node_rank without a hostfile needs --num_nodes, --num_gpus and --master_addr, the same on every "
+            "node, and no --include or "
             f"--exclude{'; missing: ' + ', '.join(missing) if missing else ''}"
         )
     world = {f"node{node}": tuple(range(request.num_gpus)) for node in range(request.num_nodes)}
     if 0 < devices.count < request.num_gpus:
-        raise UsageError(f"--num_gpus {request.num_gpus}, but {devices.count} accelerator(s) are visible to this process; lower the number")
+        raise UsageError(
+            f"--num_gpus {request.num_gpus}, but {devices.count} accelerator(s) are visible to this process; "
+            "lower the number"
+        )
     place = _by_hand(world, request, LocalDevices(devices.count))
-    # The nodes must agree on the slots, and each may have another variable; so that holds as it is, and slots are only counted.
-    return Place(world, place.node_rank, on_devices=place.on_devices and devices.visible is None, uses_devices=place.uses_devices)
+    # The nodes must agree on the slots, and each may have another variable; so that holds as it is, and slots are only
+    # counted.
+    return Place(
+        world, place.node_rank, on_devices=place.on_devices and devices.visible is None, uses_devices=place.uses_devices
+    )
 
 
 def find_place(
@@ -205,9 +247,10 @@ def find_place(
 ) -> Place:
     """Decide where a job runs; ``hosts`` is the hostfile's content, None without one.
 
-    ``devices`` is asked only where ranks run on this machine, because counting them is slow; ``is_here`` tells whether a host
-    is this machine; ``cpu_only`` whether ranks run on the CPU everywhere. Raises UsageError or DeepSpeedConfigError, whose
-    message is for the user, when the flags contradict each other or ask for more than there is.
+    ``devices`` is asked only where ranks run on this machine, because counting them is slow; ``is_here`` tells whether
+    a host is this machine; ``cpu_only`` whether ranks run on the CPU everywhere. Raises UsageError or
+    DeepSpeedConfigError, whose message is for the user, when the flags contradict each other or ask for more than there
+    is.
     """
     request.check()
     if hosts is None:
@@ -215,7 +258,8 @@ def find_place(
             return _by_hand_without_hostfile(request, devices())
         if request.num_nodes > 1:
             raise UsageError(
-                f"--num_nodes {request.num_nodes}, but no hostfile says which; name one with --hostfile, or start every node yourself with "
+                f"--num_nodes {request.num_nodes}, but no hostfile says which; name one with --hostfile, or "
+                "start every node yourself with "
                 "--node_rank R --num_gpus G --master_addr A"
             )
         place = _here(request, devices())
@@ -230,12 +274,14 @@ def find_place(
     return Place(world, None, not cpu_only, not cpu_only)
 
 
-def master_address(place: Place, given: str, *, is_here: Callable[[str], bool], own_address: Callable[[str], str]) -> str:
+def master_address(
+    place: Place, given: str, *, is_here: Callable[[str], bool], own_address: Callable[[str], str]
+) -> str:
     """Where the ranks meet: as given; the loopback for one host; else the first host, by its name in the hostfile.
 
-    When this machine is the first host, it is the address by which it reaches the second, ``own_address(second)``: its own name
-    often resolves to a loopback. Started by hand the name is used as it is, because every node must come to the same.
-    Raises UsageError when that name means another machine on every node.
+    When this machine is the first host, it is the address by which it reaches the second, ``own_address(second)``: its
+    own name often resolves to a loopback. Started by hand the name is used as it is, because every node must come to
+    the same. Raises UsageError when that name means another machine on every node.
     """
     names = [host.rpartition("@")[2] for host in place.world]
     if given or len(names) == 1:
@@ -243,6 +289,8 @@ def master_address(place: Place, given: str, *, is_here: Callable[[str], bool], 
     first, second = names[:2]
     if place.node_rank is not None:
         if first in (LOCALHOST, "127.0.0.1", "::1"):
-            raise UsageError(f"the first host is {first}, which the other nodes cannot reach; name this machine with --master_addr")
+            raise UsageError(
+                f"the first host is {first}, which the other nodes cannot reach; name this machine with --master_addr"
+            )
         return first
     return own_address(second) if is_here(first) else first

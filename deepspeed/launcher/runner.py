@@ -34,7 +34,9 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     return hosts
 
 
-def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = "") -> dict[str, list[int]]:
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
     """Apply one filter to host -> slot list; see :func:`deepspeed.launcher.hostfile.filter_hosts`."""
     return filter_hosts(host_info, include=include_str, exclude=exclude_str)
 

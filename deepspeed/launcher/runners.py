@@ -1,8 +1,8 @@
 """How a job reaches its hosts, as pure functions from a job to command lines.
 
-Two kinds of runner. *ssh* and *pdsh* start one launcher per host (``deepspeed.launcher.launch``), which starts and watches its
-ranks. *MPI* (openmpi, mpich, impi, mvapich) and *Slurm* start the ranks themselves; each rank learns from their variables who
-it is (``deepspeed.comm.rendezvous``), and flags that need a launcher on every host are refused.
+Two kinds of runner. *ssh* and *pdsh* start one launcher per host (``deepspeed.launcher.launch``), which starts and
+watches its ranks. *MPI* (openmpi, mpich, impi, mvapich) and *Slurm* start the ranks themselves; each rank learns from
+their variables who it is (``deepspeed.comm.rendezvous``), and flags that need a launcher on every host are refused.
 """
 
 import shlex
@@ -49,7 +49,9 @@ class RunnerOptions:
 
 
 class RunnerCommand(NamedTuple):
-    """One process to start: its arguments, variables on top of this process's own, and files (path -> text) to write first."""
+    """One process to start: its arguments, variables on top of this process's own, and files (path -> text) to write
+    first.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -57,7 +59,9 @@ class RunnerCommand(NamedTuple):
 
 
 class Runner(NamedTuple):
-    """One backend. ``programs`` must be on PATH; ``install`` says where they come from; ``per_host`` runners start launchers."""
+    """One backend. ``programs`` must be on PATH; ``install`` says where they come from; ``per_host`` runners start
+    launchers.
+    """
 
     programs: tuple[str, ...]
     install: str
@@ -66,7 +70,9 @@ class Runner(NamedTuple):
 
 
 def split_arguments(text: str, *, source: str = "--launcher_args") -> tuple[str, ...]:
-    """Words of ``text`` as a shell would split them. Raises UsageError naming ``source`` for a quote that is not closed."""
+    """Words of ``text`` as a shell would split them. Raises UsageError naming ``source`` for a quote that is not
+    closed.
+    """
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -99,7 +105,9 @@ def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, from
 
 
 def _remote_text(job: Job, command: str, options: RunnerOptions) -> str:
-    """The one text that a host's login shell is given: an ordinary shell (users' own may not know ``export``) becomes ``command``."""
+    """The one text that a host's login shell is given: an ordinary shell (users' own may not know ``export``) becomes
+    ``command``.
+    """
     steps = [f"cd {shlex.quote(job.cwd)}"]
     if options.venv_script:
         script = options.venv_script if "/" in options.venv_script else f"./{options.venv_script}"
@@ -157,7 +165,8 @@ def _refuse_launcher_flags(job: Job, options: RunnerOptions) -> None:
     for flag, wanted in given.items():
         if wanted:
             raise UsageError(
-                f"{flag} has no effect with --launcher {name}, which starts the ranks itself; use {name}'s own option through "
+                f"{flag} has no effect with --launcher {name}, which starts the ranks itself; use {name}'s own "
+                "option through "
                 "--launcher_args, or --launcher ssh"
             )
 
@@ -165,21 +174,27 @@ def _refuse_launcher_flags(job: Job, options: RunnerOptions) -> None:
 def _refuse_selection(options: RunnerOptions) -> None:
     if options.selected_by:
         raise UsageError(
-            f"{options.selected_by[0]} does not work with --launcher {options.launcher}, which takes the hosts and slots of the "
+            f"{options.selected_by[0]} does not work with --launcher {options.launcher}, which takes the hosts "
+            "and slots of the "
             "hostfile as they are; write a hostfile with just those, or use --launcher ssh"
         )
 
 
 def _refuse_separator(job: Job, options: RunnerOptions) -> None:
     if ":" in job.arguments:
-        raise UsageError(f"the script has the argument ':', which {options.launcher}'s mpirun takes for the start of another program")
+        raise UsageError(
+            f"the script has the argument ':', which {options.launcher}'s mpirun takes for the start of another program"
+        )
 
 
 def _equal_slots(job: Job, options: RunnerOptions) -> int:
     counts = {host: len(slots) for host, slots in job.world.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{host} has {count}" for host, count in counts.items())
-        raise UsageError(f"--launcher {options.launcher} needs the same number of slots on every host, but {listed}; use --launcher ssh")
+        raise UsageError(
+            f"--launcher {options.launcher} needs the same number of slots on every host, but {listed}; use "
+            "--launcher ssh"
+        )
     return next(iter(counts.values()))
 
 
@@ -214,7 +229,17 @@ def _mpich(job: Job, options: RunnerOptions) -> RunnerCommand:
     each = _equal_slots(job, options)
     sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": str(each)}
     variables = _variables("-genv", {**job.exports, **_meeting_point(job), **sizes})
-    head = ("mpirun", "-n", str(job.world_size), "-ppn", str(each), *options.launcher_args, *variables, "-hosts", ",".join(job.hosts))
+    head = (
+        "mpirun",
+        "-n",
+        str(job.world_size),
+        "-ppn",
+        str(each),
+        *options.launcher_args,
+        *variables,
+        "-hosts",
+        ",".join(job.hosts),
+    )
     helper = (job.python, "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", "mpich")
     kind = (("--module",) if job.module else ()) + (("--no_python",) if job.no_python else ())
     return RunnerCommand((*head, *helper, *kind, job.script, *job.arguments), {}, {})
@@ -231,7 +256,12 @@ def _impi(job: Job, options: RunnerOptions) -> RunnerCommand:
     words = ["mpirun", "-ppn", str(each), *options.launcher_args, *variables, "-hosts", ",".join(job.hosts)]
     for rank in range(job.world_size):
         words += [":"] if rank else []
-        words += ["-n", "1", *_variables("-env", {"RANK": str(rank), "LOCAL_RANK": str(rank % each)}), *_rank_command(job)]
+        words += [
+            "-n",
+            "1",
+            *_variables("-env", {"RANK": str(rank), "LOCAL_RANK": str(rank % each)}),
+            *_rank_command(job),
+        ]
     return RunnerCommand(tuple(words), {}, {})
 
 
@@ -244,7 +274,9 @@ def _mvapich(job: Job, options: RunnerOptions) -> RunnerCommand:
     on_devices = {"MV2_USE_CUDA": "1"} if job.on_devices else {}
     variables = _variables("-env", {**_MVAPICH, **on_devices, **job.exports, **_meeting_point(job)})
     head = ("mpirun", "-np", str(job.world_size), "-ppn", str(each), "--hostfile", hostfile, *options.launcher_args)
-    return RunnerCommand((*head, *variables, *_rank_command(job)), {}, {hostfile: "".join(f"{host}\n" for host in job.hosts)})
+    return RunnerCommand(
+        (*head, *variables, *_rank_command(job)), {}, {hostfile: "".join(f"{host}\n" for host in job.hosts)}
+    )
 
 
 def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
@@ -253,11 +285,20 @@ def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
     for host, slots in job.world.items():
         if slots != tuple(range(each)):
             raise UsageError(
-                f"--launcher slurm can only use the first devices of every host, but {host} is to use {','.join(map(str, slots))}; "
+                f"--launcher slurm can only use the first devices of every host, but {host} is to use "
+                f"{','.join(map(str, slots))}; "
                 "use --num_gpus, or --launcher ssh"
             )
     devices = ("--gpus-per-node", str(each)) if "--num_gpus" in options.selected_by else ()
-    hosts = ("--nodelist", ",".join(job.hosts), "--nodes", str(len(job.hosts)), "--ntasks-per-node", str(each), *devices)
+    hosts = (
+        "--nodelist",
+        ",".join(job.hosts),
+        "--nodes",
+        str(len(job.hosts)),
+        "--ntasks-per-node",
+        str(each),
+        *devices,
+    )
     # --export separates values with commas and cannot quote them, so they travel in srun's own environment.
     head = ("srun", "-n", str(job.world_size), *options.launcher_args, *hosts, "--export=ALL")
     return RunnerCommand((*head, *_rank_command(job)), {**job.exports, **_meeting_point(job)}, {})
@@ -283,5 +324,7 @@ def find_runner(name: str) -> str:
 
 
 def build(job: Job, options: RunnerOptions) -> RunnerCommand:
-    """The one process that starts ``job`` through a backend other than ssh. Raises UsageError for what the backend cannot do."""
+    """The one process that starts ``job`` through a backend other than ssh. Raises UsageError for what the backend
+    cannot do.
+    """
     return RUNNERS[options.launcher].build(job, options)

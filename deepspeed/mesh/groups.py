@@ -17,11 +17,12 @@ from deepspeed.mesh.topology import Axis, dense_topology, shard_axes
 class Mesh:
     """The ranks of one engine, by what they share.
 
-    ``job``: every rank of the engine: file names, norm, overflow, errors that all must hear of. ``data``: the ranks that are fed
-    different batches. ``zero``: the ranks that hold the same parameters, whole or in shards: values are broadcast and collectives are
-    agreed on there. It spans ``axes`` (inner first), over which states are cut; ``axes[i]`` is served by ``groups[i]``. ``control`` is a
-    host-side (gloo) group over the ranks of ``zero`` for messages of a few bytes, None for one rank or where none is wanted.
-    ``divisor``: ranks over which the mean of a gradient is taken. ``name`` tells engines apart, and is the same on their ranks.
+    ``job``: every rank of the engine: file names, norm, overflow, errors that all must hear of. ``data``: the ranks
+    that are fed different batches. ``zero``: the ranks that hold the same parameters, whole or in shards: values are
+    broadcast and collectives are agreed on there. It spans ``axes`` (inner first), over which states are cut;
+    ``axes[i]`` is served by ``groups[i]``. ``control`` is a host-side (gloo) group over the ranks of ``zero`` for
+    messages of a few bytes, None for one rank or where none is wanted. ``divisor``: ranks over which the mean of a
+    gradient is taken. ``name`` tells engines apart, and is the same on their ranks.
     """
 
     axes: tuple[Axis, ...]
@@ -52,7 +53,9 @@ def _members(axis: Axis, pg: dist.ProcessGroup | None, backend: str) -> AxisGrou
 
 
 def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
-    """One axis over an existing group (default: the whole world), without new process groups: before there is an engine."""
+    """One axis over an existing group (default: the whole world), without new process groups: before there is an
+    engine.
+    """
     alone = not dist.is_initialized()
     pg = None if alone else group or dist.group.WORLD
     ranks = (0,) if alone else tuple(dist.get_process_group_ranks(pg))
@@ -70,29 +73,36 @@ def _new_name(everyone: AxisGroup) -> str:
 def _new_group(name: str, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
     """A group of ``ranks``, made by them alone: the ranks outside may be making other groups.
 
-    ``dist.new_group`` cannot: either all ranks of the job take part, or it names the group by how many groups each rank has, which may
-    differ, and may come again after a group was destroyed, with addresses where nobody listens any more.
+    ``dist.new_group`` cannot: either all ranks of the job take part, or it names the group by how many groups each rank
+    has, which may differ, and may come again after a group was destroyed, with addresses where nobody listens any more.
     """
     where = {rank: position for position, rank in enumerate(ranks)}
     kind, store, label = dist.Backend(backend), c10d._get_default_store(), c10d.GroupName(f"{name}/{ranks[0]}")
     limit = c10d._get_default_timeout(kind)
     try:
-        pg, _ = c10d._new_process_group_helper(len(ranks), where[dist.get_rank()], list(ranks), kind, store, label, timeout=limit)
+        pg, _ = c10d._new_process_group_helper(
+            len(ranks), where[dist.get_rank()], list(ranks), kind, store, label, timeout=limit
+        )
     except RuntimeError as error:
         raise UsageError(
-            f"the {backend} group of {len(ranks)} ranks cannot be made: {str(error).partition(chr(10))[0]}. If the ranks are on several "
-            "machines, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on each to the network interface that leads to the others; "
+            f"the {backend} group of {len(ranks)} ranks cannot be made: {str(error).partition(chr(10))[0]}. If "
+            "the ranks are on several "
+            "machines, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on each to the network interface that "
+            "leads to the others; "
             f"GLOO_SOCKET_IFNAME is {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')!r} here"
         ) from error
     c10d._world.pg_group_ranks[pg] = where
     return pg
 
 
-def build_mesh(backend: str, *, inner_size: int | None = None, group: dist.ProcessGroup | None = None, control: bool = True) -> Mesh:
-    """Create the groups of one engine over ``group`` (default: the whole world). Collective over the ranks of ``group``.
+def build_mesh(
+    backend: str, *, inner_size: int | None = None, group: dist.ProcessGroup | None = None, control: bool = True
+) -> Mesh:
+    """Create the groups of one engine over ``group`` (default: the whole world). Collective over the ranks of
+    ``group``.
 
-    ``backend`` is what tensors travel on ("nccl" or "gloo"). One rank needs no process group at all. Raises UsageError when a group
-    cannot be made.
+    ``backend`` is what tensors travel on ("nccl" or "gloo"). One rank needs no process group at all. Raises UsageError
+    when a group cannot be made.
     """
     plain = plain_mesh(backend, group=group)
     everyone, host, groups = plain.zero, None, plain.groups
@@ -100,7 +110,9 @@ def build_mesh(backend: str, *, inner_size: int | None = None, group: dist.Proce
         return plain
     name = _new_name(everyone)
     if control:
-        host = AxisGroup(_new_group(f"{name}/control", everyone.ranks, "gloo"), everyone.size, everyone.index, everyone.ranks, "gloo")
+        host = AxisGroup(
+            _new_group(f"{name}/control", everyone.ranks, "gloo"), everyone.size, everyone.index, everyone.ranks, "gloo"
+        )
     axes = shard_axes(dense_topology(everyone.ranks, inner_size=inner_size), dist.get_rank())
     if len(axes) > 1:
         groups = tuple(_members(axis, _new_group(f"{name}/{axis.name}", axis.ranks, backend), backend) for axis in axes)
@@ -110,8 +122,8 @@ def build_mesh(backend: str, *, inner_size: int | None = None, group: dist.Proce
 def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
     """Whether all ranks end their engine together: the same answer on all of them, within ``limit_s`` seconds.
 
-    Not a collective: a rank that has raised may never come, or be in another collective of a group that this one would disturb.
-    So they meet in the store, where the first to decide decides for all.
+    Not a collective: a rank that has raised may never come, or be in another collective of a group that this one would
+    disturb. So they meet in the store, where the first to decide decides for all.
     """
     if mesh.job.size == 1:
         return True
@@ -127,9 +139,13 @@ def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
 
 
 def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:
-    """Give back the groups that ``build_mesh`` made (never the caller's own); not those of axes that shards still lie on."""
+    """Give back the groups that ``build_mesh`` made (never the caller's own); not those of axes that shards still lie
+    on.
+    """
     if not dist.is_initialized():
         return
-    made = [g for g in (mesh.control, *(() if keep_axes else mesh.groups)) if g is not None and g.pg is not mesh.zero.pg]
+    made = [
+        g for g in (mesh.control, *(() if keep_axes else mesh.groups)) if g is not None and g.pg is not mesh.zero.pg
+    ]
     for group in made:
         dist.destroy_process_group(group.pg)

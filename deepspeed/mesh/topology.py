@@ -1,9 +1,9 @@
 """Named mesh axes and their arithmetic. Pure: no process group, no torch.
 
 One set of ranks is factorised twice: for dense parameters into ``pp, dp_outer, dp, sp, tp``, for experts into
-``pp, dp_outer, edp, ep``. ZeRO shards over dp and sp together; MiCS (Zhang et al. 2022) and the hierarchical partitioning of
-ZeRO++ (Wang et al. 2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks, one node or one shard group)
-and an *outer* axis ``dp_outer``, the replicas of the inner group.
+``pp, dp_outer, edp, ep``. ZeRO shards over dp and sp together; MiCS (Zhang et al. 2022) and the hierarchical
+partitioning of ZeRO++ (Wang et al. 2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks,
+one node or one shard group) and an *outer* axis ``dp_outer``, the replicas of the inner group.
 """
 
 from dataclasses import dataclass
@@ -67,14 +67,18 @@ class Topology:
         return Axis("_".join(names), len(members), members.index(rank), members)
 
 
-def dense_topology(ranks: tuple[int, ...], *, pp: int = 1, sp: int = 1, tp: int = 1, inner_size: int | None = None) -> Topology:
-    """Factorise ``ranks`` for dense parameters; what pp, sp and tp leave is data parallel, in shard groups of ``inner_size``.
+def dense_topology(
+    ranks: tuple[int, ...], *, pp: int = 1, sp: int = 1, tp: int = 1, inner_size: int | None = None
+) -> Topology:
+    """Factorise ``ranks`` for dense parameters; what pp, sp and tp leave is data parallel, in shard groups of
+    ``inner_size``.
 
     Raises DeepSpeedConfigError when the sizes do not multiply to the number of ranks.
     """
     if min(pp, sp, tp) < 1 or len(ranks) % (pp * sp * tp):
         raise DeepSpeedConfigError(
-            f"pipeline stages {pp} x sequence-parallel ranks {sp} x tensor-parallel ranks {tp} do not divide the {len(ranks)} ranks"
+            f"pipeline stages {pp} x sequence-parallel ranks {sp} x tensor-parallel ranks {tp} do not divide "
+            f"the {len(ranks)} ranks"
         )
     data = len(ranks) // (pp * sp * tp)
     inner = data if inner_size is None else inner_size
@@ -93,11 +97,15 @@ def expert_topology(dense: Topology, ep: int) -> Topology:
     """
     ways = dense.size("dp", "sp", "tp")
     if ep < 1 or ways % ep:
-        raise DeepSpeedConfigError(f"expert-parallel size {ep} does not divide the {ways} ranks of one pipeline stage; use a divisor")
+        raise DeepSpeedConfigError(
+            f"expert-parallel size {ep} does not divide the {ways} ranks of one pipeline stage; use a divisor"
+        )
     return Topology(EXPERT_AXES, (*dense.sizes[:2], ways // ep, ep), dense.ranks)
 
 
 def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:
-    """The axes over which ZeRO may cut a dense parameter, inner first: data and sequence ranks hold the same weights."""
+    """The axes over which ZeRO may cut a dense parameter, inner first: data and sequence ranks hold the same
+    weights.
+    """
     inner = topology.axis(rank, "dp", "sp") if topology.size("sp") > 1 else topology.axis(rank, "dp")
     return (inner,) if topology.size("dp_outer") == 1 else (inner, topology.axis(rank, "dp_outer"))

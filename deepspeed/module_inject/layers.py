@@ -15,13 +15,17 @@ LinearAllreduce = pending_class("deepspeed.module_inject.layers.LinearAllreduce"
 class GatherReplacedLayerParams:
     """Context with the full weights of tensor-parallel layers; without such layers it does nothing."""
 
-    def __init__(self, params: Iterable[torch.nn.Parameter] | torch.nn.Parameter, module: torch.nn.Module, enabled: bool = True) -> None:
+    def __init__(
+        self, params: Iterable[torch.nn.Parameter] | torch.nn.Parameter, module: torch.nn.Module, enabled: bool = True
+    ) -> None:
         self.params, self.module, self.enabled = params, module, enabled
 
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
         return None
 
 

@@ -18,7 +18,9 @@ from deepspeed.observe.log import logger
 
 @functools.cache
 def torch_build() -> dict[str, str]:
-    """``version``, ``cuda``, ``hip`` and ``git_version`` of the installed torch, read without importing it; empty where there is none."""
+    """``version``, ``cuda``, ``hip`` and ``git_version`` of the installed torch, read without importing it; empty where
+    there is none.
+    """
     found = importlib.util.find_spec("torch")
     try:
         text = Path(str(found.origin)).with_name("version.py").read_text(encoding="utf-8") if found else ""
@@ -42,7 +44,9 @@ def _stem(op: OpSpec, compiler: Compiler) -> str:
 
 
 def compile_library(op: OpSpec, compiler: Compiler, work: Path) -> Path:
-    """Compile ``op`` in the folder ``work`` and return the library's path there; BuildError with the compiler's first error."""
+    """Compile ``op`` in the folder ``work`` and return the library's path there; BuildError with the compiler's first
+    error.
+    """
 
     def run(command: list[str]) -> None:
         status, output = run_tool(command, limit_s=COMPILE_LIMIT_S)
@@ -58,7 +62,9 @@ def compile_library(op: OpSpec, compiler: Compiler, work: Path) -> Path:
     library = work / f"{op.name}.so"
     run(compiler.link_command(op, list(objects), library))
     if not library.is_file():
-        raise BuildError(f"op {op.name}: {compiler.command[0]} ended well but made no library; CXX must name a C++ compiler")
+        raise BuildError(
+            f"op {op.name}: {compiler.command[0]} ended well but made no library; CXX must name a C++ compiler"
+        )
     return library
 
 
@@ -106,18 +112,25 @@ def shipped(op: OpSpec) -> Path | None:
 
 def built(op: OpSpec) -> Path | None:
     """A good library of ``op`` that exists already, shipped or cached, whatever compiler made it; nothing is run."""
-    cached = (entry.library for folder in cache.known_folders() for entry in cache.good_entries(folder, f"{op.name}-{op.digest()}-"))
+    cached = (
+        entry.library
+        for folder in cache.known_folders()
+        for entry in cache.good_entries(folder, f"{op.name}-{op.digest()}-")
+    )
     return shipped(op) or next(cached, None)
 
 
 def checked_compiler(kind: Kind, *, limit_s: float = PROBE_LIMIT_S) -> Compiler:
-    """The compiler for ``kind``; BuildError when there is none, it does not answer in ``limit_s`` seconds, or does not fit torch."""
+    """The compiler for ``kind``; BuildError when there is none, it does not answer in ``limit_s`` seconds, or does not
+    fit torch.
+    """
     compiler = find(kind, limit_s=limit_s)
     ours, theirs = re.search(r"cuda_(\d+)", compiler.version), torch_build().get("cuda", "").partition(".")[0]
     # the driver is only known to be as new as torch needs it; an older toolkit's libraries run on any newer driver
     if ours and theirs and int(ours[1]) > int(theirs) and os.environ.get("DS_SKIP_CUDA_CHECK") != "1":
         raise CUDAMismatchException(
-            f"{compiler.command[0]} is CUDA {ours[1]}, torch is built for CUDA {theirs}: what it compiles may need a newer driver; "
+            f"{compiler.command[0]} is CUDA {ours[1]}, torch is built for CUDA {theirs}: what it compiles may "
+            "need a newer driver; "
             f"set CUDA_HOME to a toolkit of CUDA {theirs}, or DS_SKIP_CUDA_CHECK=1 if the driver is new enough"
         )
     return compiler

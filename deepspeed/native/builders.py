@@ -22,7 +22,9 @@ _SOURCE_FOLDER = "csrc/"
 
 
 class OpState(NamedTuple):
-    """``word`` is ``built``, ``on first use`` (it can be built) or ``fallback``; ``detail`` says where, with what, or why."""
+    """``word`` is ``built``, ``on first use`` (it can be built) or ``fallback``; ``detail`` says where, with what, or
+    why.
+    """
 
     word: str
     detail: str
@@ -76,7 +78,10 @@ class OpBuilder:
     def spec(self) -> OpSpec:
         """What is built: SPEC with the lists above."""
         links = self.extra_ldflags()
-        flags = [*(self.nvcc_args() if self.SPEC.kind == "cuda" else self.cxx_args()), *(f"-I{path}" for path in self.include_paths())]
+        flags = [
+            *(self.nvcc_args() if self.SPEC.kind == "cuda" else self.cxx_args()),
+            *(f"-I{path}" for path in self.include_paths()),
+        ]
         return replace(
             self.SPEC,
             name=self.SPEC.name or self.name,
@@ -112,7 +117,9 @@ class OpBuilder:
         return bool(spec.sources) and not spec.missing() and build.shipped(spec) is not None
 
     def state(self, ask: Callable[[Kind], Compiler | str] = _ask) -> OpState:
-        """What a report says of the op; nothing is built. ``ask`` gives the compiler, or the reason why there is none."""
+        """What a report says of the op; nothing is built. ``ask`` gives the compiler, or the reason why there is
+        none.
+        """
         spec = self.spec()
         reason = self.why_not()
         library = None if reason else build.built(spec)
@@ -125,7 +132,9 @@ class OpBuilder:
         return OpState("on first use", f"with {found.version}")
 
     def load(self, verbose: bool = False) -> Any:
-        """The op's module, or its library where it has none; built first if need be. Raises BuildError with the reason."""
+        """The op's module, or its library where it has none; built first if need be. Raises BuildError with the
+        reason.
+        """
         reason = self.why_not()
         if reason:
             raise BuildError(f"native op {self.name} is not available: {reason}")
@@ -154,7 +163,9 @@ class OpBuilder:
         """Whether any of the programs is on PATH."""
         return any(map(shutil.which, [cmd] if isinstance(cmd, str) else cmd))
 
-    def has_function(self, funcname: str, libraries: Iterable[str] = (), library_dirs: Iterable[str] = (), verbose: bool = False) -> bool:
+    def has_function(
+        self, funcname: str, libraries: Iterable[str] = (), library_dirs: Iterable[str] = (), verbose: bool = False
+    ) -> bool:
         """Whether a program that calls the C function ``funcname`` links with ``libraries``."""
         links = [*(f"-L{folder}" for folder in library_dirs or ()), *(f"-l{name}" for name in libraries or ())]
         with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +260,9 @@ class GDSBuilder(OpBuilder):
 
     def why_not(self) -> str:
         """Never available."""
-        return "there is no GPU direct storage in this package; use async_io, which moves files through pinned host memory"
+        return (
+            "there is no GPU direct storage in this package; use async_io, which moves files through pinned host memory"
+        )
 
 
 class FusedAdamBuilder(CUDAOpBuilder):

@@ -1,4 +1,6 @@
-"""Where built libraries are kept: which file is good, who may build it now, and how it gets there whole or not at all."""
+"""Where built libraries are kept: which file is good, who may build it now, and how it gets there whole or not at
+all.
+"""
 
 import contextlib
 import fcntl
@@ -48,7 +50,8 @@ def writable_folder() -> Path:
     except OSError as error:
         instead = _own_temporary_folder()
         logger.warning(
-            "native ops are built in %s, because %s cannot be written (%s); set TORCH_EXTENSIONS_DIR to a folder that can",
+            "native ops are built in %s, because %s cannot be written (%s); set TORCH_EXTENSIONS_DIR to a "
+            "folder that can",
             instead,
             folder,
             error.strerror,
@@ -62,12 +65,18 @@ def temporary_folder() -> Path:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether only this user can have written to ``folder``: code is loaded from it, and anyone can make names in /tmp."""
+    """Whether only this user can have written to ``folder``: code is loaded from it, and anyone can make names in
+    /tmp.
+    """
     try:
         status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.getuid()
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 def _own_temporary_folder() -> Path:
@@ -117,9 +126,13 @@ class Entry:
         self.note.unlink(missing_ok=True)
 
     def publish(self, built: Path, origin: dict[str, Any]) -> None:
-        """Move ``built`` (on the same file system) into place; the note goes last, so a kill in between leaves no good entry."""
+        """Move ``built`` (on the same file system) into place; the note goes last, so a kill in between leaves no good
+        entry.
+        """
         note = built.with_suffix(".json")
-        note.write_text(json.dumps({"size": built.stat().st_size, "sha256": _sha256(built), **origin}), encoding="utf-8")
+        note.write_text(
+            json.dumps({"size": built.stat().st_size, "sha256": _sha256(built), **origin}), encoding="utf-8"
+        )
         for path in (built, note):
             _sync(path)
         os.replace(built, self.library)
@@ -165,7 +178,8 @@ class BuildLock:
     """The right to build one op in one folder.
 
     The kernel holds the lock with the open file, so the death of its owner, whatever the cause, releases it.
-    The file's text is for people (owner, start) and for those who waited while a build failed: it would fail for them too.
+    The file's text is for people (owner, start) and for those who waited while a build failed: it would fail for them
+    too.
     """
 
     def __init__(self, handle: int) -> None:
@@ -218,7 +232,9 @@ def build_lock(folder: Path, name: str) -> Iterator[BuildLock]:
     try:
         handle = _lock_file(folder / f"{name}.lock")
     except OSError as error:
-        raise BuildError(f"op {name}: its lock file cannot be made ({error}); set TORCH_EXTENSIONS_DIR to a folder of your own") from error
+        raise BuildError(
+            f"op {name}: its lock file cannot be made ({error}); set TORCH_EXTENSIONS_DIR to a folder of your own"
+        ) from error
     try:
         lock = BuildLock(handle)
         lock.acquire(name)

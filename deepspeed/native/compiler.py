@@ -23,7 +23,9 @@ PROBE_LIMIT_S = 20.0
 COMPILE_LIMIT_S = 900.0
 _GRACE_S = 2.0
 
-_ERROR = re.compile(r"\berror\s*:|\bfatal\b|undefined reference|cannot find|not found|No such file|No space left|[Pp]ermission denied")
+_ERROR = re.compile(
+    r"\berror\s*:|\bfatal\b|undefined reference|cannot find|not found|No such file|No space left|[Pp]ermission denied"
+)
 
 
 def first_error(text: str) -> str:
@@ -33,7 +35,8 @@ def first_error(text: str) -> str:
 
 
 def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
-    """Exit status and output (stdout and stderr together) of a command that may take ``limit_s`` seconds; BuildError if it cannot run.
+    """Exit status and output (stdout and stderr together) of a command that may take ``limit_s`` seconds; BuildError if
+    it cannot run.
 
     The output goes to a file and the command gets its own process group, so that nothing it starts can outlive
     the limit or keep us waiting on a pipe.
@@ -44,14 +47,22 @@ def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
     with tempfile.TemporaryFile() as output:
         try:
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
             )
         except OSError as error:
             raise BuildError(f"{shown} cannot be started: {error}") from error
         try:
             status = child.wait(limit_s)
         except BaseException as error:
-            for way in (signal.SIGTERM, signal.SIGKILL):  # ninja passes the first on to its compilers, each in a group of its own
+            for way in (
+                signal.SIGTERM,
+                signal.SIGKILL,
+            ):  # ninja passes the first on to its compilers, each in a group of its own
                 with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(child.pid, way)
                     child.wait(_GRACE_S)
@@ -65,11 +76,14 @@ def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
 
 def find_ninja() -> str | None:
     """The ninja program, on PATH or where its Python package puts it; None where there is none."""
-    return shutil.which("ninja", path=os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")]))
+    return shutil.which(
+        "ninja", path=os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+    )
 
 
 def run_at_once(commands: Mapping[Path, Sequence[str]], work: Path) -> bool:
-    """Let ninja run the commands that make these files, MAX_JOBS or one per core at once; False when one fails, or without ninja.
+    """Let ninja run the commands that make these files, MAX_JOBS or one per core at once; False when one fails, or
+    without ninja.
 
     Files of ninja's own go to the folder ``work``. Raises BuildError when they take too long.
     """
@@ -92,10 +106,11 @@ def _for_ninja(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler that answered: its command (several words with ``CXX="ccache g++"``), its version and what it comes with.
+    """A compiler that answered: its command (several words with ``CXX="ccache g++"``), its version and what it comes
+    with.
 
-    ``openmp``: ``-fopenmp`` programs link. ``static_runtime``: the C++ runtime can go into the library, so that an older
-    one in the process does no harm.
+    ``openmp``: ``-fopenmp`` programs link. ``static_runtime``: the C++ runtime can go into the library, so that an
+    older one in the process does no harm.
     """
 
     command: tuple[str, ...]
@@ -106,7 +121,13 @@ class Compiler:
 
     def identity(self) -> list[str]:
         """What a cached library depends on."""
-        return [*self.command, self.version, str(self.openmp), str(self.static_runtime), *(_nvcc_options() if self.kind == "cuda" else ())]
+        return [
+            *self.command,
+            self.version,
+            str(self.openmp),
+            str(self.static_runtime),
+            *(_nvcc_options() if self.kind == "cuda" else ()),
+        ]
 
     def object_command(self, op: OpSpec, source: Path, target: Path) -> list[str]:
         """Compile one source."""
@@ -122,7 +143,14 @@ class Compiler:
             # static: a machine with a driver and a CUDA torch needs no toolkit
             return [*self.command, "-shared", "-cudart", "static", *_nvcc_options(), *inputs]
         runtime = ["-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"] if self.static_runtime else []
-        return [*self.command, "-shared", "-pthread", *(["-fopenmp"] if op.openmp and self.openmp else []), *runtime, *inputs]
+        return [
+            *self.command,
+            "-shared",
+            "-pthread",
+            *(["-fopenmp"] if op.openmp and self.openmp else []),
+            *runtime,
+            *inputs,
+        ]
 
 
 def named_targets(text: str) -> tuple[str, ...]:
@@ -136,14 +164,18 @@ def cuda_targets() -> tuple[str, ...]:
 
 
 def gencode(targets: Sequence[str] = ()) -> list[str]:
-    """nvcc's flags for machine code of every target, and PTX of the last, which newer devices compile when they load it."""
+    """nvcc's flags for machine code of every target, and PTX of the last, which newer devices compile when they load
+    it.
+    """
     wanted = tuple(targets) or cuda_targets()
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in wanted]
     return [*codes, f"-gencode=arch=compute_{wanted[-1]},code=compute_{wanted[-1]}"]
 
 
 def _nvcc_options() -> list[str]:
-    host = [word for word in shlex.split(os.environ.get("CXX", "")) if os.path.basename(word) not in ("ccache", "sccache")][:1]
+    host = [
+        word for word in shlex.split(os.environ.get("CXX", "")) if os.path.basename(word) not in ("ccache", "sccache")
+    ][:1]
     threads = os.environ.get("DS_NVCC_THREADS")
     return [*gencode(), *(["-ccbin", *host] if host else []), *(["--threads", threads] if threads else [])]
 
@@ -159,11 +191,15 @@ def _locate_cxx() -> tuple[str, ...]:
         # an explicit wish: taking another compiler behind the user's back would hide its fault
         path = shutil.which(wanted[0])
         if path is None:
-            raise BuildError(f"CXX names {wanted[0]!r}, which is not a program on PATH; set CXX to a C++17 compiler or unset it")
+            raise BuildError(
+                f"CXX names {wanted[0]!r}, which is not a program on PATH; set CXX to a C++17 compiler or unset it"
+            )
         return (path, *wanted[1:])
     found = next(filter(None, map(shutil.which, CXX_NAMES)), None)
     if found is None:
-        raise BuildError(f"no C++ compiler: none of {', '.join(CXX_NAMES)} is on PATH; install g++ (10 or newer) or set CXX")
+        raise BuildError(
+            f"no C++ compiler: none of {', '.join(CXX_NAMES)} is on PATH; install g++ (10 or newer) or set CXX"
+        )
     return (found,)
 
 
@@ -172,12 +208,16 @@ def _locate_nvcc() -> tuple[str, ...]:
     path = os.pathsep.join([*homes, os.environ.get("PATH", os.defpath), *NVCC_FOLDERS])
     found = shutil.which("nvcc", path=path)
     if found is None:
-        raise MissingCUDAException("no CUDA compiler: nvcc is neither in CUDA_HOME nor on PATH; install the CUDA toolkit or set CUDA_HOME")
+        raise MissingCUDAException(
+            "no CUDA compiler: nvcc is neither in CUDA_HOME nor on PATH; install the CUDA toolkit or set CUDA_HOME"
+        )
     return (found,)
 
 
 def find(kind: Kind, *, limit_s: float = PROBE_LIMIT_S) -> Compiler:
-    """The compiler for ``kind``, asked for its version; BuildError when there is none or it gives no answer in ``limit_s`` seconds."""
+    """The compiler for ``kind``, asked for its version; BuildError when there is none or it gives no answer in
+    ``limit_s`` seconds.
+    """
     command = locate(kind)
     status, answer = run_tool([*command, "--version"], limit_s=limit_s)
     if status != 0:

@@ -28,9 +28,9 @@ class OpSpec:
     """One shared library of ``extern "C"`` functions.
 
     ``sources`` are paths below the source root. What they include with quotes becomes part of the cache key by itself;
-    ``headers`` adds files that are included in another way. ``flags`` go to the compiler and the linker, ``libraries`` are
-    names for ``-l``. With ``openmp`` the compiler's OpenMP flag is added where it has one (else the pragmas are ignored).
-    ``instead`` names what runs when the op is not there.
+    ``headers`` adds files that are included in another way. ``flags`` go to the compiler and the linker, ``libraries``
+    are names for ``-l``. With ``openmp`` the compiler's OpenMP flag is added where it has one (else the pragmas are
+    ignored). ``instead`` names what runs when the op is not there.
     """
 
     name: str
@@ -66,7 +66,8 @@ class OpSpec:
                 continue
             found[path] = None
             for name in _INCLUDE.findall(path.read_text(encoding="utf-8", errors="replace")):
-                # the compiler's order: beside the including file, then below the root; what is in neither is its to report
+                # the compiler's order: beside the including file, then below the root; what is in neither is its to
+                # report
                 places = (path.parent / name, self.folder() / name)
                 waiting += [Path(os.path.normpath(place)) for place in places if place.is_file()][:1]
         return tuple(found)
@@ -79,7 +80,9 @@ class OpSpec:
         try:
             contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.inputs()]
         except OSError as error:
-            raise BuildError(f"op {self.name}: a source of it cannot be read ({error}); install the package again.") from error
+            raise BuildError(
+                f"op {self.name}: a source of it cannot be read ({error}); install the package again."
+            ) from error
         parts = [self.name, self.sources, self.headers, contents, self.flags, self.libraries, self.kind, self.openmp]
         return short_hash([*parts, __version__, platform.machine()])
 

@@ -30,7 +30,9 @@ class WrongBytesError(DeepSpeedError):
 
 @dataclass(frozen=True)
 class Load:
-    """How the engine is driven: bytes of one request, requests under way, threads for what passes through the page cache."""
+    """How the engine is driven: bytes of one request, requests under way, threads for what passes through the page
+    cache.
+    """
 
     block_bytes: int = 1 << 20
     queue_depth: int = 32
@@ -39,7 +41,9 @@ class Load:
 
     def engine(self) -> AioEngine:
         """An engine with these settings. Raises ValueError or TransferError as it does."""
-        return AioEngine(queue_depth=self.queue_depth, block_bytes=self.block_bytes, threads=self.threads, backend=self.backend)
+        return AioEngine(
+            queue_depth=self.queue_depth, block_bytes=self.block_bytes, threads=self.threads, backend=self.backend
+        )
 
 
 class Target:
@@ -50,7 +54,9 @@ class Target:
 
     def __init__(self, folder: str, nbytes: int) -> None:
         if nbytes < ALIGN or nbytes % ALIGN:
-            raise UsageError(f"the size of the file is a multiple of {ALIGN} bytes, not {nbytes}; for example 1G, 64M or 16K")
+            raise UsageError(
+                f"the size of the file is a multiple of {ALIGN} bytes, not {nbytes}; for example 1G, 64M or 16K"
+            )
         _check_folder(folder, nbytes)
         self.nbytes = nbytes
         self.pattern = aligned_empty(min(nbytes, PIECE_BYTES)).random_()
@@ -61,7 +67,9 @@ class Target:
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.file.direct else 0)
             self.fd = os.open(path, flags)
         except OSError as error:
-            raise UsageError(f"no file can be made in {folder}: {error.strerror}; name a folder that you may write") from error
+            raise UsageError(
+                f"no file can be made in {folder}: {error.strerror}; name a folder that you may write"
+            ) from error
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -92,7 +100,10 @@ def _check_folder(folder: str, nbytes: int) -> None:
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     if free < nbytes:
-        raise UsageError(f"{folder} has {free / 1e9:.2f} GB of free space and the file takes {nbytes / 1e9:.2f}; give a smaller --io_size")
+        raise UsageError(
+            f"{folder} has {free / 1e9:.2f} GB of free space and the file takes {nbytes / 1e9:.2f}; give a "
+            "smaller --io_size"
+        )
 
 
 def through_engine(target: Target, engine: AioEngine, *, write: bool, window: int) -> None:
@@ -108,7 +119,9 @@ def through_engine(target: Target, engine: AioEngine, *, write: bool, window: in
 
 
 def through_loop(target: Target, *, write: bool, block_bytes: int) -> None:
-    """Move the whole file block after block, as a program without an engine does: O_DIRECT where there is any, one thread."""
+    """Move the whole file block after block, as a program without an engine does: O_DIRECT where there is any, one
+    thread.
+    """
     memory, call = (target.pattern, os.pwritev) if write else (target.scratch, os.preadv)
     view = memory.numpy().data
     for offset, nbytes in target.pieces():
@@ -125,7 +138,9 @@ def check(target: Target, engine: AioEngine) -> None:
     for offset, nbytes in target.pieces():
         engine.read(target.file, offset, target.scratch[:nbytes].zero_()).wait()
         if not torch.equal(target.scratch[:nbytes], target.pattern[:nbytes]):
-            raise WrongBytesError(f"{target.file.path}: other bytes are read than were written, between {offset} and {offset + nbytes}")
+            raise WrongBytesError(
+                f"{target.file.path}: other bytes are read than were written, between {offset} and {offset + nbytes}"
+            )
 
 
 @dataclass
@@ -159,13 +174,17 @@ def speed(target: Target, engine: AioEngine | None, load: Load, *, write: bool) 
 
 
 def fill(target: Target, engine: AioEngine, load: Load) -> None:
-    """Write everything once: blocks that never were written are slow the first time, and reading them asks nothing of a drive."""
+    """Write everything once: blocks that never were written are slow the first time, and reading them asks nothing of a
+    drive.
+    """
     through_engine(target, engine, write=True, window=window_of(load))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: "read", "write" or both, how often, after how many untimed repetitions; ``validate`` reads all back."""
+    """What is measured: "read", "write" or both, how often, after how many untimed repetitions; ``validate`` reads all
+    back.
+    """
 
     operations: tuple[str, ...] = ("write", "read")
     loops: int = 3
@@ -175,7 +194,9 @@ class Plan:
 
 
 def compare(target: Target, engine: AioEngine, load: Load, plan: Plan) -> Results:
-    """Both ways in turn; who begins changes every time. Raises OSError when the drive fails, WrongBytesError when it lies."""
+    """Both ways in turn; who begins changes every time. Raises OSError when the drive fails, WrongBytesError when it
+    lies.
+    """
     fill(target, engine, load)
     results: Results = {operation: {way: Speeds() for way in WAYS} for operation in plan.operations}
     for turn in range(plan.warmup + plan.loops):

@@ -1,10 +1,11 @@
-"""``ds_io`` and ``ds_bench``: how fast a folder's drive is through the IO engine, beside a plain loop of reads or writes.
+"""``ds_io`` and ``ds_bench``: how fast a folder's drive is through the IO engine, beside a plain loop of reads or
+writes.
 
     ds_io --folder /nvme
     ds_io --folder /nvme --read --io_size 4G --queue_depth 64 --json
 
-One file is written to the folder, and gone when the command ends, however it ends. Speeds are in GB/s (10^9 bytes). Exit status: 0;
-2 when the command line or the folder is wrong, or the drive fails; 130 after Ctrl-C.
+One file is written to the folder, and gone when the command ends, however it ends. Speeds are in GB/s (10^9 bytes).
+Exit status: 0; 2 when the command line or the folder is wrong, or the drive fails; 130 after Ctrl-C.
 """
 
 import argparse
@@ -42,7 +43,9 @@ _REFUSED = {
 class _Refuse(argparse.Action):
     """A flag that says why it is not here."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
         parser.error(f"{option} is not in this release: {self.metavar}")
 
 
@@ -50,7 +53,9 @@ def size_of(text: str) -> int:
     """Bytes of ``1048576``, ``64K``, ``1M``, ``2G`` (powers of 1024). Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+)([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or a number with K, M, G or T, for example 64M")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; write bytes, or a number with K, M, G or T, for example 64M"
+        )
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
@@ -73,21 +78,32 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         prog=prog, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", required=True, help="folder on the drive to be measured")
-    parser.add_argument("--io_size", type=size_of, default=1 << 30, metavar="BYTES", help="size of the file (default 1G)")
+    parser.add_argument(
+        "--io_size", type=size_of, default=1 << 30, metavar="BYTES", help="size of the file (default 1G)"
+    )
     parser.add_argument("--read", action="store_true", help="only read (default: write and read)")
     parser.add_argument("--write", action="store_true", help="only write")
-    parser.add_argument("--block_size", type=block_of, default=1 << 20, metavar="BYTES", help="bytes of one request (default 1M)")
+    parser.add_argument(
+        "--block_size", type=block_of, default=1 << 20, metavar="BYTES", help="bytes of one request (default 1M)"
+    )
     parser.add_argument("--queue_depth", type=count_of, default=32, metavar="N", help="requests under way (default 32)")
     threads = "threads where the page cache is in the way, or the backend is threads (default 1)"
     parser.add_argument("--io_parallel", "--threads", type=count_of, default=1, metavar="N", help=threads)
-    parser.add_argument("--sequential_requests", action="store_true", help="wait after each request: a queue depth of 1")
+    parser.add_argument(
+        "--sequential_requests", action="store_true", help="wait after each request: a queue depth of 1"
+    )
     parser.add_argument("--single_submit", action="store_true", help="accepted; the engine submits as room comes free")
     parser.add_argument("--engine", choices=("aio_handle",), default="aio_handle", help="there is one")
     parser.add_argument(
-        "--backend", choices=("auto", "io_uring", "libaio", "threads"), default="auto", help="how requests reach the kernel"
+        "--backend",
+        choices=("auto", "io_uring", "libaio", "threads"),
+        default="auto",
+        help="how requests reach the kernel",
     )
     parser.add_argument("--loops", type=count_of, default=3, metavar="N", help="repetitions (default 3)")
-    parser.add_argument("--warmup_loops", type=int, default=1, metavar="N", help="untimed repetitions before (default 1)")
+    parser.add_argument(
+        "--warmup_loops", type=int, default=1, metavar="N", help="untimed repetitions before (default 1)"
+    )
     parser.add_argument("--include_warmup_time", action="store_true", help="count them")
     parser.add_argument("--validate", action="store_true", help="read everything back, untimed, and compare")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -96,7 +112,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def as_json(results: Results, facts: dict[str, Any]) -> dict[str, Any]:
-    """Settings, and per operation and way the median, least and greatest GB/s, all values, and the ratio of the medians."""
+    """Settings, and per operation and way the median, least and greatest GB/s, all values, and the ratio of the
+    medians.
+    """
     measured: dict[str, Any] = {}
     for operation, ways in results.items():
         measured[operation] = {way: spread(found.values) for way, found in ways.items()}
@@ -118,7 +136,10 @@ def as_text(results: Results, facts: dict[str, Any]) -> str:
         for way in WAYS:
             found = ways[way]
             ratio = f"{found.median / ways['plain'].median:.2f}x" if way == "engine" else ""
-            row = f"{operation:<6} {way:<7} {found.median:>8.3f} {min(found.values):>8.3f} {max(found.values):>8.3f} {ratio:>9}"
+            row = (
+                f"{operation:<6} {way:<7} {found.median:>8.3f} {min(found.values):>8.3f} {max(found.values):>8.3f} "
+                f"{ratio:>9}"
+            )
             lines.append(row.rstrip())
     return "\n".join(lines)
 
@@ -172,7 +193,8 @@ _BENCH_HELP = """ds_bench io         throughput of a folder's drive; the same as
 ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive
 ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
 
-Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times the collectives of
+Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
+the collectives of
 a training run.
 """
 
@@ -185,7 +207,9 @@ def bench(argv: Sequence[str] | None = None) -> int:
         return main(words[1:], prog=f"ds_bench {what}")
     if what in ("ckpt", "cpu-adam"):
         name = f"deepspeed.bench.{what.replace('-', '_')}"  # imported only now: it brings the whole package
-        return guarded(f"ds_bench {what}", lambda: importlib.import_module(name).run(words[1:], prog=f"ds_bench {what}"))
+        return guarded(
+            f"ds_bench {what}", lambda: importlib.import_module(name).run(words[1:], prog=f"ds_bench {what}")
+        )
     if what in ("-h", "--help"):
         sys.stdout.write(_BENCH_HELP)
         return 0

@@ -3,9 +3,10 @@
     ds_nvme_tune --nvme_dir /nvme
     ds_nvme_tune --nvme_dir /nvme --seconds 120 --config ds_config.json
 
-All settings are tried in turn, again and again until the time is up, so that a drive that slows down is slow for all of them. The best
-is the one that writes and reads the same bytes in the least time, by medians; among those within 2% of it, the one with the least
-memory under way. Exit status: 0; 2 when the command line, the folder or the file to be written is wrong; 130 after Ctrl-C.
+All settings are tried in turn, again and again until the time is up, so that a drive that slows down is slow for all of
+them. The best is the one that writes and reads the same bytes in the least time, by medians; among those within 2% of
+it, the one with the least memory under way. Exit status: 0; 2 when the command line, the folder or the file to be
+written is wrong; 130 after Ctrl-C.
 """
 
 import argparse
@@ -106,7 +107,9 @@ def read_sweep(path: str) -> Sweep:
 
 
 def affordable(nbytes: int, *, measured_gbps: float, seconds: float, passes: int) -> int:
-    """As much of ``nbytes`` as lets ``passes`` passes over the file end within half of the time; at least 16 MiB, if there is as much."""
+    """As much of ``nbytes`` as lets ``passes`` passes over the file end within half of the time; at least 16 MiB, if
+    there is as much.
+    """
     most = int(measured_gbps * 1e9 * seconds / 2 / passes)
     return min(nbytes, max(LEAST_BYTES, most) // ALIGN * ALIGN)
 
@@ -120,15 +123,22 @@ def _round(trials: Iterable[Trial], target: Target, *, until: float) -> None:
                 found.values.append(speed(target, engine, trial.load, write=operation == "write"))
 
 
-def tune(folder: str, sweep: Sweep, *, nbytes: int, seconds: float, operations: tuple[str, ...], loops: int = 1) -> list[Trial]:
-    """Measure all settings of ``sweep`` for ``seconds``, at least ``loops`` times each. Errors as :class:`Target`, and OSError."""
+def tune(
+    folder: str, sweep: Sweep, *, nbytes: int, seconds: float, operations: tuple[str, ...], loops: int = 1
+) -> list[Trial]:
+    """Measure all settings of ``sweep`` for ``seconds``, at least ``loops`` times each. Errors as :class:`Target`, and
+    OSError.
+    """
     until = time.monotonic() + seconds
     first = Load()
     with first.engine() as engine, contextlib.closing(Target(folder, min(nbytes, LEAST_BYTES))) as probe:
         fill(probe, engine, first)
         gbps = min(speed(probe, engine, first, write=operation == "write") for operation in operations)
         threads_matter = not probe.file.direct or engine.backend in ("threads", "python")
-    trials = [Trial(load, {operation: Speeds() for operation in operations}) for load in sweep.loads(threads_matter=threads_matter)]
+    trials = [
+        Trial(load, {operation: Speeds() for operation in operations})
+        for load in sweep.loads(threads_matter=threads_matter)
+    ]
     size = affordable(nbytes, measured_gbps=gbps, seconds=seconds, passes=len(trials) * len(operations) * loops)
     with contextlib.closing(Target(folder, size)) as target:
         with first.engine() as engine:
@@ -136,7 +146,9 @@ def tune(folder: str, sweep: Sweep, *, nbytes: int, seconds: float, operations: 
         for turn in itertools.count():
             if turn >= loops and time.monotonic() > until:
                 return trials
-            _round(trials if turn % 2 == 0 else reversed(trials), target, until=until if turn >= loops else float("inf"))
+            _round(
+                trials if turn % 2 == 0 else reversed(trials), target, until=until if turn >= loops else float("inf")
+            )
     raise AssertionError("unreachable")
 
 
@@ -145,7 +157,13 @@ def as_text(trials: Sequence[Trial], best: Trial) -> str:
     operations = list(best.speeds)
     lines = [
         "  ".join(
-            [f"{'block_size':>10}", "queue_depth", "intra_op_parallelism", *(f"{name + ' GB/s':>10}" for name in operations), "times"]
+            [
+                f"{'block_size':>10}",
+                "queue_depth",
+                "intra_op_parallelism",
+                *(f"{name + ' GB/s':>10}" for name in operations),
+                "times",
+            ]
         )
     ]
     for trial in sorted(trials, key=lambda each: -each.score):
@@ -185,7 +203,9 @@ def _members(text: str) -> dict[str, tuple[int, int]]:
 
 
 def with_block(text: str, block: dict[str, Any]) -> str:
-    """The JSON object ``text`` with ``block`` merged into its ``aio``; every other character stays. Raises ValueError for other text."""
+    """The JSON object ``text`` with ``block`` merged into its ``aio``; every other character stays. Raises ValueError
+    for other text.
+    """
     tree = json.loads(text)
     if not isinstance(tree, dict) or not isinstance(tree.get("aio", {}), dict):
         raise ValueError("it is no JSON object, or its aio is none")
@@ -205,7 +225,9 @@ def with_block(text: str, block: dict[str, Any]) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Put ``text`` in the place of ``path`` in one step; its mode and the link that leads to it stay. Raises OSError."""
+    """Put ``text`` in the place of ``path`` in one step; its mode and the link that leads to it stay. Raises
+    OSError.
+    """
     path = path.resolve()
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -222,35 +244,54 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def merged_config(path: Path, block: dict[str, Any]) -> str:
-    """Text of the configuration ``path`` with ``block``. Raises UsageError when it is no strict JSON, which would lose its comments."""
+    """Text of the configuration ``path`` with ``block``. Raises UsageError when it is no strict JSON, which would lose
+    its comments.
+    """
     try:
         return with_block(path.read_bytes().decode("utf-8"), block)
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"--config {path} cannot be changed in place ({error}); put the block there by hand, or use --output") from error
+        raise UsageError(
+            f"--config {path} cannot be changed in place ({error}); put the block there by hand, or use --output"
+        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ds_nvme_tune", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="ds_nvme_tune",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nvme_dir", required=True, metavar="DIR", help="folder on the drive")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="time to spend, about (default 60)")
-    parser.add_argument("--sweep_config", metavar="FILE", help="JSON with lists under block_size, queue_depth and io_parallel")
+    parser.add_argument(
+        "--sweep_config", metavar="FILE", help="JSON with lists under block_size, queue_depth and io_parallel"
+    )
     parser.add_argument("--no_read", action="store_true", help="do not measure reads")
     parser.add_argument("--no_write", action="store_true", help="do not measure writes")
-    parser.add_argument("--io_size", type=size_of, default=400 << 20, metavar="BYTES", help="size of the file at most (default 400M)")
     parser.add_argument(
-        "--loops", type=count_of, default=1, metavar="N", help="measure each setting N times, whatever the time (default 1)"
+        "--io_size", type=size_of, default=400 << 20, metavar="BYTES", help="size of the file at most (default 400M)"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="training configuration (strict JSON) that gets the block; nothing else in it changes"
+        "--loops",
+        type=count_of,
+        default=1,
+        metavar="N",
+        help="measure each setting N times, whatever the time (default 1)",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="training configuration (strict JSON) that gets the block; nothing else in it changes",
     )
     parser.add_argument("--output", metavar="FILE", help='write {"aio": ...} to FILE')
     parser.add_argument("--json", action="store_true", help="one JSON object with all measurements instead of a table")
     parser.add_argument(
-        "--flush_page_cache", action="store_true", help="accepted; nothing is measured through the page cache if it can be helped"
+        "--flush_page_cache",
+        action="store_true",
+        help="accepted; nothing is measured through the page cache if it can be helped",
     )
     parser.add_argument("--log_dir", metavar="DIR", help="accepted; no logs are written, --json has everything")
     parser.add_argument("--verbose", action="store_true", help="accepted")
@@ -279,7 +320,14 @@ def _run(options: argparse.Namespace) -> str:
     sweep = read_sweep(options.sweep_config) if options.sweep_config else Sweep()
     operations = tuple(name for name in ("write", "read") if not getattr(options, f"no_{name}"))
     sys.stderr.write(f"ds_nvme_tune: measuring in {options.nvme_dir} for about {options.seconds:.0f} s\n")
-    trials = tune(options.nvme_dir, sweep, nbytes=options.io_size, seconds=options.seconds, operations=operations, loops=options.loops)
+    trials = tune(
+        options.nvme_dir,
+        sweep,
+        nbytes=options.io_size,
+        seconds=options.seconds,
+        operations=operations,
+        loops=options.loops,
+    )
     best = best_of(trials)
     block = aio_block(best.load)
     if options.config:

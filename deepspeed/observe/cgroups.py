@@ -1,4 +1,6 @@
-"""Control groups of this process, of both kinds, and the memory that it may still have; read from the kernel's files under ``root``."""
+"""Control groups of this process, of both kinds, and the memory that it may still have; read from the kernel's files
+under ``root``.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ _UNLIMITED = 1 << 60  # groups of the first kind write "no limit" as a number ne
 
 @dataclass(frozen=True)
 class Pool:
-    """Memory that processes share, in bytes: ``free`` can still be had. ``key`` is the same for all who share it, on one machine only."""
+    """Memory that processes share, in bytes: ``free`` can still be had. ``key`` is the same for all who share it, on
+    one machine only.
+    """
 
     key: tuple[str | int, ...]
     name: str
@@ -33,8 +37,12 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Folders of this process's groups, innermost first, and whether they are of the first kind (one tree for each controller)."""
-    mounts: dict[str, tuple[str, str]] = {}  # what part of each controller's tree is mounted, and where; "" is that of the second kind
+    """Folders of this process's groups, innermost first, and whether they are of the first kind (one tree for each
+    controller).
+    """
+    mounts: dict[
+        str, tuple[str, str]
+    ] = {}  # what part of each controller's tree is mounted, and where; "" is that of the second kind
     for line in _text(root / "proc/self/mountinfo").splitlines():
         place, _, source = line.partition(" - ")
         kind, *_, options = source.split()
@@ -47,7 +55,8 @@ def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
         name = names and controller
         within, point = mounts.get(name, ("/", f"/sys/fs/cgroup/{name}"))
         top = root / point.lstrip("/")
-        # In a container the path may be the host's, or lead out of what is mounted: then the mounted tree begins at its own group.
+        # In a container the path may be the host's, or lead out of what is mounted: then the mounted tree begins at its
+        # own group.
         inside = path.removeprefix(within) if f"{path}/".startswith(f"{within.rstrip('/')}/") else path
         inner = top / inside.lstrip("/") if ".." not in inside else top
         for folder in dict.fromkeys([inner, *inner.parents, top]):
@@ -56,23 +65,31 @@ def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def memory_groups(root: Path = ROOT) -> list[Pool]:
-    """The groups that limit this process's memory, innermost first. Page cache is free: the kernel takes it back when it is needed."""
+    """The groups that limit this process's memory, innermost first. Page cache is free: the kernel takes it back when
+    it is needed.
+    """
     machine, found = _text(root / _BOOT), []
     for folder, first in groups(root, "memory"):
         files = ("memory.limit_in_bytes",) if first else ("memory.max", "memory.high")
-        limits = [(int(text), file) for file in files if (text := _text(folder / file)).isdigit() and int(text) < _UNLIMITED]
+        limits = [
+            (int(text), file) for file in files if (text := _text(folder / file)).isdigit() and int(text) < _UNLIMITED
+        ]
         if limits:
             limit, file = min(limits)
             stat, prefix = _numbers(folder / "memory.stat"), "total_" if first else ""
             used = int(_text(folder / ("memory.usage_in_bytes" if first else "memory.current")) or 0)
             used -= sum(stat.get(prefix + name, 0) for name in ("active_file", "inactive_file", "slab_reclaimable"))
             name = f"control group {folder} ({file} {limit / 2**20:,.0f} MiB)"
-            found.append(Pool((machine, folder.stat().st_dev, folder.stat().st_ino), name, limit, max(0, limit - max(0, used))))
+            found.append(
+                Pool((machine, folder.stat().st_dev, folder.stat().st_ino), name, limit, max(0, limit - max(0, used)))
+            )
     return found
 
 
 def memory_pools(root: Path = ROOT) -> list[Pool]:
-    """Everything that bounds this process's memory: its control groups, and the machine. Empty where the kernel does not tell."""
+    """Everything that bounds this process's memory: its control groups, and the machine. Empty where the kernel does
+    not tell.
+    """
     found, kib = memory_groups(root), _numbers(root / "proc/meminfo")
     if "MemAvailable" in kib:
         free, total = kib["MemAvailable"] << 10, kib["MemTotal"] << 10

@@ -56,13 +56,15 @@ _KEEP_BYTES = 32 << 20
 def return_large_blocks() -> bool:
     """Have glibc serve blocks of 4 MiB and more by mmap, so that a freed gather buffer goes back to the system at once.
 
-    glibc raises that threshold by itself up to 32 MiB as soon as such a block is freed; gathered units then live in the heap,
-    between long-lived shards, and the process keeps a quarter more memory than it uses. Nothing is changed when the user has
-    tuned malloc (MALLOC_* or GLIBC_TUNABLES variables), preloads another allocator, or the C library is not glibc.
-    Returns whether the setting was made.
+    glibc raises that threshold by itself up to 32 MiB as soon as such a block is freed; gathered units then live in the
+    heap, between long-lived shards, and the process keeps a quarter more memory than it uses. Nothing is changed when
+    the user has tuned malloc (MALLOC_* or GLIBC_TUNABLES variables), preloads another allocator, or the C library is
+    not glibc. Returns whether the setting was made.
     """
     tuned = (
-        any(k.startswith("MALLOC_") for k in os.environ) or "GLIBC_TUNABLES" in os.environ or "malloc" in os.environ.get("LD_PRELOAD", "")
+        any(k.startswith("MALLOC_") for k in os.environ)
+        or "GLIBC_TUNABLES" in os.environ
+        or "malloc" in os.environ.get("LD_PRELOAD", "")
     )
     if tuned or platform.libc_ver()[0] != "glibc":
         return False
@@ -73,8 +75,8 @@ def return_large_blocks() -> bool:
 class HeapTrimmer:
     """Gives freed heap memory back to the system after every ``every_bytes`` that went through it.
 
-    glibc up to 2.37 does not find a freed aligned block again when the same size is asked for with alignment, as torch does, so a
-    loop over the tensors of a model leaves a heap as large as the model behind it, all of it free.
+    glibc up to 2.37 does not find a freed aligned block again when the same size is asked for with alignment, as torch
+    does, so a loop over the tensors of a model leaves a heap as large as the model behind it, all of it free.
     """
 
     def __init__(self, every_bytes: int = 64 << 20) -> None:
@@ -110,8 +112,8 @@ def _madvise() -> Callable[[int, int], None] | None:
 def prefer_huge_pages(address: int, nbytes: int) -> None:
     """Ask the kernel to back the 2 MiB-aligned inside of a fresh host buffer with huge pages.
 
-    Buffers that come and go with every unit are dominated by page faults otherwise. Only a hint: where it is not understood,
-    nothing happens.
+    Buffers that come and go with every unit are dominated by page faults otherwise. Only a hint: where it is not
+    understood, nothing happens.
     """
     advise = _madvise()
     start = -(-address // _HUGE_BYTES) * _HUGE_BYTES

@@ -11,7 +11,9 @@ def _configure() -> None:
     if logger.handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed:%(filename)s:%(lineno)d] %(message)s", "%H:%M:%S"))
+    handler.setFormatter(
+        logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed:%(filename)s:%(lineno)d] %(message)s", "%H:%M:%S")
+    )
     logger.addHandler(handler)
     logger.setLevel(os.environ.get("DS_LOG_LEVEL", "INFO").upper())
     logger.propagate = False

@@ -17,8 +17,10 @@ def memory_report() -> str:
         []
         if accelerator.device_name() == "cpu"
         else [
-            f"allocated {accelerator.memory_allocated() / _GIB:.2f} GB (peak {accelerator.max_memory_allocated() / _GIB:.2f} GB)",
-            f"reserved {accelerator.memory_reserved() / _GIB:.2f} GB (peak {accelerator.max_memory_reserved() / _GIB:.2f} GB)",
+            f"allocated {accelerator.memory_allocated() / _GIB:.2f} GB (peak "
+            f"{accelerator.max_memory_allocated() / _GIB:.2f} GB)",
+            f"reserved {accelerator.memory_reserved() / _GIB:.2f} GB (peak "
+            f"{accelerator.max_memory_reserved() / _GIB:.2f} GB)",
         ]
     )
     parts.append(f"process RSS {hostmem.rss_bytes() / _GIB:.2f} GB (peak {hostmem.peak_rss_bytes() / _GIB:.2f} GB)")
@@ -27,7 +29,8 @@ def memory_report() -> str:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log ``message`` and the memory in use on rank 0, then start new peak measurements; does nothing without ``force``.
+    """Log ``message`` and the memory in use on rank 0, then start new peak measurements; does nothing without
+    ``force``.
 
     Garbage is collected first, so that the numbers show what is really held.
     """

@@ -15,7 +15,9 @@ Event = tuple[str, float, int]
 
 
 class Writer(Protocol):
-    """Where events go. Made on every rank, so that what cannot work fails on all of them; only rank 0 calls ``write``."""
+    """Where events go. Made on every rank, so that what cannot work fails on all of them; only rank 0 calls
+    ``write``.
+    """
 
     def write(self, events: Sequence[Event]) -> None: ...
 
@@ -52,7 +54,8 @@ def _package(block: str, module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise DeepSpeedConfigError(
-            f"{block}.enabled needs the package {package}, which cannot be imported here. Install it with: pip install {package}"
+            f"{block}.enabled needs the package {package}, which cannot be imported here. Install it with: pip "
+            f"install {package}"
         ) from error
 
 
@@ -82,7 +85,9 @@ class WandbWriter:
 
     def __init__(self, settings: Any) -> None:
         wandb = _package("wandb", "wandb", "wandb")
-        self._run = wandb.init(project=settings.project, group=settings.group, entity=settings.team) if rank() == 0 else None
+        self._run = (
+            wandb.init(project=settings.project, group=settings.group, entity=settings.team) if rank() == 0 else None
+        )
 
     def write(self, events: Sequence[Event]) -> None:
         """Log the events, those of one step together."""
@@ -97,7 +102,9 @@ class WandbWriter:
 
 
 class CometWriter:
-    """An experiment of Comet. A metric is sent when ``samples_log_interval`` samples have passed since its last value."""
+    """An experiment of Comet. A metric is sent when ``samples_log_interval`` samples have passed since its last
+    value.
+    """
 
     def __init__(self, settings: Any) -> None:
         comet = _package("comet", "comet_ml", "comet_ml")

@@ -27,7 +27,9 @@ class Borrowed:
     ``registry`` is the process's own list; as a member of it the object is called now and then, and does nothing.
     """
 
-    def __init__(self, name: str, *, value: Any, registry: list[Any], read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    def __init__(
+        self, name: str, *, value: Any, registry: list[Any], read: Callable[[], Any], write: Callable[[Any], None]
+    ) -> None:
         self.name = name
         self._registry, self._write = registry, write
         self._before = read()
@@ -53,7 +55,9 @@ class Borrowed:
 def hold_log_level(level: str) -> Borrowed:
     """Set the level of the package's logger ("debug" to "critical") until given back. ValueError for another name."""
     registry: list[Any] = logger.filters
-    return Borrowed("log level", value=level_number(level), registry=registry, read=lambda: logger.level, write=logger.setLevel)
+    return Borrowed(
+        "log level", value=level_number(level), registry=registry, read=lambda: logger.level, write=logger.setLevel
+    )
 
 
 def hold_collection() -> Borrowed:
@@ -62,7 +66,9 @@ def hold_collection() -> Borrowed:
 
 
 def hold_settings(undo: contextlib.ExitStack, *, log_level: str | None, no_collection: bool) -> None:
-    """Change what an engine asks for; leaving ``undo`` gives it back. ValueError for an unknown level; nothing has changed then."""
+    """Change what an engine asks for; leaving ``undo`` gives it back. ValueError for an unknown level; nothing has
+    changed then.
+    """
     if log_level is not None:
         undo.callback(hold_log_level(log_level).give_back)
     if no_collection:

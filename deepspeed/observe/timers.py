@@ -103,7 +103,11 @@ class SynchronizedWallClockTimer:
         ranks: list[int] | None = None,
     ) -> None:
         """Log the times of ``names`` divided by ``normalizer``, in milliseconds; rank 0 by default."""
-        times = [f"{name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}" for name in names if name in self.timers]
+        times = [
+            f"{name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}"
+            for name in names
+            if name in self.timers
+        ]
         memory = f" | {memory_report()}" if memory_breakdown else ""
         log_dist(f"time (ms) | {' | '.join(times)}{memory}", ranks=ranks)
 
@@ -165,8 +169,8 @@ class NoopTimer:
 class ThroughputTimer:
     """Samples per second over updates of ``batch_size`` samples, without the first ``start_step`` (warm-up) updates.
 
-    ``steps_per_output`` None never logs. ``config`` may hold ``enabled`` (a disabled timer does nothing) and ``synchronized``
-    (wait for the device around each measurement; otherwise only the host's time counts).
+    ``steps_per_output`` None never logs. ``config`` may hold ``enabled`` (a disabled timer does nothing) and
+    ``synchronized`` (wait for the device around each measurement; otherwise only the host's time counts).
     """
 
     def __init__(
@@ -236,7 +240,11 @@ class ThroughputTimer:
     def avg_samples_per_sec(self) -> float:
         """Samples per second over all counted updates; -inf before the first."""
         counted = self.global_step_count - self.start_step
-        return counted * self.batch_size / self.total_elapsed_time if counted > 0 and self.total_elapsed_time > 0 else float("-inf")
+        return (
+            counted * self.batch_size / self.total_elapsed_time
+            if counted > 0 and self.total_elapsed_time > 0
+            else float("-inf")
+        )
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:

@@ -55,7 +55,9 @@ class Adagrad(GroupStep, torch.optim.Optimizer):
         rate = float(group["lr"]) / (1 + (float(state["step"]) - 1) * group["lr_decay"])
         if host.usable(CPU_ADAGRAD, param, grad, total):
             out = self._output_of(param)
-            host.adagrad_step(param, grad, total, rate=rate, eps=group["eps"], weight_decay=group["weight_decay"], out=out)
+            host.adagrad_step(
+                param, grad, total, rate=rate, eps=group["eps"], weight_decay=group["weight_decay"], out=out
+            )
             return
         value, grad = param.to(total.dtype), grad.to(total.dtype)
         if group["weight_decay"]:

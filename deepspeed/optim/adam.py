@@ -1,4 +1,6 @@
-"""Adam and AdamW with the settings of the DeepSpeed interface: native kernels in host memory and on CUDA, torch's elsewhere."""
+"""Adam and AdamW with the settings of the DeepSpeed interface: native kernels in host memory and on CUDA, torch's
+elsewhere.
+"""
 
 import itertools
 from typing import Any
@@ -21,7 +23,8 @@ def can_fuse(tensors: list[torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def adam_update_(param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One Adam step in the dtype of the moments, also for what torch's kernels lack (no bias correction, fp32 moments of a bf16 parameter).
+    """One Adam step in the dtype of the moments, also for what torch's kernels lack (no bias correction, fp32 moments
+    of a bf16 parameter).
 
     Args:
         param: any shape, updated in place.
@@ -72,9 +75,13 @@ class AdamBase(GroupStep, torch.optim.Adam):
     ) -> None:
         self._settings = {"bias_correction": bias_correction, "fp32_states": fp32_states}
         if amsgrad:
-            raise RuntimeError(f"{type(self).__name__} does not support amsgrad; use torch.optim.AdamW(amsgrad=True) or drop the flag")
+            raise RuntimeError(
+                f"{type(self).__name__} does not support amsgrad; use torch.optim.AdamW(amsgrad=True) or drop the flag"
+            )
         beta1, beta2 = betas
-        super().__init__(params, lr, (float(beta1), float(beta2)), eps, float(weight_decay), decoupled_weight_decay=decoupled)
+        super().__init__(
+            params, lr, (float(beta1), float(beta2)), eps, float(weight_decay), decoupled_weight_decay=decoupled
+        )
         self.defaults.update(self._settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -86,9 +93,15 @@ class AdamBase(GroupStep, torch.optim.Adam):
         group = self.param_groups[-1]
         if group["amsgrad"]:
             raise RuntimeError(
-                f"{type(self).__name__} does not support amsgrad, and parameter group {len(self.param_groups) - 1} asks for it"
+                f"{type(self).__name__} does not support amsgrad, and parameter group "
+                f"{len(self.param_groups) - 1} asks for it"
             )
-        if group["fused"] is None and not group["foreach"] and not group["differentiable"] and can_fuse(group["params"]):
+        if (
+            group["fused"] is None
+            and not group["foreach"]
+            and not group["differentiable"]
+            and can_fuse(group["params"])
+        ):
             # foreach must be unset, not False, for torch to accept fused
             group["fused"], group["foreach"] = True, None
 
@@ -119,11 +132,20 @@ class AdamBase(GroupStep, torch.optim.Adam):
 
     def _cuda_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> bool:
         """Update all tensors with the CUDA kernel; False, before anything is changed, where that does not fit."""
-        if not params or not cuda.on_cuda(params[0]) or group["maximize"] or group["differentiable"] or group["foreach"]:
+        if (
+            not params
+            or not cuda.on_cuda(params[0])
+            or group["maximize"]
+            or group["differentiable"]
+            or group["foreach"]
+        ):
             return False
         states = [self._state_of(p, group) for p in params]
         steps, firsts, seconds = ([s[name] for s in states] for name in ("step", "exp_avg", "exp_avg_sq"))
-        alike = all(s.device == p.device and m.dtype == v.dtype for p, s, m, v in zip(params, steps, firsts, seconds, strict=True))
+        alike = all(
+            s.device == p.device and m.dtype == v.dtype
+            for p, s, m, v in zip(params, steps, firsts, seconds, strict=True)
+        )
         if not alike or not cuda.usable(FUSED_ADAM, itertools.chain(params, grads, firsts, seconds)):
             return False
         # GradScaler hands these over: what it multiplied the loss by, and whether a gradient overflowed

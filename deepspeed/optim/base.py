@@ -1,4 +1,6 @@
-"""What the optimizers of this package share: one ``step`` over groups and the check that host optimizers see host tensors."""
+"""What the optimizers of this package share: one ``step`` over groups and the check that host optimizers see host
+tensors.
+"""
 
 import contextlib
 import inspect
@@ -21,7 +23,8 @@ def _can_take(out: torch.Tensor, param: torch.Tensor) -> bool:
 class _Outputs:
     """Tensors that take the rounded parameters of one step.
 
-    An object of its own, because what lets an optimizer step in turns (zero/optim_tiles.py) looks into the dicts among its attributes.
+    An object of its own, because what lets an optimizer step in turns (zero/optim_tiles.py) looks into the dicts among
+    its attributes.
     """
 
     def __init__(self, wanted: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -30,7 +33,9 @@ class _Outputs:
 
 
 class GroupStep:
-    """Mixin in front of a torch optimizer: ``step`` calls ``_update_group`` with the parameters that have a gradient."""
+    """Mixin in front of a torch optimizer: ``step`` calls ``_update_group`` with the parameters that have a
+    gradient.
+    """
 
     host_only = False
     """Whether ``step`` refuses parameters that are not in host memory."""
@@ -62,7 +67,9 @@ class GroupStep:
         return loss
 
     def _checked_pairs(self, group: dict[str, Any]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Parameters with their gradients, one list for each kind of device: half of a group may rest in host memory, for other kernels."""
+        """Parameters with their gradients, one list for each kind of device: half of a group may rest in host memory,
+        for other kernels.
+        """
         kinds: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for param in group["params"]:
             if param.grad is not None:
@@ -72,10 +79,12 @@ class GroupStep:
 
     @contextlib.contextmanager
     def writing_outputs(self, outputs: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[Collection[torch.Tensor]]:
-        """Inside, ``step`` may also round parameters into their ``outputs``: in the pass of the update, where a native kernel does that.
+        """Inside, ``step`` may also round parameters into their ``outputs``: in the pass of the update, where a native
+        kernel does that.
 
-        An output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16. Gives the parameters
-        whose output has the new value, to be read after the step. There are none where code of the user's may run behind the kernels.
+        An output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
+        Gives the parameters whose output has the new value, to be read after the step. There are none where code of the
+        user's may run behind the kernels.
         """
         fits = {p: out for p, out in outputs.items() if _can_take(out, p)} if self._ends_with_the_kernels() else {}
         held = _Outputs(fits)
@@ -86,7 +95,9 @@ class GroupStep:
             del self._outputs
 
     def _ends_with_the_kernels(self) -> bool:
-        """Whether nothing can change a parameter between its kernel and the end of ``step``: no subclass, patch or hook of the user's."""
+        """Whether nothing can change a parameter between its kernel and the end of ``step``: no subclass, patch or hook
+        of the user's.
+        """
         hooks = vars(self).get("_optimizer_step_post_hooks") or _global_optimizer_post_hooks
         cls = type(self)
         if hooks or not cls.__module__.startswith(f"{__package__}."):
@@ -97,13 +108,17 @@ class GroupStep:
         layer: Any = getattr(self.step, "__func__", self.step)
         ours = inspect.unwrap(GroupStep.step)
         while layer is not ours:
-            if not getattr(layer, "__globals__", {}).get("__name__", "").startswith("torch.") or not hasattr(layer, "__wrapped__"):
+            if not getattr(layer, "__globals__", {}).get("__name__", "").startswith("torch.") or not hasattr(
+                layer, "__wrapped__"
+            ):
                 return False
             layer = layer.__wrapped__
         return True
 
     def _output_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Where the kernel that is called next, and is known to fit, puts the rounded ``param``; it counts as written from here on."""
+        """Where the kernel that is called next, and is known to fit, puts the rounded ``param``; it counts as written
+        from here on.
+        """
         out = None if self._outputs is None else self._outputs.wanted.get(param)
         if out is not None and self._outputs is not None:
             self._outputs.written.add(param)
@@ -116,16 +131,21 @@ class GroupStep:
     def _check(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         name = type(self).__name__
         if grad.is_sparse:
-            raise OptimizerConfigError(f"{name} got a sparse gradient of shape {tuple(param.shape)}; build the embedding with sparse=False")
+            raise OptimizerConfigError(
+                f"{name} got a sparse gradient of shape {tuple(param.shape)}; build the embedding with sparse=False"
+            )
         if self.host_only and param.device.type != "cpu":
             raise AssertionError(
-                f"{name} updates tensors in host memory, but a parameter of shape {tuple(param.shape)} is on {param.device}; "
+                f"{name} updates tensors in host memory, but a parameter of shape {tuple(param.shape)} is on "
+                f"{param.device}; "
                 "offload the optimizer state or use the Fused class of the same name"
             )
 
 
 def new_moment(param: torch.Tensor, group: dict[str, Any], fill: float = 0.0) -> torch.Tensor:
-    """State like ``param``, all ``fill``: in its dtype, or in fp32 for half-precision parameters when the group says ``fp32_states``."""
+    """State like ``param``, all ``fill``: in its dtype, or in fp32 for half-precision parameters when the group says
+    ``fp32_states``.
+    """
     low = param.dtype in (torch.bfloat16, torch.float16)
     moment = torch.empty_like(param, dtype=torch.float32 if low and group["fp32_states"] else param.dtype)
     if type(moment) is torch.Tensor and moment.device.type == "cpu":  # a subclass may have no memory of its own
@@ -146,7 +166,9 @@ _SLOTS = {"SGD": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "RMSprop": 1, "Muon
 
 
 def slot_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that ``optimizer`` will keep for each fp32 element beside the weight: known for common classes, else two fp32 numbers."""
+    """Bytes that ``optimizer`` will keep for each fp32 element beside the weight: known for common classes, else two
+    fp32 numbers.
+    """
     if isinstance(optimizer, torch.optim.SGD):
         return 4 if any(group.get("momentum") for group in optimizer.param_groups) else 0
     names = [cls.__name__ for cls in type(optimizer).__mro__]

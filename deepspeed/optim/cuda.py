@@ -1,8 +1,9 @@
-"""Optimizer updates over lists of CUDA tensors by the native kernels: one pass over memory, one launch for up to 64 tensors.
+"""Optimizer updates over lists of CUDA tensors by the native kernels: one pass over memory, one launch for up to 64
+tensors.
 
-The kernels (csrc/cuda) know raw pointers only and are called through ctypes. They run in the current stream of the tensors'
-device and never wait for it. What changes from step to step may be on the device (step, rate, scale, the overflow flag), so
-that a step can be captured into a CUDA graph, after one step outside that loads the kernels.
+The kernels (csrc/cuda) know raw pointers only and are called through ctypes. They run in the current stream of the
+tensors' device and never wait for it. What changes from step to step may be on the device (step, rate, scale, the
+overflow flag), so that a step can be captured into a CUDA graph, after one step outside that loads the kernels.
 """
 
 import contextlib
@@ -39,7 +40,10 @@ class _Call(ctypes.Structure):
         ("columns", _P * 5),
         *((name, _P) for name in ("steps", "device_lr", "device_scale", "found_inf", "rows", "partials", "ratios")),
         ("partial_count", _L),
-        *((name, _D) for name in ("step", "lr", "scale", "beta1", "beta2", "eps", "weight_decay", "min_coeff", "max_coeff")),
+        *(
+            (name, _D)
+            for name in ("step", "lr", "scale", "beta1", "beta2", "eps", "weight_decay", "min_coeff", "max_coeff")
+        ),
         *((name, _I) for name in ("device", "count", "param_code", "grad_code", "moment_code", "out_code")),
         *((name, _I) for name in ("decoupled", "bias_correction", "eps_inside_sqrt", "unused")),
     )
@@ -60,7 +64,8 @@ def _kernel(op: OpSpec) -> Callable[[_Call], None] | None:
         if status != 0:
             name = name_of(status).decode()
             raise RuntimeError(
-                f"{op.name} failed with {name} ({status}) on cuda:{call.device}; its {call.count} tensors may be half updated"
+                f"{op.name} failed with {name} ({status}) on cuda:{call.device}; its {call.count} tensors may "
+                "be half updated"
             )
 
     return run
@@ -104,7 +109,8 @@ class _Row(tuple[torch.Tensor | None, ...]):
             else:
                 continue
             raise ValueError(
-                f"a CUDA kernel takes contiguous tensors of {param.numel()} elements in fp32, bf16 or fp16 on one CUDA device, not {fault}"
+                f"a CUDA kernel takes contiguous tensors of {param.numel()} elements in fp32, bf16 or fp16 on "
+                f"one CUDA device, not {fault}"
             )
         if second is not None and second.dtype != first.dtype:
             raise ValueError(f"both moments of a tensor have one dtype, not {first.dtype} and {second.dtype}")
@@ -203,18 +209,28 @@ def _run(
     found_inf: torch.Tensor | None,
     **fields: float,
 ) -> list[torch.Tensor]:
-    """Check the tensors and submit those with the same device and dtypes together; the trust ratios of LAMB, in order."""
+    """Check the tensors and submit those with the same device and dtypes together; the trust ratios of LAMB, in
+    order.
+    """
     params = columns[0]
     assert params is not None
-    rows = [_Row(row).check() for row in zip(*([None] * len(params) if column is None else column for column in columns), strict=True)]
+    rows = [
+        _Row(row).check()
+        for row in zip(*([None] * len(params) if column is None else column for column in columns), strict=True)
+    ]
     steps: Tensors = ()
     if isinstance(step, int):
         fields["step"] = step
     else:
         steps = [step] * len(rows) if isinstance(step, torch.Tensor) else step
-        fits = [s.dtype is torch.float32 and s.numel() == 1 and s.device == row.device() for s, row in zip(steps, rows, strict=True)]
+        fits = [
+            s.dtype is torch.float32 and s.numel() == 1 and s.device == row.device()
+            for s, row in zip(steps, rows, strict=True)
+        ]
         if not all(fits):
-            raise ValueError("step is an int, or fp32 tensors of one element on the parameters' device: one for all, or one each")
+            raise ValueError(
+                "step is an int, or fp32 tensors of one element on the parameters' device: one for all, or one each"
+            )
     if found_inf is not None and not on_cuda(found_inf):
         raise ValueError(f"found_inf is read by the device and must be a CUDA tensor, not one on {found_inf.device}")
     numbers = _Numbers(lr, grad_scale, steps, found_inf, {**fields, "beta1": betas[0], "beta2": betas[1]})
@@ -250,13 +266,15 @@ def adam_step(
     found_inf: torch.Tensor | None = None,
     outs: Outputs | None = None,
 ) -> None:
-    """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019) of every parameter, in fp32 arithmetic.
+    """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019) of every parameter, in fp32
+    arithmetic.
 
-    Each parameter, gradient, pair of moments and output is fp32, bf16 or fp16, contiguous, on one CUDA device, of as many elements.
-    ``step`` is the number of this update, from 1: an int, or fp32 CUDA tensors (one for all, or one each), which are only read.
-    Gradients are multiplied by ``grad_scale`` first; ``outs`` (None: no such) receive the rounded parameters in the same pass. Where
-    ``found_inf`` holds anything but 0 nothing changes. ``lr`` and ``grad_scale`` may be CUDA tensors; nothing waits for the device.
-    Raises ValueError for other tensors, RuntimeError with CUDA's name of an error or where the kernel is not there (see :func:`usable`).
+    Each parameter, gradient, pair of moments and output is fp32, bf16 or fp16, contiguous, on one CUDA device, of as
+    many elements. ``step`` is the number of this update, from 1: an int, or fp32 CUDA tensors (one for all, or one
+    each), which are only read. Gradients are multiplied by ``grad_scale`` first; ``outs`` (None: no such) receive the
+    rounded parameters in the same pass. Where ``found_inf`` holds anything but 0 nothing changes. ``lr`` and
+    ``grad_scale`` may be CUDA tensors; nothing waits for the device. Raises ValueError for other tensors, RuntimeError
+    with CUDA's name of an error or where the kernel is not there (see :func:`usable`).
     """
     _run(
         FUSED_ADAM,
@@ -318,7 +336,8 @@ def lamb_step(
     found_inf: torch.Tensor | None = None,
     outs: Outputs | None = None,
 ) -> list[torch.Tensor]:
-    """One LAMB update in place (You et al. 2020) of every parameter; the trust ratios (0-dim fp32 on the device), 1 where nothing changed.
+    """One LAMB update in place (You et al. 2020) of every parameter; the trust ratios (0-dim fp32 on the device), 1
+    where nothing changed.
 
     The norms are added in a fixed order: equal tensors give equal bits. Tensors and errors as :func:`adam_step`.
     """

@@ -1,7 +1,7 @@
 """Optimizer updates over flat host memory by the native kernels: one pass over weights, gradient and moments.
 
-The kernels (csrc/cpu) know raw pointers only and are called through ctypes, which leaves the interpreter to other threads.
-Results do not depend on the number of threads, on how a range is cut, or on the machine's vector width.
+The kernels (csrc/cpu) know raw pointers only and are called through ctypes, which leaves the interpreter to other
+threads. Results do not depend on the number of threads, on how a range is cut, or on the machine's vector width.
 """
 
 import contextlib
@@ -52,7 +52,10 @@ def _threads(process: int, count: int) -> ThreadPoolExecutor:
 
 def usable(op: OpSpec, *tensors: torch.Tensor) -> bool:
     """Whether the kernel of ``op`` exists and fits: contiguous host tensors of fp32, bf16 or fp16."""
-    return all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in _CODES for t in tensors) and _kernel(op) is not None
+    return (
+        all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in _CODES for t in tensors)
+        and _kernel(op) is not None
+    )
 
 
 def _run(op: OpSpec, tensors: list[torch.Tensor], out: torch.Tensor | None, scalars: list[float]) -> None:
@@ -60,13 +63,20 @@ def _run(op: OpSpec, tensors: list[torch.Tensor], out: torch.Tensor | None, scal
     weights, grad, *moments = tensors
     count = weights.numel()
     for tensor in tensors if out is None else [*tensors, out]:
-        if tensor.numel() != count or not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.dtype not in _CODES:
+        if (
+            tensor.numel() != count
+            or not tensor.is_contiguous()
+            or tensor.device.type != "cpu"
+            or tensor.dtype not in _CODES
+        ):
             raise ValueError(
                 f"a host kernel takes contiguous host tensors of {count} elements in fp32, bf16 or fp16, not "
                 f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
             )
     if any(moment.dtype is not moments[0].dtype for moment in moments):
-        raise ValueError(f"a host kernel takes moments of one dtype, not {', '.join(str(moment.dtype) for moment in moments)}")
+        raise ValueError(
+            f"a host kernel takes moments of one dtype, not {', '.join(str(moment.dtype) for moment in moments)}"
+        )
     function = _kernel(op)
     if function is None:
         raise RuntimeError(f"the native kernel {op.name} could not be built here (the log says why); use {op.instead}")
@@ -114,9 +124,9 @@ def adam_step(
 ) -> None:
     """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019). ``step`` counts from 1.
 
-    ``master``, ``grad``, the moments (of one dtype) and ``out`` are fp32, bf16 or fp16 of as many elements, contiguous, on the host.
-    The gradient is multiplied by ``grad_scale`` first; the update is computed in fp32 and rounded once. ``out`` receives the weights
-    as well: in the same pass where ``master`` is fp32.
+    ``master``, ``grad``, the moments (of one dtype) and ``out`` are fp32, bf16 or fp16 of as many elements, contiguous,
+    on the host. The gradient is multiplied by ``grad_scale`` first; the update is computed in fp32 and rounded once.
+    ``out`` receives the weights as well: in the same pass where ``master`` is fp32.
     Raises ValueError for other tensors, RuntimeError where the kernel is not there (see :func:`usable`).
     """
     correct1, correct2 = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias_correction else (1.0, 1.0)
@@ -137,7 +147,9 @@ def adagrad_step(
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> None:
-    """One Adagrad update in place (Duchi et al. 2011); ``rate`` is the decayed learning rate. Tensors and errors as :func:`adam_step`."""
+    """One Adagrad update in place (Duchi et al. 2011); ``rate`` is the decayed learning rate. Tensors and errors as
+    :func:`adam_step`.
+    """
     scalars = [rate, eps, weight_decay, grad_scale]
     _run(CPU_ADAGRAD, [master, grad, total], out, scalars)
 

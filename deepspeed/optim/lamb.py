@@ -44,12 +44,24 @@ class Lamb(GroupStep, torch.optim.Optimizer):
         if amsgrad:
             raise RuntimeError(f"{name} does not support amsgrad; drop the flag")
         if max_grad_norm > 0:
-            raise OptimizerConfigError(f"{name}: max_grad_norm {max_grad_norm} is not applied here; set gradient_clipping in the config")
+            raise OptimizerConfigError(
+                f"{name}: max_grad_norm {max_grad_norm} is not applied here; set gradient_clipping in the config"
+            )
         check_ranges(name, betas=betas, lr=lr, eps=eps, weight_decay=weight_decay)
         if not 0 <= min_coeff <= max_coeff:
-            raise OptimizerConfigError(f"{name}: 0 <= min_coeff <= max_coeff is needed, not {min_coeff} and {max_coeff}")
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
-        super().__init__(params, defaults | {"weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff})
+            raise OptimizerConfigError(
+                f"{name}: 0 <= min_coeff <= max_coeff is needed, not {min_coeff} and {max_coeff}"
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+        }
+        super().__init__(
+            params, defaults | {"weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        )
 
     def get_lamb_coeffs(self) -> list[float]:
         """Trust ratios of the last step, one per updated parameter in group order; empty before the first step."""
@@ -57,7 +69,9 @@ class Lamb(GroupStep, torch.optim.Optimizer):
         return [float(ratios[p]) for group in self.param_groups for p in group["params"] if p in ratios]
 
     def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
-        ratios = self._cuda_group(params, grads, group) or [self._update(p, g, group) for p, g in zip(params, grads, strict=True)]
+        ratios = self._cuda_group(params, grads, group) or [
+            self._update(p, g, group) for p, g in zip(params, grads, strict=True)
+        ]
         vars(self).setdefault("_ratios", {}).update(zip(params, ratios, strict=True))
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
@@ -68,18 +82,35 @@ class Lamb(GroupStep, torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(param)
         return state
 
-    def _cuda_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> list[torch.Tensor]:
-        """The trust ratios of an update with the CUDA kernel; none, before anything is changed, where that does not fit."""
+    def _cuda_group(
+        self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """The trust ratios of an update with the CUDA kernel; none, before anything is changed, where that does not
+        fit.
+        """
         states = [self._state_of(p) for p in params]
         steps, firsts, seconds = ([s[name] for s in states] for name in ("step", "exp_avg", "exp_avg_sq"))
-        if not params or not cuda.on_cuda(params[0]) or not cuda.usable(FUSED_LAMB, itertools.chain(params, grads, firsts, seconds)):
+        if (
+            not params
+            or not cuda.on_cuda(params[0])
+            or not cuda.usable(FUSED_LAMB, itertools.chain(params, grads, firsts, seconds))
+        ):
             return []
         number = int(steps[0]) + 1
         if any(int(step) + 1 != number for step in steps):  # a parameter that joined later counts for itself
             return []
         for step in steps:
             step.add_(1)
-        settings = ("lr", "betas", "eps", "weight_decay", "min_coeff", "max_coeff", "eps_inside_sqrt", "bias_correction")
+        settings = (
+            "lr",
+            "betas",
+            "eps",
+            "weight_decay",
+            "min_coeff",
+            "max_coeff",
+            "eps_inside_sqrt",
+            "bias_correction",
+        )
         numbers, outs = {name: group[name] for name in settings}, self._outputs_of(params)
         return cuda.lamb_step(params, grads, firsts, seconds, step=number, **numbers, outs=outs)
 
@@ -99,7 +130,9 @@ class Lamb(GroupStep, torch.optim.Optimizer):
         weight_norm, update_norm = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
         # torch.where keeps the decision on the device; reading the norms here would stall it once per parameter
         ratio = torch.where(
-            (weight_norm > 0) & (update_norm > 0), (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"]), 1.0
+            (weight_norm > 0) & (update_norm > 0),
+            (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"]),
+            1.0,
         )
         param.sub_(update.mul_(ratio), alpha=group["lr"])
         return ratio

@@ -52,7 +52,9 @@ class Lion(GroupStep, torch.optim.Optimizer):
         moment, (beta1, beta2), lr = state["exp_avg"], group["betas"], group["lr"]
         if host.usable(CPU_LION, param, grad, moment):
             out = self._output_of(param)
-            host.lion_step(param, grad, moment, lr=float(lr), betas=group["betas"], weight_decay=group["weight_decay"], out=out)
+            host.lion_step(
+                param, grad, moment, lr=float(lr), betas=group["betas"], weight_decay=group["weight_decay"], out=out
+            )
             return
         grad = grad.to(moment.dtype)
         blend = torch.lerp(moment, grad, 1 - beta1)

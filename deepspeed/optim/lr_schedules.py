@@ -35,7 +35,9 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while inner is not None and not isinstance(inner, torch.optim.Optimizer):
         inner = getattr(inner, "optimizer", None)
     if inner is None:
-        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer and has none in its attribute 'optimizer'")
+        raise TypeError(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer and has none in its attribute 'optimizer'"
+        )
     return inner
 
 
@@ -64,7 +66,9 @@ def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer:
             )
     missing = [key for key, p in accepted.items() if p.default is p.empty and key not in settings]
     if missing:
-        raise OptimizerConfigError(f'scheduler "{type_name}" needs scheduler.params.{missing[0]}; all missing keys: {", ".join(missing)}')
+        raise OptimizerConfigError(
+            f'scheduler "{type_name}" needs scheduler.params.{missing[0]}; all missing keys: {", ".join(missing)}'
+        )
     try:
         return cls(base, **settings)
     except TypeError as error:
@@ -76,7 +80,11 @@ def _schedule_class(type_name: str) -> Any:
     if type_name in native:
         return native[type_name]
     base = torch.optim.lr_scheduler.LRScheduler
-    theirs = {n: c for n, c in vars(torch.optim.lr_scheduler).items() if isinstance(c, type) and issubclass(c, base) and n[0] != "_"}
+    theirs = {
+        n: c
+        for n, c in vars(torch.optim.lr_scheduler).items()
+        if isinstance(c, type) and issubclass(c, base) and n[0] != "_"
+    }
     theirs.pop("LRScheduler")
     if type_name in theirs:
         return theirs[type_name]
@@ -123,7 +131,9 @@ class Schedule(ABC):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or jump to the given one, and write its rates."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
         self._write(self.last_batch_iteration)
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +141,9 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        """Restore the counter and write its rates, so that the next update is right even where only the schedule is loaded."""
+        """Restore the counter and write its rates, so that the next update is right even where only the schedule is
+        loaded.
+        """
         self.last_batch_iteration = sd["last_batch_iteration"]
         if self.last_batch_iteration >= 0:
             self._write(self.last_batch_iteration)
@@ -142,7 +154,9 @@ class Schedule(ABC):
         count = len(self.optimizer.param_groups)
         values = [value] * count if isinstance(value, int | float) else list(value)
         if len(values) != count:
-            raise ValueError(f"{type(self).__name__}: {name} has {len(values)} entries, the optimizer has {count} parameter groups")
+            raise ValueError(
+                f"{type(self).__name__}: {name} has {len(values)} entries, the optimizer has {count} parameter groups"
+            )
         return values
 
 
@@ -154,7 +168,8 @@ def _whole_number(owner: str, name: str, value: float) -> int:
 
 
 class LRRangeTest(Schedule):
-    """``lr = min_lr * (1 + step_rate * x)`` with ``x = (i + 1) / step_size``, floored when ``staircase`` (Smith 2017, 2018).
+    """``lr = min_lr * (1 + step_rate * x)`` with ``x = (i + 1) / step_size``, floored when ``staircase`` (Smith 2017,
+    2018).
 
     Raises:
         ValueError: ``lr_range_test_step_size`` is not a positive whole number.
@@ -185,7 +200,8 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """The rate climbs and falls once, momentum the other way round, then both decay (Smith 2018, "A disciplined approach").
+    """The rate climbs and falls once, momentum the other way round, then both decay (Smith 2018, "A disciplined
+    approach").
 
     With stair counts the climb and the fall go in that many steps. Momentum means ``betas[0]`` of each group; it is
     left alone, with a warning, when the optimizer has no ``betas``.
@@ -235,7 +251,8 @@ class OneCycle(Schedule):
     def _start(self) -> None:
         super()._start()
         if self.last_batch_iteration == -1:
-            # the first update uses the low momentum, although the formula begins at the high one; existing runs depend on it
+            # the first update uses the low momentum, although the formula begins at the high one; existing runs depend
+            # on it
             self._write_momentum(self.min_moms)
 
     def _write(self, iteration: int) -> None:
@@ -301,11 +318,14 @@ class _Warmup:
     def __call__(self, iteration: int) -> float:
         if iteration >= self.steps:
             return 1.0
-        return math.log(iteration + 1) / math.log(self.steps) if self.kind == WARMUP_LOG_RATE else iteration / self.steps
+        return (
+            math.log(iteration + 1) / math.log(self.steps) if self.kind == WARMUP_LOG_RATE else iteration / self.steps
+        )
 
 
 class WarmupLR(Schedule):
-    """``lr = min_lr + (max_lr - min_lr) * g(i)``: warm up, then constant. ``warmup_max_lr`` None means each group's own rate.
+    """``lr = min_lr + (max_lr - min_lr) * g(i)``: warm up, then constant. ``warmup_max_lr`` None means each group's own
+    rate.
 
     Raises:
         ValueError: ``warmup_num_steps`` negative or no whole number (0 counts as 1, with a warning).
@@ -335,7 +355,9 @@ class WarmupLR(Schedule):
     def get_lr(self) -> list[float]:
         """The rate of each group at the present iteration."""
         if self.last_batch_iteration < 0:
-            logger.warning("%s: asked for the learning rate before the first step(); it is the minimum", type(self).__name__)
+            logger.warning(
+                "%s: asked for the learning rate before the first step(); it is the minimum", type(self).__name__
+            )
         return super().get_lr()
 
     def _gamma(self, iteration: int) -> float:
@@ -373,9 +395,11 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Each group's own rate times a ratio: ``min_ratio + (1 - min_ratio) * g(i)``, then a half cosine down to ``cos_min_ratio``.
+    """Each group's own rate times a ratio: ``min_ratio + (1 - min_ratio) * g(i)``, then a half cosine down to
+    ``cos_min_ratio``.
 
-    ``p = min(1, (i - W + 1) / max(1, T - W))``; ``ratio = cos_min + (1 - cos_min) * (1 + cos(pi * p)) / 2``; 0 for i < 0.
+    ``p = min(1, (i - W + 1) / max(1, T - W))``; ``ratio = cos_min + (1 - cos_min) * (1 + cos(pi * p)) / 2``; 0 for i <
+    0.
 
     Raises:
         ValueError: as ``WarmupLR``.
@@ -463,11 +487,15 @@ def _bool(text: str) -> bool:
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--lr_schedule`` and the settings of every native schedule; returns the parser."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
-    group.add_argument("--lr_schedule", type=str, default=None, help=f"learning-rate schedule: {', '.join(VALID_LR_SCHEDULES)}")
+    group.add_argument(
+        "--lr_schedule", type=str, default=None, help=f"learning-rate schedule: {', '.join(VALID_LR_SCHEDULES)}"
+    )
     for schedule, keys in _CLI_KEYS.items():
         for key, default in keys.items():
             if key == "cycle_momentum":
-                group.add_argument("--cycle_momentum", default=False, action="store_true", help="OneCycle: cycle momentum too")
+                group.add_argument(
+                    "--cycle_momentum", default=False, action="store_true", help="OneCycle: cycle momentum too"
+                )
                 continue
             kind: Any = _bool if isinstance(default, bool) else type(default)
             group.add_argument(f"--{key}", type=kind, default=default, help=f"{schedule}: {key}")
@@ -489,7 +517,9 @@ def _keys_of(schedule: str) -> list[str]:
 
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Write every setting that ``args`` carries, for any schedule, over ``params``; unset, zero and negative values are skipped."""
+    """Write every setting that ``args`` carries, for any schedule, over ``params``; unset, zero and negative values are
+    skipped.
+    """
     _override(args, params, [*dict.fromkeys(key for schedule in VALID_LR_SCHEDULES for key in _keys_of(schedule))])
 
 
@@ -513,7 +543,9 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """``(rate, "")``: where the schedule starts (LRRangeTest) or its highest rate; ``(None, reason)`` when it states none."""
+    """``(rate, "")``: where the schedule starts (LRRangeTest) or its highest rate; ``(None, reason)`` when it states
+    none.
+    """
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

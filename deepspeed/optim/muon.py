@@ -17,7 +17,9 @@ _NOT_MATRICES = ("embed", "lm_head")
 
 
 def is_muon_parameter(name: str, param: torch.Tensor) -> bool:
-    """Whether Muon updates this parameter: two or more dimensions, and neither an embedding nor the output head by name."""
+    """Whether Muon updates this parameter: two or more dimensions, and neither an embedding nor the output head by
+    name.
+    """
     return param.ndim >= 2 and not any(part in name for part in _NOT_MATRICES)
 
 
@@ -55,7 +57,8 @@ def orthogonalize(matrix: torch.Tensor, method: str = "gram") -> torch.Tensor:
 
     Args:
         matrix: (..., rows, cols); leading dimensions are a batch.
-        method: ``standard`` iterates in bf16, ``gram`` in fp16; both in fp32 on the CPU, where half-precision matrix products are slow.
+        method: ``standard`` iterates in bf16, ``gram`` in fp16; both in fp32 on the CPU, where half-precision matrix
+        products are slow.
 
     Returns:
         Same shape and dtype; singular values lie around 1 (roughly 0.7 to 1.2).
@@ -64,7 +67,9 @@ def orthogonalize(matrix: torch.Tensor, method: str = "gram") -> torch.Tensor:
     wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
     # normalise in fp32: the square of a small fp16 number is zero
     x = wide.float()
-    x = (x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)).to(torch.float32 if x.device.type == "cpu" else half)
+    x = (x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)).to(
+        torch.float32 if x.device.type == "cpu" else half
+    )
     x = (_iterate_standard if method == "standard" else _iterate_gram)(x).to(matrix.dtype)
     return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
 
@@ -160,7 +165,8 @@ class MuonWithAuxAdam(GroupStep, torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param)
         buffer, mu = state["momentum_buffer"], group["momentum"]
-        # decided on the device: a non-finite gradient leaves the momentum as it was and shows in the weights, as with any optimizer
+        # decided on the device: a non-finite gradient leaves the momentum as it was and shows in the weights, as with
+        # any optimizer
         finite = torch.isfinite(grad).all()
         buffer.copy_(torch.where(finite, torch.lerp(buffer, grad, 1 - mu), buffer))
         update = torch.where(finite, torch.lerp(grad, buffer, mu), grad)

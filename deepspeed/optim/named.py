@@ -1,4 +1,6 @@
-"""The optimizer classes that clients import by name: on native kernels in host memory and on CUDA, on torch's elsewhere."""
+"""The optimizer classes that clients import by name: on native kernels in host memory and on CUDA, on torch's
+elsewhere.
+"""
 
 from typing import Any
 
@@ -31,13 +33,20 @@ class FusedAdam(_SetGradNone, AdamBase):
         amsgrad: bool = False,  # noqa: FBT001, FBT002
         set_grad_none: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
-        same: dict[str, Any] = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        same: dict[str, Any] = {
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
         super().__init__(params, lr, amsgrad=amsgrad, **same, decoupled=bool(adam_w_mode))
         self.defaults["set_grad_none"] = set_grad_none
 
 
 class DeepSpeedCPUAdam(AdamBase):
-    """Adam or AdamW on host tensors (signature of ``deepspeed.ops.adam.DeepSpeedCPUAdam``); moments in fp32 unless told otherwise."""
+    """Adam or AdamW on host tensors (signature of ``deepspeed.ops.adam.DeepSpeedCPUAdam``); moments in fp32 unless told
+    otherwise.
+    """
 
     host_only = True
 
@@ -53,12 +62,21 @@ class DeepSpeedCPUAdam(AdamBase):
         adamw_mode: bool = True,  # noqa: FBT001, FBT002
         fp32_optimizer_states: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
-        same: dict[str, Any] = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(model_params, lr, amsgrad=amsgrad, **same, decoupled=bool(adamw_mode), fp32_states=fp32_optimizer_states)
+        same: dict[str, Any] = {
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(
+            model_params, lr, amsgrad=amsgrad, **same, decoupled=bool(adamw_mode), fp32_states=fp32_optimizer_states
+        )
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
-    """Adagrad on host tensors (signature of ``deepspeed.ops.adagrad.DeepSpeedCPUAdagrad``); ``adamw_mode`` is accepted and unused."""
+    """Adagrad on host tensors (signature of ``deepspeed.ops.adagrad.DeepSpeedCPUAdagrad``); ``adamw_mode`` is accepted
+    and unused.
+    """
 
     host_only = True
 
@@ -95,7 +113,9 @@ class FusedLion(_SetGradNone, Lion):
 
 
 class DeepSpeedCPULion(Lion):
-    """Lion on host tensors (signature of ``deepspeed.ops.lion.DeepSpeedCPULion``); ``adamw_mode`` is accepted and means nothing."""
+    """Lion on host tensors (signature of ``deepspeed.ops.lion.DeepSpeedCPULion``); ``adamw_mode`` is accepted and means
+    nothing.
+    """
 
     host_only = True
 

@@ -13,7 +13,14 @@ from deepspeed.observe.log import logger
 from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.adam import can_fuse
 from deepspeed.optim.muon import MuonWithAuxAdam
-from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
+from deepspeed.optim.named import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 
 KNOWN_NAMES = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
 """Names matched without regard to case; every other name is an exact class name of ``torch.optim``."""
@@ -22,7 +29,19 @@ _REMOVED_NAMES = ("onebitadam", "onebitlamb", "zerooneadam")
 _MUP_CLASSES = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 _TORCH_ADAM_KEYS = ("fused", "maximize", "capturable", "differentiable")
 _NOT_SHARDABLE = ("SparseAdam", "LBFGS")
-_ELEMENTWISE_TORCH = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+_ELEMENTWISE_TORCH = (
+    "Adam",
+    "AdamW",
+    "SGD",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+)
 _ELEMENTWISE_FOREIGN = frozenset({"apex.optimizers.fused_adam.FusedAdam", "apex.optimizers.fused_sgd.FusedSGD"})
 
 
@@ -71,7 +90,11 @@ def granularity(optimizer: torch.optim.Optimizer) -> Literal["element", "paramet
         if isinstance(optimizer, getattr(torch.optim, name)):
             raise OptimizerConfigError(
                 f"{cls.__name__} cannot be used here: its update needs "
-                + ("sparse gradients, which the gradient reduction does not produce" if name == "SparseAdam" else "several losses per step")
+                + (
+                    "sparse gradients, which the gradient reduction does not produce"
+                    if name == "SparseAdam"
+                    else "several losses per step"
+                )
                 + "; use an element-wise optimizer such as AdamW, or train without this package"
             )
     declared = getattr(cls, "elementwise", None)
@@ -98,9 +121,13 @@ def check_numbers(where: str, settings: Mapping[str, Any]) -> None:
             if not isinstance(item, str):
                 continue
             if item == "auto":
-                raise OptimizerConfigError(f'{where}.{key} is "auto", and nothing filled it in; write a value or remove the key')
+                raise OptimizerConfigError(
+                    f'{where}.{key} is "auto", and nothing filled it in; write a value or remove the key'
+                )
             if _is_number(item):
-                raise OptimizerConfigError(f'{where}.{key} is the text "{item}"; write the number without quotes: {float(item)}')
+                raise OptimizerConfigError(
+                    f'{where}.{key} is the text "{item}"; write the number without quotes: {float(item)}'
+                )
 
 
 def nearest_hint(name: str, candidates: Iterable[str]) -> str:
@@ -122,7 +149,8 @@ def _clean_settings(type_name: str, params_cfg: Mapping[str, Any]) -> dict[str, 
     settings = dict(params_cfg)
     if "max_grad_norm" in settings:
         raise OptimizerConfigError(
-            f'optimizer.params.max_grad_norm of "{type_name}" is not used; set the top-level key "gradient_clipping" instead'
+            f'optimizer.params.max_grad_norm of "{type_name}" is not used; set the top-level key '
+            '"gradient_clipping" instead'
         )
     check_numbers("optimizer.params", settings)
     if isinstance(settings.get("betas"), list):
@@ -139,10 +167,14 @@ def _clean_parameters(type_name: str, parameters: Iterable[Any]) -> list[Any]:
             tensor = item[1] if isinstance(item, tuple) else item
             if id(tensor) in seen:
                 label = f'"{item[0]}"' if isinstance(item, tuple) else f"of shape {tuple(tensor.shape)}"
-                raise OptimizerConfigError(f'optimizer "{type_name}": the parameter {label} is listed twice; list every parameter once')
+                raise OptimizerConfigError(
+                    f'optimizer "{type_name}": the parameter {label} is listed twice; list every parameter once'
+                )
             seen.add(id(tensor))
     if not groups:
-        raise OptimizerConfigError(f'optimizer "{type_name}" got no parameters; pass a model with requires_grad parameters')
+        raise OptimizerConfigError(
+            f'optimizer "{type_name}" got no parameters; pass a model with requires_grad parameters'
+        )
     return groups
 
 
@@ -164,7 +196,11 @@ def _choose_adam(
     # plain "Adam" decays decoupled too unless told otherwise; that is what existing configs rely on
     adam_w_mode = settings.pop("adam_w_mode", True)
     decoupled = name == "adamw" or adam_w_mode
-    needs_torch = bool(settings.get("amsgrad")) or settings.get("foreach") is not None or any(k in settings for k in _TORCH_ADAM_KEYS)
+    needs_torch = (
+        bool(settings.get("amsgrad"))
+        or settings.get("foreach") is not None
+        or any(k in settings for k in _TORCH_ADAM_KEYS)
+    )
     if not torch_adam and not needs_torch:
         settings.pop("foreach", None)
         if offload:
@@ -199,8 +235,13 @@ def _mup_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     try:
         mup = importlib.import_module("mup")
     except ImportError as error:
-        raise ImportError(f'optimizer.type "{_MUP_CLASSES[name]}" needs the package "mup"; install it with: pip install mup') from error
-    logger.warning("%s scales learning rates by parameter shape; check that the schedule does not overwrite them", _MUP_CLASSES[name])
+        raise ImportError(
+            f'optimizer.type "{_MUP_CLASSES[name]}" needs the package "mup"; install it with: pip install mup'
+        ) from error
+    logger.warning(
+        "%s scales learning rates by parameter shape; check that the schedule does not overwrite them",
+        _MUP_CLASSES[name],
+    )
     cls: Callable[..., torch.optim.Optimizer] = getattr(mup, _MUP_CLASSES[name])
     return cls
 
@@ -214,11 +255,14 @@ def _torch_class(type_name: str) -> Callable[..., torch.optim.Optimizer]:
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer:
         return cls
     torch_names = [
-        n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and n != "Optimizer"
+        n
+        for n, c in vars(torch.optim).items()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer) and n != "Optimizer"
     ]
     hint = nearest_hint(type_name, [*torch_names, "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD"])
     raise OptimizerConfigError(
-        f'optimizer.type "{type_name}" is unknown{hint}. Known: {", ".join(KNOWN_NAMES)}, or a class of torch.optim by its exact name'
+        f'optimizer.type "{type_name}" is unknown{hint}. Known: {", ".join(KNOWN_NAMES)}, or a class of '
+        "torch.optim by its exact name"
     )
 
 

@@ -8,4 +8,6 @@ PipelineModule = pending_class("deepspeed.pipe.PipelineModule", _INSTEAD)
 LayerSpec = pending_class("deepspeed.pipe.LayerSpec", _INSTEAD)
 TiedLayerSpec = pending_class("deepspeed.pipe.TiedLayerSpec", _INSTEAD)
 PipelineEngine = pending_class("deepspeed.pipe.PipelineEngine", _INSTEAD)
-PipelineError = type("PipelineError", (Exception,), {"__doc__": "A pipeline engine was used in a way it does not support."})
+PipelineError = type(
+    "PipelineError", (Exception,), {"__doc__": "A pipeline engine was used in a way it does not support."}
+)

@@ -1,4 +1,6 @@
-"""Classes that clients compare an optimizer against. Precision is handled by one mechanism here, so nothing is an instance."""
+"""Classes that clients compare an optimizer against. Precision is handled by one mechanism here, so nothing is an
+instance.
+"""
 
 from deepspeed.pending import pending_class
 

@@ -19,7 +19,9 @@ VERDICT = "missing or doubtful"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="ds_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hide_operator_status", action="store_true", help="leave the operators out")
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help=f"leave the part '{VERDICT}' out")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -49,7 +51,9 @@ def _wrapped(head: str, text: str) -> list[str]:
 
 
 def as_text(sections: Sequence[Section], *, verdict: bool = True) -> str:
-    """The report as lines of at most 110 columns: a title, then aligned rows, per section; last the doubts, where wanted."""
+    """The report as lines of at most 110 columns: a title, then aligned rows, per section; last the doubts, where
+    wanted.
+    """
     column = min(34, max((len(row.name) for section in sections for row in section.rows), default=0))
     lines: list[str] = []
     for section in sections:

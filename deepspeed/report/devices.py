@@ -44,14 +44,26 @@ def device_rows(torch: ModuleType) -> list[Row]:
 
 def _why_none(torch: ModuleType, reasons: list[str]) -> str:
     """Why a machine that has a device, or a torch that was built for one, runs on the CPU; empty when both agree."""
-    built = next((f"{name.upper()} {value}" for name in ("cuda", "hip") if (value := getattr(torch.version, name, None))), None)
+    built = next(
+        (f"{name.upper()} {value}" for name in ("cuda", "hip") if (value := getattr(torch.version, name, None))), None
+    )
     if built is not None:
-        hidden = [f"{name}={os.environ[name]!r}" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in os.environ]
-        why = "; ".join([*reasons, *hidden]) or "the driver is missing, older than torch's, or not passed into the container"
+        hidden = [
+            f"{name}={os.environ[name]!r}"
+            for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+            if name in os.environ
+        ]
+        why = (
+            "; ".join([*reasons, *hidden])
+            or "the driver is missing, older than torch's, or not passed into the container"
+        )
         return f"torch is built for {built} but can use no device: {why}. Training will be slow on the CPU."
     seen = [name for pattern, name in _DEVICE_FILES.items() if glob.glob(pattern)]
     if seen:
-        return f"This machine has a device ({', '.join(seen)}) but torch is a CPU build; install a torch that is built for it."
+        return (
+            f"This machine has a device ({', '.join(seen)}) but torch is a CPU build; install a torch that is "
+            "built for it."
+        )
     return ""
 
 
@@ -68,7 +80,9 @@ def backends_row() -> Row:
     from deepspeed.comm.backends import available_backends  # noqa: PLC0415 - imports torch, which may fail
 
     names = [name for name, there in available_backends().items() if there]
-    doubt = "" if names else "This torch has no torch.distributed: only one process can train; install a build that has it."
+    doubt = (
+        "" if names else "This torch has no torch.distributed: only one process can train; install a build that has it."
+    )
     return Row("backends", " ".join(names) or "none", doubt)
 
 

@@ -1,4 +1,6 @@
-"""The machine: processor, cores, memory and limits, read from the system's files (``root`` is another tree in tests)."""
+"""The machine: processor, cores, memory and limits, read from the system's files (``root`` is another tree in
+tests).
+"""
 
 import math
 import os
@@ -39,7 +41,9 @@ def _cpuinfo(root: Path) -> dict[str, list[str]]:
 
 
 def _processor(root: Path) -> tuple[str, list[str]]:
-    """Model and instruction set flags. The py-cpuinfo package takes a second, so it is asked only where /proc has no answer."""
+    """Model and instruction set flags. The py-cpuinfo package takes a second, so it is asked only where /proc has no
+    answer.
+    """
     fields = _cpuinfo(root) if (root / "proc/cpuinfo").exists() else {}
     flags = [*fields.get("flags", []), *fields.get("Features", [])][:1]
     if "model name" in fields and flags:
@@ -58,7 +62,10 @@ def cpu_rows(root: Path = ROOT) -> list[Row]:
     vector = [flag for flag in ISA if flag in flags]
     x86 = platform.machine() in ("x86_64", "AMD64") or "sse2" in flags
     slow = "Optimizer steps on host memory run several times slower without AVX2; use another machine for offloading."
-    return [Row("CPU", model), Row("vector instructions", " ".join(vector) or "none known", slow if x86 and "avx2" not in flags else "")]
+    return [
+        Row("CPU", model),
+        Row("vector instructions", " ".join(vector) or "none known", slow if x86 and "avx2" not in flags else ""),
+    ]
 
 
 def socket_row(root: Path = ROOT) -> Row:
@@ -83,7 +90,8 @@ def cores_row(root: Path = ROOT) -> Row:
     limit = "" if quota is None else f", time for {quota:g} (control group)"
     few = (quota is not None and quota < mine) or mine < whole
     doubt = (
-        "Ranks and data workers share only these cores: start no more threads than that (OMP_NUM_THREADS), or ask the scheduler for more."
+        "Ranks and data workers share only these cores: start no more threads than that (OMP_NUM_THREADS), or "
+        "ask the scheduler for more."
         if few
         else ""
     )
@@ -98,7 +106,11 @@ def memory_rows(root: Path = ROOT) -> list[Row]:
     rows = [Row("memory", f"{size(total)}, available {size(hostmem.host_available_bytes())}")]
     if (root / "proc/self/cgroup").exists():
         limit = min((group.limit for group in cgroups.memory_groups(root)), default=math.inf)
-        doubt = "The process is killed beyond this, whatever the machine has; count offloaded states against it." if limit < total else ""
+        doubt = (
+            "The process is killed beyond this, whatever the machine has; count offloaded states against it."
+            if limit < total
+            else ""
+        )
         rows.append(Row("memory limit (control group)", "none" if limit == math.inf else size(limit), doubt))
     return rows
 
@@ -133,7 +145,8 @@ def limits_of(memlock: int, files: int) -> list[Row]:
     """The rows for a ``memlock`` limit in bytes and a limit on open files; -1: unlimited."""
     low, few = 0 <= memlock < LEAST_MEMLOCK, 0 <= files < LEAST_FILES
     locked = (
-        "Page-locked buffers of RDMA networks and of asynchronous file IO fail beyond it; raise it (ulimit -l unlimited, docker --ulimit)."
+        "Page-locked buffers of RDMA networks and of asynchronous file IO fail beyond it; raise it (ulimit -l "
+        "unlimited, docker --ulimit)."
     )
     opened = "Many ranks, data workers and checkpoint shards need more open files; raise it with ulimit -n 65536."
     return [

@@ -61,7 +61,10 @@ def range_doubt(name: str, version: str) -> str:
     if first and numbers(version) < numbers(first):
         return f"{name} {version} is too old: at least {first} is needed; upgrade it."
     if beyond and numbers(version) >= numbers(beyond):
-        return f"{name} {version} is untried: versions below {beyond} are tested; if something fails, try one of those first."
+        return (
+            f"{name} {version} is untried: versions below {beyond} are tested; if something fails, try one of "
+            "those first."
+        )
     return ""
 
 
@@ -77,7 +80,8 @@ def package_row() -> Row:
     doubt = ""
     if installed.version != __version__:
         doubt = (
-            f"Python imports {__version__} from {folder}, but the installed distribution is {installed.version}: two installations "
+            f"Python imports {__version__} from {folder}, but the installed distribution is "
+            f"{installed.version}: two installations "
             "or a stale one; uninstall deepspeed until none is left, then install once."
         )
     return Row("deepspeed", f"{__version__}, {how}, {folder}", doubt)
@@ -104,11 +108,18 @@ def torch_rows(torch: ModuleType | None, reason: str) -> list[Row]:
     except importlib.metadata.PackageNotFoundError:
         version = getattr(torch, "__version__", "not installed")
     if torch is None:
-        doubt = f"Nothing works without torch, and importing it fails ({reason}); reinstall a build that fits this machine and driver."
+        doubt = (
+            f"Nothing works without torch, and importing it fails ({reason}); reinstall a build that fits this "
+            "machine and driver."
+        )
         return [Row("torch", f"{version}, cannot be imported: {reason}", doubt)]
     versions = getattr(torch, "version", None)
     built = [f"{name} {value}" for name in ("cuda", "hip", "xpu") if (value := getattr(versions, name, None))]
-    row = Row("torch", f"{torch.__version__}, {Path(str(torch.__file__)).parent}", range_doubt("torch", str(torch.__version__)))
+    row = Row(
+        "torch",
+        f"{torch.__version__}, {Path(str(torch.__file__)).parent}",
+        range_doubt("torch", str(torch.__version__)),
+    )
     return [row, Row("torch built for", ", ".join(built) or "the CPU")]
 
 
@@ -124,7 +135,10 @@ def dependency_row(name: str) -> Row:
 def versions_section(torch: ModuleType | None, reason: str) -> Section:
     """This package and what it stands on."""
     others = [(name, partial(dependency_row, name)) for name in REQUIRED if name != "torch"]
-    return gather("versions", [("deepspeed", package_row), ("Python", python_row), ("torch", partial(torch_rows, torch, reason)), *others])
+    return gather(
+        "versions",
+        [("deepspeed", package_row), ("Python", python_row), ("torch", partial(torch_rows, torch, reason)), *others],
+    )
 
 
 def operators_section() -> Section:
@@ -170,18 +184,26 @@ def compiler_row() -> Row:
     wanted = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     path = shutil.which(wanted[0]) or shutil.which("g++") or shutil.which("clang++")
     if path is None:
-        return Row("C++ compiler", "none", "torch.compile and native kernels need one; install g++ (10 or newer) or set CXX.")
+        return Row(
+            "C++ compiler", "none", "torch.compile and native kernels need one; install g++ (10 or newer) or set CXX."
+        )
     return Row("C++ compiler", f"{_says([path, '--version'], r'^(.+)')}, {path}")
 
 
 def ninja_row() -> Row:
     """The build tool, from the PATH or from its Python package."""
     path = find_ninja()
-    return Row("ninja", path or "none", "" if path else "Sources are compiled one after the other; install the Python package ninja.")
+    return Row(
+        "ninja",
+        path or "none",
+        "" if path else "Sources are compiled one after the other; install the Python package ninja.",
+    )
 
 
 def cuda_rows(built_for: str | None) -> list[Row]:
-    """nvcc and CUDA_HOME; ``built_for`` is the CUDA version of torch, None for other builds, where neither is needed."""
+    """nvcc and CUDA_HOME; ``built_for`` is the CUDA version of torch, None for other builds, where neither is
+    needed.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc") or (shutil.which(os.path.join(home, "bin", "nvcc")) if home else None)
     rows = [Row("CUDA_HOME", home or "not set")]
@@ -190,11 +212,16 @@ def cuda_rows(built_for: str | None) -> list[Row]:
     version = _says([nvcc, "--version"], r"release ([\d.]+)")
     doubt = ""
     if built_for and numbers(version)[0] != numbers(built_for)[0]:
-        doubt = f"nvcc {version} does not fit torch, built for CUDA {built_for}: CUDA kernels will not build; set CUDA_HOME to {built_for}."
+        doubt = (
+            f"nvcc {version} does not fit torch, built for CUDA {built_for}: CUDA kernels will not build; set "
+            f"CUDA_HOME to {built_for}."
+        )
     return [*rows, Row("nvcc", f"{version}, {nvcc}", doubt)]
 
 
 def tools_section(torch: ModuleType | None) -> Section:
     """Compiler and build tools."""
     built_for = getattr(getattr(torch, "version", None), "cuda", None)
-    return gather("build tools", [("C++ compiler", compiler_row), ("ninja", ninja_row), ("nvcc", lambda: cuda_rows(built_for))])
+    return gather(
+        "build tools", [("C++ compiler", compiler_row), ("ninja", ninja_row), ("nvcc", lambda: cuda_rows(built_for))]
+    )

@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from deepspeed.report.rows import Row, Section, gather
 
 _PREFIXES = (
-    "DS_ DEEPSPEED_ NCCL_ TORCH_NCCL_ GLOO_ TORCHELASTIC_ OMP_ KMP_ PYTORCH_ MASTER_ CROSS_ OMPI_COMM_WORLD_ MV2_COMM_WORLD_ MPI_LOCAL"
+    "DS_ DEEPSPEED_ NCCL_ TORCH_NCCL_ GLOO_ TORCHELASTIC_ OMP_ KMP_ PYTORCH_ MASTER_ CROSS_ OMPI_COMM_WORLD_ "
+    "MV2_COMM_WORLD_ MPI_LOCAL"
 )
 _PREFIXES += " PMI_ PALS_ UCX_ FI_ MALLOC_ SM_HOSTS AZ_BATCH SLURM_STEP SLURM_JOB_"
-_NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK MKL_NUM_THREADS CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER"
-_NAMES += " CUDA_LAUNCH_BLOCKING CUDA_HOME HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK ASCEND_RT_VISIBLE_DEVICES CXX"
-_NAMES += " SLURM_PROCID SLURM_LOCALID PMIX_RANK PMIX_NAMESPACE AZUREML_EXPERIMENT_ID GLIBC_TUNABLES LD_PRELOAD TORCH_DISTRIBUTED_DEBUG"
+_NAMES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK MKL_NUM_THREADS CUDA_VISIBLE_DEVICES "
+    "CUDA_DEVICE_ORDER"
+)
+_NAMES += (
+    " CUDA_LAUNCH_BLOCKING CUDA_HOME HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK "
+    "ASCEND_RT_VISIBLE_DEVICES CXX"
+)
+_NAMES += (
+    " SLURM_PROCID SLURM_LOCALID PMIX_RANK PMIX_NAMESPACE AZUREML_EXPERIMENT_ID GLIBC_TUNABLES LD_PRELOAD "
+    "TORCH_DISTRIBUTED_DEBUG"
+)
 PREFIXES, NAMES = tuple(_PREFIXES.split()), frozenset(_NAMES.split())
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _LOGIN = re.compile(r"(\w://)[^/@\s]+@")
@@ -33,7 +43,8 @@ def threads_row(env: Mapping[str, str]) -> Row:
     if env.get("OMP_NUM_THREADS"):
         return Row("OMP_NUM_THREADS", env["OMP_NUM_THREADS"])
     doubt = (
-        "Without it every rank starts as many threads as there are cores, and ranks on one machine slow each other down; the deepspeed "
+        "Without it every rank starts as many threads as there are cores, and ranks on one machine slow each "
+        "other down; the deepspeed "
         "launcher and torchrun set it, but with srun, mpirun or plain python set it to cores / ranks."
     )
     return Row("OMP_NUM_THREADS", "not set", doubt)

@@ -1,5 +1,23 @@
 """Import paths of the training runtime that clients use; nothing is defined here."""
 
-from deepspeed.runtime import activation_checkpointing, base_optimizer, config, dataloader, engine, lr_schedules, utils, zero
+from deepspeed.runtime import (
+    activation_checkpointing,
+    base_optimizer,
+    config,
+    dataloader,
+    engine,
+    lr_schedules,
+    utils,
+    zero,
+)
 
-__all__ = ["activation_checkpointing", "base_optimizer", "config", "dataloader", "engine", "lr_schedules", "utils", "zero"]
+__all__ = [
+    "activation_checkpointing",
+    "base_optimizer",
+    "config",
+    "dataloader",
+    "engine",
+    "lr_schedules",
+    "utils",
+    "zero",
+]

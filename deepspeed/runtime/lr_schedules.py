@@ -10,4 +10,12 @@ from deepspeed.optim.lr_schedules import (
     add_tuning_arguments,
 )
 
-__all__ = ["LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "add_tuning_arguments"]
+__all__ = [
+    "LRRangeTest",
+    "OneCycle",
+    "VALID_LR_SCHEDULES",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "add_tuning_arguments",
+]

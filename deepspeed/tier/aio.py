@@ -1,7 +1,8 @@
 """Asynchronous reads and writes between host tensors and files.
 
-``AioEngine`` hands transfers to csrc/aio (io_uring, else libaio, else threads); where that cannot be compiled, Python threads do
-them. Bytes go through O_DIRECT as far as offset, address and length allow it; the rest goes through the page cache.
+``AioEngine`` hands transfers to csrc/aio (io_uring, else libaio, else threads); where that cannot be compiled, Python
+threads do them. Bytes go through O_DIRECT as far as offset, address and length allow it; the rest goes through the page
+cache.
 """
 
 import ctypes
@@ -54,7 +55,9 @@ class _Calls(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def submit(self) -> Callable[[int, int, int, int, int, int], int]: ...  # write, direct fd, plain fd, offset, address, bytes
+    def submit(
+        self,
+    ) -> Callable[[int, int, int, int, int, int], int]: ...  # write, direct fd, plain fd, offset, address, bytes
     @property
     def wait(self) -> Callable[[int], int]: ...
     @property
@@ -68,7 +71,10 @@ class _Native:
 
     def __init__(self, library: ctypes.CDLL, *, backend: str, depth: int, block: int, threads: int) -> None:
         signatures = {
-            "new": (ctypes.c_void_p, [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]),
+            "new": (
+                ctypes.c_void_p,
+                [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int)],
+            ),
             "backend": (ctypes.c_int, [ctypes.c_void_p]),
             "submit": (
                 ctypes.c_int64,
@@ -85,7 +91,10 @@ class _Native:
         error = ctypes.c_int(0)
         handle = functions["new"](_CODES[backend], depth, block, threads, ctypes.byref(error))
         if not handle:
-            text = f"file IO by {backend!r} is not to be had here ({os.strerror(-error.value)}); backend='auto' takes what there is"
+            text = (
+                f"file IO by {backend!r} is not to be had here ({os.strerror(-error.value)}); backend='auto' "
+                "takes what there is"
+            )
             raise TransferError(-error.value, text)
         self.name = _NAMES[functions["backend"](handle)]
         self.submit = functools.partial(functions["submit"], handle)
@@ -117,7 +126,9 @@ class _PythonThreads:
     def _begin(self, *move: int) -> "Future[int]":
         try:
             return self._pool.submit(self._move, *move)
-        except RuntimeError:  # the interpreter is ending, and pools take nothing more; a background save still has to end
+        except (
+            RuntimeError
+        ):  # the interpreter is ending, and pools take nothing more; a background save still has to end
             found: Future[int] = Future()
             found.set_result(self._move(*move))
             return found
@@ -128,7 +139,9 @@ class _PythonThreads:
         at = 0
         while at < size:
             try:
-                count = os.pwritev(fd, [memory[at:]], offset + at) if write else os.preadv(fd, [memory[at:]], offset + at)
+                count = (
+                    os.pwritev(fd, [memory[at:]], offset + at) if write else os.preadv(fd, [memory[at:]], offset + at)
+                )
             except OSError as error:
                 return -(error.errno or errno.EIO)
             if count == 0:
@@ -172,7 +185,8 @@ class DirectFile:
                 os.close(self._plain)
                 raise
         if self.direct:
-            # Read-ahead would leave neighbours of a partial block in the page cache, where direct writes then have to find them.
+            # Read-ahead would leave neighbours of a partial block in the page cache, where direct writes then have to
+            # find them.
             os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)
 
     @property
@@ -186,7 +200,9 @@ class DirectFile:
         return os.fstat(self._plain).st_size
 
     def allocate(self, nbytes: int) -> None:
-        """Reserve disk space for the first ``nbytes`` bytes; the file never shrinks. Raises TransferError when there is no room."""
+        """Reserve disk space for the first ``nbytes`` bytes; the file never shrinks. Raises TransferError when there is
+        no room.
+        """
         before = self.size
         if nbytes == 0:
             return
@@ -194,7 +210,9 @@ class DirectFile:
             _reserve(self._plain, nbytes)
         except OSError as error:
             if error.errno in (*_NO_DIRECT, errno.ENOSYS):
-                os.ftruncate(self._plain, max(before, nbytes))  # this filesystem cannot reserve; a full disk shows later
+                os.ftruncate(
+                    self._plain, max(before, nbytes)
+                )  # this filesystem cannot reserve; a full disk shows later
                 return
             os.ftruncate(self._plain, before)  # gives back the part that there was room for
             raise _failure(error.errno or errno.EIO, f"reserving {nbytes} bytes", self.path) from error
@@ -215,14 +233,17 @@ class DirectFile:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 def _reserve(fd: int, nbytes: int) -> None:
     """Disk space for the first ``nbytes`` bytes of a file. Raises OSError, EOPNOTSUPP among them.
 
-    Not by ``os.posix_fallocate`` where that can be avoided: on a filesystem without reservations it writes a byte into every block.
+    Not by ``os.posix_fallocate`` where that can be avoided: on a filesystem without reservations it writes a byte into
+    every block.
     """
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if call is None:
@@ -239,14 +260,19 @@ def _failure(code: int, what: str, path: str) -> TransferError:
 
 
 class FileTransfer(Transfer):
-    """A read or write of a file under way. It keeps the tensor alive and, while the engine is open, needs no wait to finish."""
+    """A read or write of a file under way. It keeps the tensor alive and, while the engine is open, needs no wait to
+    finish.
+    """
 
-    def __init__(self, engine: "AioEngine", file: DirectFile, *, write: bool, offset: int, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, engine: "AioEngine", file: DirectFile, *, write: bool, offset: int, tensor: torch.Tensor
+    ) -> None:
         self.nbytes = tensor.numel() * tensor.element_size()
         self._engine, self._file, self._write, self._offset = engine, file, write, offset
         self._tensor: torch.Tensor | None = tensor
         self._lock = threading.Lock()
-        # Lists that C code appends to: an interrupt (Ctrl-C) between a call's return and an assignment would lose the value.
+        # Lists that C code appends to: an interrupt (Ctrl-C) between a call's return and an assignment would lose the
+        # value.
         self._ticket: list[int] = []
         self._code: list[int] = []
         self._told = False
@@ -309,14 +335,18 @@ class FileTransfer(Transfer):
 class AioEngine:
     """Transfers between host tensors and files; several threads may use it.
 
-    At most ``queue_depth`` pieces of ``block_bytes`` (a multiple of 4096) are under way on O_DIRECT descriptors, and ``threads``
-    through the page cache. ``backend`` is "auto", "io_uring", "libaio" or "threads"; DS_AIO_BACKEND in the environment decides
-    for "auto". ``backend`` of the engine is the one it uses, "python" where the native code cannot be compiled.
+    At most ``queue_depth`` pieces of ``block_bytes`` (a multiple of 4096) are under way on O_DIRECT descriptors, and
+    ``threads`` through the page cache. ``backend`` is "auto", "io_uring", "libaio" or "threads"; DS_AIO_BACKEND in the
+    environment decides for "auto". ``backend`` of the engine is the one it uses, "python" where the native code cannot
+    be compiled.
 
-    Raises ValueError for an argument, TransferError when the named backend is not to be had, BuildError when it needs native code.
+    Raises ValueError for an argument, TransferError when the named backend is not to be had, BuildError when it needs
+    native code.
     """
 
-    def __init__(self, *, queue_depth: int = 32, block_bytes: int = 1 << 20, threads: int = 1, backend: str = "auto") -> None:
+    def __init__(
+        self, *, queue_depth: int = 32, block_bytes: int = 1 << 20, threads: int = 1, backend: str = "auto"
+    ) -> None:
         if not 1 <= queue_depth <= 4096 or not 1 <= threads <= 256:
             raise ValueError(f"queue_depth is 1 to 4096 and threads 1 to 256, not {queue_depth} and {threads}")
         if block_bytes % ALIGN or not ALIGN <= block_bytes <= 1 << 30:
@@ -324,7 +354,9 @@ class AioEngine:
         if backend == "auto":
             backend = os.environ.get("DS_AIO_BACKEND") or "auto"
         if backend not in _CODES:
-            raise ValueError(f"a backend of file IO is one of {', '.join(_CODES)}, not {backend!r} (argument or DS_AIO_BACKEND)")
+            raise ValueError(
+                f"a backend of file IO is one of {', '.join(_CODES)}, not {backend!r} (argument or DS_AIO_BACKEND)"
+            )
         library = load(ASYNC_IO) if backend in ("io_uring", "libaio") else try_load(ASYNC_IO)
         self._calls: _Calls
         if library is None:
@@ -333,7 +365,8 @@ class AioEngine:
             self._calls = _Native(library, backend=backend, depth=queue_depth, block=block_bytes, threads=threads)
         self._pid, self._closed = os.getpid(), False
         self._under_way: dict[FileTransfer, None] = {}  # oldest first; holds the tensors
-        # also when it is never closed: at the end of the process, and before the tensors under way are collected with it
+        # also when it is never closed: at the end of the process, and before the tensors under way are collected with
+        # it
         self._end = weakref.finalize(self, self._calls.free)
 
     @property
@@ -344,18 +377,23 @@ class AioEngine:
     def read(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
         """Start filling ``tensor`` (contiguous, on the host) with the bytes of ``file`` from ``offset`` (bytes) on.
 
-        Raises ValueError for another tensor or something closed, TransferError when it cannot start; ``wait`` tells the rest.
+        Raises ValueError for another tensor or something closed, TransferError when it cannot start; ``wait`` tells the
+        rest.
         """
         return self._start(file, offset, tensor, write=False)
 
     def write(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
-        """Start writing ``tensor`` to ``file`` at ``offset``; it must not change before ``wait``. Errors as :meth:`read`."""
+        """Start writing ``tensor`` to ``file`` at ``offset``; it must not change before ``wait``. Errors as
+        :meth:`read`.
+        """
         return self._start(file, offset, tensor, write=True)
 
     def _start(self, file: DirectFile, offset: int, tensor: torch.Tensor, *, write: bool) -> FileTransfer:
         whole = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
         if not whole or tensor.is_conj() or tensor.is_neg():
-            raise ValueError(f"file IO takes contiguous host tensors, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
+            raise ValueError(
+                f"file IO takes contiguous host tensors, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
         if offset < 0:
             raise ValueError(f"an offset in {file.path} is not negative: {offset}")
         self._tidy()
@@ -373,7 +411,9 @@ class AioEngine:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """End the engine when everything under way is done; failures that nobody asked for are logged. May be called again."""
+        """End the engine when everything under way is done; failures that nobody asked for are logged. May be called
+        again.
+        """
         if self._foreign() or self._closed:
             return
         self._closed = True
@@ -386,5 +426,7 @@ class AioEngine:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

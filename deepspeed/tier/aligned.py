@@ -12,7 +12,8 @@ _HUGE_FROM = 4 << 20  # bytes from which 2 MiB pages are worth asking for
 
 
 def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A contiguous host tensor whose memory begins at a multiple of 4096 bytes; zeros, resident from the first touch on.
+    """A contiguous host tensor whose memory begins at a multiple of 4096 bytes; zeros, resident from the first touch
+    on.
 
     ``shape`` is a number of elements or a shape. Raises OSError when the memory cannot be mapped.
     """

@@ -1,8 +1,8 @@
 """One rank's space on a drive: an arena file with aligned regions, an IO engine, staging buffers.
 
-The file loses its name as soon as it is open, so whatever ends the process, kill -9 included, gives the space back at once, and a
-folder that is removed or cleaned up under a running job does no harm. An empty file that a process left behind when it died in
-the few instructions before that is removed by the next one.
+The file loses its name as soon as it is open, so whatever ends the process, kill -9 included, gives the space back at
+once, and a folder that is removed or cleaned up under a running job does no harm. An empty file that a process left
+behind when it died in the few instructions before that is removed by the next one.
 """
 
 import contextlib
@@ -25,7 +25,9 @@ _SUFFIX = ".dsarena"
 
 @dataclass(frozen=True)
 class AioSettings:
-    """``block_bytes``: size of one request; ``queue_depth``: requests under way; ``threads``: for what bypasses the queue."""
+    """``block_bytes``: size of one request; ``queue_depth``: requests under way; ``threads``: for what bypasses the
+    queue.
+    """
 
     block_bytes: int = 1 << 20
     queue_depth: int = 32
@@ -41,19 +43,24 @@ class Region:
 
 
 class Drive:
-    """An arena in ``folder``, ``staging`` buffers of at most ``piece_bytes`` beside it. Close it when nothing rests there any more.
+    """An arena in ``folder``, ``staging`` buffers of at most ``piece_bytes`` beside it. Close it when nothing rests
+    there any more.
 
-    ``folder`` is made if only its last part is missing: a path that is wrong earlier is more often a drive that is not mounted.
-    Raises UsageError for such a path, TransferError (an OSError) when the drive fails or is full.
+    ``folder`` is made if only its last part is missing: a path that is wrong earlier is more often a drive that is not
+    mounted. Raises UsageError for such a path, TransferError (an OSError) when the drive fails or is full.
     """
 
-    def __init__(self, folder: str, *, label: str, aio: AioSettings, staging: int, piece_bytes: int = 1 << 30, pin: bool = False) -> None:
+    def __init__(
+        self, folder: str, *, label: str, aio: AioSettings, staging: int, piece_bytes: int = 1 << 30, pin: bool = False
+    ) -> None:
         self.folder = folder
         self.label = label
         self.piece_bytes = max(ALIGN, piece_bytes // ALIGN * ALIGN)
         _make_folder(folder, label)
         self._file = _open_arena(folder, label)
-        self._engine = AioEngine(queue_depth=aio.queue_depth, block_bytes=-(-aio.block_bytes // ALIGN) * ALIGN, threads=aio.threads)
+        self._engine = AioEngine(
+            queue_depth=aio.queue_depth, block_bytes=-(-aio.block_bytes // ALIGN) * ALIGN, threads=aio.threads
+        )
         self.staging = Staging(staging, pin=pin)
         self._end = self._allocated = self._expected = self._in_use = 0
         self._free: dict[int, list[Region]] = {}
@@ -78,7 +85,9 @@ class Drive:
         return self._end
 
     def reserve(self, nbytes: int) -> Region:
-        """Space for ``nbytes`` bytes, out of what ``expect`` has allocated while that lasts, else allocated on the drive now."""
+        """Space for ``nbytes`` bytes, out of what ``expect`` has allocated while that lasts, else allocated on the
+        drive now.
+        """
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         self._in_use += 1
         if self._free.get(size):
@@ -143,9 +152,13 @@ def _make_folder(folder: str, label: str) -> None:
         path.mkdir(exist_ok=True)
     except FileNotFoundError:
         missing = next(p for p in reversed([path, *path.parents]) if not p.exists())
-        raise UsageError(f"{label} {folder!r}: {missing} does not exist; is the drive mounted? Make it, or name another folder") from None
+        raise UsageError(
+            f"{label} {folder!r}: {missing} does not exist; is the drive mounted? Make it, or name another folder"
+        ) from None
     except OSError as error:
-        raise UsageError(f"{label} {folder!r} cannot be used: {error.strerror}; name a folder on the drive that you may write") from error
+        raise UsageError(
+            f"{label} {folder!r} cannot be used: {error.strerror}; name a folder on the drive that you may write"
+        ) from error
     sweep(folder)
 
 
@@ -157,7 +170,11 @@ def _open_arena(folder: str, label: str) -> DirectFile:
         except FileNotFoundError:
             continue  # somebody swept it before it was locked
         except OSError as error:
-            hint = "name a folder that you may write" if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else "check the drive"
+            hint = (
+                "name a folder that you may write"
+                if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+                else "check the drive"
+            )
             raise UsageError(f"{label} {folder!r}: no file can be made there ({error.strerror}); {hint}") from error
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -168,8 +185,8 @@ def _open_arena(folder: str, label: str) -> DirectFile:
 def sweep(folder: str) -> int:
     """Remove the names of arenas in ``folder`` that are left over; returns how many.
 
-    A living process needs its arena's name for an instant only, and tries another one when it loses it then, so nothing that anybody
-    uses is touched.
+    A living process needs its arena's name for an instant only, and tries another one when it loses it then, so nothing
+    that anybody uses is touched.
     """
     removed = 0
     with contextlib.suppress(OSError):

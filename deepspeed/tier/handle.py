@@ -40,10 +40,13 @@ def _check_size(file: DirectFile, offset: int, nbytes: int, *, whole: bool) -> N
     size = file.size
     if whole and size != nbytes:
         raise FileMismatchError(
-            f"{file.path} has {size} bytes and the tensor {nbytes}; read fills a tensor with a whole file, pread with a part"
+            f"{file.path} has {size} bytes and the tensor {nbytes}; read fills a tensor with a whole file, "
+            "pread with a part"
         )
     if offset + nbytes > size:
-        raise FileMismatchError(f"{file.path} has {size} bytes; {nbytes} from offset {offset} on are more than there are")
+        raise FileMismatchError(
+            f"{file.path} has {size} bytes; {nbytes} from offset {offset} on are more than there are"
+        )
 
 
 def _check_contents(path: str, offset: int, host: torch.Tensor) -> None:
@@ -61,7 +64,9 @@ def _check_contents(path: str, offset: int, host: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Operation:
-    """One read or write under way. ``host`` is ``buffer`` itself where that is on the host; ``whole``: it is all of the file."""
+    """One read or write under way. ``host`` is ``buffer`` itself where that is on the host; ``whole``: it is all of the
+    file.
+    """
 
     file: DirectFile
     transfer: Transfer
@@ -97,7 +102,9 @@ class _LockedBuffers:
         self._refused = False
 
     def new(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros that begin at a multiple of 4096; ordinary memory, and one line in the log, where locking is refused."""
+        """Zeros that begin at a multiple of 4096; ordinary memory, and one line in the log, where locking is
+        refused.
+        """
         memory = aligned_empty(count, dtype=dtype)
         try:
             memory = get_accelerator().pin_memory(memory)
@@ -105,7 +112,9 @@ class _LockedBuffers:
                 _lock(memory)
         except (OSError, RuntimeError) as error:
             if not self._refused:
-                logger.warning("page-locked memory is refused (%s); ordinary memory serves. More may be had with ulimit -l", error)
+                logger.warning(
+                    "page-locked memory is refused (%s); ordinary memory serves. More may be had with ulimit -l", error
+                )
             self._refused = True
             return memory
         self._held[memory.data_ptr()] = memory
@@ -150,13 +159,15 @@ def _end(engine: AioEngine, pending: deque[_Operation], locked: _LockedBuffers) 
 class aio_handle:
     """Reads and writes of whole tensors, from and to byte ``file_offset`` of a file; one thread uses it.
 
-    A buffer is contiguous; one on a device travels through host memory. A file is a name or an open descriptor, which stays open.
-    The ``sync`` calls return 1, the ``async`` ones 0, with :meth:`wait` to follow before the buffer is touched. A failure raises:
-    an OSError that names the file, or FileMismatchError where the file has too few bytes. Nothing depends on alignment, but bytes
-    travel fastest where address, offset and length are multiples of ``get_alignment()``.
+    A buffer is contiguous; one on a device travels through host memory. A file is a name or an open descriptor, which
+    stays open. The ``sync`` calls return 1, the ``async`` ones 0, with :meth:`wait` to follow before the buffer is
+    touched. A failure raises: an OSError that names the file, or FileMismatchError where the file has too few bytes.
+    Nothing depends on alignment, but bytes travel fastest where address, offset and length are multiples of
+    ``get_alignment()``.
 
-    ``intra_op_parallelism`` is the number of threads where the page cache is in the way. ``single_submit`` and ``overlap_events``
-    are kept and returned only: requests are submitted together, and as room comes free. Close it, or let it be collected.
+    ``intra_op_parallelism`` is the number of threads where the page cache is in the way. ``single_submit`` and
+    ``overlap_events`` are kept and returned only: requests are submitted together, and as room comes free. Close it, or
+    let it be collected.
     """
 
     def __init__(
@@ -171,7 +182,9 @@ class aio_handle:
             raise ValueError(f"block_size is a number of bytes, at least 1, not {block_size}")
         self._block_size, self._queue_depth, self._threads = block_size, queue_depth, intra_op_parallelism
         self._single_submit, self._overlap_events = single_submit, overlap_events
-        self._engine = AioEngine(queue_depth=queue_depth, block_bytes=-(-block_size // ALIGN) * ALIGN, threads=intra_op_parallelism)
+        self._engine = AioEngine(
+            queue_depth=queue_depth, block_bytes=-(-block_size // ALIGN) * ALIGN, threads=intra_op_parallelism
+        )
         self._pending: deque[_Operation] = deque()
         self._ended: list[Exception | None] = []  # that were queued, before wait() was called
         self._locked = _LockedBuffers()
@@ -208,7 +221,8 @@ class aio_handle:
     def read(self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int = 0) -> int:
         """Fill ``buffer`` with a whole file, of exactly its size, or from ``file_offset`` on. 0.
 
-        ``validate`` reads everything a second time, by ordinary means, and raises FileMismatchError where that gives other bytes.
+        ``validate`` reads everything a second time, by ordinary means, and raises FileMismatchError where that gives
+        other bytes.
         """
         self._now(self._start(buffer, filename, file_offset, write=False, whole=file_offset == 0, validate=validate))
         return 0
@@ -218,12 +232,16 @@ class aio_handle:
         self._now(self._start(buffer, filename, file_offset, write=True, whole=file_offset == 0, validate=validate))
         return 0
 
-    def pread(self, buffer: torch.Tensor, filename: FileName, validate: bool, async_op: bool, file_offset: int = 0) -> int:
+    def pread(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool, async_op: bool, file_offset: int = 0
+    ) -> int:
         """Fill ``buffer`` with that much of the file. 1, or 0 with ``async_op``."""
         operation = self._start(buffer, filename, file_offset, write=False, validate=validate)
         return self._later(operation) if async_op else self._now(operation)
 
-    def pwrite(self, buffer: torch.Tensor, filename: FileName, validate: bool, async_op: bool, file_offset: int = 0) -> int:
+    def pwrite(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool, async_op: bool, file_offset: int = 0
+    ) -> int:
         """Write ``buffer`` into the file, which keeps what it has elsewhere. 1, or 0 with ``async_op``."""
         operation = self._start(buffer, filename, file_offset, write=True, validate=validate)
         return self._later(operation) if async_op else self._now(operation)
@@ -256,7 +274,9 @@ class aio_handle:
         return len(ended)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """``num_elem`` zeros of the example's dtype in page-locked memory, or ordinary memory where the system refuses that."""
+        """``num_elem`` zeros of the example's dtype in page-locked memory, or ordinary memory where the system refuses
+        that.
+        """
         return self._locked.new(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
@@ -274,17 +294,29 @@ class aio_handle:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _start(
-        self, buffer: torch.Tensor, filename: FileName, offset: int, *, write: bool, whole: bool = False, validate: bool = False
+        self,
+        buffer: torch.Tensor,
+        filename: FileName,
+        offset: int,
+        *,
+        write: bool,
+        whole: bool = False,
+        validate: bool = False,
     ) -> _Operation:
         if not self._last.alive:
             raise ValueError(f"this aio_handle is closed: {filename}")
         buffer = buffer.detach()
         if not buffer.is_contiguous():
-            raise ValueError(f"file IO takes contiguous tensors, not strides {buffer.stride()} for shape {tuple(buffer.shape)}: {filename}")
+            raise ValueError(
+                f"file IO takes contiguous tensors, not strides {buffer.stride()} for shape "
+                f"{tuple(buffer.shape)}: {filename}"
+            )
         host = buffer
         if buffer.device.type != "cpu":
             host = aligned_empty(buffer.shape, dtype=buffer.dtype)
@@ -317,7 +349,13 @@ class aio_handle:
 
 
 def aio_read(
-    buffer: torch.Tensor, filename: FileName, block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool, validate: bool
+    buffer: torch.Tensor,
+    filename: FileName,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
 ) -> int:
     """``aio_handle(...).read`` in one call. 0."""
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
@@ -325,7 +363,13 @@ def aio_read(
 
 
 def aio_write(
-    buffer: torch.Tensor, filename: FileName, block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool, validate: bool
+    buffer: torch.Tensor,
+    filename: FileName,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
 ) -> int:
     """``aio_handle(...).write`` in one call. 0."""
     with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:

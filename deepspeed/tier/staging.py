@@ -10,10 +10,12 @@ from deepspeed.tier.transfer import Transfer
 
 
 class Staging:
-    """Hands out byte buffers, normally ``count`` at most; a buffer that is given back with a transfer is free when that has ended.
+    """Hands out byte buffers, normally ``count`` at most; a buffer that is given back with a transfer is free when that
+    has ended.
 
-    Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is better than a
-    hang. ``pin`` asks for page-locked memory; where the system refuses it, ordinary memory serves, and one line in the log says so.
+    Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is
+    better than a hang. ``pin`` asks for page-locked memory; where the system refuses it, ordinary memory serves, and
+    one line in the log says so.
     """
 
     def __init__(self, count: int, *, pin: bool = False) -> None:
@@ -79,7 +81,11 @@ class Staging:
         return self._out + len(self._busy) + len(self._free)
 
     def _fitting(self, nbytes: int) -> torch.Tensor | None:
-        found = min((i for i, b in enumerate(self._free) if b.numel() >= nbytes), key=lambda i: self._free[i].numel(), default=None)
+        found = min(
+            (i for i, b in enumerate(self._free) if b.numel() >= nbytes),
+            key=lambda i: self._free[i].numel(),
+            default=None,
+        )
         return None if found is None else self._free.pop(found)
 
     def _reap(self) -> None:
@@ -102,6 +108,8 @@ class Staging:
                 if buffer.data_ptr() % ALIGN == 0:
                     return buffer
             except RuntimeError as error:
-                logger.warning("page-locked memory for staging is refused (%s); ordinary memory serves, copies are slower", error)
+                logger.warning(
+                    "page-locked memory for staging is refused (%s); ordinary memory serves, copies are slower", error
+                )
             self._pin = False
         return aligned_empty(size)

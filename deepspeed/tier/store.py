@@ -77,7 +77,9 @@ class Memory(TierStore):
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor) -> None:
-    """``out.copy_(values)``, with the rounding done where ``out`` is: torch's copy from the host to a device rounds on the host."""
+    """``out.copy_(values)``, with the rounding done where ``out`` is: torch's copy from the host to a device rounds on
+    the host.
+    """
     if out.device == values.device or values.device.type != "cpu" or out.dtype == values.dtype:
         out.copy_(values)
         return

@@ -26,7 +26,9 @@ class Held:
         self._released = threading.Event()
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (a host tensor of bytes) from byte ``start`` on. Raises TransferError; InvalidStateError once it is released."""
+        """Fill ``out`` (a host tensor of bytes) from byte ``start`` on. Raises TransferError; InvalidStateError once it
+        is released.
+        """
         self._drive.read(self._region, start, out).wait()
         if self._released.is_set():  # perhaps written over before these bytes came
             raise InvalidStateError("a state on a drive was read for a save that had let go of it; save again")
@@ -48,9 +50,11 @@ class Held:
 
 
 class Stored(TierStore):
-    """``numel`` elements of ``dtype`` in a region of ``drive``; reads and writes pass through the drive's staging buffers.
+    """``numel`` elements of ``dtype`` in a region of ``drive``; reads and writes pass through the drive's staging
+    buffers.
 
-    A write goes on in the background; whatever touches the same tensor next waits for it. Failures surface there, or at ``settle``.
+    A write goes on in the background; whatever touches the same tensor next waits for it. Failures surface there, or at
+    ``settle``.
     """
 
     on_drive = True
@@ -62,7 +66,8 @@ class Stored(TierStore):
         self._region = drive.reserve(numel * dtype.itemsize)
         self._writes: list[tuple[Transfer, int, int]] = []
         self._ahead: deque[tuple[Transfer, torch.Tensor, int, int]] = deque()
-        # Weakly: what nobody can read any more holds nothing, however its reader got lost; an interrupt may come anywhere.
+        # Weakly: what nobody can read any more holds nothing, however its reader got lost; an interrupt may come
+        # anywhere.
         self._held: list[weakref.ref[Held]] = []
 
     def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
@@ -151,7 +156,8 @@ class Stored(TierStore):
         self._wait_for_writes(0, self.numel)
 
     def hold(self, hurry: Callable[[], None]) -> "Held":
-        """What is here now, for a reader of any thread: the next write waits until it is released, and calls ``hurry`` first.
+        """What is here now, for a reader of any thread: the next write waits until it is released, and calls ``hurry``
+        first.
 
         Raises TransferError when an earlier write failed.
         """

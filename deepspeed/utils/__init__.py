@@ -5,7 +5,10 @@ from deepspeed.comm import is_initialized as is_initialized
 from deepspeed.data.loader import RepeatingLoader as RepeatingLoader
 from deepspeed.device import OnDevice as OnDevice
 from deepspeed.observe.log import log_dist as log_dist, logger as logger
-from deepspeed.observe.log_tools import log_dist_once as log_dist_once, set_log_level_from_string as set_log_level_from_string
+from deepspeed.observe.log_tools import (
+    log_dist_once as log_dist_once,
+    set_log_level_from_string as set_log_level_from_string,
+)
 from deepspeed.observe.memory import see_memory_usage as see_memory_usage
 from deepspeed.observe.timers import instrument_w_nvtx as instrument_w_nvtx
 from deepspeed.utils import groups as groups, logging as logging, timer as timer, zero_to_fp32 as zero_to_fp32

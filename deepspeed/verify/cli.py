@@ -1,4 +1,5 @@
-"""``ds_verify``: check on this machine's CPU that sharded training computes what plain PyTorch computes, wherever states rest.
+"""``ds_verify``: check on this machine's CPU that sharded training computes what plain PyTorch computes, wherever
+states rest.
 
     ds_verify grads                                     stage 0-3 on a small built-in model
     ds_verify grads --matrix                            stage x bucket x overlap x accumulation x model
@@ -8,7 +9,8 @@
     ds_verify data --save-n 4 --load-n 3 --workers 2    an epoch resumed on other ranks: no sample twice, none missing
     ds_verify resume --steps 20 --at 10                 saved, ended and loaded training goes on bit for bit
     ds_verify resume --ranks 4 --load-ranks 3           the state survives a change of the number of ranks
-    ds_verify crash --kills 200                         killed at random instants of a save: every resume finds a whole checkpoint
+    ds_verify crash --kills 200                         killed at random instants of a save: every resume finds a whole
+    checkpoint
 
 Exit code: 0 all cells pass, 1 some cell fails, 2 the command or its files are wrong.
 """
@@ -32,7 +34,9 @@ WIDTHS = (24, 5, 6, 7, 5, 8, 8, 8, 8, 6)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds_verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="ds_verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{grads,offload,data,resume,crash}")
     grads = commands.add_parser(
         "grads",
@@ -40,12 +44,16 @@ def _parser() -> argparse.ArgumentParser:
         description=(sys.modules["deepspeed.verify.user_model"].__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    grads.add_argument("--matrix", action="store_true", help="every combination of stage, bucket, overlap and accumulation")
+    grads.add_argument(
+        "--matrix", action="store_true", help="every combination of stage, bucket, overlap and accumulation"
+    )
     grads.add_argument("--model", metavar="MODULE:BUILD", help="your own model; see above for what build() returns")
     grads.add_argument("--config", metavar="FILE", help="the configuration to check your model under")
     grads.add_argument("--ranks", type=int, default=2, help="number of CPU ranks (default 2)")
     grads.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps per cell (default {STEPS})")
-    grads.add_argument("--tolerance", type=float, default=TOLERANCE, help=f"largest error allowed (default {TOLERANCE:g})")
+    grads.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help=f"largest error allowed (default {TOLERANCE:g})"
+    )
     grads.add_argument("--time-limit", type=float, default=120.0, help="seconds one cell may take (default 120)")
     offload = commands.add_parser(
         "offload",
@@ -53,11 +61,17 @@ def _parser() -> argparse.ArgumentParser:
         description=(sys.modules["deepspeed.verify.offload"].__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    offload.add_argument("--model", metavar="MODULE:BUILD", help="your own model (see ds_verify grads --help for what build() returns)")
-    offload.add_argument("--config", metavar="FILE", help="the configuration to check it under; its offload blocks are replaced")
+    offload.add_argument(
+        "--model", metavar="MODULE:BUILD", help="your own model (see ds_verify grads --help for what build() returns)"
+    )
+    offload.add_argument(
+        "--config", metavar="FILE", help="the configuration to check it under; its offload blocks are replaced"
+    )
     offload.add_argument("--folder", metavar="PATH", help="a folder on the drive (default: a temporary one)")
     offload.add_argument("--ranks", type=int, default=2, help="number of CPU ranks (default 2)")
-    offload.add_argument("--steps", type=int, default=OFFLOAD_STEPS, help=f"optimizer steps per run (default {OFFLOAD_STEPS})")
+    offload.add_argument(
+        "--steps", type=int, default=OFFLOAD_STEPS, help=f"optimizer steps per run (default {OFFLOAD_STEPS})"
+    )
     offload.add_argument("--time-limit", type=float, default=300.0, help="seconds one run may take (default 300)")
     data.add_parser(commands)
     resume.add_parser(commands)
@@ -81,7 +95,10 @@ def run_offload(options: argparse.Namespace, out: TextIO) -> int:
             found = check_cell(pool, cell, steps=options.steps, folder=options.folder, time_limit=options.time_limit)
             for tier, wrong in found.items():
                 failed += bool(wrong)
-                out.write(f"{cell.model:<24}  {cell.label:<14}  {tier:<4}  {'equal to the last bit' if not wrong else 'FAIL'}\n")
+                out.write(
+                    f"{cell.model:<24}  {cell.label:<14}  {tier:<4}  "
+                    f"{'equal to the last bit' if not wrong else 'FAIL'}\n"
+                )
                 if wrong:
                     out.write(f"    {_first_account(wrong)}\n")
                 out.flush()
@@ -129,7 +146,9 @@ def run_grads(options: argparse.Namespace, out: TextIO) -> int:
         load_user_case(options.model, config)
     aside = sorted(key for key in config if key not in KEPT_KEYS)
     if aside:
-        out.write(f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {', '.join(aside)}\n")
+        out.write(
+            f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {', '.join(aside)}\n"
+        )
     cells = _cells(options, config)
     out.write(_row(COLUMNS) + "\n")
     failed: list[CellResult] = []
@@ -141,10 +160,17 @@ def run_grads(options: argparse.Namespace, out: TextIO) -> int:
             if not result.passed(options.tolerance):
                 failed.append(result)
     for result in failed[:3]:
-        what = _first_account(result.failure) if result.failure else f"largest error {result.largest():.3e} in {result.worst}"
+        what = (
+            _first_account(result.failure)
+            if result.failure
+            else f"largest error {result.largest():.3e} in {result.worst}"
+        )
         out.write(f"\n{' '.join(result.cell.label())}: {what}\n")
     verdict = "all pass" if not failed else f"{len(failed)} FAIL"
-    out.write(f"\n{len(cells)} cells on {options.ranks} ranks, {options.steps} steps each, tolerance {options.tolerance:g}: {verdict}\n")
+    out.write(
+        f"\n{len(cells)} cells on {options.ranks} ranks, {options.steps} steps each, tolerance "
+        f"{options.tolerance:g}: {verdict}\n"
+    )
     return 1 if failed else 0
 
 

@@ -1,9 +1,10 @@
 """The crash gate: a job is killed at random instants of its saves, and every resume must find a whole checkpoint.
 
-Ranks train a small model and save after every step. At an instant drawn from the time a save takes (measured first) one rank or all get
-SIGKILL. The next job resumes: it must load what ``latest`` names, nothing older than the last save that had ended, with exactly the
-state that the dead job told before it saved it; the log must name every unfinished save; the next save must clear them away. Training
-is deterministic, so a step that is done again after a resume must also have the very state it had before.
+Ranks train a small model and save after every step. At an instant drawn from the time a save takes (measured first) one
+rank or all get SIGKILL. The next job resumes: it must load what ``latest`` names, nothing older than the last save that
+had ended, with exactly the state that the dead job told before it saved it; the log must name every unfinished save;
+the next save must clear them away. Training is deterministic, so a step that is done again after a resume must also
+have the very state it had before.
 """
 
 import argparse
@@ -46,7 +47,9 @@ Message = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks do. ``tag``: with ``{}`` for the step, or one that is overwritten; ``trap(rank)`` arms a rank before it trains."""
+    """What the ranks do. ``tag``: with ``{}`` for the step, or one that is overwritten; ``trap(rank)`` arms a rank
+    before it trains.
+    """
 
     folder: str
     ranks: int = 2
@@ -61,12 +64,14 @@ class CrashFailure(Exception):
     """A job or a resume that did not do what it must."""
 
 
-# -- in the ranks ------------------------------------------------------------------------------------------------------------------------
+# -- in the ranks --------------------------------------------------------------------------------------------------
 
 
 def _engine(job: Job) -> Any:
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.BatchNorm1d(4 * _WIDTH), nn.Dropout(0.1), nn.Linear(4 * _WIDTH, _WIDTH))
+    model = nn.Sequential(
+        nn.Linear(_WIDTH, 4 * _WIDTH), nn.BatchNorm1d(4 * _WIDTH), nn.Dropout(0.1), nn.Linear(4 * _WIDTH, _WIDTH)
+    )
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": job.stage},
@@ -78,7 +83,9 @@ def _engine(job: Job) -> Any:
 
 
 def digest(engine: Any) -> str:
-    """Of everything this rank holds that decides how training goes on, taken from the optimizer and the module themselves."""
+    """Of everything this rank holds that decides how training goes on, taken from the optimizer and the module
+    themselves.
+    """
     total = hashlib.sha256(repr((engine.global_steps, engine.lr_scheduler.state_dict())).encode())
 
     def add(name: str, value: Tensor) -> None:
@@ -128,7 +135,7 @@ def _rank(rank: int, job: Job, meeting: str, port: int, told: Connection) -> Non
         told.send(("failed", traceback.format_exc()))
 
 
-# -- around them -------------------------------------------------------------------------------------------------------------------------
+# -- around them ---------------------------------------------------------------------------------------------------
 
 
 class Life:
@@ -207,7 +214,9 @@ class Witness:
         elif kind == "saving":
             known = self.digests.setdefault((step, rank), rest[0])
             if known != rest[0]:
-                raise CrashFailure(f"step {step} on rank {rank} has another state after the resume: {rest[0]}, not {known}")
+                raise CrashFailure(
+                    f"step {step} on rank {rank} has another state after the resume: {rest[0]}, not {known}"
+                )
         elif kind == "saved":
             # A call for a background save returns when the one before it has ended.
             self.ended = max(self.ended, step - 1 if self.background else step)
@@ -225,7 +234,9 @@ class Witness:
         if self.expected is not None and Path(path).name != self.expected:
             raise CrashFailure(f"rank {rank} loaded {path}, but latest names {self.expected}")
         if found != self.digests.get((step, rank)):
-            raise CrashFailure(f"{path} gave rank {rank} the state {found}, not {self.digests.get((step, rank))} of step {step}")
+            raise CrashFailure(
+                f"{path} gave rank {rank} the state {found}, not {self.digests.get((step, rank))} of step {step}"
+            )
         unsaid = [name for name in self.left if rank == 0 and not any(name in line for line in log)]
         if unsaid:
             raise CrashFailure(f"the log of the resume does not name {', '.join(unsaid)}; it says {log}")
@@ -234,7 +245,8 @@ class Witness:
 def live(
     job: Job, witness: Witness, *, until: Callable[[Message], bool], then: Callable[[Life], None] = lambda life: None
 ) -> list[Message]:
-    """Run the job until rank 0 says something that is ``until``, then do ``then`` to it and kill what is left; rank 0's messages.
+    """Run the job until rank 0 says something that is ``until``, then do ``then`` to it and kill what is left; rank 0's
+    messages.
 
     The ranks may also end by themselves (a trap). Raises CrashFailure.
     """
@@ -301,16 +313,24 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--kills", type=int, default=KILLS, help=f"how often (default {KILLS})")
     parser.add_argument("--ranks", type=int, default=2, help="number of CPU ranks (default 2)")
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="how states are spread over the ranks (default 3)")
     parser.add_argument(
-        "--folder", metavar="PATH", help="where to save, for example on the filesystem in question (default: a temporary one)"
+        "--stage", type=int, choices=range(4), default=3, help="how states are spread over the ranks (default 3)"
     )
-    parser.add_argument("--async", dest="background", action="store_true", help="save in the background (checkpoint.async)")
+    parser.add_argument(
+        "--folder",
+        metavar="PATH",
+        help="where to save, for example on the filesystem in question (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--async", dest="background", action="store_true", help="save in the background (checkpoint.async)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first kill; kill n has seed + n (default 0)")
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Run ``ds_verify crash``; 0 when every resume was right. Raises ValueError (bad input) before any rank is started."""
+    """Run ``ds_verify crash``; 0 when every resume was right. Raises ValueError (bad input) before any rank is
+    started.
+    """
     if options.kills < 1 or options.ranks < 1:
         raise ValueError("--kills and --ranks must be at least 1")
     if options.folder is not None and not os.path.isdir(options.folder):
@@ -321,7 +341,10 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     seed = options.seed
     try:
         save_s = measure(job, witness)
-        out.write(f"{options.ranks} ranks, a save takes {1000 * save_s:.0f} ms; killing one rank or all at random instants of it\n")
+        out.write(
+            f"{options.ranks} ranks, a save takes {1000 * save_s:.0f} ms; killing one rank or all at random "
+            "instants of it\n"
+        )
         for number in range(options.kills):
             seed = options.seed + number
             dice = random.Random(seed)
@@ -335,5 +358,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         out.write(f"kill with --seed {seed}: {failure}\nthe checkpoints are in {top}\nFAIL\n")
         return 1
     shutil.rmtree(top, ignore_errors=True)
-    out.write(f"{options.kills} kills: every resume found a whole checkpoint; {witness.skipped} unfinished saves skipped\n")
+    out.write(
+        f"{options.kills} kills: every resume found a whole checkpoint; {witness.skipped} unfinished saves skipped\n"
+    )
     return 0

@@ -1,10 +1,11 @@
-"""The data gate: after a resume on another number of ranks the rest of the epoch holds every remaining sample exactly once.
+"""The data gate: after a resume on another number of ranks the rest of the epoch holds every remaining sample exactly
+once.
 
-Ranks train a tiny model over numbered samples, save in the middle of an epoch and end. Other ranks load and train to the end of it.
-The samples that both have seen are counted; workers fetch ahead meanwhile, as in a real run.
+Ranks train a tiny model over numbered samples, save in the middle of an epoch and end. Other ranks load and train to
+the end of it. The samples that both have seen are counted; workers fetch ahead meanwhile, as in a real run.
 
-Every rank must get equally many samples. Where they do not divide, the last round of the epoch is filled with samples seen before,
-as torch's DistributedSampler does; these few are told and not counted.
+Every rank must get equally many samples. Where they do not divide, the last round of the epoch is filled with samples
+seen before, as torch's DistributedSampler does; these few are told and not counted.
 """
 
 import argparse
@@ -78,7 +79,9 @@ def _train(engine: Any, steps: int | None) -> list[int]:
 
 
 def train_and_save(folder: str, samples: int, batch: int, workers: int, steps: int) -> list[int]:
-    """Train ``steps`` steps on the ranks of this process group and save to ``folder``; what this rank saw. Collective."""
+    """Train ``steps`` steps on the ranks of this process group and save to ``folder``; what this rank saw.
+    Collective.
+    """
     with _may_have_children():
         engine = _engine(samples, batch, workers)
         seen = _train(engine, steps)
@@ -103,12 +106,17 @@ def padding(rest: int, ranks: int) -> int:
 
 
 def faults(before: list[list[int]], after: list[list[int]], samples: int) -> list[str]:
-    """What is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``; empty when nothing is.
+    """What is wrong with an epoch of which the saving ranks saw ``before`` and the loading ranks ``after``; empty when
+    nothing is.
 
     One list of sample numbers for each rank, in the order seen. The padding at the end of the epoch is left out.
     """
     runs = {"save": before, "load": after}
-    found = [f"{name}: ranks saw {sorted({len(r) for r in run})} samples" for name, run in runs.items() if len({len(r) for r in run}) > 1]
+    found = [
+        f"{name}: ranks saw {sorted({len(r) for r in run})} samples"
+        for name, run in runs.items()
+        if len({len(r) for r in run}) > 1
+    ]
     if found:
         return found
     # in the order of the epoch, in which ranks take turns: padding is at its end
@@ -140,13 +148,19 @@ def add_parser(commands: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--save-n", type=int, default=4, metavar="RANKS", help="ranks that begin the epoch and save (default 4)")
-    parser.add_argument("--load-n", type=int, default=3, metavar="RANKS", help="ranks that load and finish it (default 3)")
+    parser.add_argument(
+        "--save-n", type=int, default=4, metavar="RANKS", help="ranks that begin the epoch and save (default 4)"
+    )
+    parser.add_argument(
+        "--load-n", type=int, default=3, metavar="RANKS", help="ranks that load and finish it (default 3)"
+    )
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each rank's loader (default 2)")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"samples of an epoch (default {SAMPLES})")
     parser.add_argument("--batch", type=int, default=BATCH, help=f"samples of a batch on each rank (default {BATCH})")
     parser.add_argument("--at", type=int, metavar="STEP", help="steps before the save (default: a third of the epoch)")
-    parser.add_argument("--time-limit", type=float, default=180.0, help="seconds each of the two runs may take (default 180)")
+    parser.add_argument(
+        "--time-limit", type=float, default=180.0, help="seconds each of the two runs may take (default 180)"
+    )
 
 
 def _steps(options: argparse.Namespace) -> int:
@@ -159,7 +173,8 @@ def _steps(options: argparse.Namespace) -> int:
     steps = -(-options.samples // (options.save_n * options.batch))
     if options.at is not None and not 0 <= options.at <= steps:
         raise ValueError(
-            f"--at {options.at}: an epoch of {options.samples} samples has {steps} steps of {options.save_n} x {options.batch}"
+            f"--at {options.at}: an epoch of {options.samples} samples has {steps} steps of {options.save_n} x "
+            f"{options.batch}"
         )
     return max(1, steps // 3) if options.at is None else options.at
 

@@ -6,7 +6,8 @@ step (``GatheredParameters``). All of it in fp32, where nothing but the order of
 
 An error is ``max|ours - reference| / max(1, max|reference|)`` of one tensor: absolute for values up to 1.
 
-A dtype of the model that changes otherwise than ``ds_config show --dtypes`` says is an error too, in 16 bits where asked for.
+A dtype of the model that changes otherwise than ``ds_config show --dtypes`` says is an error too, in 16 bits where
+asked for.
 """
 
 import time
@@ -84,12 +85,19 @@ class Cell:
     def label(self) -> tuple[str, ...]:
         """The cell as table columns: model, stage, bucket, overlap, accumulation."""
         overlap = {None: "-", True: "on", False: "off"}[self.overlap]
-        return (self.model, *(str(v if v is not None else "-") for v in (self.stage, self.bucket)), overlap, str(self.accumulation or "-"))
+        return (
+            self.model,
+            *(str(v if v is not None else "-") for v in (self.stage, self.bucket)),
+            overlap,
+            str(self.accumulation or "-"),
+        )
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """The largest errors of one cell over all steps, tensors and ranks; ``failure`` says what raised, if anything did."""
+    """The largest errors of one cell over all steps, tensors and ranks; ``failure`` says what raised, if anything
+    did.
+    """
 
     cell: Cell
     loss_error: float = 0.0
@@ -115,7 +123,9 @@ def scaled_error(ours: Tensor, reference: Tensor) -> float:
         return float("inf")
     if reference.numel() == 0:
         return 0.0
-    difference = (ours.detach().double().cpu() - reference.double()).abs().max() / max(1.0, float(reference.double().abs().max()))
+    difference = (ours.detach().double().cpu() - reference.double()).abs().max() / max(
+        1.0, float(reference.double().abs().max())
+    )
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
 
@@ -190,7 +200,9 @@ def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors
     for micro in range(case.accumulation):
         losses = case.seeded_loss(engine, Place(step, micro, rank, world))
         for index, (ours, expected) in enumerate(zip(losses, record.losses[rank, micro], strict=True)):
-            errors.add("loss", scaled_error(ours.detach(), torch.tensor(expected)), f"{index} at step {step} micro {micro}")
+            errors.add(
+                "loss", scaled_error(ours.detach(), torch.tensor(expected)), f"{index} at step {step} micro {micro}"
+            )
         engine_backward(engine, case, losses)
         case.write_by_hand(engine.module, Place(step, micro, rank, world))
         if micro == case.accumulation - 1 and not case.by_hand:  # what was just written is reduced in the step
@@ -205,15 +217,18 @@ def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors
 
 
 def start_engine(case: Case, config: dict[str, Any]) -> Any:
-    """An engine over the case's model. Raises InvalidStateError for tensors that are neither in the dtype they were built in nor in one
-    that the table of dtypes has for their kind. Collective."""
+    """An engine over the case's model. Raises InvalidStateError for tensors that are neither in the dtype they were
+    built in nor in one that the table of dtypes has for their kind. Collective."""
     model = case.build().train()
     built = [{n: t.dtype for n, t in named} for named in (model.named_parameters(), model.named_buffers())]
     engine = deepspeed.initialize(model=model, config=config)[0]
     policy = dtype_policy(engine._config)
     # Kept in fp32, or lowered by autocast, are parameters that the configuration or the model's class lists.
     listed = (["fp32"] if policy.compute else []) + ([policy.low] if engine._config.torch_autocast.enabled else [])
-    allowed = [{DTYPES[name] for name in names if name} for names in ([policy.compute, policy.buffers, *listed], [policy.buffers])]
+    allowed = [
+        {DTYPES[name] for name in names if name}
+        for names in ([policy.compute, policy.buffers, *listed], [policy.buffers])
+    ]
     changed = [
         f"{name} from {before[name]} to {tensor.dtype}"
         for before, named, dtypes in zip(built, (model.named_parameters(), model.named_buffers()), allowed, strict=True)
@@ -221,14 +236,17 @@ def start_engine(case: Case, config: dict[str, Any]) -> Any:
         if tensor.dtype not in {before[name], *dtypes}
     ]
     if changed:
-        raise InvalidStateError(f"dtypes changed that the table of ds_config show --dtypes leaves alone: {'; '.join(changed)}")
+        raise InvalidStateError(
+            f"dtypes changed that the table of ds_config show --dtypes leaves alone: {'; '.join(changed)}"
+        )
     return engine
 
 
 def compare_engine(case: Case, reference: Reference, config: dict[str, Any]) -> tuple[dict[str, float], str]:
     """Train ``case`` with the engine on the ranks of this process group and compare with ``reference``.
 
-    Returns the largest error of each kind ("loss", "grad", "norm", "param") and the name of the worst tensor. Collective.
+    Returns the largest error of each kind ("loss", "grad", "norm", "param") and the name of the worst tensor.
+    Collective.
     """
     engine = start_engine(case, config)
     errors = _Errors()

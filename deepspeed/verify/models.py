@@ -70,12 +70,20 @@ class Case:
         return self.loss(model, batch, place)
 
     def write_by_hand(self, model: nn.Module, place: Place, *, share: float = 1.0) -> None:
-        """What a client adds to ``.grad``, ``share`` of it, where there is one and where there is none; the same on every rank."""
+        """What a client adds to ``.grad``, ``share`` of it, where there is one and where there is none; the same on
+        every rank.
+        """
         generator = place._replace(rank=0).generator()
         for index, param in enumerate(model.parameters() if self.by_hand else ()):
             if param.requires_grad and index % 3:
                 written = (torch.randn(param.shape, generator=generator) * share).to(param)
-                param.grad = written if param.grad is None else param.grad.add_(written) if index % 3 == 1 else param.grad + written
+                param.grad = (
+                    written
+                    if param.grad is None
+                    else param.grad.add_(written)
+                    if index % 3 == 1
+                    else param.grad + written
+                )
 
 
 def _freeze(*params: Tensor) -> None:
@@ -147,7 +155,9 @@ class UsedTwice(Stack):
 
 
 class Tied(nn.Module):
-    """A token model whose output projection is its embedding: [samples, SEQUENCE] -> [samples, SEQUENCE, VOCABULARY]."""
+    """A token model whose output projection is its embedding: [samples, SEQUENCE] -> [samples, SEQUENCE,
+    VOCABULARY].
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +205,9 @@ class Frozen(Stack):
     def __init__(self) -> None:
         super().__init__()
         half_frozen = self.blocks()[1]
-        _freeze(*self.inp.parameters(), *self.layers[0].parameters(), *half_frozen.up.parameters(), half_frozen.norm.bias)
+        _freeze(
+            *self.inp.parameters(), *self.layers[0].parameters(), *half_frozen.up.parameters(), half_frozen.norm.bias
+        )
 
 
 class FrozenCheckpointed(Frozen):
@@ -325,7 +337,9 @@ class Rotary(Tied):
 
     def embedded(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        angles = torch.arange(5000, 5000 + tokens.shape[1], device=tokens.device).float()[:, None] * self.get_buffer("inv_freq")
+        angles = torch.arange(5000, 5000 + tokens.shape[1], device=tokens.device).float()[:, None] * self.get_buffer(
+            "inv_freq"
+        )
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         left, right = x.chunk(2, dim=-1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
@@ -375,7 +389,9 @@ def seeded(model_class: type[nn.Module]) -> Callable[[], nn.Module]:
 def regression_batch(place: Place) -> tuple[Tensor, Tensor]:
     """Inputs [SAMPLES, IN_FEATURES] and targets [SAMPLES, OUT_FEATURES]."""
     generator = place.generator()
-    return torch.randn(SAMPLES, IN_FEATURES, generator=generator), torch.randn(SAMPLES, OUT_FEATURES, generator=generator)
+    return torch.randn(SAMPLES, IN_FEATURES, generator=generator), torch.randn(
+        SAMPLES, OUT_FEATURES, generator=generator
+    )
 
 
 def token_batch(place: Place) -> tuple[Tensor, Tensor]:
@@ -415,7 +431,9 @@ def two_losses(model: nn.Module, batch: Any, place: Place) -> Losses:
 
 
 def _regression(name: str, model_class: type[nn.Module], **options: Any) -> Case:
-    return Case(name=name, build=seeded(model_class), batch=regression_batch, loss=options.pop("loss", squared_error), **options)
+    return Case(
+        name=name, build=seeded(model_class), batch=regression_batch, loss=options.pop("loss", squared_error), **options
+    )
 
 
 def _tokens(name: str, model_class: type[nn.Module]) -> Case:

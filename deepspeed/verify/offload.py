@@ -1,7 +1,9 @@
-"""The offload gate: the same training with states on the device, in host memory and on a drive must agree to the last bit.
+"""The offload gate: the same training with states on the device, in host memory and on a drive must agree to the last
+bit.
 
-Every *tier* trains the model of a cell for some steps; after each step every rank takes a digest of the losses, the full parameters,
-the fp32 masters and all optimizer slots. The first tensor that differs from the run without offload is named.
+Every *tier* trains the model of a cell for some steps; after each step every rank takes a digest of the losses, the
+full parameters, the fp32 masters and all optimizer slots. The first tensor that differs from the run without offload is
+named.
 """
 
 import copy
@@ -130,7 +132,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def train_tier(cell: OffloadCell, tier: str, folder: str, steps: int) -> Digests:
     """Train on the ranks of this process group; the digests after each step. Collective."""
     case = case_of(cell)
-    engine = deepspeed.initialize(model=case.build().train(), config=tier_config(cell, tier, folder, case.accumulation))[0]
+    engine = deepspeed.initialize(
+        model=case.build().train(), config=tier_config(cell, tier, folder, case.accumulation)
+    )[0]
     found: Digests = []
     for step in range(steps):
         losses = []
@@ -154,16 +158,22 @@ def first_difference(base: list[Digests], other: list[Digests]) -> str:
     return ""
 
 
-def check_cell(pool: RankPool, cell: OffloadCell, *, steps: int, folder: str | None, time_limit: float) -> dict[str, str]:
+def check_cell(
+    pool: RankPool, cell: OffloadCell, *, steps: int, folder: str | None, time_limit: float
+) -> dict[str, str]:
     """Tier -> what is wrong, empty when it agrees with the run without offload."""
-    load_config(tier_config(cell, "none", "", 1), world_size=1)  # a fault of the configuration is said before any rank starts
+    load_config(
+        tier_config(cell, "none", "", 1), world_size=1
+    )  # a fault of the configuration is said before any rank starts
     with tempfile.TemporaryDirectory(prefix="ds_verify_") as own:
         place = folder or own
         base = pool.run(train_tier, cell, "none", place, steps, time_limit=time_limit)
         found = {}
         for tier in TIERS:
             try:
-                found[tier] = first_difference(base, pool.run(train_tier, cell, tier, place, steps, time_limit=time_limit))
+                found[tier] = first_difference(
+                    base, pool.run(train_tier, cell, tier, place, steps, time_limit=time_limit)
+                )
             except RankFailure as failure:
                 found[tier] = str(failure)
     return found

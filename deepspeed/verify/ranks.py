@@ -55,7 +55,9 @@ def _context() -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # torch imports its compiler front end at the first optimizer step; once here is cheaper than once in every rank.
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "deepspeed", "deepspeed.verify.grads"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "torch._dynamo", "deepspeed", "deepspeed.verify.grads"]
+    )
     return context
 
 
@@ -70,7 +72,9 @@ def _enter_world(rank: int, world: int, folder: str, port: int) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
 
 
 def _serve(rank: int, world: int, folder: str, port: int, connection: Connection) -> None:
@@ -98,7 +102,9 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
 
 
 def _end_with_starter() -> None:
-    """Inside a call a rank does not see its pipe end: of a killed command it would go on for as long as there is to do."""
+    """Inside a call a rank does not see its pipe end: of a killed command it would go on for as long as there is to
+    do.
+    """
     if (starter := multiprocessing.parent_process()) is not None:
         starter.join()
         os._exit(1)
@@ -152,14 +158,18 @@ class RankPool:
             self._folder.cleanup()
             self._folder = None
 
-    def run(self, function: Callable[..., Any], *args: Any, time_limit: float | None = None, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, time_limit: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank; results in rank order.
 
         ``function`` is pickled by reference, so it must live at the top level of an importable module.
         Raises :class:`RankFailure` when any rank raises, dies, or needs more than ``time_limit`` seconds.
         """
         self.start()
-        self._log_starts = [self._log(rank).stat().st_size if self._log(rank).exists() else 0 for rank in range(self.world)]
+        self._log_starts = [
+            self._log(rank).stat().st_size if self._log(rank).exists() else 0 for rank in range(self.world)
+        ]
         message = pickle.dumps((function, args, kwargs))
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by _collect, with its log
@@ -232,7 +242,9 @@ def resolve(reference: str) -> Any:
     """
     module_name, colon, attribute = reference.partition(":")
     if not colon or not module_name or not attribute:
-        raise ValueError(f"{reference!r} does not name a function; write it as module:function, for example my_model:build")
+        raise ValueError(
+            f"{reference!r} does not name a function; write it as module:function, for example my_model:build"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -74,7 +74,9 @@ def clip_factor(norm: float, limit: float) -> float:
     return max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0
 
 
-def train_reference(case: Case, *, world: int, steps: int = 3, optimizer: OptimizerFactory = gate_optimizer) -> Reference:
+def train_reference(
+    case: Case, *, world: int, steps: int = 3, optimizer: OptimizerFactory = gate_optimizer
+) -> Reference:
     """Train ``case`` for ``steps`` optimizer steps as ``world`` ranks would, in this process, in fp32."""
     model = case.build().train()
     torch_optimizer = optimizer(model)

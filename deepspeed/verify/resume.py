@@ -1,11 +1,14 @@
-"""The resume gate: training that was saved, ended and loaded into a new engine must go on as if nothing had happened, to the last bit.
+"""The resume gate: training that was saved, ended and loaded into a new engine must go on as if nothing had happened,
+to the last bit.
 
-Every *cell* trains a model for some steps in one go, and again up to the save; then a new engine of a freshly built model, with other
-random numbers in all generators, loads and trains the rest. The losses, the parameters, buffers and fp32 masters, the optimizer's
-state, learning rates and schedule, random generators, and the loss scale with all counters are compared after the load and at the end.
+Every *cell* trains a model for some steps in one go, and again up to the save; then a new engine of a freshly built
+model, with other random numbers in all generators, loads and trains the rest. The losses, the parameters, buffers and
+fp32 masters, the optimizer's state, learning rates and schedule, random generators, and the loss scale with all
+counters are compared after the load and at the end.
 
-With another number of ranks for the load, the state as a whole (full parameters, masters, every optimizer slot, counters) must have
-the same hash, and the losses of the next steps on the same samples may differ by the order of additions only.
+With another number of ranks for the load, the state as a whole (full parameters, masters, every optimizer slot,
+counters) must have the same hash, and the losses of the next steps on the same samples may differ by the order of
+additions only.
 """
 
 import argparse
@@ -46,7 +49,9 @@ _FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window
 
 @dataclass(frozen=True)
 class ResumeCell:
-    """One row of the report: ``model`` under ``config``, states on ``tier``; ``cut``: micro-batches of an open window at the save."""
+    """One row of the report: ``model`` under ``config``, states on ``tier``; ``cut``: micro-batches of an open window
+    at the save.
+    """
 
     label: str
     model: str
@@ -60,9 +65,13 @@ class ResumeCell:
         return replace(case_of(OffloadCell(self.model, self.config, self.label)), accumulation=self.accumulation)
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """The configuration; ``folder`` is for states on a drive. The user's own offload blocks stay when ``tier`` is None."""
+        """The configuration; ``folder`` is for states on a drive. The user's own offload blocks stay when ``tier`` is
+        None.
+        """
         blocks = {k: v for k, v in self.config.get("zero_optimization", {}).items() if k.startswith("offload_")}
-        config = tier_config(OffloadCell(self.model, self.config, self.label), self.tier or "none", folder, self.accumulation)
+        config = tier_config(
+            OffloadCell(self.model, self.config, self.label), self.tier or "none", folder, self.accumulation
+        )
         if self.tier is None:
             config["zero_optimization"].update(blocks)
         return config
@@ -75,7 +84,9 @@ def built_in_cells(stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[ResumeCell]:
         zero = {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 200}
         base = {"zero_optimization": zero, "optimizer": _ADAMW, "scheduler": _WARMUP}
 
-        def cell(label: str, model: str = "plain", *, stage: int = stage, base: Any = base, **changes: Any) -> ResumeCell:
+        def cell(
+            label: str, model: str = "plain", *, stage: int = stage, base: Any = base, **changes: Any
+        ) -> ResumeCell:
             config = {**base, **changes.pop("config", {})}
             return ResumeCell(f"stage {stage} {label}", model, config, **changes)
 
@@ -94,9 +105,13 @@ def built_in_cells(stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[ResumeCell]:
 
 
 def user_cells(model: str, config: dict[str, Any]) -> list[ResumeCell]:
-    """The user's model under the user's configuration (or, without one, under every stage); with accumulation also cut in a window."""
+    """The user's model under the user's configuration (or, without one, under every stage); with accumulation also cut
+    in a window.
+    """
     if not config:
-        return [ResumeCell(f"stage {s}", model, {"zero_optimization": {"stage": s}, "optimizer": _ADAMW}) for s in range(4)]
+        return [
+            ResumeCell(f"stage {s}", model, {"zero_optimization": {"stage": s}, "optimizer": _ADAMW}) for s in range(4)
+        ]
     config = {"optimizer": _ADAMW, "zero_optimization": {}, **config}
     stage = (config["zero_optimization"] or {}).get("stage", 0)
     config["zero_optimization"] = {**(config["zero_optimization"] or {}), "stage": stage}
@@ -108,7 +123,7 @@ def user_cells(model: str, config: dict[str, Any]) -> list[ResumeCell]:
     return cells + ([replace(cell, label=f"{cell.label} open window", cut=1)] if accumulation > 1 else [])
 
 
-# -- what an engine holds --------------------------------------------------------------------------------------------------------
+# -- what an engine holds ----------------------------------------------------------------------------------------
 
 
 def _text(value: Any) -> str:
@@ -126,7 +141,9 @@ def _inside(view: Any, value: Any) -> Any:
     """An elementwise slot without the padding between parameters, which nothing depends on."""
     if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() != view.stop - view.start:
         return value
-    spans = [(max(s.offset, view.start) - view.start, min(s.stop, view.stop) - view.start) for s in view.unit.layout.segments]
+    spans = [
+        (max(s.offset, view.start) - view.start, min(s.stop, view.stop) - view.start) for s in view.unit.layout.segments
+    ]
     return torch.cat([value[lo:hi] for lo, hi in spans if lo < hi] or [value[:0]])
 
 
@@ -162,10 +179,16 @@ def snapshot(engine: Any) -> Snapshot:
         "lr": rates,
         "rng": {
             "torch": digest(torch.get_rng_state()),
-            "numpy": hashlib.sha256(repr([np.asarray(part).tolist() for part in np.random.get_state()]).encode()).hexdigest()[:16],
+            "numpy": hashlib.sha256(
+                repr([np.asarray(part).tolist() for part in np.random.get_state()]).encode()
+            ).hexdigest()[:16],
             "python": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:16],
         },
-        "scaler": {**counters, "loss scale": _text(engine.scaler_state()), "gradient norm": _text(engine.get_global_grad_norm())},
+        "scaler": {
+            **counters,
+            "loss scale": _text(engine.scaler_state()),
+            "gradient norm": _text(engine.get_global_grad_norm()),
+        },
     }
 
 
@@ -180,7 +203,7 @@ def difference(wanted: Snapshot, found: Snapshot) -> str:
     return ""
 
 
-# -- on the ranks ----------------------------------------------------------------------------------------------------------------
+# -- on the ranks ------------------------------------------------------------------------------------------------
 
 
 def seed_everything(seed: int) -> None:
@@ -190,10 +213,14 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)
 
 
-def interrupted(start: Callable[[int], Any], train: Callable[[Any, range], list[float]], folder: str, *, cut: int, last: int) -> str:
-    """The first difference between ``last`` micro-batches in one go and with a save and a load after ``cut``; empty without one.
+def interrupted(
+    start: Callable[[int], Any], train: Callable[[Any, range], list[float]], folder: str, *, cut: int, last: int
+) -> str:
+    """The first difference between ``last`` micro-batches in one go and with a save and a load after ``cut``; empty
+    without one.
 
-    ``start(seed)`` makes an engine of a fresh model and seeds every generator; ``train(engine, numbers)`` returns losses. Collective.
+    ``start(seed)`` makes an engine of a fresh model and seeds every generator; ``train(engine, numbers)`` returns
+    losses. Collective.
     """
     engine = start(5)
     straight = train(engine, range(last))
@@ -258,7 +285,9 @@ def resume_on_rank(cell: ResumeCell, folder: str, steps: int, at: int) -> str:
 
 
 def whole_state(engine: Any) -> dict[str, str]:
-    """Digests of all that does not depend on how it is cut: full tensors, the optimizer's numbers and groups, counters. Collective."""
+    """Digests of all that does not depend on how it is cut: full tensors, the optimizer's numbers and groups, counters.
+    Collective.
+    """
     numbers: dict[str, str] = {}
     for view in engine._views:
         state = engine.basic_optimizer.state.get(view.param, {})
@@ -312,7 +341,7 @@ def load_on_rank(cell: ResumeCell, folder: str, at: int) -> tuple[dict[str, str]
     return found
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------
 
 
 def check_resume(pool: RankPool, cell: ResumeCell, *, steps: int, at: int, time_limit: float) -> tuple[bool, str]:
@@ -326,7 +355,9 @@ def check_resume(pool: RankPool, cell: ResumeCell, *, steps: int, at: int, time_
     return not account, account or f"identical: {', '.join(FIELDS)}"
 
 
-def check_other_ranks(save: RankPool, load: RankPool, cell: ResumeCell, *, at: int, time_limit: float) -> tuple[bool, str]:
+def check_other_ranks(
+    save: RankPool, load: RankPool, cell: ResumeCell, *, at: int, time_limit: float
+) -> tuple[bool, str]:
     """Whether the state survives a change of the number of ranks, and the account."""
     with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
         try:
@@ -347,7 +378,9 @@ def check_other_ranks(save: RankPool, load: RankPool, cell: ResumeCell, *, at: i
 
 def _dtype_of(cell: ResumeCell) -> torch.dtype:
     named = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return next((dtype for block, dtype in named.items() if (cell.config.get(block) or {}).get("enabled")), torch.float32)
+    return next(
+        (dtype for block, dtype in named.items() if (cell.config.get(block) or {}).get("enabled")), torch.float32
+    )
 
 
 def add_parser(commands: Any) -> None:
@@ -372,13 +405,17 @@ def _cells(options: argparse.Namespace) -> list[ResumeCell]:
     if options.ranks < 1 or options.load_ranks is not None and options.load_ranks < 1:
         raise ValueError("--ranks and --load-ranks must be at least 1")
     if not 1 <= options.at < options.steps:
-        raise ValueError(f"--at {options.at}: the save must lie between the first and the last of --steps {options.steps}")
+        raise ValueError(
+            f"--at {options.at}: the save must lie between the first and the last of --steps {options.steps}"
+        )
     config = read_config_source(options.config) if options.config else {}
     if options.model is not None:
         load_user_case(options.model, config)
     cells = user_cells(options.model or "plain", config) if options.model or config else built_in_cells()
     for cell in cells:
-        load_config(cell.settings(tempfile.gettempdir()), world_size=options.ranks)  # a fault of it is said before any rank starts
+        load_config(
+            cell.settings(tempfile.gettempdir()), world_size=options.ranks
+        )  # a fault of it is said before any rank starts
     return cells
 
 
@@ -394,12 +431,17 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             if others:
                 fine, account = check_other_ranks(pool, load, cell, at=options.at, time_limit=options.time_limit)
             else:
-                fine, account = check_resume(pool, cell, steps=options.steps, at=options.at, time_limit=options.time_limit)
+                fine, account = check_resume(
+                    pool, cell, steps=options.steps, at=options.at, time_limit=options.time_limit
+                )
             failed += not fine
             out.write(f"{cell.model:<22}  {cell.label:<{width}}  {account if fine else 'FAIL'}\n")
             if not fine:
                 out.write(f"    {account}\n")
             out.flush()
     where = f"{options.ranks} ranks" + (f", loaded on {options.load_ranks}" if others else "")
-    out.write(f"\n{len(cells)} cells on {where}, saved after {options.at} steps: {f'{failed} FAIL' if failed else 'all identical'}\n")
+    out.write(
+        f"\n{len(cells)} cells on {where}, saved after {options.at} steps: "
+        f"{f'{failed} FAIL' if failed else 'all identical'}\n"
+    )
     return 1 if failed else 0

@@ -45,7 +45,9 @@ def default_loss(output: Any, batch: Any) -> Tensor:
     if isinstance(output, dict) and output:
         output = next(iter(output.values()))
     if not isinstance(output, Tensor):
-        raise ValueError(f"no loss can be derived from an output of type {type(output).__name__}; return a loss_fn from build()")
+        raise ValueError(
+            f"no loss can be derived from an output of type {type(output).__name__}; return a loss_fn from build()"
+        )
     return output if output.ndim == 0 else output.float().square().mean()
 
 
@@ -72,7 +74,9 @@ def parts_of(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | Non
     parts = built if isinstance(built, tuple) else (built,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        raise ValueError(f"{reference} must return a module, (module, batch_fn) or (module, batch_fn, loss_fn), not ({kinds})")
+        raise ValueError(
+            f"{reference} must return a module, (module, batch_fn) or (module, batch_fn, loss_fn), not ({kinds})"
+        )
     model, batch, loss = (*parts, None, None)[:3]
     return model, batch, loss
 

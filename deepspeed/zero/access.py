@@ -21,7 +21,13 @@ from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
-__all__ = ["GatheredParameters", "ZeroParamStatus", "ZeroParamType", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
 
 
 def _place(param: torch.Tensor) -> tuple[Unit, int, Segment] | None:
@@ -61,14 +67,15 @@ def _unpack(saved: torch.Tensor | _SavedPlace) -> torch.Tensor:
 class GatheredParameters:
     """Inside, the given parameters hold their full values on every rank; outside, sharded ones are released again.
 
-    ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None: read only,
-    an edit is a UsageError on every rank. ``modifier_rank`` r: what global rank r holds at exit wins everywhere, masters included.
-    Collective at both ends (a reading one inside a forward, which other ranks may skip, at none, and edits there are not looked for);
-    when a rank raises inside, nothing is written back and the others raise a UsageError that names it. An
-    ``engine.step()`` inside shows its new values.
+    ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None:
+    read only, an edit is a UsageError on every rank. ``modifier_rank`` r: what global rank r holds at exit wins
+    everywhere, masters included. Collective at both ends (a reading one inside a forward, which other ranks may skip,
+    at none, and edits there are not looked for); when a rank raises inside, nothing is written back and the others
+    raise a UsageError that names it. An ``engine.step()`` inside shows its new values.
 
-    What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a forward keeps its
-    values after the exit; it costs the memory of the parameter's whole unit until the last such alias is gone.
+    What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a
+    forward keeps its values after the exit; it costs the memory of the parameter's whole unit until the last such alias
+    is gone.
     """
 
     def __init__(
@@ -102,14 +109,18 @@ class GatheredParameters:
         # Another rank may skip the module whose forward this is: such a reader must not wait for it.
         self._inside_forward = self._modifier is None and any(u.may_fetch_on_demand() for u in self._units)
         self._marks = [_Mark.of(u) for u in self._units] if self._modifier is None and not self._inside_forward else []
-        # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a forward the
-        # module's own hooks gather for the backward, so they are not needed there.
-        if torch.is_grad_enabled() and any(u.movable and _runtime(u) is not None and not u.may_fetch_on_demand() for u in self._units):
+        # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
+        # forward the module's own hooks gather for the backward, so they are not needed there.
+        if torch.is_grad_enabled() and any(
+            u.movable and _runtime(u) is not None and not u.may_fetch_on_demand() for u in self._units
+        ):
             self._saving = saved_tensors_hooks(self._pack, _unpack)
             self._saving.__enter__()
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _SavedPlace":
-        """What autograd saves here of a parameter (a regulariser over the weights) is read after the context has released it."""
+        """What autograd saves here of a parameter (a regulariser over the weights) is read after the context has
+        released it.
+        """
         storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         for unit in self._units if storage else ():
             if unit.movable and storage == unit.full.data_ptr():
@@ -133,14 +144,20 @@ class GatheredParameters:
             self._units, self._marks = [], []
 
     def _settle(self) -> None:
-        """What the modifier rank holds becomes the parameters; an error on every rank when one has a fault. Collective."""
+        """What the modifier rank holds becomes the parameters; an error on every rank when one has a fault.
+        Collective.
+        """
         for rank, text in self._failures(self._fault()).items():
-            raise UsageError(f"rank {rank} failed inside GatheredParameters, so nothing is written back on any rank: {text}")
+            raise UsageError(
+                f"rank {rank} failed inside GatheredParameters, so nothing is written back on any rank: {text}"
+            )
         for param in self._params if self._modifier is not None else ():
             self._write_back(param)
 
     def _failures(self, fault: Exception | None) -> dict[int, str]:
-        """Rank -> its fault. A rank that raised may have left contexts that others are still in: it serves them until then. Collective."""
+        """Rank -> its fault. A rank that raised may have left contexts that others are still in: it serves them until
+        then. Collective.
+        """
         failed: dict[int, str] = {}
         for mesh, keeper in {id(u.mesh): (u.mesh, u.keeper) for u in self._units}.values():
             group = mesh.control or mesh.zero
@@ -155,18 +172,27 @@ class GatheredParameters:
             own, inside = local_of(param), unit.view(unit.full, segment)
             if tuple(own.shape) != segment.shape:
                 return UsageError(
-                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(own.shape)} inside GatheredParameters; "
-                    "replace the Parameter object instead (module.weight = nn.Parameter(...)) before deepspeed.initialize"
+                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(own.shape)} "
+                    "inside GatheredParameters; "
+                    "replace the Parameter object instead (module.weight = nn.Parameter(...)) before "
+                    "deepspeed.initialize"
                 )
             if self._modifier is not None and self._modifier not in unit.mesh.zero.ranks:
                 ranks = unit.mesh.zero.ranks
-                return UsageError(f"modifier_rank {self._modifier} is not one of the ranks {ranks} that share {segment.name!r}")
-            if self._modifier is None and own.data_ptr() != inside.data_ptr() and not torch.equal(own.to(inside), inside):
+                return UsageError(
+                    f"modifier_rank {self._modifier} is not one of the ranks {ranks} that share {segment.name!r}"
+                )
+            if (
+                self._modifier is None
+                and own.data_ptr() != inside.data_ptr()
+                and not torch.equal(own.to(inside), inside)
+            ):
                 edited.append(segment.name)
         if not edited:
             return None
         return UsageError(
-            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither the shards nor the "
+            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither "
+            "the shards nor the "
             "optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit a clone"
         )
 
@@ -205,7 +231,8 @@ class _Mark:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare that ``module`` uses a parameter it does not own. Accepted and not needed: such uses are found when they happen.
+    """Declare that ``module`` uses a parameter it does not own. Accepted and not needed: such uses are found when they
+    happen.
 
     Raises RuntimeError for arguments of other types.
     """
@@ -218,7 +245,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     register_external_parameter(module, parameter)
 
 
-# -- full tensors --------------------------------------------------------------------------------------------------------------------
+# -- full tensors ------------------------------------------------------------------------------------------------
 
 
 def _assemble(unit: Unit, segment: Segment, local: torch.Tensor, kind: StateKind) -> torch.Tensor:
@@ -239,7 +266,9 @@ def _store(unit: Unit, segment: Segment, local: torch.Tensor, kind: StateKind, *
     start, stop = unit.range_of(kind)
     lo, hi = unit.layout.overlap(segment, start, stop)
     if tuple(value.shape) != segment.shape:
-        raise UsageError(f"parameter {segment.name!r} has shape {segment.shape}; a value of shape {tuple(value.shape)} does not fit")
+        raise UsageError(
+            f"parameter {segment.name!r} has shape {segment.shape}; a value of shape {tuple(value.shape)} does not fit"
+        )
     if lo < hi:
         local[lo - start : hi - start].copy_(value.reshape(-1)[lo - segment.offset : hi - segment.offset])
 
@@ -271,7 +300,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _landed(unit: Unit) -> float:
-    """Wait for reductions under way; what a rest gradient must then be multiplied by to be the averaged, unscaled gradient."""
+    """Wait for reductions under way; what a rest gradient must then be multiplied by to be the averaged, unscaled
+    gradient.
+    """
     runtime = _runtime(unit)
     assert runtime is not None and (client := runtime.client()) is not None
     runtime.gradients.settle()
@@ -279,7 +310,9 @@ def _landed(unit: Unit) -> float:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The full averaged, unscaled fp32 gradient between backward (of the last micro-batch) and step; else None. Collective."""
+    """The full averaged, unscaled fp32 gradient between backward (of the last micro-batch) and step; else None.
+    Collective.
+    """
     place = _place(param)
     if place is None:
         return getattr(param, "grad", None)
@@ -307,7 +340,9 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         unit.note_gradient(grad)
 
 
-def safe_update_full_grad_vectorized(params: Iterable[nn.Parameter], fn: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]) -> None:
+def safe_update_full_grad_vectorized(
+    params: Iterable[nn.Parameter], fn: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
     """Replace the full gradient of each parameter by ``fn(gradient, parameter)``. Collective."""
     for param in params:
         grad = safe_get_full_grad(param)
@@ -343,7 +378,9 @@ def _slot_range(unit: Unit, segment: Segment, key: str) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """The full tensor of one optimizer slot (``exp_avg``, ...) of ``param``; None when there is none yet. Collective."""
+    """The full tensor of one optimizer slot (``exp_avg``, ...) of ``param``; None when there is none yet.
+    Collective.
+    """
     place = _place(param)
     if place is None or place[0].master is None:
         return None
@@ -371,7 +408,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
             slot.reshape(-1)[lo - view.start : hi - view.start].copy_(flat[lo - segment.offset : hi - segment.offset])
 
 
-# -- local shards --------------------------------------------------------------------------------------------------------------------
+# -- local shards ------------------------------------------------------------------------------------------------
 
 
 def _part(unit: Unit, segment: Segment, buffer: torch.Tensor, kind: StateKind) -> torch.Tensor:

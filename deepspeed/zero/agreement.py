@@ -1,18 +1,22 @@
 """One order of collectives on every rank, also when ranks take different branches.
 
-[Note: agreement] A rank *asks* before it issues gathers or reductions, and all execute the same *decisions* (ZeRO invariant I7).
-*By message:* they compare a digest of their requests; equal ones are executed whole, of others the smallest one, by everybody: a rank
-that did not ask for it is a guest, which gathers and drops the unit, or contributes zeros. A rank asks again until it was served.
-*By habit:* the decisions between two closing messages are an interval. All ranks executed the same ones, so from the common past all
-foretell the same next one (schedule.Habits), and execute it without messages. What a rank asks for is looked up in the rest of the
-interval; what lies before it is executed as a guest. If it is not there, the whole rest is, and then the rank asks by message.
+[Note: agreement] A rank *asks* before it issues gathers or reductions, and all execute the same *decisions* (ZeRO
+invariant I7).
+*By message:* they compare a digest of their requests; equal ones are executed whole, of others the smallest one, by
+everybody: a rank that did not ask for it is a guest, which gathers and drops the unit, or contributes zeros. A rank
+asks again until it was served.
+*By habit:* the decisions between two closing messages are an interval. All ranks executed the same ones, so from the
+common past all foretell the same next one (schedule.Habits), and execute it without messages. What a rank asks for is
+looked up in the rest of the interval; what lies before it is executed as a guest. If it is not there, the whole rest
+is, and then the rank asks by message.
 
-Why no rank waits for a collective that another one never issues: a rank has executed the interval to its end before it takes part in
-a message, so what is decided between two messages is one list everywhere, in one order. In the list a rank waits only for ranks
-further back in it, and these go on, because whatever their code does next either is in the rest or makes them execute it, the end of
-the backward at the latest. Of the requests in a message the smallest is served, so some rank goes on. An error leaves the rest to be
-executed at the next request. The code outside must not wait for other ranks within an interval; where a forward ends without a
-message, the runtime watches for that (``Runtime.meet``). A rank that alone leaves out a step is not waited for.
+Why no rank waits for a collective that another one never issues: a rank has executed the interval to its end before it
+takes part in a message, so what is decided between two messages is one list everywhere, in one order. In the list a
+rank waits only for ranks further back in it, and these go on, because whatever their code does next either is in the
+rest or makes them execute it, the end of the backward at the latest. Of the requests in a message the smallest is
+served, so some rank goes on. An error leaves the rest to be executed at the next request. The code outside must not
+wait for other ranks within an interval; where a forward ends without a message, the runtime watches for that
+(``Runtime.meet``). A rank that alone leaves out a step is not waited for.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,11 +40,12 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """``units[0]`` is needed; further ones (gathers only) are wished for. ``pending`` lists units with local gradients (FLUSH, STEP).
+    """``units[0]`` is needed; further ones (gathers only) are wished for. ``pending`` lists units with local gradients
+    (FLUSH, STEP).
 
-    ``reduces`` are reductions that travel with another request, to save a message; they come before it. ``path`` lists the units used
-    since the last meeting point, where divergence is an error; ``marks`` is what else must be equal for the interval to be learnt
-    from. Of the two only a digest travels.
+    ``reduces`` are reductions that travel with another request, to save a message; they come before it. ``path`` lists
+    the units used since the last meeting point, where divergence is an error; ``marks`` is what else must be equal for
+    the interval to be learnt from. Of the two only a digest travels.
     """
 
     kind: Kind
@@ -60,7 +65,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Decision:
-    """What every rank does now: first ``reduces``, then ``kind``. For FLUSH and STEP ``units`` is the union of all pending units."""
+    """What every rank does now: first ``reduces``, then ``kind``. For FLUSH and STEP ``units`` is the union of all
+    pending units.
+    """
 
     kind: Kind
     units: tuple[int, ...]
@@ -69,12 +76,20 @@ class Decision:
     @property
     def reduced(self) -> tuple[int, ...]:
         """All units whose gradients are reduced, in order."""
-        return self.reduces if self.kind in (Kind.GATHER, Kind.LEAVE) else tuple(dict.fromkeys((*self.reduces, *self.units)))
+        return (
+            self.reduces
+            if self.kind in (Kind.GATHER, Kind.LEAVE)
+            else tuple(dict.fromkeys((*self.reduces, *self.units)))
+        )
 
     def serves(self, request: Request, *, urgent: bool) -> bool:
         """Whether a rank with this request is served; if it is not ``urgent``, only by all of what it is ready for."""
         if request.kind is Kind.REDUCE:
-            return request.units[0] in self.reduced if urgent else self.kind is Kind.REDUCE and set(self.reduced) <= set(request.reduces)
+            return (
+                request.units[0] in self.reduced
+                if urgent
+                else self.kind is Kind.REDUCE and set(self.reduced) <= set(request.reduces)
+            )
         if self.kind is not request.kind:
             return False
         if self.kind is Kind.GATHER:
@@ -84,7 +99,9 @@ class Decision:
 
     @property
     def closes(self) -> bool:
-        """Whether it ends an interval: the end of a backward, and of a forward of which nothing is to follow by habit."""
+        """Whether it ends an interval: the end of a backward, and of a forward of which nothing is to follow by
+        habit.
+        """
         return self.kind is Kind.FLUSH or (self.kind is Kind.LEAVE and not self.units)
 
 
@@ -99,7 +116,9 @@ _WORD = 62
 
 
 class Agreement:
-    """The control channel of one runtime. With one rank, or ``mode`` "assume_none", every request is its own decision."""
+    """The control channel of one runtime. With one rank, or ``mode`` "assume_none", every request is its own
+    decision.
+    """
 
     def __init__(self, group: AxisGroup | None, mode: str, unit_names: list[str], *, where: Callable[[], str]) -> None:
         self._group = group if group is not None and group.size > 1 and mode != "assume_none" else None

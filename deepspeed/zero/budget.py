@@ -1,8 +1,9 @@
 """What one rank's model states will hold, per tier, before any of it exists. Pure: numbers in, a table out.
 
-Counted are parameters, gradients and optimizer state at rest, units gathered at once, and the buffers between memory and drives.
-Not counted are activations, the model's inputs, and what the process held before. The widths are those of mixed-precision training
-(Rajbhandari et al. 2020): w bytes a parameter in the compute dtype, a in the accumulation dtype, 4 in the master, 4 a slot.
+Counted are parameters, gradients and optimizer state at rest, units gathered at once, and the buffers between memory
+and drives. Not counted are activations, the model's inputs, and what the process held before. The widths are those of
+mixed-precision training (Rajbhandari et al. 2020): w bytes a parameter in the compute dtype, a in the accumulation
+dtype, 4 in the master, 4 a slot.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, Spreads, StatePla
 
 @dataclass(frozen=True)
 class UnitSize:
-    """One unit as the plan sees it: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold."""
+    """One unit as the plan sees it: elements, bytes an element at rest, its row; ``largest``: elements that one tile
+    must hold.
+    """
 
     numel: int
     width: int
@@ -24,7 +27,9 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes an element: accumulated gradients, optimizer slots together; ``wire`` of gradients on their way, 0: as the parameter."""
+    """Bytes an element: accumulated gradients, optimizer slots together; ``wire`` of gradients on their way, 0: as the
+    parameter.
+    """
 
     accumulate: int = 4
     slots: int = 8
@@ -67,7 +72,9 @@ class MemoryPlan:
         """The plan for people, in MiB."""
         shown = [("model states of one rank", "device", "host", "drive")]
         for line in (*self.lines, Line("together", 0 if self.shared else self.device, self.host, self.drive)):
-            device, host = (0, line.host + line.device) if self.shared and line.what != "together" else (line.device, line.host)
+            device, host = (
+                (0, line.host + line.device) if self.shared and line.what != "together" else (line.device, line.host)
+            )
             a, b, c = (f"{n / 2**20:,.0f} MiB" if n else "-" for n in (device, host, line.drive))
             shown.append((line.what, a, b, c))
         return "\n".join(f"{a:<38}{b:>14}{c:>14}{d:>14}" for a, b, c, d in shown)
@@ -82,14 +89,20 @@ def memory_plan(
     for unit in units:
         rest, host_left = _param(sums, unit, ways, host_left)
         if unit.row.grad is not None and unit.row.optim is not None:
-            sums.add("gradients", unit.row.grad.tier, _share(unit.numel, unit.row.grad.spread, ways) * widths.accumulate)
+            sums.add(
+                "gradients", unit.row.grad.tier, _share(unit.numel, unit.row.grad.spread, ways) * widths.accumulate
+            )
             _optim(sums, unit, ways, widths, rest=rest, shared=shared)
     moving = sorted((u for u in units if _movable(u, ways)), key=lambda u: -u.numel * u.width)
     if moving:
         after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
         ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
         sums.add("units gathered at once", Tier.DEVICE, moving[0].numel * moving[0].width + ahead)
-    sums.add("gradients on their way", Tier.DEVICE, _travelling(units, widths) + (0 if shared else _landing(units, ways, widths)))
+    sums.add(
+        "gradients on their way",
+        Tier.DEVICE,
+        _travelling(units, widths) + (0 if shared else _landing(units, ways, widths)),
+    )
     sums.add("staging buffers", Tier.HOST, _staging(units, ways, offload, widths))
     if offload.save_copies:
         sums.add("copies for asynchronous saves", Tier.HOST, sum(_saved_copy(u, prod(ways), widths) for u in units))
@@ -107,7 +120,11 @@ class _Sums:
         row[tier] += nbytes
 
     def lines(self) -> list[Line]:
-        return [Line(what, row[Tier.DEVICE], row[Tier.HOST], row[Tier.NVME]) for what, row in self._found.items() if any(row.values())]
+        return [
+            Line(what, row[Tier.DEVICE], row[Tier.HOST], row[Tier.NVME])
+            for what, row in self._found.items()
+            if any(row.values())
+        ]
 
 
 def _share(numel: int, spread: Spreads, ways: Sequence[int]) -> int:
@@ -120,7 +137,9 @@ def _movable(unit: UnitSize, ways: Sequence[int]) -> bool:
 
 
 def _param(sums: _Sums, unit: UnitSize, ways: Sequence[int], host_left: int) -> tuple[Tier, int]:
-    """Add the resting parameters; returns where they rest and what is left of the elements that may stay in host memory."""
+    """Add the resting parameters; returns where they rest and what is left of the elements that may stay in host
+    memory.
+    """
     own = _share(unit.numel, unit.row.param.spread, ways)
     tier = unit.row.param.tier
     if tier is Tier.NVME and own <= host_left:
@@ -134,7 +153,9 @@ def _optim(sums: _Sums, unit: UnitSize, ways: Sequence[int], widths: Widths, *, 
     assert optim is not None
     # An fp32 parameter that rests in the same memory is its own master.
     same = unit.width >= 4 and Tier.NVME not in (rest, optim.tier) and (rest is optim.tier or shared)
-    sums.add("optimizer state", optim.tier, _share(unit.numel, optim.spread, ways) * (widths.slots + (0 if same else 4)))
+    sums.add(
+        "optimizer state", optim.tier, _share(unit.numel, optim.spread, ways) * (widths.slots + (0 if same else 4))
+    )
 
 
 def _travelling(units: Sequence[UnitSize], widths: Widths) -> int:
@@ -147,7 +168,9 @@ def _travelling(units: Sequence[UnitSize], widths: Widths) -> int:
 
 
 def _saved_copy(unit: UnitSize, ranks: int, widths: Widths) -> int:
-    """What this rank writes of a unit into a checkpoint, each byte being written by one rank; from a drive it is not copied first."""
+    """What this rank writes of a unit into a checkpoint, each byte being written by one rank; from a drive it is not
+    copied first.
+    """
     optim = unit.row.optim
     if (optim or unit.row.param).tier is Tier.NVME:
         return 0
@@ -167,8 +190,16 @@ def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPla
     if shards:
         piece = min(max(shards), offload.param_piece_numel * units[0].width)
         total += min(offload.param_buffers, InFlight.READS + 1) * piece
-    tiles = [_share(u.numel, u.row.optim.spread, ways) for u in units if u.row.optim is not None and u.row.optim.tier is Tier.NVME]
-    grads = [_share(u.numel, u.row.grad.spread, ways) for u in units if u.row.grad is not None and u.row.grad.tier is Tier.NVME]
+    tiles = [
+        _share(u.numel, u.row.optim.spread, ways)
+        for u in units
+        if u.row.optim is not None and u.row.optim.tier is Tier.NVME
+    ]
+    grads = [
+        _share(u.numel, u.row.grad.spread, ways)
+        for u in units
+        if u.row.grad is not None and u.row.grad.tier is Tier.NVME
+    ]
     if tiles:
         each = 4 + widths.slots + (widths.accumulate if grads else 0)
         whole = max(u.largest for u in units if u.row.optim is not None)

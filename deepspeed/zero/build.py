@@ -32,10 +32,11 @@ from deepspeed.zero.unit import Unit
 
 @dataclass(frozen=True)
 class BuildRules:
-    """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype, ``buffer_dtype`` None every
-    buffer; parameters with one of ``keep_fp32`` among the parts of their name stay fp32, such buffers as they are. ``beside`` has the
-    parameters that follow the dtype of a buffer. Parameters in ``low`` rest (and travel) in ``low_dtype``.
-    ``slot_bytes``: what the optimizer will keep for each element beside the weight."""
+    """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype,
+    ``buffer_dtype`` None every buffer; parameters with one of ``keep_fp32`` among the parts of their name stay fp32,
+    such buffers as they are. ``beside`` has the parameters that follow the dtype of a buffer. Parameters in ``low``
+    rest (and travel) in ``low_dtype``. ``slot_bytes``: what the optimizer will keep for each element beside the
+    weight."""
 
     device: torch.device
     compute_dtype: torch.dtype | None
@@ -87,7 +88,8 @@ def build(
     group_of: dict[nn.Parameter, int] | None,
     facts_of: Callable[[str, nn.Parameter], UnitFacts] | None = None,
 ) -> ZeroParts:
-    """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor; ``facts_of(name, param)``: those of single ones.
+    """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor; ``facts_of(name, param)``:
+    those of single ones.
 
     ``group_of`` maps each trained parameter to its optimizer group; None when nothing will be trained (no gradients, no
     optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
@@ -98,7 +100,9 @@ def build(
         hostmem.return_large_blocks()
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
-    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of or (lambda *_: facts))
+    parts = partition(
+        model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of or (lambda *_: facts)
+    )
     fitted = _fitted(model, parts.units, plan, mesh, rules=rules, policy=policy)
     tiers = Tiers(fitted.offload, rules.device)
     _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
@@ -107,7 +111,9 @@ def build(
         unit = _lay_out(index, spec, row, rules=rules, groups=group_of or {})
         unit.adopt(_values(unit, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
-            mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=not plan.regular.param.sharded)
+            mark_zero_parameter(
+                unit.params[position], unit, position, name=segment.name, plain=not plan.regular.param.sharded
+            )
         units.append(unit)
         if rules.device.type == "cpu":
             heap.passed(2 * unit.layout.numel * spec.dtype.itemsize)
@@ -118,7 +124,9 @@ def build(
     return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory)
 
 
-def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh, *, rules: BuildRules, policy: GradientPolicy) -> Fitted:
+def _fitted(
+    model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh, *, rules: BuildRules, policy: GradientPolicy
+) -> Fitted:
     """The rows of the units, within the limits of the plan and, where something is offloaded, of the machine.
 
     Every rank finds the same ones: the fullest host decides.
@@ -142,15 +150,21 @@ def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh,
 
 
 def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[RankMemory]:
-    """What every rank sees now; ``device`` bytes are held there, ``replaced`` bytes of this host for a while only. Collective."""
+    """What every rank sees now; ``device`` bytes are held there, ``replaced`` bytes of this host for a while only.
+    Collective.
+    """
     rss = hostmem.rss_bytes()
     held = min(rss, replaced)
     return collectives.gather_objects(RankMemory(rss - held, device, held, tuple(cgroups.memory_pools())), mesh.job)
 
 
 def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:
-    """Open the drives on every rank, or raise on every rank: one that has none must not leave the others waiting. Collective."""
-    if not any(state is not None and state.tier is Tier.NVME for row in fitted.rows for state in (row.param, row.optim)):
+    """Open the drives on every rank, or raise on every rank: one that has none must not leave the others waiting.
+    Collective.
+    """
+    if not any(
+        state is not None and state.tier is Tier.NVME for row in fitted.rows for state in (row.param, row.optim)
+    ):
         return
     own = tiers.open(fitted.rows, fitted.memory, width=width)
     if wrong := collectives.failures(own, mesh.job):
@@ -174,7 +188,9 @@ def _held(model: nn.Module, *, on_host: bool) -> int:
 
 
 def rows_of(plan: ZeroPlan, specs: list[UnitSpec]) -> list[UnitPlan]:
-    """The row of each unit. Of offloaded optimizer state the first units, up to the device's share, stay on the device."""
+    """The row of each unit. Of offloaded optimizer state the first units, up to the device's share, stay on the
+    device.
+    """
     keep = plan.offload.device_share * sum(s.numel for s in specs if s.trainable)
     rows = []
     for spec in specs:
@@ -200,12 +216,14 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
         for a, b in zip(lists[0], theirs, strict=False):
             if a != b:
                 raise DivergenceError(
-                    f"ranks hold different models: rank {mesh.zero.ranks[0]} has {_say(a)}, rank {rank} has {_say(b)}. Build the same "
+                    f"ranks hold different models: rank {mesh.zero.ranks[0]} has {_say(a)}, rank {rank} has "
+                    f"{_say(b)}. Build the same "
                     "model, with the same requires_grad flags, on every rank"
                 )
         if len(lists[0]) != len(theirs):
             raise DivergenceError(
-                f"ranks hold different models: rank {mesh.zero.ranks[0]} has {len(lists[0])} parameters, rank {rank} has {len(theirs)}. "
+                f"ranks hold different models: rank {mesh.zero.ranks[0]} has {len(lists[0])} parameters, rank "
+                f"{rank} has {len(theirs)}. "
                 "Build the same model on every rank"
             )
 
@@ -228,7 +246,9 @@ def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, *, rules: BuildRules, gr
 
 
 def _values(unit: Unit, device: torch.device) -> torch.Tensor:
-    """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed on the way."""
+    """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed on the
+    way.
+    """
     dtype = unit.params[0].dtype
     values = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     sources: dict[int, Unit] = {}
@@ -239,7 +259,8 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
             sources[id(source)] = source
         if param.is_meta:
             raise UsageError(
-                f"parameter {segment.name!r} is on the meta device and has no values; build the model under deepspeed.zero.Init, or "
+                f"parameter {segment.name!r} is on the meta device and has no values; build the model under "
+                "deepspeed.zero.Init, or "
                 "materialise it (model.to_empty(device=...) and load weights) before deepspeed.initialize"
             )
         with torch.no_grad():
@@ -274,13 +295,17 @@ def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
 
 
 def dismantle(parts: ZeroParts, *, together: bool) -> None:
-    """End of an engine: give the parameters back and every buffer but their values. Collective when sharded and ``together``.
+    """End of an engine: give the parameters back and every buffer but their values. Collective when sharded and
+    ``together``.
 
-    A model that was whole becomes whole again; one born sharded may not fit whole, and without the other ranks none can be, so its
-    units stay behind as bare shards, which ``GatheredParameters`` and another ``build`` understand.
+    A model that was whole becomes whole again; one born sharded may not fit whole, and without the other ranks none can
+    be, so its units stay behind as bare shards, which ``GatheredParameters`` and another ``build`` understand.
     """
     if not (together or parts.born_sharded) and any(unit.movable for unit in parts.units):
-        logger.warning("some rank did not come to destroy(): the model stays in shards, for GatheredParameters or another engine to gather")
+        logger.warning(
+            "some rank did not come to destroy(): the model stays in shards, for GatheredParameters or another "
+            "engine to gather"
+        )
     for unit in parts.units:
         if unit.movable and (parts.born_sharded or not together):
             unit.strip()

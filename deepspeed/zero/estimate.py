@@ -71,7 +71,9 @@ def estimate_zero2_model_states_mem_needs(
 
 
 def model_size(model: torch.nn.Module) -> tuple[int, int]:
-    """(all parameters, parameters of the largest layer) of ``model``; shared parameters count once, sharded ones in full."""
+    """(all parameters, parameters of the largest layer) of ``model``; shared parameters count once, sharded ones in
+    full.
+    """
 
     def numel(params: dict[int, torch.nn.Parameter]) -> int:
         return sum(int(getattr(p, "ds_numel", p.numel())) for p in params.values())
@@ -127,7 +129,9 @@ def estimate_zero3_model_states_mem_needs_all_live(
 ) -> None:
     """Write the table for a model object to standard output."""
     total, largest = model_size(model)
-    estimate_zero3_model_states_mem_needs_all_cold(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -136,7 +140,9 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     """Write a table of needs with and without offload to standard output, from the parameter count alone."""
     rows = []
     for offload in (True, False):
-        needs = estimate_zero2_model_states_mem_needs(total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
+        needs = estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+        )
         rows.append((needs.cpu, needs.gpu, f"offload_optimizer={'cpu' if offload else 'none'}"))
     _write_table(_title(total_params, "", num_gpus_per_node, num_nodes), rows)
 
@@ -145,4 +151,6 @@ def estimate_zero2_model_states_mem_needs_all_live(
     model: torch.nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Write the table for a model object to standard output."""
-    estimate_zero2_model_states_mem_needs_all_cold(model_size(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        model_size(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
+    )

@@ -1,4 +1,6 @@
-"""Rows that keep within memory: ``memory.host_limit``, ``memory.device_limit``, and what the machine has; or settings that would."""
+"""Rows that keep within memory: ``memory.host_limit``, ``memory.device_limit``, and what the machine has; or settings
+that would.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,9 @@ _SPARE = 8  # of the memory there is, one part in so many is left to activations
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank before anything is built, in bytes: what stays in use, what of the host the model's new places will replace, the pools."""
+    """One rank before anything is built, in bytes: what stays in use, what of the host the model's new places will
+    replace, the pools.
+    """
 
     host: int
     device: int
@@ -26,7 +30,8 @@ class RankMemory:
 class Limits:
     """Bytes; 0 for no limit. ``host_used`` and ``device_used`` are held already and stay.
 
-    ``source``: what leaves no more than ``host``, where that is no setting; then it moves what can be moved (see ``fit``).
+    ``source``: what leaves no more than ``host``, where that is no setting; then it moves what can be moved (see
+    ``fit``).
     """
 
     host: int = 0
@@ -74,7 +79,9 @@ def limits_present(ranks: Sequence[RankMemory]) -> Limits:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The rows to build, one per unit, where they may go, and what they hold. ``moved``: what the user should know about it."""
+    """The rows to build, one per unit, where they may go, and what they hold. ``moved``: what the user should know
+    about it.
+    """
 
     rows: list[UnitPlan]
     offload: OffloadPlan
@@ -82,11 +89,14 @@ class Fitted:
     moved: str = ""
 
 
-def fit(plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, limits: Limits, *, shared: bool) -> Fitted:
+def fit(
+    plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, limits: Limits, *, shared: bool
+) -> Fitted:
     """The rows of ``units``, with gradients on the drive where host memory has no room for them.
 
-    Where nobody stated how much memory there may be (``limits.source``), sharded parameters go there too, as many as have to.
-    Raises DeepSpeedConfigError, with the table and the first settings that would fit, when the limits cannot be kept.
+    Where nobody stated how much memory there may be (``limits.source``), sharded parameters go there too, as many as
+    have to. Raises DeepSpeedConfigError, with the table and the first settings that would fit, when the limits cannot
+    be kept.
     """
 
     def holding(rows: list[UnitPlan], offload: OffloadPlan) -> MemoryPlan:
@@ -111,13 +121,20 @@ def fit(plan: ZeroPlan, units: Sequence[UnitSize], ways: Sequence[int], widths: 
             way_out = f"It fits with {advice}: {_sizes(smallest, limits)}"
             break
     else:
-        way_out = f"With everything that can move on a drive it needs {_sizes(smallest, limits)}: raise the limit or use more ranks"
-    held = f"{limits.broken_by(memory)}, but a rank of this run would hold {_sizes(memory, limits)}:\n{memory.table()}\n"
+        way_out = (
+            f"With everything that can move on a drive it needs {_sizes(smallest, limits)}: raise the limit or "
+            "use more ranks"
+        )
+    held = (
+        f"{limits.broken_by(memory)}, but a rank of this run would hold {_sizes(memory, limits)}:\n{memory.table()}\n"
+    )
     overrule = " A memory.host_limit of yours counts instead of what was measured." if limits.source else ""
     raise DeepSpeedConfigError(f"{held}{way_out}.{overrule}")
 
 
-def _movements(rows: list[UnitPlan], plan: ZeroPlan, limits: Limits, *, shared: bool) -> Iterator[tuple[list[UnitPlan], OffloadPlan]]:
+def _movements(
+    rows: list[UnitPlan], plan: ZeroPlan, limits: Limits, *, shared: bool
+) -> Iterator[tuple[list[UnitPlan], OffloadPlan]]:
     """Rows that need ever less host memory, without another word in the configuration."""
     offload = plan.offload
     yield rows, offload
@@ -125,7 +142,10 @@ def _movements(rows: list[UnitPlan], plan: ZeroPlan, limits: Limits, *, shared: 
     yield rows, offload
     folder = offload.param_folder or offload.optim_folder
     if limits.source and folder and plan.regular.param.sharded and (shared or plan.regular.param.away):
-        yield [_move(row, "param", Tier.NVME) for row in rows], replace(offload, param_folder=folder, host_param_numel=0)
+        yield (
+            [_move(row, "param", Tier.NVME) for row in rows],
+            replace(offload, param_folder=folder, host_param_numel=0),
+        )
 
 
 def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
@@ -133,13 +153,23 @@ def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
     if first is now or not limits.source:
         return ""
     drive = [{line.what: line.drive for line in plan.lines} for plan in (first, now)]
-    parts = [f"{(n - drive[0].get(what, 0)) / 2**20:,.0f} MiB of {what}" for what, n in drive[1].items() if n > drive[0].get(what, 0)]
-    return f"{limits.broken_by(first)}, so {' and '.join(parts)} rest on the drive instead (state memory.host_limit to decide yourself)"
+    parts = [
+        f"{(n - drive[0].get(what, 0)) / 2**20:,.0f} MiB of {what}"
+        for what, n in drive[1].items()
+        if n > drive[0].get(what, 0)
+    ]
+    return (
+        f"{limits.broken_by(first)}, so {' and '.join(parts)} rest on the drive instead (state memory.host_limit "
+        "to decide yourself)"
+    )
 
 
 def doubt(present: Limits, memory: MemoryPlan) -> str:
     """A warning when what is planned is more than there is; empty otherwise."""
-    said = f"{present.broken_by(memory)}, but model states alone will hold {_sizes(memory, present)}: the system may end the run"
+    said = (
+        f"{present.broken_by(memory)}, but model states alone will hold {_sizes(memory, present)}: the system may "
+        "end the run"
+    )
     return "" if present.allow_host(memory) else said
 
 
@@ -180,5 +210,7 @@ def _move(row: UnitPlan, kind: str, tier: Tier) -> UnitPlan:
 
 
 def _sizes(plan: MemoryPlan, limits: Limits) -> str:
-    host = f"{(plan.host + limits.host_used) / 2**20:,.0f} MiB of host memory ({limits.host_used / 2**20:,.0f} in use now)"
+    host = (
+        f"{(plan.host + limits.host_used) / 2**20:,.0f} MiB of host memory ({limits.host_used / 2**20:,.0f} in use now)"
+    )
     return host if plan.shared else f"{host}, {(plan.device + limits.device_used) / 2**20:,.0f} MiB of the device"

@@ -1,9 +1,9 @@
 """From autograd's gradients to each unit's rest gradient: pack, reduce, flush.
 
-Each parameter's gradient is packed into its unit's flat ``partial`` the moment autograd has finished it, pre-divided so that the
-sum over ranks is the mean, and dropped. Reduction is linear, so it does not matter how often or when a unit is reduced: every
-local contribution is reduced exactly once. (Invariant I4.) Between the last backward of a window and the step, gradients that rest
-whole on the device are shown in ``param.grad``; what a client writes there counts.
+Each parameter's gradient is packed into its unit's flat ``partial`` the moment autograd has finished it, pre-divided so
+that the sum over ranks is the mean, and dropped. Reduction is linear, so it does not matter how often or when a unit is
+reduced: every local contribution is reduced exactly once. (Invariant I4.) Between the last backward of a window and the
+step, gradients that rest whole on the device are shown in ``param.grad``; what a client writes there counts.
 """
 
 import functools
@@ -37,7 +37,9 @@ def _keep_none(*, after: Transfer) -> None:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a reduction puts its result; ``filled``: there is something to add to; ``give``: what takes the memory back."""
+    """Where a reduction puts its result; ``filled``: there is something to add to; ``give``: what takes the memory
+    back.
+    """
 
     memory: torch.Tensor
     filled: bool
@@ -47,7 +49,9 @@ class _Target:
 class Gradients:
     """The gradient side of one runtime."""
 
-    def __init__(self, units: list[Unit], streams: Streams, policy: GradientPolicy, *, overlap: bool, watch: bool) -> None:
+    def __init__(
+        self, units: list[Unit], streams: Streams, policy: GradientPolicy, *, overlap: bool, watch: bool
+    ) -> None:
         self._units = units
         self._streams = streams
         self._policy = policy
@@ -55,7 +59,8 @@ class Gradients:
         self._watch = watch
         self._flying: list[tuple[Unit, Transfer, _Target]] = []
         self.scale = 1.0
-        # ``final``: the running backward ends the accumulation window; ``hold``: the user asked not to reduce (no_sync).
+        # ``final``: the running backward ends the accumulation window; ``hold``: the user asked not to reduce
+        # (no_sync).
         self.final = True
         self.hold = False
         # One finite/non-finite probe per reduced partial, on the device: read only when a step overflows.
@@ -68,7 +73,7 @@ class Gradients:
             if unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
                 unit.open_grad(self._accum_dtype(unit))  # a full drive shows before the first step
 
-    # -- local side --------------------------------------------------------------------------------------------------------
+    # -- local side -----------------------------------------------------------------------------------------------
     def pack(self, unit: Unit, position: int) -> None:
         """Move the gradient of ``unit.params[position]`` into the unit's partial sum and drop it."""
         param, segment = unit.params[position], unit.layout.segments[position]
@@ -88,7 +93,8 @@ class Gradients:
         unit.note_packed(position)
 
     def collect(self) -> bool:
-        """Pack what ``.grad`` of trained parameters holds although no hook has delivered it: a client or a split backward wrote it.
+        """Pack what ``.grad`` of trained parameters holds although no hook has delivered it: a client or a split
+        backward wrote it.
 
         True when there is a gradient now.
         """
@@ -116,14 +122,16 @@ class Gradients:
     def complete(self, unit: Unit) -> bool:
         """Every parameter of the unit has contributed in the running backward.
 
-        What earlier backwards left in the partial sum does not count: with it, the first gradient of the window's last backward
-        would send the unit off, and the others would need a second reduction.
+        What earlier backwards left in the partial sum does not count: with it, the first gradient of the window's last
+        backward would send the unit off, and the others would need a second reduction.
         """
         return len(unit.arrived) == len(unit.params)
 
-    # -- reduction -----------------------------------------------------------------------------------------------------------
+    # -- reduction ------------------------------------------------------------------------------------------------
     def reduce(self, unit: Unit) -> None:
-        """Reduce the unit's partial sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
+        """Reduce the unit's partial sum (zeros where nothing fired) onto its rest gradient. Collective,
+        asynchronous.
+        """
         if unit in self._shown:
             self.withdraw()
         self._partial(unit)
@@ -136,7 +144,9 @@ class Gradients:
         while len(self._flying) >= self._in_flight:
             self._land()
         target = self._rest(unit)
-        transfer = self._streams.reduce(lambda: reduce_over_axes(unit, partial, target.memory, accumulate=target.filled))
+        transfer = self._streams.reduce(
+            lambda: reduce_over_axes(unit, partial, target.memory, accumulate=target.filled)
+        )
         self._flying.append((unit, transfer, target))
         unit.move_grad(GradState.REDUCED)
         if self._in_flight == 1:
@@ -145,7 +155,8 @@ class Gradients:
     def _rest(self, unit: Unit) -> "_Target":
         """Device memory for the rest gradient.
 
-        What rests on the device is that memory itself. What rests elsewhere comes, is added to, and goes back when it has landed.
+        What rests on the device is that memory itself. What rests elsewhere comes, is added to, and goes back when it
+        has landed.
         """
         store = unit.open_grad(self._accum_dtype(unit))
         filled = unit.fill_grad()
@@ -156,7 +167,9 @@ class Gradients:
         numel, dtype = store.tensor.numel(), store.tensor.dtype
         if isinstance(store, Stored) and unit.device.type == "cpu":
             buffer = store.staging.take(numel * dtype.itemsize)
-            target = _Target(buffer[: numel * dtype.itemsize].view(dtype), filled, functools.partial(store.staging.give, buffer))
+            target = _Target(
+                buffer[: numel * dtype.itemsize].view(dtype), filled, functools.partial(store.staging.give, buffer)
+            )
         else:
             target = _Target(torch.empty(numel, dtype=dtype, device=unit.device), filled)
         if filled:
@@ -180,13 +193,15 @@ class Gradients:
         """Units with local contributions that no reduction has taken yet."""
         return tuple(u.index for u in self._units if u.partial is not None)
 
-    # -- what clients see ----------------------------------------------------------------------------------------------------
+    # -- what clients see -----------------------------------------------------------------------------------------
     def after(self, unit: Unit) -> float:
         """What the unit's rest gradient still has to be multiplied by to be the mean."""
         return 1.0 if unit in self._shown else unit.facts.after
 
     def show(self) -> None:
-        """Let ``.grad`` of parameters whose reduced gradient rests whole on the device be a view of it, in the accumulation dtype."""
+        """Let ``.grad`` of parameters whose reduced gradient rests whole on the device be a view of it, in the
+        accumulation dtype.
+        """
         for unit in self._units:
             if not unit.plan.gradient_whole or not unit.grad_filled or unit in self._shown:
                 continue
@@ -204,7 +219,9 @@ class Gradients:
                 param.grad = view
 
     def settle(self) -> None:
-        """Wait for every reduction in flight; what a client has put in the place of a shown gradient (None too) becomes the gradient."""
+        """Wait for every reduction in flight; what a client has put in the place of a shown gradient (None too) becomes
+        the gradient.
+        """
         self.land_all()
         for unit, views in self._shown.items():
             for param, view in zip(unit.params, views, strict=True):
@@ -227,7 +244,7 @@ class Gradients:
             if unit.facts.after != 1.0 and unit.grad is not None:
                 unit.grad.div_(unit.facts.after)
 
-    # -- end of the window ---------------------------------------------------------------------------------------------------
+    # -- end of the window ----------------------------------------------------------------------------------------
     def collapse(self) -> list[Unit]:
         """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros."""
         self.land_all()
@@ -257,7 +274,9 @@ class Gradients:
             unit.clear_grad()
 
     def clear(self, *, collected: bool = False) -> None:
-        """Drop every gradient; buffers of the rest gradients are kept for the next window. ``collected``: none waits in a parameter."""
+        """Drop every gradient; buffers of the rest gradients are kept for the next window. ``collected``: none waits in
+        a parameter.
+        """
         self.withdraw()
         self.land_all()
         self._probes.clear()
@@ -287,17 +306,23 @@ def _probe(partial: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_over_axes(unit: Unit, partial: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> Transfer:
-    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, all-reduce where it is replicated."""
+    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, all-reduce where it is
+    replicated.
+    """
     assert unit.plan.grad is not None
     ways = list(zip(unit.plan.grad.spread, unit.mesh.groups, strict=True))
     for way, group in ways[:-1]:
-        piece = torch.empty(partial.numel() // (group.size if way is Spread.SHARDED else 1), dtype=target.dtype, device=partial.device)
+        piece = torch.empty(
+            partial.numel() // (group.size if way is Spread.SHARDED else 1), dtype=target.dtype, device=partial.device
+        )
         _one_axis(partial, piece, way, group, accumulate=False).wait()
         partial = piece
     way, group = ways[-1]
     return _one_axis(partial, target, way, group, accumulate=accumulate)
 
 
-def _one_axis(partial: torch.Tensor, out: torch.Tensor, way: Spread, group: collectives.AxisGroup, *, accumulate: bool) -> Transfer:
+def _one_axis(
+    partial: torch.Tensor, out: torch.Tensor, way: Spread, group: collectives.AxisGroup, *, accumulate: bool
+) -> Transfer:
     verb: Callable[..., Transfer] = collectives.reduce_scatter if way is Spread.SHARDED else collectives.all_reduce
     return verb(partial, out, group, accumulate=accumulate)

@@ -1,8 +1,9 @@
-"""Wiring between a module tree and a runtime. A hook body is one call to a verb; installing returns one removable handle.
+"""Wiring between a module tree and a runtime. A hook body is one call to a verb; installing returns one removable
+handle.
 
-Forward: every module that holds parameters directly, and every unit's root block, enters and leaves its units. Backward: each
-output tensor gets one hook, which fetches the units again before autograd reads them; each parameter's AccumulateGrad hook hands
-its gradient over; a hook on the inputs of a unit's root tells that its backward is through.
+Forward: every module that holds parameters directly, and every unit's root block, enters and leaves its units.
+Backward: each output tensor gets one hook, which fetches the units again before autograd reads them; each parameter's
+AccumulateGrad hook hands its gradient over; a hook on the inputs of a unit's root tells that its backward is through.
 Private torch names used here: ``torch._C._current_graph_task_id`` (are we inside a backward?) and
 ``torch.autograd.Variable._execution_engine.queue_callback`` (end of backward).
 """
@@ -54,7 +55,9 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def stashed_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a forward has left on the module itself (an auxiliary loss), which reach a backward without being returned."""
+    """Tensors that a forward has left on the module itself (an auxiliary loss), which reach a backward without being
+    returned.
+    """
     for name, value in vars(module).items():
         if isinstance(value, (torch.Tensor, list, tuple, dict)) and name not in _OWN_ATTRIBUTES:
             yield from tensors_in(value, 2)
@@ -69,7 +72,9 @@ def _drop_gradient(param: nn.Parameter) -> None:
 
 
 def hold_clipping() -> Borrowed:
-    """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use for sharded parameters, on which it sees no gradients."""
+    """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use for sharded parameters, on which it sees no
+    gradients.
+    """
     clip = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(clip)
@@ -80,8 +85,10 @@ def hold_clipping() -> Borrowed:
             if isinstance(runtime, Runtime) and not runtime.told_clipping:
                 runtime.told_clipping = True
                 logger.warning(
-                    "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: they are sharded over the "
-                    "ranks. Set gradient_clipping in the configuration; engine.get_global_grad_norm() is the norm after step()"
+                    "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: "
+                    "they are sharded over the "
+                    "ranks. Set gradient_clipping in the configuration; engine.get_global_grad_norm() is the "
+                    "norm after step()"
                 )
         return clip(parameters, *args, **kwargs)
 
@@ -92,9 +99,13 @@ def hold_clipping() -> Borrowed:
 
 
 class ModuleHooks:
-    """All hooks of one runtime on one module tree; ``remove()`` takes every one of them away, ``install()`` puts them back."""
+    """All hooks of one runtime on one module tree; ``remove()`` takes every one of them away, ``install()`` puts them
+    back.
+    """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, *, touches: dict[nn.Module, list[int]], roots: set[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, runtime: Runtime, *, touches: dict[nn.Module, list[int]], roots: set[nn.Module]
+    ) -> None:
         self._model = model
         self._runtime = runtime
         self._touches = touches
@@ -105,11 +116,15 @@ class ModuleHooks:
         # Parameters that autograd works for although they are in no group of the optimizer.
         training = any(unit.trainable for unit in runtime.units)
         frozen = [unit for unit in runtime.units if training and not unit.trainable]
-        self._outside = {p: s.name for u in frozen for p, s in zip(u.params, u.layout.segments, strict=True) if p.requires_grad}
+        self._outside = {
+            p: s.name for u in frozen for p, s in zip(u.params, u.layout.segments, strict=True) if p.requires_grad
+        }
         if self._outside and runtime.mesh.first:
             logger.warning(
-                "%d parameters require a gradient and are in no group of the optimizer (%s): they are not trained, count in no norm, and "
-                "their gradients are dropped. Put them into the optimizer, or let them require none, which saves computing it",
+                "%d parameters require a gradient and are in no group of the optimizer (%s): they are not "
+                "trained, count in no norm, and "
+                "their gradients are dropped. Put them into the optimizer, or let them require none, which "
+                "saves computing it",
                 len(self._outside),
                 ", ".join([*self._outside.values()][:8]) + (", ..." if len(self._outside) > 8 else ""),
             )
@@ -131,7 +146,9 @@ class ModuleHooks:
         for unit in units:
             for position, param in enumerate(unit.params if unit.trainable else ()):
                 hold(param.register_post_accumulate_grad_hook(self._gradient_hook(unit, position)))
-                if unit.plan.gradient_whole:  # before autograd, or who else asked for this gradient, adds it to what is shown there
+                if (
+                    unit.plan.gradient_whole
+                ):  # before autograd, or who else asked for this gradient, adds it to what is shown there
                     hold(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
         for param in self._outside:
             hold(param.register_post_accumulate_grad_hook(_drop_gradient))
@@ -143,7 +160,7 @@ class ModuleHooks:
         self.forward_handles.clear()
         self.backward_handles.clear()
 
-    # -- forward ---------------------------------------------------------------------------------------------------------------
+    # -- forward --------------------------------------------------------------------------------------------------
     def _hook_module(self, module: nn.Module, units: list[Unit], *, is_root: bool) -> None:
         runtime = self._runtime
 
@@ -179,7 +196,8 @@ class ModuleHooks:
     def _check_parameters(self) -> None:
         """Refuse parameters that were replaced or moved after ``initialize``; say once which ones are trained in vain.
 
-        Looks at every parameter, hence once a step; what happens to all parameters together is noticed by ``Runtime.enter`` at once.
+        Looks at every parameter, hence once a step; what happens to all parameters together is noticed by
+        ``Runtime.enter`` at once.
         """
         for held in self._runtime.units:
             held.check_views()
@@ -192,13 +210,16 @@ class ModuleHooks:
                 unit = getattr(param, "_ds_unit", None)
                 if unit is None:
                     raise UsageError(
-                        f"parameter {name!r} of a {type(module).__name__} was replaced by another object after deepspeed.initialize "
-                        "(load_state_dict(assign=True)?); the engine's optimizer would never update it. Copy the values in place instead"
+                        f"parameter {name!r} of a {type(module).__name__} was replaced by another object after "
+                        "deepspeed.initialize "
+                        "(load_state_dict(assign=True)?); the engine's optimizer would never update it. Copy "
+                        "the values in place instead"
                     )
                 if not unit.trainable and param not in self._outside and module not in self._warned:
                     self._warned.add(module)
                     logger.warning(
-                        "parameter %s was unfrozen after deepspeed.initialize and is not trained; let it require a gradient before, and "
+                        "parameter %s was unfrozen after deepspeed.initialize and is not trained; let it "
+                        "require a gradient before, and "
                         "put it into the optimizer",
                         param._ds_name,  # type: ignore[attr-defined]
                     )
@@ -207,12 +228,13 @@ class ModuleHooks:
         if module not in self._warned:
             self._warned.add(module)
             logger.info(
-                "%s returned no tensor that needs a gradient although its parameters are trained; its parameters stay gathered "
+                "%s returned no tensor that needs a gradient although its parameters are trained; its "
+                "parameters stay gathered "
                 "until the end of backward",
                 type(module).__name__,
             )
 
-    # -- backward --------------------------------------------------------------------------------------------------------------
+    # -- backward -------------------------------------------------------------------------------------------------
     def _watch_outputs(self, units: list[Unit], output: Any) -> bool:
         """Hook every output that will carry a gradient; True when there was one."""
         if not torch.is_grad_enabled():
@@ -235,7 +257,8 @@ class ModuleHooks:
     def _before_backward(self, units: list[Unit]) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             self._arm()
-            # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights after this backward.
+            # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights after this
+            # backward.
             self._runtime.second_order = torch.is_grad_enabled()
             if units:
                 self._runtime.need(units)

@@ -1,8 +1,9 @@
 """zero.Init: build a model that never exists whole on any rank.
 
-A module's parameters are cut into shards as soon as the module is attached to its parent (torch's global registration hooks tell
-when), so at most one small subtree is whole at a time. Inside the context a sharded parameter that code touches again, such as
-``self.apply(init_weights)`` at the end of a constructor, is gathered on demand and cut again afterwards; values come from rank 0.
+A module's parameters are cut into shards as soon as the module is attached to its parent (torch's global registration
+hooks tell when), so at most one small subtree is whole at a time. Inside the context a sharded parameter that code
+touches again, such as ``self.apply(init_weights)`` at the end of a constructor, is gathered on demand and cut again
+afterwards; values come from rank 0.
 """
 
 import os
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from deepspeed.comm import collectives
 from deepspeed.comm.init import init_distributed
@@ -41,11 +45,14 @@ _orig_torch_arange = torch.arange
 _numbers = count()
 
 
-def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: torch.dtype | None, *, target_device: Any = None) -> Any:
-    """Wrap a tensor constructor so that floating results are made in ``target_fp_dtype`` (None: as ever) on ``target_device``.
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Any, target_fp_dtype: torch.dtype | None, *, target_device: Any = None
+) -> Any:
+    """Wrap a tensor constructor so that floating results are made in ``target_fp_dtype`` (None: as ever) on
+    ``target_device``.
 
-    ``torch.arange`` is left alone: positions and ids computed in 16 bits are silently wrong. Clients replace this function on
-    ``deepspeed.runtime.zero.partition_parameters`` while they build a model.
+    ``torch.arange`` is left alone: positions and ids computed in 16 bits are silently wrong. Clients replace this
+    function on ``deepspeed.runtime.zero.partition_parameters`` while they build a model.
     """
     if fn is _orig_torch_arange:
         return fn
@@ -69,13 +76,14 @@ def _device_mode_active() -> bool:
 class Init:
     """Context manager; see the module's docstring. ``module`` given: its parameters are cut at once.
 
-    ``config_dict_or_path`` decides the dtype (bf16 or fp16 when enabled, else fp32) unless ``dtype`` is given. The shards rest where
-    ``remote_device`` ("cpu", "nvme") says, else where the configuration's ``offload_param`` does; "nvme" takes the folder from there.
-    ``enabled=False`` does nothing at all. Nested uses keep the outer one.
+    ``config_dict_or_path`` decides the dtype (bf16 or fp16 when enabled, else fp32) unless ``dtype`` is given. The
+    shards rest where ``remote_device`` ("cpu", "nvme") says, else where the configuration's ``offload_param`` does;
+    "nvme" takes the folder from there. ``enabled=False`` does nothing at all. Nested uses keep the outer one.
     Collective: every rank constructs the same model.
     """
 
-    # How much of what constructors touched again may stay gathered: this many parameters, and more up to this many elements.
+    # How much of what constructors touched again may stay gathered: this many parameters, and more up to this many
+    # elements.
     kept_units = 4
     kept_numel = 1 << 24
     # The context in force. Construction hooks are global by nature, so there can be one only.
@@ -106,7 +114,11 @@ class Init:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise NotYetError("quantized weights in zero.Init are not in this release")
         init_distributed(verbose=False)
-        group = sequence_data_parallel_group or data_parallel_group or (mpu.get_data_parallel_group() if mpu is not None else None)
+        group = (
+            sequence_data_parallel_group
+            or data_parallel_group
+            or (mpu.get_data_parallel_group() if mpu is not None else None)
+        )
         self._mesh = plain_mesh(get_accelerator().communication_backend_name(), group=group)
         source = config_dict_or_path if config_dict_or_path is not None else config
         cfg = load_config(source, world_size=self._mesh.data.size, lenient=True) if source else None
@@ -115,7 +127,11 @@ class Init:
         self.dtype = dtype
         self.device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
-        if self._tier is Tier.NVME and not offload.host_limit and (present := limits_present(memory_of_ranks(self._mesh))).host:
+        if (
+            self._tier is Tier.NVME
+            and not offload.host_limit
+            and (present := limits_present(memory_of_ranks(self._mesh))).host
+        ):
             # No more than half of what there is waits in memory: initialize needs some too.
             room = (present.host - present.host_used) // 2 // dtype.itemsize
             offload = replace(offload, host_param_numel=min(offload.host_param_numel, room))
@@ -133,7 +149,7 @@ class Init:
             self._cut_tree(module)
             self._say_missing()
 
-    # -- context -------------------------------------------------------------------------------------------------------------
+    # -- context --------------------------------------------------------------------------------------------------
     def __enter__(self) -> "Init":
         if self._enabled and Init._active is None:
             Init._active = self
@@ -163,7 +179,8 @@ class Init:
         # Clients patch the wrapper on this module (and only there) before entering, so it is looked up there, now.
         public = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
         wrapper = getattr(public, "zero_wrapper_for_fp_tensor_constructor", zero_wrapper_for_fp_tensor_constructor)
-        # torch.device contexts list torch's constructors once, at their first use; that must not be a list of our wrappers.
+        # torch.device contexts list torch's constructors once, at their first use; that must not be a list of our
+        # wrappers.
         with torch.device("cpu"):
             torch.empty(0)
         for name in _CONSTRUCTORS:
@@ -181,7 +198,7 @@ class Init:
             setattr(torch, name, original)
         self._saved.clear()
 
-    # -- construction events -----------------------------------------------------------------------------------------------------
+    # -- construction events --------------------------------------------------------------------------------------
     def _parameter_registered(self, module: nn.Module, _: str, param: nn.Parameter | None) -> None:
         if param is not None and not hasattr(param, "_ds_unit"):
             self._open[id(module)] = module
@@ -217,7 +234,8 @@ class Init:
     def _say_missing(self) -> None:
         if self._without_values:
             logger.warning(
-                "zero.Init met %d meta parameters whose modules have no reset_parameters(); they are zero until weights are loaded: %s",
+                "zero.Init met %d meta parameters whose modules have no reset_parameters(); they are zero "
+                "until weights are loaded: %s",
                 len(self._without_values),
                 ", ".join(self._without_values[:8]),
             )
@@ -240,7 +258,7 @@ class Init:
         unit.keep_by(lambda: self)
         mark_zero_parameter(param, unit, 0, name=name)
 
-    # -- Fetcher: parameters touched again while the model is being built ------------------------------------------------------------
+    # -- Fetcher: parameters touched again while the model is being built -----------------------------------------
     def may_fetch_on_demand(self, unit: Unit) -> bool:
         return self._inside
 
@@ -249,8 +267,8 @@ class Init:
             return False
         unit.fetch_whole()
         self._dirty.append(unit)
-        # One walk over the whole tree, as apply(init_weights) is, must not leave the whole model behind it. The latest few stay:
-        # code may hold views of several parameters at once.
+        # One walk over the whole tree, as apply(init_weights) is, must not leave the whole model behind it. The latest
+        # few stay: code may hold views of several parameters at once.
         while len(self._dirty) > self.kept_units and sum(u.layout.numel for u in self._dirty) > self.kept_numel:
             self._cut_again(self._dirty.pop(0))
         return True

@@ -23,10 +23,11 @@ class Granularity(Enum):
 class Segment:
     """One parameter's place: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group.
 
-    ``norm_weight``: what its squares count in the job's gradient norm; less than 1 where ranks outside the unit's axes hold it too.
+    ``norm_weight``: what its squares count in the job's gradient norm; less than 1 where ranks outside the unit's axes
+    hold it too.
 
-    Of a parameter that other ranks hold other parts of (tensor parallel), ``shape`` is this rank's part, which begins at index
-    ``global_start`` of a tensor of ``global_shape``. None: it is the whole.
+    Of a parameter that other ranks hold other parts of (tensor parallel), ``shape`` is this rank's part, which begins
+    at index ``global_start`` of a tensor of ``global_shape``. None: it is the whole.
     """
 
     name: str
@@ -69,7 +70,9 @@ class FlatLayout:
         assert end <= self.numel and self.numel % self.shards == 0, self
         if self.granularity is Granularity.PARAMETER:
             for s in self.segments:
-                assert s.numel == 0 or s.offset // self.shard_numel == (s.stop - 1) // self.shard_numel, f"{s.name} is cut"
+                assert s.numel == 0 or s.offset // self.shard_numel == (s.stop - 1) // self.shard_numel, (
+                    f"{s.name} is cut"
+                )
 
     @property
     def shard_numel(self) -> int:
@@ -102,7 +105,9 @@ def element_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int) -
     for name, shape, group in items:
         segments.append(Segment(name, shape, offset, group))
         offset = _round_up(segments[-1].stop, ALIGNMENT_NUMEL)
-    return FlatLayout(tuple(segments), max(_round_up(offset, ALIGNMENT_NUMEL * shards), ALIGNMENT_NUMEL * shards), shards)
+    return FlatLayout(
+        tuple(segments), max(_round_up(offset, ALIGNMENT_NUMEL * shards), ALIGNMENT_NUMEL * shards), shards
+    )
 
 
 def parameter_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int) -> FlatLayout:
@@ -122,11 +127,15 @@ def parameter_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int)
         shard = owner[i]
         segments.append(Segment(name, shape, shard * size + fill[shard], group))
         fill[shard] += _round_up(prod(shape), ALIGNMENT_NUMEL)
-    return FlatLayout(tuple(sorted(segments, key=lambda s: (s.offset, s.numel))), size * shards, shards, Granularity.PARAMETER)
+    return FlatLayout(
+        tuple(sorted(segments, key=lambda s: (s.offset, s.numel))), size * shards, shards, Granularity.PARAMETER
+    )
 
 
 def build_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int, granularity: Granularity) -> FlatLayout:
-    """The layout of ``items`` for the given granularity; ELEMENT items are ordered by group so groups are contiguous."""
+    """The layout of ``items`` for the given granularity; ELEMENT items are ordered by group so groups are
+    contiguous.
+    """
     if granularity is Granularity.PARAMETER:
         return parameter_layout(items, shards)
     return element_layout(sorted(items, key=lambda item: item[2]), shards)

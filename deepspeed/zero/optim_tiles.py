@@ -1,7 +1,8 @@
 """The update of what rests on a drive, tile by tile: read the next, update this, write the last.
 
-A tile is one view (``optim_view``): its fp32 weights and every optimizer slot as large as they are. While it is away the tensors the
-optimizer knows show their shapes and read as not-a-number. The user's optimizer runs unchanged, with one tile's views at a time.
+A tile is one view (``optim_view``): its fp32 weights and every optimizer slot as large as they are. While it is away
+the tensors the optimizer knows show their shapes and read as not-a-number. The user's optimizer runs unchanged, with
+one tile's views at a time.
 """
 
 import contextlib
@@ -31,8 +32,9 @@ def _round_up(nbytes: int) -> int:
 class Turns:
     """Lets an optimizer take one step in several turns, each over some of its tensors.
 
-    Every turn begins with the numbers of the groups and of the optimizer itself (a step count, say) as they were before the step, and
-    must leave the same: an optimizer that gathers something over all parameters cannot work in turns. Raises UsageError for such.
+    Every turn begins with the numbers of the groups and of the optimizer itself (a step count, say) as they were before
+    the step, and must leave the same: an optimizer that gathers something over all parameters cannot work in turns.
+    Raises UsageError for such.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -65,13 +67,20 @@ class Turns:
                 _put_back(holder, self._after[name])
 
     def _holders(self) -> dict[str, dict[str, Any]]:
-        """What may hold numbers of its own: the groups, the optimizer's attributes, dicts among those, state that is nobody's."""
+        """What may hold numbers of its own: the groups, the optimizer's attributes, dicts among those, state that is
+        nobody's.
+        """
         own = vars(self._optimizer)
         found = {f"group {i}": group for i, group in enumerate(self._optimizer.param_groups)}
         found["the optimizer"] = own
-        found |= {f"its {k}": v for k, v in own.items() if isinstance(v, dict) and not _TORCHS.match(k) and not _by_tensor(v)}
+        found |= {
+            f"its {k}": v for k, v in own.items() if isinstance(v, dict) and not _TORCHS.match(k) and not _by_tensor(v)
+        }
         shared = {k: v for k, v in self._optimizer.state.items() if not isinstance(k, torch.Tensor)}
-        return found | {f"its state[{k!r}]": v if isinstance(v, dict) else _Cell(self._optimizer.state, k) for k, v in shared.items()}
+        return found | {
+            f"its state[{k!r}]": v if isinstance(v, dict) else _Cell(self._optimizer.state, k)
+            for k, v in shared.items()
+        }
 
     def _drop(self, name: str) -> None:
         """Take away a dict that an earlier turn of this step has made."""
@@ -87,8 +96,10 @@ class Turns:
         changed = [k for k in now if k not in earlier or not _same(now[k], earlier[k])] if earlier is not None else []
         if changed:
             raise UsageError(
-                f"{type(self._optimizer).__name__} keeps {', '.join(map(str, changed))} of {name} over all parameters, so it cannot update "
-                'them piece by piece, and this update was cut short; use offload_optimizer.device "cpu", or another optimizer'
+                f"{type(self._optimizer).__name__} keeps {', '.join(map(str, changed))} of {name} over all "
+                "parameters, so it cannot update "
+                'them piece by piece, and this update was cut short; use offload_optimizer.device "cpu", or '
+                "another optimizer"
             )
         self._after[name] = now
 
@@ -136,7 +147,9 @@ def _copy(value: Any) -> Any:
 
 
 def _put_back(holder: dict[str, Any], numbers: dict[str, Any]) -> None:
-    """Make the numbers of ``holder`` those of ``numbers``: the same tensors with the old values, nothing that came later."""
+    """Make the numbers of ``holder`` those of ``numbers``: the same tensors with the old values, nothing that came
+    later.
+    """
     for key in [k for k, v in holder.items() if k != "params" and _is_number(v) and k not in numbers]:
         del holder[key]
     for key, value in numbers.items():
@@ -186,7 +199,9 @@ class _Loaded:
 
 
 class OptimTiles:
-    """The views of one engine that are updated one by one, wherever they rest; each comes into a buffer of ``staging`` for that."""
+    """The views of one engine that are updated one by one, wherever they rest; each comes into a buffer of ``staging``
+    for that.
+    """
 
     def __init__(self, views: Iterable[OptimView], optimizer: torch.optim.Optimizer, staging: Staging) -> None:
         self._optimizer = optimizer
@@ -197,7 +212,10 @@ class OptimTiles:
         self._staging = staging
         self._torn = False
         self._whole_state = False
-        self._guards = [optimizer.register_state_dict_pre_hook(self._guard), optimizer.register_load_state_dict_pre_hook(self._guard)]
+        self._guards = [
+            optimizer.register_state_dict_pre_hook(self._guard),
+            optimizer.register_load_state_dict_pre_hook(self._guard),
+        ]
         self.adopt_state()
 
     def __contains__(self, view: OptimView) -> bool:
@@ -221,13 +239,16 @@ class OptimTiles:
     def _guard(self, *_: Any) -> None:
         if not self._whole_state:
             raise UsageError(
-                "this optimizer's state rests on a drive, and its own state_dict() and load_state_dict() see nothing of it; call them on "
+                "this optimizer's state rests on a drive, and its own state_dict() and load_state_dict() see "
+                "nothing of it; call them on "
                 "the optimizer that deepspeed.initialize returned"
             )
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Inside, the optimizer's own state_dict and load_state_dict may be called: the caller sees to what is on the drive."""
+        """Inside, the optimizer's own state_dict and load_state_dict may be called: the caller sees to what is on the
+        drive.
+        """
         self._whole_state = True
         try:
             yield
@@ -247,13 +268,15 @@ class OptimTiles:
         """Raise UsageError when an earlier update was cut short: some parameters have moved, others have not."""
         if self._torn:
             raise UsageError(
-                "the last update failed half way through the tiles on the drive, so parameters and optimizer state do not belong to one "
+                "the last update failed half way through the tiles on the drive, so parameters and optimizer "
+                "state do not belong to one "
                 "step any more; start again from a checkpoint"
             )
 
     @contextlib.contextmanager
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[None]:
-        """Inside, weights and slots of ``view`` are in memory; with ``write`` they are stored at the end, with ``publish`` in PARAM too.
+        """Inside, weights and slots of ``view`` are in memory; with ``write`` they are stored at the end, with
+        ``publish`` in PARAM too.
 
         Views that rest in memory anyway are left alone.
         """
@@ -269,7 +292,9 @@ class OptimTiles:
             self._detach(loaded, write=write, publish=publish)
 
     def region_of(self, view: OptimView) -> tuple[TierStore | None, dict[str, int]]:
-        """Where the slots of ``view`` rest on the drive, and the byte at which each begins there; None and nothing for other views."""
+        """Where the slots of ``view`` rest on the drive, and the byte at which each begins there; None and nothing for
+        other views.
+        """
         tile = self._by_view.get(id(view))
         if tile is None:
             return None, {}
@@ -281,7 +306,7 @@ class OptimTiles:
         for tile in self._tiles:
             self._make_slots(tile)
 
-    # -- one tile ------------------------------------------------------------------------------------------------------------
+    # -- one tile -------------------------------------------------------------------------------------------------
     def _start(self, tile: _Tile, *, gradient: bool) -> _Loaded:
         self._forget_gone(tile)
         view, unit = tile.view, tile.view.unit
@@ -300,7 +325,9 @@ class OptimTiles:
         buffer = self._staging.take(max(slots_at + slot_bytes, grad_shift + numel * grad_width))
         weights = buffer[shift : shift + numel * width].view(master.tensor.dtype)
         slots = buffer[slots_at : slots_at + slot_bytes]
-        gradients = buffer[grad_shift : grad_shift + numel * grad_width].view(grad.tensor.dtype) if grad is not None else None
+        gradients = (
+            buffer[grad_shift : grad_shift + numel * grad_width].view(grad.tensor.dtype) if grad is not None else None
+        )
         loaded = _Loaded(tile, buffer, weights, slots, gradients, [])
         with self._given_back_on_error(loaded):
             loaded.transfers.append(master.get(weights, start=at))
@@ -345,7 +372,9 @@ class OptimTiles:
         point(view.param, loaded.master.view(view.param.shape))
         state = self._optimizer.state.get(view.param, {})
         for slot in loaded.tile.slots:
-            point(state[slot.key], loaded.slots[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape))
+            point(
+                state[slot.key], loaded.slots[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
+            )
 
     def _detach(self, loaded: _Loaded, *, write: bool, publish: bool) -> None:
         tile, view = loaded.tile, loaded.tile.view
@@ -399,7 +428,9 @@ class OptimTiles:
         self._void_slots(tile)
 
     def _forget_gone(self, tile: _Tile) -> None:
-        """Slots that the optimizer has no more (its state was cleared, or a checkpoint without them loaded) need no place either."""
+        """Slots that the optimizer has no more (its state was cleared, or a checkpoint without them loaded) need no
+        place either.
+        """
         state = self._optimizer.state.get(tile.view.param, {})
         tile.slots = [s for s in tile.slots if s.key in state]
         if tile.region is not None and not tile.slots:

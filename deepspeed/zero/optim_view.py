@@ -1,7 +1,8 @@
 """What the user's optimizer sees: plain tensors over this rank's master ranges, one per (unit, parameter group).
 
-ELEMENT granularity gives 1-D views; PARAMETER granularity gives every owned parameter in its logical shape. The optimizer object,
-its ``param_groups`` list and its group dicts stay the caller's own; only the ``params`` entries change.
+ELEMENT granularity gives 1-D views; PARAMETER granularity gives every owned parameter in its logical shape. The
+optimizer object, its ``param_groups`` list and its group dicts stay the caller's own; only the ``params`` entries
+change.
 """
 
 import itertools
@@ -35,9 +36,11 @@ class OptimView:
         return self.unit.on_drive(StateKind.OPTIM)
 
     def output(self) -> torch.Tensor | None:
-        """The part of PARAM at rest that the optimizer may round this view's weights into; None where they are rounded afterwards.
+        """The part of PARAM at rest that the optimizer may round this view's weights into; None where they are rounded
+        afterwards.
 
-        So it is with PARAM elsewhere than the weights, and where a parameter frozen after ``initialize`` is put back behind the optimizer.
+        So it is with PARAM elsewhere than the weights, and where a parameter frozen after ``initialize`` is put back
+        behind the optimizer.
         """
         unit, resting = self.unit, self.unit.shard
         if unit.master_is_param or unit.on_drive(StateKind.PARAM) or resting.device != self.param.device:
@@ -50,8 +53,8 @@ class OptimView:
     def gradient(self, factor: float, *, source: torch.Tensor | None = None) -> torch.Tensor:
         """The matching part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
 
-        A gradient in another dtype is converted first: fp16 could not hold it without the loss scale. In the same dtype the rest
-        gradient itself is multiplied. ``source`` is that part where the gradient does not rest in memory.
+        A gradient in another dtype is converted first: fp16 could not hold it without the loss scale. In the same dtype
+        the rest gradient itself is multiplied. ``source`` is that part where the gradient does not rest in memory.
         """
         if source is None:
             assert self.unit.grad is not None
@@ -63,7 +66,8 @@ class OptimView:
         return piece if factor == 1.0 else piece.mul_(factor)
 
     def frozen_parts(self, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of ``values``, copy of it) of every parameter that was frozen after ``initialize``: momentum and decay must not move it.
+        """(part of ``values``, copy of it) of every parameter that was frozen after ``initialize``: momentum and decay
+        must not move it.
 
         ``values`` are those of the whole view.
         """
@@ -95,7 +99,9 @@ def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> 
         for name, group, lo, hi, shape in spans:
             if 0 <= group < group_count:
                 data = unit.master[lo - start : hi - start]
-                views.append(OptimView(unit, group, lo, hi, nn.Parameter(data.view(shape) if shape is not None else data), name))
+                views.append(
+                    OptimView(unit, group, lo, hi, nn.Parameter(data.view(shape) if shape is not None else data), name)
+                )
                 unit.add_view(views[-1])
     return views
 
@@ -121,7 +127,8 @@ def _spans(unit: Unit, start: int, stop: int, *, whole: bool) -> list[_Span]:
         if whole:
             spans.append((segment.name, segment.group, lo, hi, segment.shape))
         elif spans and spans[-1][1] == segment.group:
-            # Padding between two segments of a group holds zeros and zero gradients: one longer loop is cheaper than a cut.
+            # Padding between two segments of a group holds zeros and zero gradients: one longer loop is cheaper than a
+            # cut.
             name, group, first, _, _ = spans[-1]
             spans[-1] = (name, group, first, hi, None)
         else:
@@ -159,7 +166,9 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _initial_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """One parameter's state per group of an optimizer that fills it at construction (torch's Adagrad); empty for all others."""
+    """One parameter's state per group of an optimizer that fills it at construction (torch's Adagrad); empty for all
+    others.
+    """
     if not optimizer.state:
         return {}
     steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]

@@ -1,4 +1,6 @@
-"""The optimizer object that ``initialize`` returns: the client's optimizer inside, the engine's update behind ``step``."""
+"""The optimizer object that ``initialize`` returns: the client's optimizer inside, the engine's update behind
+``step``.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,13 +22,17 @@ class Driver(Protocol):
     runtime: Runtime
     tiles: OptimTiles | None
 
-    def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> AbstractContextManager[None]: ...
+    def attached(
+        self, view: OptimView, *, write: bool = False, publish: bool = False
+    ) -> AbstractContextManager[None]: ...
 
     def whole_state(self) -> AbstractContextManager[None]: ...
 
     def update(self) -> None: ...
 
-    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None: ...
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None: ...
 
     def reload_states(self, non_blocking: bool = False) -> None: ...
 
@@ -81,7 +87,8 @@ class DeepSpeedOptimizer:
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise: where each parameter's state lives is settled by ``initialize``."""
         raise UsageError(
-            "add_param_group() after deepspeed.initialize is not possible: sharded state cannot grow. Put all parameters into it "
+            "add_param_group() after deepspeed.initialize is not possible: sharded state cannot grow. Put all "
+            "parameters into it "
             "before (lr 0 keeps a group still), or destroy the engine and initialize again"
         )
 
@@ -113,10 +120,16 @@ class DeepSpeedOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Restore what ``state_dict`` gave on the same rank under the same layout. Collective (parameters are published)."""
+        """Restore what ``state_dict`` gave on the same rank under the same layout. Collective (parameters are
+        published).
+        """
         saved = state["fp32_flat"]
-        if len(saved) != len(self._views) or any(a.shape != v.param.shape for a, v in zip(saved, self._views, strict=False)):
-            raise ValueError("this optimizer state was saved under another layout (ranks, sharding or model); it does not fit here")
+        if len(saved) != len(self._views) or any(
+            a.shape != v.param.shape for a, v in zip(saved, self._views, strict=False)
+        ):
+            raise ValueError(
+                "this optimizer state was saved under another layout (ranks, sharding or model); it does not fit here"
+            )
         with self._driver.whole_state():
             self.optimizer.load_state_dict(state["base_optimizer_state"])
         if self._driver.tiles is not None:
@@ -129,7 +142,9 @@ class DeepSpeedOptimizer:
         self.overflow = state["overflow"]
         self._driver.runtime.publish(self._driver.runtime.units)
 
-    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
         """``engine.offload_states``."""
         self._driver.offload_states(include, device, pin_memory, non_blocking)
 
@@ -155,7 +170,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 
 class ParamCoordinator:
-    """Clients invalidate the fetch trace through this object; here traces heal themselves, so there is nothing to do."""
+    """Clients invalidate the fetch trace through this object; here traces heal themselves, so there is nothing to
+    do.
+    """
 
     def is_invalid_trace(self) -> bool:
         return False
@@ -165,7 +182,9 @@ class ParamCoordinator:
 
 
 def _no_external_parameters() -> tuple[()]:
-    """What ``module.ds_external_parameters()`` answers: uses by other modules are found when they happen, so none is on record."""
+    """What ``module.ds_external_parameters()`` answers: uses by other modules are found when they happen, so none is on
+    record.
+    """
     return ()
 
 

@@ -1,17 +1,17 @@
 """What a parameter is: its local tensor, where that points, and its face while its values are released.
 
-Only this file writes ``.data`` and ``__class__`` of tensors. A DTensor (tensor parallelism) is packed by its local tensor, and that
-is what is re-pointed: ``.data`` of a DTensor would replace tensor and placement both.
+Only this file writes ``.data`` and ``__class__`` of tensors. A DTensor (tensor parallelism) is packed by its local
+tensor, and that is what is re-pointed: ``.data`` of a DTensor would replace tensor and placement both.
 
 [Note: released face] A released parameter's storage is shrunk to zero bytes while every view of it (autograd's saved
 ``weight.t()`` too) stays alive, so refilling the storage makes all of them valid again. Reading such a view on the CPU
-would crash the process, so the user-visible object leaves that storage for a NaN scalar spread over its logical shape (code that
-passes every guard, such as ``torch.tensor(p)`` or a C++ extension, then sees NaN and never freed memory), and its ``__class__`` is
-swapped to a subclass whose
-``__torch_function__`` answers metadata, refuses values, and, while a module of the same runtime runs its forward, fetches the
-unit on demand instead (a parameter used outside the module that owns it). torch's UninitializedParameter is the precedent.
-Private torch names used here: ``torch._C.DisableTorchFunctionSubclass`` and ``torch._C._storage_Use_Count`` (does anything still
-hold views of a unit's storage?).
+would crash the process, so the user-visible object leaves that storage for a NaN scalar spread over its logical shape
+(code that passes every guard, such as ``torch.tensor(p)`` or a C++ extension, then sees NaN and never freed memory),
+and its ``__class__`` is swapped to a subclass whose
+``__torch_function__`` answers metadata, refuses values, and, while a module of the same runtime runs its forward,
+fetches the unit on demand instead (a parameter used outside the module that owns it). torch's UninitializedParameter is
+the precedent. Private torch names used here: ``torch._C.DisableTorchFunctionSubclass`` and
+``torch._C._storage_Use_Count`` (does anything still hold views of a unit's storage?).
 """
 
 import functools
@@ -119,10 +119,22 @@ def _metadata_functions() -> frozenset[Any]:
 
 
 # ``view_as(itself)`` leads to the node where autograd accumulates, which split backwards look for.
-_ALIASES = (torch.Tensor.detach, torch.detach, torch.Tensor.view_as, inspect.getattr_static(torch.Tensor, "data").__get__)
+_ALIASES = (
+    torch.Tensor.detach,
+    torch.detach,
+    torch.Tensor.view_as,
+    inspect.getattr_static(torch.Tensor, "data").__get__,
+)
 _SET_DATA = inspect.getattr_static(torch.Tensor, "data").__set__
 _STRIDES = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
-_MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+_MOVES = (
+    torch.Tensor.to,
+    torch.Tensor.cuda,
+    torch.Tensor.cpu,
+    torch.Tensor.float,
+    torch.Tensor.half,
+    torch.Tensor.bfloat16,
+)
 
 
 class ZeroParamStatus(Enum):
@@ -146,9 +158,11 @@ _ids = count()
 
 
 def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, name: str, plain: bool = False) -> None:
-    """Attach the way back to the unit and the ``ds_*`` attributes that clients read on every parameter of a sharded model.
+    """Attach the way back to the unit and the ``ds_*`` attributes that clients read on every parameter of a sharded
+    model.
 
-    A persistent parameter has them too, and is always available; ``plain`` leaves them out (nothing of the model is sharded).
+    A persistent parameter has them too, and is always available; ``plain`` leaves them out (nothing of the model is
+    sharded).
     """
     parameter._ds_unit = unit  # type: ignore[attr-defined]
     parameter._ds_position = position  # type: ignore[attr-defined]
@@ -171,7 +185,16 @@ def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, na
     parameter.partition_numel = lambda: -(-prod(shape) // shards)  # type: ignore[attr-defined]
 
 
-_CLIENT_ATTRIBUTES = ["ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_active_sub_modules", "ds_persist", "partition_numel"]
+_CLIENT_ATTRIBUTES = [
+    "ds_id",
+    "ds_shape",
+    "ds_numel",
+    "ds_tensor",
+    "ds_status",
+    "ds_active_sub_modules",
+    "ds_persist",
+    "partition_numel",
+]
 
 
 def unmark_zero_parameter(parameter: nn.Parameter) -> None:
@@ -186,7 +209,9 @@ def is_released(tensor: torch.Tensor) -> bool:
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """No values here: the unit is released, or a gather is still filling it. An alias never gets values of its own again."""
+    """No values here: the unit is released, or a gather is still filling it. An alias never gets values of its own
+    again.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() == 0:
             return False
@@ -198,13 +223,17 @@ class ReleasedFace:
     """Mixin of every released class; see [Note: released face]. ``_ds_unit`` on the object leads to its unit."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _metadata_functions():
                 return func(*args, **kwargs)
             if func in _STRIDES:
-                return func(torch.empty_like(args[0], device="meta", memory_format=torch.contiguous_format), *args[1:], **kwargs)
+                return func(
+                    torch.empty_like(args[0], device="meta", memory_format=torch.contiguous_format), *args[1:], **kwargs
+                )
             hollow = [t for t in _released_arguments(args, kwargs) if _is_hollow(t)]
             if not hollow:
                 return func(*args, **kwargs)
@@ -235,7 +264,11 @@ class ReleasedTensor(ReleasedFace, torch.Tensor):
 @functools.cache
 def released_class(base: type) -> type:
     """The released twin of a parameter class; instances swap to it and back."""
-    reads = {name: _guarded(getattr(base, name)) for name in ("to_local", "full_tensor", "redistribute") if hasattr(base, name)}
+    reads = {
+        name: _guarded(getattr(base, name))
+        for name in ("to_local", "full_tensor", "redistribute")
+        if hasattr(base, name)
+    }
     return type(f"Released{base.__name__}", (ReleasedFace, base), {"_ds_visible_class": base, **reads})
 
 
@@ -280,7 +313,8 @@ def follow(parameter: nn.Parameter, part: torch.Tensor) -> None:
 
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The parameter's gradient on this rank, dense and laid out as the parameter is, taken away from it; None when there is none.
+    """The parameter's gradient on this rank, dense and laid out as the parameter is, taken away from it; None when
+    there is none.
 
     A DTensor's gradient that is partial over the tensor-parallel ranks is summed first: every one of them must ask.
     """
@@ -318,7 +352,9 @@ def expose(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def written_gradients(parameters: list[nn.Parameter]) -> list[int]:
-    """Positions of the parameters that have a ``.grad``. Asked of all at once, without each released one's own dispatch."""
+    """Positions of the parameters that have a ``.grad``. Asked of all at once, without each released one's own
+    dispatch.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         return [i for i, p in enumerate(parameters) if p.grad is not None]
 
@@ -345,8 +381,8 @@ def _alias(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True when ``.to(...)`` and friends ask for the dtype and device the parameter has anyway.
 
-    Without grad mode a mere change of device counts too: that is ``module.cpu()`` or ``module.to(device)``, by which trainers take
-    a model down. The shards stay where they are, and reading the result goes on being refused.
+    Without grad mode a mere change of device counts too: that is ``module.cpu()`` or ``module.to(device)``, by which
+    trainers take a model down. The shards stay where they are, and reading the result goes on being refused.
     """
     if kwargs.get("copy"):
         return False
@@ -361,7 +397,8 @@ def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any,
 def _describe(tensor: torch.Tensor) -> str:
     kind = "Parameter" if isinstance(tensor, nn.Parameter) else "Tensor"
     return (
-        f"{kind} (values sharded over ranks, not here), name={getattr(tensor, '_ds_name', '')!r}, shape={tuple(tensor.shape)}, "
+        f"{kind} (values sharded over ranks, not here), name={getattr(tensor, '_ds_name', '')!r}, "
+        f"shape={tuple(tensor.shape)}, "
         f"dtype={tensor.dtype}, device={str(tensor.device)!r}, requires_grad={tensor.requires_grad}"
     )
 

@@ -1,7 +1,8 @@
 """Which parameters form a unit. Pure over an ``nn.Module`` tree: no process group, no memory.
 
-The unit of a sharded PARAM is the block the model itself repeats (one gather per transformer block); what lies outside the blocks
-is packed module by module. A replicated PARAM needs no gathers, so its units are plain buckets for the reduction.
+The unit of a sharded PARAM is the block the model itself repeats (one gather per transformer block); what lies outside
+the blocks is packed module by module. A replicated PARAM needs no gathers, so its units are plain buckets for the
+reduction.
 """
 
 from collections.abc import Callable, Iterable
@@ -71,7 +72,9 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def statistics_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
-    """The parameters beside running statistics (a batch norm's), with the dtype of those: torch computes with both in one dtype."""
+    """The parameters beside running statistics (a batch norm's), with the dtype of those: torch computes with both in
+    one dtype.
+    """
     found = [(m, m._buffers.get("running_mean")) for m in model.modules()]
     return {p: mean.dtype for m, mean in found if mean is not None for p in m.parameters(recurse=False)}
 
@@ -90,9 +93,10 @@ def partition(
 ) -> Partition:
     """Divide all parameters of ``model`` into units according to ``plan``.
 
-    ``trainable``: the parameters that get gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored
-    in. ``facts_of(name, param)``: who shares it and what divides its gradient; a unit holds parameters with equal facts. Tied
-    parameters are owned by the first module that holds them; every module that touches a unit directly is listed for it.
+    ``trainable``: the parameters that get gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will
+    be stored in. ``facts_of(name, param)``: who shares it and what divides its gradient; a unit holds parameters with
+    equal facts. Tied parameters are owned by the first module that holds them; every module that touches a unit
+    directly is listed for it.
     """
     names = {p: n for n, p in model.named_parameters()}
     wanted = set(trainable)
@@ -101,7 +105,9 @@ def partition(
     builder = _Builder(plan, names)
     for param in order:
         rest, facts = rest_dtype(names[param], param), facts_of(names[param], param)
-        builder.place(param, home=homes[param], trainable=param in wanted, persistent=param in small, rest=rest, facts=facts)
+        builder.place(
+            param, home=homes[param], trainable=param in wanted, persistent=param in small, rest=rest, facts=facts
+        )
     return Partition(builder.specs, _touches(model, builder.index_of, homes, roots), set(roots.values()))
 
 
@@ -143,19 +149,36 @@ class _Builder:
         self._open: dict[tuple[object, ...], int] = {}
 
     def place(
-        self, param: nn.Parameter, *, home: tuple[str, bool], trainable: bool, persistent: bool, rest: torch.dtype, facts: UnitFacts | None
+        self,
+        param: nn.Parameter,
+        *,
+        home: tuple[str, bool],
+        trainable: bool,
+        persistent: bool,
+        rest: torch.dtype,
+        facts: UnitFacts | None,
     ) -> None:
         path, is_block = home
         replicated = persistent or not self.plan.regular.param.sharded
         scope: object = "bucket" if replicated else (path if is_block else "rest")
         key = (scope, trainable, persistent, param.dtype, rest, facts)
-        limit = None if is_block and not replicated else min(self.plan.pack_numel, _BUCKET_NUMEL if replicated else _PACK_NUMEL)
+        limit = (
+            None
+            if is_block and not replicated
+            else min(self.plan.pack_numel, _BUCKET_NUMEL if replicated else _PACK_NUMEL)
+        )
         index = self._open.get(key)
-        if index is None or (limit is not None and self.specs[index].numel + _numel(param) > limit and not self._same_module(index, param)):
+        if index is None or (
+            limit is not None
+            and self.specs[index].numel + _numel(param) > limit
+            and not self._same_module(index, param)
+        ):
             index = len(self.specs)
             label = {"bucket": "bucket", "rest": path}.get(str(scope), path) or "root"
             kind = "small" if persistent else label
-            self.specs.append(UnitSpec(f"{kind}#{index}" if replicated else label, trainable, persistent, param.dtype, rest, facts))
+            self.specs.append(
+                UnitSpec(f"{kind}#{index}" if replicated else label, trainable, persistent, param.dtype, rest, facts)
+            )
             self._open[key] = index
         self.specs[index].add(self.names[param], param)
         self.index_of[param] = index
@@ -174,7 +197,10 @@ _PACK_NUMEL = 1_000_000
 
 
 def _touches(
-    model: nn.Module, index_of: dict[nn.Parameter, int], homes: dict[nn.Parameter, tuple[str, bool]], roots: dict[str, nn.Module]
+    model: nn.Module,
+    index_of: dict[nn.Parameter, int],
+    homes: dict[nn.Parameter, tuple[str, bool]],
+    roots: dict[str, nn.Module],
 ) -> dict[nn.Module, list[int]]:
     touches: dict[nn.Module, list[int]] = {}
     for module in model.modules():

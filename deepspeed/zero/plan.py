@@ -12,7 +12,9 @@ from deepspeed.config.zero import OffloadOptimizerConfig, OffloadParamConfig, Ze
 
 
 class InFlight:
-    """What is in memory at most beside the states at rest. The runtime keeps to these numbers, and the memory plan counts them."""
+    """What is in memory at most beside the states at rest. The runtime keeps to these numbers, and the memory plan
+    counts them.
+    """
 
     REDUCTIONS = 2
     UNITS = 2  # typical ones, gathered before they are needed
@@ -79,7 +81,9 @@ class UnitPlan:
         assert (self.grad is None) == (self.optim is None), "gradients and optimizer state come and go together"
         if self.optim is not None:
             for p, o in zip(self.param.spread, self.optim.spread, strict=True):
-                assert (p, o) != (Spread.SHARDED, Spread.REPLICATED), "a sharded parameter needs sharded optimizer state"
+                assert (p, o) != (Spread.SHARDED, Spread.REPLICATED), (
+                    "a sharded parameter needs sharded optimizer state"
+                )
 
     @property
     def gradient_whole(self) -> bool:
@@ -99,9 +103,9 @@ class UnitPlan:
 class OffloadPlan:
     """Places and sizes (in elements, of one rank) behind the tiers of a plan.
 
-    ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of PARAM stays
-    in host memory before the drive is used, ``device_share`` how much of OPTIM stays on the device. Limits are bytes; 0 for none.
-    ``save_copies``: saves keep a copy of the states in host memory while training goes on.
+    ``tile_numel`` bounds what of OPTIM is in memory at once when it rests on a drive, ``host_param_numel`` how much of
+    PARAM stays in host memory before the drive is used, ``device_share`` how much of OPTIM stays on the device. Limits
+    are bytes; 0 for none. ``save_copies``: saves keep a copy of the states in host memory while training goes on.
     """
 
     param_folder: str = ""
@@ -169,7 +173,10 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
         grad = optim = inner_only if use_mics else shard_all
     param_tier, grad_tier, optim_tier = _tiers(zero)
     regular = UnitPlan(
-        StatePlan(param, param_tier), StatePlan(grad, grad_tier), StatePlan(optim, optim_tier), reduce_each_backward=stage >= 2
+        StatePlan(param, param_tier),
+        StatePlan(grad, grad_tier),
+        StatePlan(optim, optim_tier),
+        reduce_each_backward=stage >= 2,
     )
     persistent = replace(regular, param=StatePlan(replicate_all))
     chosen = zero.model_fields_set
@@ -195,7 +202,8 @@ def _tiers(zero: ZeroConfig) -> tuple[Tier, Tier, Tier]:
     """Rest tiers of PARAM, GRAD and OPTIM. Gradients wait where the update will read them: in host memory."""
     names = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
     param, optim = (
-        names[block.device.value] if block is not None else Tier.DEVICE for block in (zero.offload_param, zero.offload_optimizer)
+        names[block.device.value] if block is not None else Tier.DEVICE
+        for block in (zero.offload_param, zero.offload_optimizer)
     )
     return param, Tier.HOST if optim is not Tier.DEVICE else Tier.DEVICE, optim
 
@@ -215,7 +223,9 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         optim_folder=optim.nvme_path or "",
         optim_buffers=max(1, int(optim.buffer_count)),
         # The field's default (1e9) would hold whole small models; a window of a few megabytes feeds any drive.
-        tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size)) if "sub_group_size" in zero.model_fields_set else default.tile_numel,
+        tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size))
+        if "sub_group_size" in zero.model_fields_set
+        else default.tile_numel,
         device_share=1.0 - float(optim.ratio),
         pin_param=param.pin_memory,
         pin_optim=optim.pin_memory,

@@ -1,7 +1,7 @@
 """Lending the device to somebody else: states leave it for host memory and come back to the very same tensors.
 
-An inference engine in the same process (generation between training phases) wants the memory that parameters, gradients and
-optimizer state hold. They move as they are, so training goes on bitwise.
+An inference engine in the same process (generation between training phases) wants the memory that parameters, gradients
+and optimizer state hold. They move as they are, so training goes on bitwise.
 """
 
 import functools
@@ -37,7 +37,8 @@ class Relocation:
         """
         if any(not unit.idle for unit in self._units):
             raise UsageError(
-                "offload_states() was called inside a forward or backward, or inside GatheredParameters; call it between steps"
+                "offload_states() was called inside a forward or backward, or inside GatheredParameters; call "
+                "it between steps"
             )
         # a single state may stand alone, by name or as the enum
         named = [include] if isinstance(include, str) else list(OffloadStateTypeEnum if include is None else include)

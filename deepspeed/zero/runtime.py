@@ -1,7 +1,7 @@
 """The verbs of ZeRO over units: enter, leave, prefetch, pin, reduce, flush, reset, publish.
 
-One runtime per engine; hooks (hooks.py) only call these verbs, and every verb is idempotent. Which collectives run, and in
-which order, is agreed between the ranks (agreement.py); what to fetch early comes from the recorded schedule.
+One runtime per engine; hooks (hooks.py) only call these verbs, and every verb is idempotent. Which collectives run, and
+in which order, is agreed between the ranks (agreement.py); what to fetch early comes from the recorded schedule.
 """
 
 import contextlib
@@ -51,7 +51,9 @@ class Client(Protocol):
 class Runtime:
     """Owns streams, schedule, agreement and gradients of one engine's units."""
 
-    def __init__(self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, policy: GradientPolicy, device: torch.device) -> None:
+    def __init__(
+        self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, policy: GradientPolicy, device: torch.device
+    ) -> None:
         self.units = units
         self.plan = plan
         self.mesh = mesh
@@ -75,7 +77,8 @@ class Runtime:
         self.on_backward: Callable[[], None] = lambda: None
         self._numels = [u.layout.numel if u.movable else 0 for u in units]
         movable = sorted(n for n in self._numels if n)
-        # Two typical units ahead hide a gather; more would only hold memory. The next unit comes early however large it is.
+        # Two typical units ahead hide a gather; more would only hold memory. The next unit comes early however large it
+        # is.
         self._window = min(plan.prefetch_numel, 2 * movable[len(movable) // 2]) if movable and plan.overlap else 0
         self._reads_ahead = any(u.on_drive(StateKind.PARAM) for u in units)
         self._on_demand: list[list[Unit]] = []
@@ -86,7 +89,8 @@ class Runtime:
         # Of the interval under way: units that only a guest has reduced, and whether any other was.
         self._vacant: list[Unit] = []
         self._contributed = False
-        # Whether something else communicates between a forward and its backward; where the count stood at the end of a forward.
+        # Whether something else communicates between a forward and its backward; where the count stood at the end of a
+        # forward.
         self._foreign = self._watchful = False
         self._passed_at: int | None = None
         # The last forward has been passed without a message, and no backward has come yet.
@@ -106,11 +110,17 @@ class Runtime:
         """What a reduced gradient has still to be multiplied by to be the mean."""
         return self.gradients.after(self.units[0]) if self.units else 1.0
 
-    def attached(self, view: Any, *, write: bool = False, publish: bool = False) -> contextlib.AbstractContextManager[None]:
+    def attached(
+        self, view: Any, *, write: bool = False, publish: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
-        return self.tiles.attached(view, write=write, publish=publish) if self.tiles is not None else contextlib.nullcontext()
+        return (
+            self.tiles.attached(view, write=write, publish=publish)
+            if self.tiles is not None
+            else contextlib.nullcontext()
+        )
 
-    # -- forward -------------------------------------------------------------------------------------------------------------
+    # -- forward --------------------------------------------------------------------------------------------------
     def enter(self, units: Iterable[Unit], *, recompute: bool) -> None:
         """A module that needs ``units`` is about to run."""
         if not recompute:
@@ -136,8 +146,8 @@ class Runtime:
     def meet(self, *, passing: bool = False) -> int:
         """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7).
 
-        A user's context ends so too; the number of pins tells whether all are at the end of the same one. ``passing``: no message is
-        needed where a backward is to follow.
+        A user's context ends so too; the number of pins tells whether all are at the end of the same one. ``passing``:
+        no message is needed where a backward is to follow.
         """
         # A second forward before any backward may be one of many, of an evaluation that keeps gradients on.
         passing = passing and torch.is_grad_enabled() and self._trains and not (self._watchful or self._unanswered)
@@ -170,13 +180,16 @@ class Runtime:
         """Release an idle READY unit unless it is needed again next (or within the distance the user allows)."""
         if not unit.movable or unit.state is not UnitState.READY or self.in_backward or unit.kept:
             return
-        if not self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel) or self._live_numel() > self.plan.live_numel:
+        if (
+            not self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel)
+            or self._live_numel() > self.plan.live_numel
+        ):
             unit.release()
 
     def _live_numel(self) -> int:
         return sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
 
-    # -- fetch ---------------------------------------------------------------------------------------------------------------
+    # -- fetch ----------------------------------------------------------------------------------------------------
     def need(self, units: Iterable[Unit]) -> None:
         """Make ``units`` READY now, and start fetching what the schedule foresees. Collective with the other ranks."""
         movable = [u for u in units if u.movable]
@@ -214,13 +227,18 @@ class Runtime:
             return []
         return [i for i in others if self.units[i].movable and self.units[i].state is UnitState.ABSENT]
 
-    def _ask(self, kind: Kind, units: tuple[int, ...] = (), *, pending: tuple[int, ...] = (), urgent: bool = True) -> Decision | None:
-        """Agree with the other ranks on the next collectives and carry them out, complete gradients included; the last decision."""
+    def _ask(
+        self, kind: Kind, units: tuple[int, ...] = (), *, pending: tuple[int, ...] = (), urgent: bool = True
+    ) -> Decision | None:
+        """Agree with the other ranks on the next collectives and carry them out, complete gradients included; the last
+        decision.
+        """
         request = Request(kind, units, pending, () if kind >= Kind.LEAVE else tuple(self._complete))
         if kind >= Kind.LEAVE:
             local = tuple(i for i in self.gradients.pending() if i not in pending)
             void = bool(self._vacant) and not (self._contributed or local or pending)
-            # Where clients write gradients by hand a step may need a message at any time: equal nowhere, so that no habit forms.
+            # Where clients write gradients by hand a step may need a message at any time: equal nowhere, so that no
+            # habit forms.
             wrote = self.gradients.written and 1 + self.mesh.job.index
             request = Request(kind, units, pending, (), tuple(self._path), (local, self._foreign, wrote, void))
         decision = None
@@ -243,13 +261,16 @@ class Runtime:
             self._reduce(self.units[index])
         if decision.kind is Kind.GATHER:
             for position, index in enumerate(decision.units):
-                self._gather(self.units[index], guest=index != wanted and (position == 0 or wanted not in decision.units))
+                self._gather(
+                    self.units[index], guest=index != wanted and (position == 0 or wanted not in decision.units)
+                )
 
     def _gather(self, unit: Unit, *, guest: bool) -> None:
         self.counters.gathers += 1
         self.counters.gathered_numel += unit.layout.numel
         if unit.state is not UnitState.ABSENT:
-            # Another rank lost this unit earlier than we did: serve it. The bytes that arrive are the ones already here.
+            # Another rank lost this unit earlier than we did: serve it. The bytes that arrive are the ones already
+            # here.
             unit.arrive()
             self.counters.guest_collectives += 1
             self.streams.gather(unit.start_gather).wait()
@@ -287,7 +308,7 @@ class Runtime:
         if unit.idle and unit.state is UnitState.READY:
             unit.release()
 
-    # -- backward --------------------------------------------------------------------------------------------------------------
+    # -- backward -------------------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
         """The first gradient of a backward has reached the model."""
         if self.in_backward:
@@ -330,7 +351,8 @@ class Runtime:
     def backward_done(self, unit: Unit) -> None:
         """No further backward of this unit's modules is foreseen: release its parameters."""
         free = unit.movable and unit.idle and not unit.kept and unit.state is UnitState.READY and not self.second_order
-        # Ops that do not differentiate the weights (``weight.detach()``) may still have to read them: then the flush releases.
+        # Ops that do not differentiate the weights (``weight.detach()``) may still have to read them: then the flush
+        # releases.
         if free and not unit.read_by_others():
             unit.release()
 
@@ -354,7 +376,13 @@ class Runtime:
         self._forget_ahead()
         for unit in self.units:
             unit.end_backward(keep=self.second_order)
-            if unit.movable and unit.users == 0 and unit.pins == 0 and unit.state is not UnitState.ABSENT and not self.second_order:
+            if (
+                unit.movable
+                and unit.users == 0
+                and unit.pins == 0
+                and unit.state is not UnitState.ABSENT
+                and not self.second_order
+            ):
                 self._discard(unit)
         self.second_order = False
         self._trim()
@@ -368,11 +396,13 @@ class Runtime:
         for unit in self.units if self._reads_ahead else ():
             unit.forget_ahead()
 
-    # -- step --------------------------------------------------------------------------------------------------------------------
+    # -- step ------------------------------------------------------------------------------------------------------
     def gather_gradients(self) -> list[Unit]:
         """Bring every rank to the step; reduce what is still local; return the units with their COLLAPSED gradients."""
         if self.depth or self.in_backward:
-            raise UsageError("step() was called inside a forward or backward of the model; call it after backward() has returned")
+            raise UsageError(
+                "step() was called inside a forward or backward of the model; call it after backward() has returned"
+            )
         self.gradients.final = True
         self.gradients.hold = False
         self.gradients.withdraw()
@@ -398,7 +428,9 @@ class Runtime:
         for transfer in started:
             transfer.wait()
         for unit in units:
-            if unit.movable and unit.state is UnitState.READY:  # held by a context of the user's: it shows the new values
+            if (
+                unit.movable and unit.state is UnitState.READY
+            ):  # held by a context of the user's: it shows the new values
                 self.streams.gather(unit.start_gather).wait()
                 unit.new_version(shown=True)
 
@@ -408,7 +440,9 @@ class Runtime:
         start, stop = unit.range_of(StateKind.OPTIM)
         base, end = unit.range_of(StateKind.PARAM)
         axes = list(zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True))
-        wider = [group for p, o, group in reversed(axes) if p is Spread.REPLICATED and o is Spread.SHARDED and group.size > 1]
+        wider = [
+            group for p, o, group in reversed(axes) if p is Spread.REPLICATED and o is Spread.SHARDED and group.size > 1
+        ]
         away = unit.on_drive(StateKind.PARAM)
         if away and not wider:
             return ARRIVED if unit.tiled else unit.publish_part(start, unit.master)
@@ -427,7 +461,7 @@ class Runtime:
                 transfer.wait()
         return transfer
 
-    # -- errors and teardown -------------------------------------------------------------------------------------------------------
+    # -- errors and teardown --------------------------------------------------------------------------------------
     def reset(self, *, keep_gradients: bool = False) -> None:
         """After an error: wait for work in flight, release units, drop gradients (I8). Local: no agreement is needed.
 
@@ -459,7 +493,9 @@ class Runtime:
 
 
 def _gather_on(device: torch.device, whole: torch.Tensor, own: torch.Tensor, group: collectives.AxisGroup) -> Transfer:
-    """All-gather ``own`` into ``whole``; what rests in host memory travels through ``device``, which the group's backend knows."""
+    """All-gather ``own`` into ``whole``; what rests in host memory travels through ``device``, which the group's
+    backend knows.
+    """
     if whole.device == device:
         return collectives.all_gather(whole, own, group)
     there = torch.empty_like(whole, device=device)

@@ -1,8 +1,8 @@
 """What was done, and what it says about the near future: unit uses on this rank, intervals of decisions on all. Pure.
 
-Of unit uses there is one trace per phase ("train": forward and backward as one sequence; "eval"), so alternating train and eval passes keep
-both. A use that the trace did not foresee resynchronises or, failing that, silences the forecast until the phase ends;
-nothing is flushed and nothing is logged.
+Of unit uses there is one trace per phase ("train": forward and backward as one sequence; "eval"), so alternating train
+and eval passes keep both. A use that the trace did not foresee resynchronises or, failing that, silences the forecast
+until the phase ends; nothing is flushed and nothing is logged.
 """
 
 from collections.abc import Collection, Iterator
@@ -71,13 +71,19 @@ class Schedule:
         self._open.clear()
 
     def upcoming(self) -> Iterator[int]:
-        """Forecast of the uses from here to the end of the phase; empty when there is none. Read it before the next use."""
+        """Forecast of the uses from here to the end of the phase; empty when there is none. Read it before the next
+        use.
+        """
         now = self._open[-1][1] if self._open else _Phase()
         for position in range(len(now.trace) if now.position is None else now.position, len(now.trace)):
             yield now.trace[position]
 
-    def ahead(self, numel_of: list[int], *, window_numel: int, besides: Collection[int] = (), most: int = 7) -> list[int]:
-        """Distinct upcoming units to fetch early: the next one always, more while all fit ``window_numel``; ``besides`` are here."""
+    def ahead(
+        self, numel_of: list[int], *, window_numel: int, besides: Collection[int] = (), most: int = 7
+    ) -> list[int]:
+        """Distinct upcoming units to fetch early: the next one always, more while all fit ``window_numel``; ``besides``
+        are here.
+        """
         chosen: list[int] = []
         total = 0
         for unit in self.upcoming():
@@ -109,8 +115,8 @@ _EQUAL = 2  # as many have to agree, at first
 class Habits(Generic[_T]):
     """Intervals in the order in which they came, and the one that comes next if that order repeats.
 
-    What followed the longest earlier run of intervals equal to the latest ones follows again, if enough of them agree: two, twice as
-    many after each forecast that was wrong, one less after each that was right.
+    What followed the longest earlier run of intervals equal to the latest ones follows again, if enough of them agree:
+    two, twice as many after each forecast that was wrong, one less after each that was right.
     """
 
     def __init__(self) -> None:
@@ -118,7 +124,9 @@ class Habits(Generic[_T]):
         self._caution = _EQUAL
 
     def close(self, interval: tuple[_T, ...] | None, *, foretold: bool) -> None:
-        """Append what has just ended, or None for what is not to be learnt; ``foretold``: there was a forecast of it."""
+        """Append what has just ended, or None for what is not to be learnt; ``foretold``: there was a forecast of
+        it.
+        """
         if foretold:
             self._caution = min(2 * self._caution, _REACH // 2) if interval is None else max(_EQUAL, self._caution - 1)
         known = next((p for p in reversed(self._past) if p == interval), interval)  # equal ones are one object
@@ -129,7 +137,11 @@ class Habits(Generic[_T]):
         past, longest, follower = self._past, 0, None
         for end in range(len(past) - 1, 0, -1):
             length = 0
-            while length < min(end, _REACH) and past[-1 - length] is not None and past[end - 1 - length] is past[-1 - length]:
+            while (
+                length < min(end, _REACH)
+                and past[-1 - length] is not None
+                and past[end - 1 - length] is past[-1 - length]
+            ):
                 length += 1
             if length > longest:
                 longest, follower = length, past[end]

@@ -1,7 +1,7 @@
 """The update: norm, overflow, clip, step, publish.
 
-The global norm is the L2 norm over each rank's owned ranges, each weighted by one over its replication on the axes that are
-summed; one all-reduce carries the norm and the overflow flag (DESIGN section 4).
+The global norm is the L2 norm over each rank's owned ranges, each weighted by one over its replication on the axes that
+are summed; one all-reduce carries the norm and the overflow flag (DESIGN section 4).
 """
 
 import contextlib
@@ -24,7 +24,9 @@ from deepspeed.zero.unit import Unit
 
 @dataclass(frozen=True)
 class StepRules:
-    """``clip``: maximum global norm, 0 for none. ``need_norm`` False skips the norm (then overflow is not looked for)."""
+    """``clip``: maximum global norm, 0 for none. ``need_norm`` False skips the norm (then overflow is not looked
+    for).
+    """
 
     clip: float
     need_norm: bool
@@ -33,7 +35,9 @@ class StepRules:
 
 @dataclass(frozen=True)
 class StepResult:
-    """``norm``: unscaled, before clipping, inf on overflow, None when not computed. ``overflow``: the update was skipped."""
+    """``norm``: unscaled, before clipping, inf on overflow, None when not computed. ``overflow``: the update was
+    skipped.
+    """
 
     norm: float | None
     overflow: bool
@@ -78,7 +82,8 @@ def take_step(
 def _update_or_publish(
     runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], units: list[Unit], factor: float
 ) -> list[OptimView]:
-    """The update. Where it fails each rank may have written its part of PARAM, which others hold too: they get what there is.
+    """The update. Where it fails each rank may have written its part of PARAM, which others hold too: they get what
+    there is.
 
     Collective when it fails, as the other ranks publish in any case.
     """
@@ -93,7 +98,9 @@ def _update_or_publish(
 def _update_together(
     runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles, factor: float
 ) -> list[OptimView]:
-    """The update, and an error on every rank when one rank's drive fails in it: the others would wait for it for ever. Collective."""
+    """The update, and an error on every rank when one rank's drive fails in it: the others would wait for it for ever.
+    Collective.
+    """
     failure: Exception | None = None
     written: list[OptimView] = []
     try:
@@ -109,8 +116,11 @@ def _update_together(
     return written
 
 
-def _update(optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles | None, factor: float) -> list[OptimView]:
-    """The optimizer's own rule over everything: once over what is in memory, then tile by tile over what rests on a drive.
+def _update(
+    optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles | None, factor: float
+) -> list[OptimView]:
+    """The optimizer's own rule over everything: once over what is in memory, then tile by tile over what rests on a
+    drive.
 
     Returns the views in memory whose PARAM at rest the optimizer has written in the same pass.
     """
@@ -144,7 +154,9 @@ def global_norm(runtime: Runtime, units: list[Unit]) -> float:
 
 
 def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
-    """Log the first parameter with a non-finite gradient, the ranks whose own backward produced it, and the step. Collective."""
+    """Log the first parameter with a non-finite gradient, the ranks whose own backward produced it, and the step.
+    Collective.
+    """
     first = len(runtime.units), 0, "", ""
     for unit in units:
         found = _first_bad_segment(unit)

@@ -1,9 +1,9 @@
 """Side streams for collectives, behind the device layer. On the CPU everything here is a no-op.
 
-A gather runs on ``gather`` so that the next unit's bytes travel while this unit computes; a reduction runs on ``reduce`` so
-that gradients travel while the backward goes on. Buffers are allocated and freed on the compute stream only; a side stream
-first waits for the compute stream, and the compute stream waits for the event before anyone touches the result, so the caching
-allocator never hands out memory that a side stream still uses.
+A gather runs on ``gather`` so that the next unit's bytes travel while this unit computes; a reduction runs on
+``reduce`` so that gradients travel while the backward goes on. Buffers are allocated and freed on the compute stream
+only; a side stream first waits for the compute stream, and the compute stream waits for the event before anyone touches
+the result, so the caching allocator never hands out memory that a side stream still uses.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from deepspeed.tier.transfer import Transfer
 
 
 class SideTransfer(Transfer):
-    """A transfer started on a side stream; ``wait`` makes the compute stream wait for it. ``captured`` lives until this is dropped."""
+    """A transfer started on a side stream; ``wait`` makes the compute stream wait for it. ``captured`` lives until this
+    is dropped.
+    """
 
     def __init__(self, inner: Transfer, event: Any, captured: Any) -> None:
         self.nbytes = inner.nbytes
@@ -56,7 +58,8 @@ class Streams:
         stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(stream):
             transfer = start()
-            # On a side stream, waiting for nccl only orders that stream: the host goes on. The buffers must outlive the event.
+            # On a side stream, waiting for nccl only orders that stream: the host goes on. The buffers must outlive the
+            # event.
             transfer.wait()
             event = accelerator.Event()
             event.record(stream)

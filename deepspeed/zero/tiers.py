@@ -1,4 +1,6 @@
-"""Where the states of one engine's units rest besides the device: host memory, page-locked where that helps, and drives."""
+"""Where the states of one engine's units rest besides the device: host memory, page-locked where that helps, and
+drives.
+"""
 
 import torch
 
@@ -25,10 +27,14 @@ class Tiers:
         self._pin_failed = False
 
     def place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
-        """A place for a state that rests on ``tier``; None for the device itself. ``max_in_cpu`` parameters stay in host memory."""
+        """A place for a state that rests on ``tier``; None for the device itself. ``max_in_cpu`` parameters stay in
+        host memory.
+        """
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                self._grad_staging = self._grad_staging or Staging(InFlight.GRADIENT_BUFFERS, pin=self._pins(pin=self.plan.pin_optim))
+                self._grad_staging = self._grad_staging or Staging(
+                    InFlight.GRADIENT_BUFFERS, pin=self._pins(pin=self.plan.pin_optim)
+                )
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)
@@ -38,20 +44,28 @@ class Tiers:
             self._host_param_left -= numel
         if tier is Tier.DEVICE or self.device.type == "cpu":
             return None
-        return Memory(self._host_empty(numel, dtype, pin=self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim))
+        return Memory(
+            self._host_empty(numel, dtype, pin=self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim)
+        )
 
     def _host_empty(self, numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-        """Uninitialised host memory; page-locked when asked for and possible, so that transfers run beside the compute."""
+        """Uninitialised host memory; page-locked when asked for and possible, so that transfers run beside the
+        compute.
+        """
         if pin and not self._pin_failed:
             try:
                 return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._pin_failed = True
-                logger.warning("page-locked memory for offload is refused (%s); ordinary memory serves, transfers are slower", error)
+                logger.warning(
+                    "page-locked memory for offload is refused (%s); ordinary memory serves, transfers are slower",
+                    error,
+                )
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def open(self, rows: list[UnitPlan], memory: MemoryPlan, *, width: int) -> Exception | None:
-        """Open the drives that ``rows`` need, with room for what the plan puts there; what is wrong with them, None when nothing is.
+        """Open the drives that ``rows`` need, with room for what the plan puts there; what is wrong with them, None
+        when nothing is.
 
         ``width``: bytes of a parameter at rest.
         """
@@ -67,12 +81,15 @@ class Tiers:
             return error
         return None
 
-    # -- drives --------------------------------------------------------------------------------------------------------------
+    # -- drives ---------------------------------------------------------------------------------------------------
     def optim_drive(self) -> Drive:
         """The drive behind ``offload_optimizer``."""
         plan = self.plan
         return self._open(
-            "zero_optimization.offload_optimizer.nvme_path", plan.optim_folder, staging=plan.optim_buffers, pin=plan.pin_optim
+            "zero_optimization.offload_optimizer.nvme_path",
+            plan.optim_folder,
+            staging=plan.optim_buffers,
+            pin=plan.pin_optim,
         )
 
     def _param_drive(self, width: int) -> Drive:
@@ -84,7 +101,9 @@ class Tiers:
     def _open(self, label: str, folder: str, *, staging: int, pin: bool, piece_bytes: int = 1 << 30) -> Drive:
         if label not in self._drives:
             aio = AioSettings(self.plan.block_bytes, self.plan.queue_depth, self.plan.threads)
-            self._drives[label] = Drive(folder, label=label, aio=aio, staging=staging, piece_bytes=piece_bytes, pin=self._pins(pin=pin))
+            self._drives[label] = Drive(
+                folder, label=label, aio=aio, staging=staging, piece_bytes=piece_bytes, pin=self._pins(pin=pin)
+            )
         return self._drives[label]
 
     def _pins(self, *, pin: bool) -> bool:
@@ -103,7 +122,10 @@ class Tiers:
             buffers = self.plan.param_buffers if block == "offload_param" else self.plan.optim_buffers
             window = self.plan.param_piece_numel if block == "offload_param" else self.plan.tile_numel
             way = "O_DIRECT" if drive.direct else "page cache"
-            how = f"{drive.backend}, {way}, {self.plan.block_bytes} bytes x {self.plan.queue_depth}, {self.plan.threads} threads"
+            how = (
+                f"{drive.backend}, {way}, {self.plan.block_bytes} bytes x {self.plan.queue_depth}, "
+                f"{self.plan.threads} threads"
+            )
             said.append(f"{block} on {drive.folder} ({how}; {buffers} buffers of at most {window:,} elements)")
         pins = {"parameters": self.plan.pin_param, "optimizer state": self.plan.pin_optim}
         wanted = [what for what, pin in pins.items() if pin]

@@ -37,16 +37,18 @@ class Keeper(Protocol):
 class Unit:
     """Parameters with one dtype and one plan, in one flat layout.
 
-    ``full`` is the flat compute-dtype buffer every parameter is a view of, for the whole run; under a sharded PARAM its storage is
-    shrunk to nothing while released and the values rest in ``shard``. ``master`` is this rank's range of OPTIM in fp32 (the very same
-    memory as the parameter when dtypes and ranges agree). ``grad`` is the rest gradient in the accumulation dtype, ``partial`` the
-    local sum before reduction.
+    ``full`` is the flat compute-dtype buffer every parameter is a view of, for the whole run; under a sharded PARAM its
+    storage is shrunk to nothing while released and the values rest in ``shard``. ``master`` is this rank's range of
+    OPTIM in fp32 (the very same memory as the parameter when dtypes and ranges agree). ``grad`` is the rest gradient in
+    the accumulation dtype, ``partial`` the local sum before reduction.
 
-    ``rest`` says where each state rests; ``shard``, ``master`` and ``grad`` are its tensors, which read as not-a-number for what is on
-    a drive. Attributes are written by methods of this class only.
+    ``rest`` says where each state rests; ``shard``, ``master`` and ``grad`` are its tensors, which read as not-a-number
+    for what is on a drive. Attributes are written by methods of this class only.
     """
 
-    def __init__(self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, facts: UnitFacts) -> None:
+    def __init__(
+        self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, facts: UnitFacts
+    ) -> None:
         self.index = index
         self.name = name
         self.params = params
@@ -88,7 +90,8 @@ class Unit:
 
     # -- construction ------------------------------------------------------------------------------------------------
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
-        """Take over ``values`` (flat, full, any floating dtype, on the device): build the buffers and re-point the parameters.
+        """Take over ``values`` (flat, full, any floating dtype, on the device): build the buffers and re-point the
+        parameters.
 
         ``keep_master``: an fp32 copy of the owned OPTIM range is made from the unrounded values (aliased if possible).
         ``tiers`` has the places for states that do not rest on the device.
@@ -126,7 +129,9 @@ class Unit:
         start, stop = self.range_of(StateKind.OPTIM)
         place = self._place(StateKind.OPTIM, self.plan.optim.tier, stop - start, wide)
         shard = self.rest[StateKind.PARAM]
-        self.master_is_param = place is None and not shard.on_drive and (shard.tensor.dtype, shard.tensor.device) == (wide, self.device)
+        self.master_is_param = (
+            place is None and not shard.on_drive and (shard.tensor.dtype, shard.tensor.device) == (wide, self.device)
+        )
         if self.master_is_param:
             self._alias_master()
             return
@@ -155,7 +160,7 @@ class Unit:
         """From here on the update writes PARAM at rest itself, tile by tile."""
         self._tiled = True
 
-    # -- what is where ---------------------------------------------------------------------------------------------------
+    # -- what is where --------------------------------------------------------------------------------------------
     @property
     def shard(self) -> torch.Tensor:
         """PARAM at rest."""
@@ -202,7 +207,9 @@ class Unit:
     def title(self) -> str:
         """The name for people: every module with parameters in the unit, when it packs several outside a block."""
         homes = list(dict.fromkeys(s.name.rpartition(".")[0] or "root" for s in self.layout.segments))
-        return self.name if all(h == self.name or h.startswith(f"{self.name}.") for h in homes) else ", ".join(homes[:8])
+        return (
+            self.name if all(h == self.name or h.startswith(f"{self.name}.") for h in homes) else ", ".join(homes[:8])
+        )
 
     @property
     def whole(self) -> bool:
@@ -223,7 +230,9 @@ class Unit:
 
     def range_of(self, kind: StateKind) -> tuple[int, int]:
         """This rank's flat [start, stop) of a state at rest."""
-        plan = {StateKind.PARAM: self.plan.param, StateKind.GRAD: self.plan.grad, StateKind.OPTIM: self.plan.optim}[kind]
+        plan = {StateKind.PARAM: self.plan.param, StateKind.GRAD: self.plan.grad, StateKind.OPTIM: self.plan.optim}[
+            kind
+        ]
         assert plan is not None, f"unit {self.name} has no {kind.value}"
         return owned_range(self.layout.numel, plan.spread, self.mesh)
 
@@ -233,7 +242,9 @@ class Unit:
         return flat[segment.offset - base : segment.stop - base].view(segment.shape)
 
     def check_views(self, *, sample: bool = False) -> None:
-        """Refuse to run on parameters (``sample``: the last one) that were moved off the flat buffer (``module.half()``, ``.to(...)``)."""
+        """Refuse to run on parameters (``sample``: the last one) that were moved off the flat buffer
+        (``module.half()``, ``.to(...)``).
+        """
         if self.state is not UnitState.READY or not self.params:
             return
         base, width = self.full.data_ptr(), self.full.element_size()
@@ -241,12 +252,14 @@ class Unit:
         for segment, param in zip(self.layout.segments[first:], self.params[first:], strict=True):
             if segment.numel and local_of(param).data_ptr() != base + segment.offset * width:
                 raise UsageError(
-                    f"parameter {segment.name!r} was given other data, moved or cast after deepspeed.initialize (now {param.dtype} on "
-                    f"{param.device}); the engine's optimizer would no longer update it. Choose dtype and device before, or through the "
+                    f"parameter {segment.name!r} was given other data, moved or cast after "
+                    f"deepspeed.initialize (now {param.dtype} on "
+                    f"{param.device}); the engine's optimizer would no longer update it. Choose dtype and "
+                    "device before, or through the "
                     "configuration, and write values in place (param.data.copy_(...))"
                 )
 
-    # -- gradients -------------------------------------------------------------------------------------------------------
+    # -- gradients ------------------------------------------------------------------------------------------------
     @property
     def holds_gradient(self) -> bool:
         """Whether memory, or a filled place on a drive, exists for the rest gradient."""
@@ -258,7 +271,9 @@ class Unit:
             self.grad_square = self._weighted_square(grad)
 
     def gradient_square(self) -> torch.Tensor:
-        """This rank's part of the squared norm of the unit's mean gradient; an element that several ranks hold counts once in all."""
+        """This rank's part of the squared norm of the unit's mean gradient; an element that several ranks hold counts
+        once in all.
+        """
         assert self.plan.grad is not None and self.grad is not None
         copies = 1
         for way, axis in zip(self.plan.grad.spread, self.mesh.axes, strict=True):
@@ -300,7 +315,9 @@ class Unit:
         return partial
 
     def restore_partial(self, partial: torch.Tensor, positions: set[int]) -> None:
-        """Make ``partial`` (flat, zero in the gaps) this rank's sum of the parameters at ``positions`` that no reduction has taken yet."""
+        """Make ``partial`` (flat, zero in the gaps) this rank's sum of the parameters at ``positions`` that no
+        reduction has taken yet.
+        """
         self.partial, self.fired = partial, positions
         self.move_grad(GradState.LOCAL)
 
@@ -326,9 +343,11 @@ class Unit:
         check_move(self.name, self.grad_state, state)
         self.grad_state = state
 
-    # -- gather and release ----------------------------------------------------------------------------------------------
+    # -- gather and release ---------------------------------------------------------------------------------------
     def allocate(self) -> None:
-        """ABSENT -> FETCHING: give the full buffer its bytes back. Where there are none to be had the unit stays ABSENT."""
+        """ABSENT -> FETCHING: give the full buffer its bytes back. Where there are none to be had the unit stays
+        ABSENT.
+        """
         if self.full.numel() != self.layout.numel:
             self._spread(self.full.new_empty(self.layout.numel))
         storage = self.full.untyped_storage()
@@ -339,7 +358,9 @@ class Unit:
         self.fetched_version = self.version
 
     def fetch(self, start: Callable[[Callable[[], Transfer]], Transfer]) -> None:
-        """ABSENT -> FETCHING: begin to gather, with ``start(self.start_gather)``. After an error the unit is ABSENT again."""
+        """ABSENT -> FETCHING: begin to gather, with ``start(self.start_gather)``. After an error the unit is ABSENT
+        again.
+        """
         self.allocate()
         try:
             self._transfer = start(self.start_gather)
@@ -363,7 +384,9 @@ class Unit:
             expose(p, view)
 
     def release(self) -> None:
-        """READY -> ABSENT: the storage keeps no bytes, or stays with whoever it was lent to and another is made for the next fetch."""
+        """READY -> ABSENT: the storage keeps no bytes, or stays with whoever it was lent to and another is made for the
+        next fetch.
+        """
         if not self.movable:
             return
         self.move(UnitState.ABSENT)
@@ -378,12 +401,18 @@ class Unit:
         self._lent = False
 
     def read_by_others(self) -> bool:
-        """True while views of the full buffer other than the unit's own are alive (while READY): in a backward, ops that will read."""
+        """True while views of the full buffer other than the unit's own are alive (while READY): in a backward, ops
+        that will read.
+        """
         return storage_uses(self.full) > self._own_uses
 
     def start_gather(self) -> Transfer:
         """Fill the full buffer: from the tier where the shard rests, then over the axis that PARAM is cut on."""
-        cut = [g for way, g in zip(self.plan.param.spread, self.mesh.groups, strict=True) if way is Spread.SHARDED and g.size > 1]
+        cut = [
+            g
+            for way, g in zip(self.plan.param.spread, self.mesh.groups, strict=True)
+            if way is Spread.SHARDED and g.size > 1
+        ]
         start, stop = self.range_of(StateKind.PARAM)
         own, rest = self.full[start:stop], self.rest[StateKind.PARAM]
         if cut and not rest.on_drive and rest.tensor.device == own.device:
@@ -392,7 +421,9 @@ class Unit:
         return collectives.all_gather(self.full, own, cut[0]) if cut else ARRIVED
 
     def read_ahead(self) -> bool:
-        """Start reading the shard from its drive for a later fetch; False when it is not there, or no staging buffer is free."""
+        """Start reading the shard from its drive for a later fetch; False when it is not there, or no staging buffer is
+        free.
+        """
         return self.state is UnitState.ABSENT and self.rest[StateKind.PARAM].read_ahead()
 
     def forget_ahead(self) -> None:
@@ -400,12 +431,14 @@ class Unit:
         self.rest[StateKind.PARAM].forget_ahead()
 
     def fetch_whole(self) -> None:
-        """Gather at once, without schedule or agreement: for construction and teardown, where every rank does the same."""
+        """Gather at once, without schedule or agreement: for construction and teardown, where every rank does the
+        same.
+        """
         if self.state is UnitState.ABSENT:
             self.fetch(lambda gather: gather())
             self.arrive()
 
-    # -- users, pins, backward ---------------------------------------------------------------------------------------------
+    # -- users, pins, backward ------------------------------------------------------------------------------------
     def add_user(self) -> None:
         """A module that needs the unit runs."""
         self.users += 1
@@ -433,10 +466,11 @@ class Unit:
         return self._backward_inputs == 0
 
     def all_done(self, position: int, task: int) -> bool:
-        """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one task.
+        """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one
+        task.
 
-        Autograd finishes a parameter's gradient after its last use in the task, so then no op still reads the weights. Gradients
-        from another task (a reentrant checkpoint) prove nothing about this one.
+        Autograd finishes a parameter's gradient after its last use in the task, so then no op still reads the weights.
+        Gradients from another task (a reentrant checkpoint) prove nothing about this one.
         """
         if task != self._done_task:
             self._done.clear()
@@ -456,7 +490,7 @@ class Unit:
         self.users = 0
         self.end_backward(keep=False)
 
-    # -- resting copies ------------------------------------------------------------------------------------------------------
+    # -- resting copies -------------------------------------------------------------------------------------------
     def local_part(self, position: int) -> torch.Tensor:
         """This rank's resting part of one parameter, flat (possibly empty); not-a-number while it rests on a drive."""
         start, stop = self.range_of(StateKind.PARAM)
@@ -484,11 +518,15 @@ class Unit:
         self.fetched_version = self.version if shown else self.fetched_version
 
     def publish_part(self, start: int, values: torch.Tensor) -> Transfer:
-        """Make PARAM at rest hold ``values`` (any floating dtype; untouched until it has), which begin at flat index ``start``."""
+        """Make PARAM at rest hold ``values`` (any floating dtype; untouched until it has), which begin at flat index
+        ``start``.
+        """
         return self.rest[StateKind.PARAM].put(values, start=start - self.range_of(StateKind.PARAM)[0], lent=True)
 
     def publish_rest(self, own: torch.Tensor, written: Iterable[tuple[int, int]]) -> None:
-        """Round the master into ``own``, PARAM over the range of OPTIM, but for the flat ranges that the update has ``written`` there."""
+        """Round the master into ``own``, PARAM over the range of OPTIM, but for the flat ranges that the update has
+        ``written`` there.
+        """
         assert self.master is not None
         base, stop = self.range_of(StateKind.OPTIM)
         done = base
@@ -546,9 +584,11 @@ class Unit:
         self.partial = None
         self._keeper = _nobody
 
-    # -- the keeper ------------------------------------------------------------------------------------------------------
+    # -- the keeper -----------------------------------------------------------------------------------------------
     def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:
-        """``keeper()`` gathers and releases the unit from now on; a weak reference to a runtime, which a unit never keeps alive."""
+        """``keeper()`` gathers and releases the unit from now on; a weak reference to a runtime, which a unit never
+        keeps alive.
+        """
         self._keeper = keeper
 
     @property

@@ -10,7 +10,8 @@ from deepspeed.zero.unit import Unit
 
 
 def consolidated_state_dict(module: nn.Module, *, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """Parameters and persistent buffers by name as CPU tensors; tied names share one tensor. Collective over the units' ranks.
+    """Parameters and persistent buffers by name as CPU tensors; tied names share one tensor. Collective over the units'
+    ranks.
 
     Every rank takes part; only ranks with ``keep`` get the dict, the others None. One unit is gathered at a time.
     """
@@ -48,7 +49,9 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each of ``tensors`` (of ``state_names``) with its whole values, one unit after the other; valid until the next one. Collective."""
+    """Each of ``tensors`` (of ``state_names``) with its whole values, one unit after the other; valid until the next
+    one. Collective.
+    """
     names = {id(t): n for n, t in tensors.items()}
     for unit in _units(module):
         unit.pin()

@@ -38,7 +38,9 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(module: str) -> set[str]:
-    """Modules that ``module`` imports anywhere, functions included; for ``from a import b`` that is ``a.b`` where that is a module."""
+    """Modules that ``module`` imports anywhere, functions included; for ``from a import b`` that is ``a.b`` where that
+    is a module.
+    """
     path = modules()[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: set[str] = set()

@@ -72,7 +72,13 @@ LAYERS = {
 # (importer, imported): reason
 UPWARD: dict[tuple[str, str], str] = {}
 
-DISTRIBUTED_HOMES = ("deepspeed.comm", "deepspeed.mesh", "deepspeed.launcher", "deepspeed.verify", "deepspeed.checkpoint.tool.dcp")
+DISTRIBUTED_HOMES = (
+    "deepspeed.comm",
+    "deepspeed.mesh",
+    "deepspeed.launcher",
+    "deepspeed.verify",
+    "deepspeed.checkpoint.tool.dcp",
+)
 
 # Identifiers with the word that clients call by name.
 STAGE_NAMES = {
@@ -168,11 +174,15 @@ def test_torch_distributed_has_its_homes() -> None:
 def _is_reexport(node: ast.stmt) -> bool:
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)] == ["__all__"]
-    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    is_docstring = (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
     return is_docstring or isinstance(node, ast.Import | ast.ImportFrom)
 
 
-@pytest.mark.parametrize("module", [name for name in sorted(modules()) if any(_inside(name, root) for root in REEXPORTS)])
+@pytest.mark.parametrize(
+    "module", [name for name in sorted(modules()) if any(_inside(name, root) for root in REEXPORTS)]
+)
 def test_reexport_folders_contain_only_imports(module: str) -> None:
     assert all(_is_reexport(node) for node in tree(modules()[module]).body)
 

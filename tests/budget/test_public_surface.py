@@ -21,7 +21,8 @@ def _words(text: str) -> list[str]:
 TOP_LEVEL = _words("""
 initialize init_distributed add_config_arguments DeepSpeedEngine DeepSpeedConfig DeepSpeedConfigError DeepSpeedOptimizer
 DeepSpeedDataLoader OnDevice log_dist logger get_accelerator dist zero checkpointing pipe moe ops utils comm runtime
-accelerator module_inject checkpoint init_inference tp_model_init load_ds_config PipelineModule __version__ __version_major__
+accelerator module_inject checkpoint init_inference tp_model_init load_ds_config PipelineModule __version__
+__version_major__
 __version_minor__ __version_patch__ __git_hash__ __git_branch__ version git_version_info
 """)
 
@@ -38,12 +39,15 @@ MODULES = """
 deepspeed.accelerator: get_accelerator
 deepspeed.accelerator.real_accelerator: get_accelerator set_accelerator
 deepspeed.checkpoint.utils: clone_tensors_for_torch_save
-deepspeed.comm: all_gather all_gather_into_tensor all_reduce all_to_all_single allgather_fn barrier broadcast destroy_process_group
-deepspeed.comm: get_local_rank get_rank get_world_size has_all_gather_into_tensor init_distributed irecv is_initialized isend
+deepspeed.comm: all_gather all_gather_into_tensor all_reduce all_to_all_single allgather_fn barrier broadcast
+deepspeed.comm: destroy_process_group
+deepspeed.comm: get_local_rank get_rank get_world_size has_all_gather_into_tensor init_distributed irecv
+deepspeed.comm: is_initialized isend
 deepspeed.comm: mpi_discovery new_group recv reduce_scatter_fn send log_summary configure ReduceOp P2POp
 deepspeed.constants: CROSS_RANK CROSS_SIZE TORCH_DISTRIBUTED_DEFAULT_PORT
 deepspeed.git_version_info: accelerator_name installed_ops torch_info
-deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE EXPORT_ENVS fetch_hostfile main parse_inclusion_exclusion
+deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE EXPORT_ENVS fetch_hostfile main
+deepspeed.launcher.runner: parse_inclusion_exclusion
 deepspeed.module_inject.layers: GatherReplacedLayerParams
 deepspeed.moe.layer: MoE
 deepspeed.monitor.monitor: MonitorMaster
@@ -71,13 +75,16 @@ deepspeed.runtime.zero: GatheredParameters Init register_external_parameter
 deepspeed.runtime.zero.config: DeepSpeedZeroConfig
 deepspeed.runtime.zero.offload_config: OffloadDeviceEnum OffloadStateTypeEnum
 deepspeed.runtime.zero.parameter_offload: DeepSpeedZeRoOffload
-deepspeed.runtime.zero.partition_parameters: GatheredParameters Init ZeroParamStatus ZeroParamType _orig_torch_arange get_accelerator
+deepspeed.runtime.zero.partition_parameters: GatheredParameters Init ZeroParamStatus ZeroParamType _orig_torch_arange
+deepspeed.runtime.zero.partition_parameters: get_accelerator
 deepspeed.runtime.zero.partition_parameters: register_external_parameter unregister_external_parameter
 deepspeed.runtime.zero.partition_parameters: zero_wrapper_for_fp_tensor_constructor
 deepspeed.runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs_all_live
 deepspeed.runtime.zero.stage_1_and_2: DeepSpeedZeroOptimizer estimate_zero2_model_states_mem_needs_all_live
-deepspeed.utils: OnDevice RepeatingLoader groups instrument_w_nvtx log_dist logger safe_get_full_fp32_param safe_get_full_grad
-deepspeed.utils: safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
+deepspeed.utils: OnDevice RepeatingLoader groups instrument_w_nvtx log_dist logger safe_get_full_fp32_param
+deepspeed.utils: safe_get_full_grad
+deepspeed.utils: safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad
+deepspeed.utils: safe_get_local_optimizer_state
 deepspeed.utils: safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param
 deepspeed.utils: safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized set_z3_leaf_modules
 deepspeed.utils: get_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter
@@ -89,11 +96,14 @@ deepspeed.utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint get_model
 """.strip().splitlines()
 
 ENGINE = _words("""
-forward backward step scale is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync allreduce_gradients
+forward backward step scale is_gradient_accumulation_boundary set_gradient_accumulation_boundary no_sync
+allreduce_gradients
 zero_grad train eval was_step_applied get_global_grad_norm get_lr get_mom get_type loss_scale dynamic_loss_scale
-set_train_batch_size set_train_micro_batch_size train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+set_train_batch_size set_train_micro_batch_size train_batch_size train_micro_batch_size_per_gpu
+gradient_accumulation_steps
 zero_optimization zero_optimization_stage zero_optimization_partition_gradients zero_optimization_partition_weights
-fp16_enabled bfloat16_enabled gradient_clipping optimizer_name scheduler_name steps_per_print get_data_types get_batch_info
+fp16_enabled bfloat16_enabled gradient_clipping optimizer_name scheduler_name steps_per_print get_data_types
+get_batch_info
 save_checkpoint load_checkpoint save_16bit_model module_state_dict empty_partition_cache deepspeed_io compile destroy
 """)
 
@@ -101,7 +111,8 @@ IMPORT_PROBE = """
 import json, sys
 import torch
 events = []
-watched = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "socket.connect", "socket.bind")
+watched = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec")
+watched += ("socket.connect", "socket.bind")
 sys.addaudithook(lambda event, args: events.append(event) if event in watched else None)
 before = set(sys.modules)
 import deepspeed
@@ -114,7 +125,13 @@ sys.__stderr__.flush()
 open(sys.argv[1], "w").write(json.dumps({"new": new, "events": events, "devices": started, "group": group}))
 """
 
-HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining")
+HEAVY = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.pipelining",
+)
 HEAVY += ("torch.distributed.elastic", "torch.distributed.run", "torch.utils.cpp_extension", "torch.utils.tensorboard")
 HEAVY += ("matplotlib", "triton", "transformers", "tqdm", "pandas", "cpuinfo", "safetensors", "multiprocessing.pool")
 
@@ -183,7 +200,14 @@ def test_initialize_signature() -> None:
 def test_init_signature() -> None:
     parameters = inspect.signature(deepspeed.zero.Init).parameters
     assert list(parameters)[:10] == [
-        *("module", "data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path"),
+        *(
+            "module",
+            "data_parallel_group",
+            "mem_efficient_linear",
+            "remote_device",
+            "pin_memory",
+            "config_dict_or_path",
+        ),
         *("config", "enabled", "dtype", "mpu"),
     ]
 
@@ -202,14 +226,19 @@ def import_effects(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def test_bare_import_loads_no_torch_and_is_quick() -> None:
-    probe = "import sys, time; start = time.perf_counter(); import deepspeed; print(time.perf_counter() - start, 'torch' in sys.modules)"
+    probe = (
+        "import sys, time; start = time.perf_counter(); import deepspeed; print(time.perf_counter() - start, "
+        "'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=90)
     seconds, torch_loaded = done.stdout.split()
     assert torch_loaded == "False" and float(seconds) < 0.3
 
 
 def test_import_is_light(import_effects: dict) -> None:
-    assert [name for name in import_effects["new"] if any(name == heavy or name.startswith(f"{heavy}.") for heavy in HEAVY)] == []
+    assert [
+        name for name in import_effects["new"] if any(name == heavy or name.startswith(f"{heavy}.") for heavy in HEAVY)
+    ] == []
 
 
 def test_import_is_silent_and_starts_nothing(import_effects: dict) -> None:

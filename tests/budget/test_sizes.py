@@ -4,9 +4,10 @@ from tests.budget.source import PACKAGE, ROOT, functions, modules
 
 FILE_LINES = 600
 FUNCTION_LINES = 60
-# The design aims at 15,000. Typed keys and the launcher are 6,500 lines of these; native builds, IO, tiers and their tools 4,500;
-# checkpoints, the formats of others that are read and written, and the tool 8,700; what users measure with (ds_bench) 450.
-PACKAGE_LINES = 37_300
+# The design aims at 15,000. Typed keys and the launcher are 6,500 lines of these; native builds, IO, tiers and their
+# tools 4,500; checkpoints, the formats of others that are read and written, and the tool 8,700; what users measure with
+# (ds_bench) 450.
+PACKAGE_LINES = 40_700
 
 # "path": (lines allowed, reason)
 LONG_FILES: dict[str, tuple[int, str]] = {}
@@ -27,8 +28,12 @@ def test_files() -> None:
 
 
 def test_functions() -> None:
-    found = {f"{path.relative_to(ROOT)}::{name}": lines for path in modules().values() for name, lines in functions(path)}
-    too_long = {name: lines for name, lines in found.items() if lines > LONG_FUNCTIONS.get(name, (FUNCTION_LINES, ""))[0]}
+    found = {
+        f"{path.relative_to(ROOT)}::{name}": lines for path in modules().values() for name, lines in functions(path)
+    }
+    too_long = {
+        name: lines for name, lines in found.items() if lines > LONG_FUNCTIONS.get(name, (FUNCTION_LINES, ""))[0]
+    }
     assert not too_long
     needless = {name for name in LONG_FUNCTIONS if found.get(name, 0) <= FUNCTION_LINES}
     assert not needless, "these exceptions are no longer needed"

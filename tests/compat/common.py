@@ -31,7 +31,9 @@ def need(*packages: str) -> None:
         importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         # The clients look the package up by distribution name and switch every DeepSpeed feature off when it has none.
-        pytest.skip("no distribution named deepspeed is installed (see tests/compat/README.md)", allow_module_level=True)
+        pytest.skip(
+            "no distribution named deepspeed is installed (see tests/compat/README.md)", allow_module_level=True
+        )
 
 
 def forget_clients() -> None:
@@ -96,7 +98,9 @@ def plain_run(
     clip: float = 0.0,
     after_step: Callable[[], Any] = lambda: None,
 ) -> list[float]:
-    """Train in plain torch, ``per_step`` batches (of all ranks and the whole accumulation) to a step; the mean loss of each step."""
+    """Train in plain torch, ``per_step`` batches (of all ranks and the whole accumulation) to a step; the mean loss of
+    each step.
+    """
     losses = []
     for start in range(0, len(data), per_step):
         parts = [model(**batch).loss / per_step for batch in data[start : start + per_step]]

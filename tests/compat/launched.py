@@ -93,7 +93,7 @@ if __name__ == "__main__":
     if int(os.environ.get("RANK", "0")) == 0:
         (Path(folder) / "result.json").write_text(json.dumps(outcome), encoding="utf-8")
     if torch.distributed.is_initialized():
-        # Nothing may keep the group alive: its threads are joined when it dies, and one that still runs while the interpreter
-        # shuts down aborts the process.
+        # Nothing may keep the group alive: its threads are joined when it dies, and one that still runs while the
+        # interpreter shuts down aborts the process.
         gc.collect()
         torch.distributed.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Accelerate: torch optimizers and DummyOptim, accumulation, clipping, several plugins; equal to plain torch at every stage."""
+"""Accelerate: torch optimizers and DummyOptim, accumulation, clipping, several plugins; equal to plain torch at every
+stage.
+"""
 
 from typing import Any
 
@@ -6,7 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compat.common import LR, apart, batches, forget_clients, llama, mean_over_ranks, need, plain_run, sentences, weights_apart, whole
+from tests.compat.common import (
+    LR,
+    apart,
+    batches,
+    forget_clients,
+    llama,
+    mean_over_ranks,
+    need,
+    plain_run,
+    sentences,
+    weights_apart,
+    whole,
+)
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers")
@@ -15,14 +29,18 @@ STEPS, ACCUMULATE, CLIP = 3, 2, 0.5
 
 
 def accelerator(stage: int, config: dict[str, Any] | None = None, **plugin: Any) -> Any:
-    """An Accelerator on gloo with one DeepSpeed plugin. Not ``cpu=True``: that switches DeepSpeed off without a word."""
+    """An Accelerator on gloo with one DeepSpeed plugin. Not ``cpu=True``: that switches DeepSpeed off without a
+    word.
+    """
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
     forget_clients()
     if config is not None:
         made = DeepSpeedPlugin(hf_ds_config=config)
     else:
-        made = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=ACCUMULATE, gradient_clipping=CLIP, **plugin)
+        made = DeepSpeedPlugin(
+            zero_stage=stage, gradient_accumulation_steps=ACCUMULATE, gradient_clipping=CLIP, **plugin
+        )
     return Accelerator(deepspeed_plugin=made, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
 
 
@@ -60,7 +78,9 @@ def with_torch_adamw(stage: int, zero3_init: bool) -> dict[str, Any]:
     plain = llama()
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, eps=1e-2)
     decay = torch.optim.lr_scheduler.LambdaLR(plain_optimizer, lambda step: 1 / (1 + step))
-    expected = plain_run(plain, plain_optimizer, batches(rows), per_step=world * ACCUMULATE, clip=CLIP, after_step=decay.step)
+    expected = plain_run(
+        plain, plain_optimizer, batches(rows), per_step=world * ACCUMULATE, clip=CLIP, after_step=decay.step
+    )
 
     acc = accelerator(stage, zero3_init_flag=zero3_init, zero3_save_16bit_model=True)
     model = llama() if not zero3_init else _born_sharded(acc)
@@ -117,7 +137,9 @@ CASES = [(0, False), (1, False), (2, False), (3, False), (3, True)]
 
 @pytest.mark.parametrize(("stage", "zero3_init"), CASES)
 @pytest.mark.parametrize("world", [1, 2])
-def test_torch_adamw_equals_plain_torch(world: int, stage: int, zero3_init: bool, request: pytest.FixtureRequest) -> None:
+def test_torch_adamw_equals_plain_torch(
+    world: int, stage: int, zero3_init: bool, request: pytest.FixtureRequest
+) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     for rank, found in enumerate(pool.run(with_torch_adamw, stage, zero3_init, time_limit=90)):
         assert all(found["facts"].values()), found["facts"]
@@ -140,7 +162,9 @@ def with_dummies(stage: int) -> dict[str, Any]:
     def next_rate() -> None:
         plain_optimizer.param_groups[0]["lr"] = next(rates)
 
-    expected = plain_run(plain, plain_optimizer, batches(rows), per_step=world * ACCUMULATE, clip=CLIP, after_step=next_rate)
+    expected = plain_run(
+        plain, plain_optimizer, batches(rows), per_step=world * ACCUMULATE, clip=CLIP, after_step=next_rate
+    )
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -149,12 +173,24 @@ def with_dummies(stage: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": "auto",
-            **({"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"} if stage == 3 else {}),
+            **(
+                {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+                if stage == 3
+                else {}
+            ),
         },
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95], "eps": 1e-2}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.95], "eps": 1e-2},
+        },
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "warmup_type": "linear",
+            },
         },
     }
     acc = accelerator(stage, config)
@@ -177,7 +213,9 @@ def with_dummies(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_dummy_optimizer_and_scheduler_take_the_configured_ones(world: int, stage: int, request: pytest.FixtureRequest) -> None:
+def test_dummy_optimizer_and_scheduler_take_the_configured_ones(
+    world: int, stage: int, request: pytest.FixtureRequest
+) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     for found in pool.run(with_dummies, stage, time_limit=90):
         assert found["loss"] < 1e-5 and found["weights"] < 1e-5, found

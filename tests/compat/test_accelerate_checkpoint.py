@@ -1,4 +1,6 @@
-"""Accelerate: save_state and load_state into the engine that saved and into a new one, registered objects, whole models."""
+"""Accelerate: save_state and load_state into the engine that saved and into a new one, registered objects, whole
+models.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,9 @@ class Run:
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-2)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         rows = sentences(2 * dist.get_world_size() * BATCHES)
-        self.model, self.optimizer, self.data, self.schedule = self.acc.prepare(model, optimizer, loader(rows), schedule)
+        self.model, self.optimizer, self.data, self.schedule = self.acc.prepare(
+            model, optimizer, loader(rows), schedule
+        )
         self.model.train()
         self.counter = Counter()
         self.acc.register_for_checkpointing(self.counter)
@@ -81,7 +85,12 @@ class Run:
         return losses
 
     def facts(self) -> Any:
-        return self.schedule.get_last_lr(), self.optimizer.param_groups[0]["lr"], self.counter.seen, self.model.global_steps
+        return (
+            self.schedule.get_last_lr(),
+            self.optimizer.param_groups[0]["lr"],
+            self.counter.seen,
+            self.model.global_steps,
+        )
 
     def end(self) -> None:
         self.acc.free_memory(self.model)
@@ -105,7 +114,9 @@ def states(folder: str, stage: int, kind: str) -> dict[str, Any]:
     return {**found, "losses": (losses, again, fresh), "facts": (facts, run.facts(), new.facts())}
 
 
-@pytest.mark.parametrize(("world", "stage", "kind"), [(1, 2, "own"), (2, 0, "own"), (2, 2, "own"), (2, 3, "own"), (2, 3, "configured")])
+@pytest.mark.parametrize(
+    ("world", "stage", "kind"), [(1, 2, "own"), (2, 0, "own"), (2, 2, "own"), (2, 3, "own"), (2, 3, "configured")]
+)
 def test_load_state_goes_on_as_if_nothing_had_happened(
     world: int, stage: int, kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -153,7 +164,9 @@ def student_and_teacher(folder: str) -> dict[str, bool]:
         with torch.no_grad():
             for param in [p for m in models for p in m.parameters()]:
                 param.add_(shift)
-        trained, optimizer, data = acc.prepare(models[0], DummyOptim(models[0].parameters(), lr=LR), loader(sentences(8)))
+        trained, optimizer, data = acc.prepare(
+            models[0], DummyOptim(models[0].parameters(), lr=LR), loader(sentences(8))
+        )
         acc.state.select_deepspeed_plugin("teacher")
         return acc, trained, acc.prepare(models[1]).eval(), (optimizer, data)
 

@@ -1,4 +1,5 @@
-"""A script in the style of DeepSpeedExamples: argparse, a configuration file, training_data, collate_fn, getters, leaf modules.
+"""A script in the style of DeepSpeedExamples: argparse, a configuration file, training_data, collate_fn, getters, leaf
+modules.
 
 Needs no client, so it runs everywhere.
 """
@@ -109,7 +110,8 @@ def script(folder: str, stage: int, leaf: str) -> dict[str, Any]:
     device = torch.device(get_accelerator().device_name(), engine.local_rank)
     facts = {
         "accumulation": engine.gradient_accumulation_steps() == ACCUMULATE,
-        "batch": engine.train_batch_size() == config["train_batch_size"] and engine.train_micro_batch_size_per_gpu() == 2,
+        "batch": engine.train_batch_size() == config["train_batch_size"]
+        and engine.train_micro_batch_size_per_gpu() == 2,
         "half": not engine.fp16_enabled() and not engine.bfloat16_enabled(),
         "schedule": engine.lr_scheduler is schedule and engine.training_dataloader is loader,
         "leaf": not leaf or net.router._z3_leaf,

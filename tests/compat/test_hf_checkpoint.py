@@ -1,4 +1,6 @@
-"""Checkpoints of the Hugging Face Trainer: resumed runs, rotation, the best model, weights for from_pretrained, LoRA."""
+"""Checkpoints of the Hugging Face Trainer: resumed runs, rotation, the best model, weights for from_pretrained,
+LoRA.
+"""
 
 import os
 import shutil
@@ -82,14 +84,20 @@ def resumed(folder: str, stage: int, own_optimizer: bool, changes: dict[str, Any
 OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}, "checkpoint": {"async": True}, "bf16": True}
 
 
-@pytest.mark.parametrize(("stage", "own_optimizer", "changes"), [(2, True, {}), (3, True, {}), (3, False, {}), (3, False, OFFLOADED)])
+@pytest.mark.parametrize(
+    ("stage", "own_optimizer", "changes"), [(2, True, {}), (3, True, {}), (3, False, {}), (3, False, OFFLOADED)]
+)
 def test_resumed_training_equals_an_uninterrupted_run_bit_for_bit(
     stage: int, own_optimizer: bool, changes: dict[str, Any], tmp_path: Path, pool2: RankPool
 ) -> None:
     for found in pool2.run(resumed, str(tmp_path), stage, own_optimizer, changes, time_limit=200):
         assert found["by path"] and found["newest"], found["losses"]
-        assert {f"global_step{SAVED}", "latest", "zero_to_fp32.py", "model.safetensors", "trainer_state.json"} <= set(found["files"])
-        assert ("scheduler.pt" in found["files"]) == own_optimizer, "the engine keeps the schedule of its own configuration"
+        assert {f"global_step{SAVED}", "latest", "zero_to_fp32.py", "model.safetensors", "trainer_state.json"} <= set(
+            found["files"]
+        )
+        assert ("scheduler.pt" in found["files"]) == own_optimizer, (
+            "the engine keeps the schedule of its own configuration"
+        )
     assert os.access(tmp_path / f"checkpoint-{STEPS}" / "zero_to_fp32.py", os.X_OK)
 
 
@@ -111,7 +119,9 @@ def other_half(folder: str, stage: int, rows: int, resume: str) -> tuple[list[fl
 
 
 @pytest.mark.parametrize(("stage", "then"), [(2, 3), (3, 2)])
-def test_one_rank_goes_on_where_two_stopped(stage: int, then: int, tmp_path: Path, pool2: RankPool, pool1: RankPool) -> None:
+def test_one_rank_goes_on_where_two_stopped(
+    stage: int, then: int, tmp_path: Path, pool2: RankPool, pool1: RankPool
+) -> None:
     losses, weights = pool2.run(trained_half, str(tmp_path / "two"), stage, time_limit=120)[0]
     resume = str(tmp_path / "two" / f"checkpoint-{SAVED}")
     ((found, after),) = pool1.run(other_half, str(tmp_path / "one"), then, 4, resume, time_limit=120)
@@ -170,7 +180,9 @@ def best(folder: str, stage: int) -> dict[str, Any]:
 def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path, pool2: RankPool) -> None:
     for found in pool2.run(best, str(tmp_path), stage, time_limit=120):
         assert found["same"] and found["value"] == pytest.approx(found["worst"], abs=1e-6), found
-        assert found["value"] > found["last"] and found["name"] != f"checkpoint-{STEPS}", "the highest loss was asked for"
+        assert found["value"] > found["last"] and found["name"] != f"checkpoint-{STEPS}", (
+            "the highest loss was asked for"
+        )
 
 
 def ungathered(folder: str, bits: str) -> dict[str, Tensor]:
@@ -190,7 +202,9 @@ def ungathered(folder: str, bits: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("bits", ["fp32", "bf16"])
-def test_the_script_in_the_folder_writes_weights_for_from_pretrained(bits: str, tmp_path: Path, pool2: RankPool) -> None:
+def test_the_script_in_the_folder_writes_weights_for_from_pretrained(
+    bits: str, tmp_path: Path, pool2: RankPool
+) -> None:
     from transformers import AutoModelForCausalLM
 
     weights = pool2.run(ungathered, str(tmp_path), bits, time_limit=120)[0]

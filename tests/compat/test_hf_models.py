@@ -133,7 +133,10 @@ def random_init() -> dict[str, Any]:
     import deepspeed
 
     result = {}
-    for name, made in {"llama": llama_config(), "gpt2": GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4)}.items():
+    for name, made in {
+        "llama": llama_config(),
+        "gpt2": GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4),
+    }.items():
         forget_clients()
         torch.manual_seed(3)
         plain = whole(AutoModelForCausalLM.from_config(made))
@@ -180,7 +183,9 @@ def resized(folder: str) -> dict[str, Any]:
     model.resize_token_embeddings(70, mean_resizing=False)
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with deepspeed.zero.GatheredParameters([table, head]):
-        kept = torch.equal(table[:64], old["model.embed_tokens.weight"]) and torch.equal(head[:64], old["lm_head.weight"])
+        kept = torch.equal(table[:64], old["model.embed_tokens.weight"]) and torch.equal(
+            head[:64], old["lm_head.weight"]
+        )
         start = {n: p.detach().clone() for n, p in (("model.embed_tokens.weight", table), ("lm_head.weight", head))}
         shapes = (tuple(table.shape), tuple(head.shape))
     plain.resize_token_embeddings(70, mean_resizing=False)
@@ -239,7 +244,9 @@ def generating() -> bool:
     forget_clients()
     prompt = sentences(2)[0]["input_ids"][None, :4]
     expected = llama().eval().generate(prompt, max_new_tokens=6, do_sample=False)
-    engine = deepspeed.initialize(model=llama().eval(), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_block(3)})[0]
+    engine = deepspeed.initialize(
+        model=llama().eval(), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_block(3)}
+    )[0]
     found = engine.generate(prompt, max_new_tokens=6, do_sample=False, synced_gpus=True)
     engine.destroy()
     return bool(torch.equal(expected, found))
@@ -256,10 +263,26 @@ def family(kind: str) -> tuple[type[nn.Module], Any, Any]:
     if kind == "mixtral":
         sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
         plain = llama_config().to_dict()
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        names = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
         return t.MixtralForCausalLM, t.MixtralConfig(**{n: plain[n] for n in names}, **sizes), lambda batch: batch
     if kind == "t5":
-        made = t.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0)
+        made = t.T5Config(
+            vocab_size=64,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
         return t.T5ForConditionalGeneration, made, lambda batch: batch
     made = t.Wav2Vec2Config(
         vocab_size=64,
@@ -283,7 +306,9 @@ def family(kind: str) -> tuple[type[nn.Module], Any, Any]:
     )
 
     def sound(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        waves = torch.stack([torch.sin(torch.arange(400) * (0.01 + 0.001 * float(row[0]))) for row in batch["input_ids"]])
+        waves = torch.stack(
+            [torch.sin(torch.arange(400) * (0.01 + 0.001 * float(row[0]))) for row in batch["input_ids"]]
+        )
         return {"input_values": waves, "labels": batch["labels"][:, :4]}
 
     return t.Wav2Vec2ForCTC, made, sound

@@ -1,4 +1,6 @@
-"""The Hugging Face Trainer with all-auto configurations: same losses as its own DDP run, evaluation, saving, 16 bits."""
+"""The Hugging Face Trainer with all-auto configurations: same losses as its own DDP run, evaluation, saving, 16
+bits.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compat.common import LR, apart, forget_clients, llama, llama_config, need, sentences, weights_apart, whole, zero_block
+from tests.compat.common import (
+    LR,
+    apart,
+    forget_clients,
+    llama,
+    llama_config,
+    need,
+    sentences,
+    weights_apart,
+    whole,
+    zero_block,
+)
 from tests.harness.pool import RankPool
 
 need("accelerate", "transformers")
@@ -17,13 +30,24 @@ STEPS = 4
 
 def auto_config(stage: int, *, own_optimizer: bool) -> dict[str, Any]:
     """What the documentation of Transformers tells people to write."""
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto", "overlap_comm": True, "contiguous_gradients": True}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": "auto",
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
     if stage == 3:
         zero.update(stage3_prefetch_bucket_size="auto", stage3_param_persistence_threshold="auto")
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     config: dict[str, Any] = {
         "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2},
+        "fp16": {
+            "enabled": "auto",
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+        },
         "zero_optimization": zero,
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -33,8 +57,16 @@ def auto_config(stage: int, *, own_optimizer: bool) -> dict[str, Any]:
         "wall_clock_breakdown": False,
     }
     if not own_optimizer:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-        warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+        config["optimizer"] = {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        }
+        warmup = {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        }
         config["scheduler"] = {"type": "WarmupDecayLR", "params": {**warmup, "warmup_type": "linear"}}
     return config
 
@@ -131,14 +163,18 @@ def against_ddp(folder: str, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
-def test_trainer_equals_its_own_plain_run(world: int, stage: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_trainer_equals_its_own_plain_run(
+    world: int, stage: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     for found in pool.run(against_ddp, str(tmp_path), stage, time_limit=120):
         assert max(found.values()) < 2e-4, found
 
 
 def configured_optimizer(folder: str, stage: int, bits: str) -> dict[str, Any]:
-    """Optimizer and schedule from the configuration; train twice in a row with the same Trainer, then save the whole model."""
+    """Optimizer and schedule from the configuration; train twice in a row with the same Trainer, then save the whole
+    model.
+    """
     from safetensors.torch import load_file
 
     changes = {"bf16": True} if bits == "bf16" else {}
@@ -160,7 +196,14 @@ def configured_optimizer(folder: str, stage: int, bits: str) -> dict[str, Any]:
         same = all(torch.equal(p.detach(), saved[n]) for n, p in named.items())
     kinds = {str(v.dtype) for v in weights.values()}
     rate = made.lr_scheduler.get_last_lr()[0]
-    facts = {"engine": type(engine).__name__, "losses": losses, "eval": evaluated, "same": same, "kinds": kinds, "rate": rate}
+    facts = {
+        "engine": type(engine).__name__,
+        "losses": losses,
+        "eval": evaluated,
+        "same": same,
+        "kinds": kinds,
+        "rate": rate,
+    }
     made.accelerator.free_memory(engine)
     return facts
 
@@ -168,7 +211,9 @@ def configured_optimizer(folder: str, stage: int, bits: str) -> dict[str, Any]:
 @pytest.mark.parametrize("bits", ["fp32", "bf16"])
 def test_configured_optimizer_trains_and_the_whole_model_is_saved(bits: str, tmp_path: Path, pool2: RankPool) -> None:
     tolerance, kind = (1e-5, "torch.float32") if bits == "fp32" else (2e-2, "torch.bfloat16")
-    runs = [pool2.run(configured_optimizer, str(tmp_path / str(stage)), stage, bits, time_limit=120) for stage in (2, 3)]
+    runs = [
+        pool2.run(configured_optimizer, str(tmp_path / str(stage)), stage, bits, time_limit=120) for stage in (2, 3)
+    ]
     for found in [*runs[0], *runs[1]]:
         assert found["engine"] == "DeepSpeedEngine" and found["kinds"] == {kind}
         assert found["eval"] < found["losses"][0] - 0.1, "the rows evaluated were trained on"
@@ -198,7 +243,11 @@ def test_evaluation_without_training(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def mismatch(folder: str) -> str:
-    config = {**auto_config(2, own_optimizer=True), "gradient_accumulation_steps": 3, "zero_optimization": zero_block(2)}
+    config = {
+        **auto_config(2, own_optimizer=True),
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": zero_block(2),
+    }
     args = arguments(folder, config)
     try:
         trainer(args, llama()).train()

@@ -21,13 +21,40 @@ def started_by(launcher: str) -> list[str]:
     port = str(_free_port())
     return {
         "python": [sys.executable, "-m"],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, "-m"],
+        "torchrun": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            port,
+            "-m",
+        ],
         "accelerate": [
             *(sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"),
-            *("--main_process_port", port, "--zero_stage", "3", "--mixed_precision", "no", "--gradient_accumulation_steps", "1"),
+            *(
+                "--main_process_port",
+                port,
+                "--zero_stage",
+                "3",
+                "--mixed_precision",
+                "no",
+                "--gradient_accumulation_steps",
+                "1",
+            ),
             *("--num_machines", "1", "--dynamo_backend", "no", "--zero3_init_flag", "false", "-m"),
         ],
-        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.cli", "--num_gpus", "2", "--master_port", port, "--module"],
+        "deepspeed": [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.cli",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            port,
+            "--module",
+        ],
     }[launcher]
 
 
@@ -42,7 +69,11 @@ def started_by(launcher: str) -> list[str]:
     ],
 )
 def test_fresh_processes(kind: str, launcher: str, ranks: int, tmp_path: Path) -> None:
-    packages = {"hf_trainer": ("transformers", "accelerate"), "accelerate": ("accelerate", "transformers"), "init_first": ()}[kind]
+    packages = {
+        "hf_trainer": ("transformers", "accelerate"),
+        "accelerate": ("accelerate", "transformers"),
+        "init_first": (),
+    }[kind]
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{missing[0]} is not installed (see tests/compat/README.md)")

@@ -17,7 +17,9 @@ STEPS, WIDTH = 4, 12
 
 
 def cpu_posing_as_cuda(base: type) -> Any:
-    """Both strategies refuse any accelerator but a CUDAAccelerator; this one hands out CPU devices and changes nothing else."""
+    """Both strategies refuse any accelerator but a CUDAAccelerator; this one hands out CPU devices and changes nothing
+    else.
+    """
 
     class Stand(base):  # type: ignore[misc]
         def setup_device(self, device: torch.device) -> None:
@@ -87,7 +89,8 @@ def fitted(stage: int, folder: str, accumulate: int, born_sharded: bool) -> dict
 
     world = dist.get_world_size()
     data = rows(2 * world * STEPS * accumulate)
-    # Lightning divides the loss by the accumulation and also tells the engine to; with the reference package it is the same.
+    # Lightning divides the loss by the accumulation and also tells the engine to; with the reference package it is the
+    # same.
     expected, weights = plain(data, per_step=world * accumulate, clip=0.5, decay=True, divisor=accumulate)
 
     class Module(pl.LightningModule):
@@ -164,7 +167,11 @@ def fitted(stage: int, folder: str, accumulate: int, born_sharded: bool) -> dict
         "sharded": not born_sharded or module.sharded,
     }
     seen = [sum(module.seen[i : i + accumulate]) / accumulate for i in range(0, len(module.seen), accumulate)]
-    result = {"facts": facts, "loss": apart(mean_over_ranks(seen), expected), "weights": weights_apart(module.net, weights)}
+    result = {
+        "facts": facts,
+        "loss": apart(mean_over_ranks(seen), expected),
+        "weights": weights_apart(module.net, weights),
+    }
     engine.destroy()
     return result
 

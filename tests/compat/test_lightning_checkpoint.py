@@ -1,4 +1,6 @@
-"""Lightning: checkpoints of the Trainer and of Fabric, resumed and turned into one file, under its DeepSpeedStrategy."""
+"""Lightning: checkpoints of the Trainer and of Fabric, resumed and turned into one file, under its
+DeepSpeedStrategy.
+"""
 
 import datetime
 import shutil
@@ -19,7 +21,13 @@ from tests.harness.pool import RankPool
 need("lightning")
 pytestmark = pytest.mark.timeout(180)
 STEPS, SAVED = 4, 2
-HYPER = {"width": WIDTH, "folder": Path("data/x"), "inner": Namespace(rate=LR), "limit": datetime.timedelta(hours=1), "sizes": (1, 2)}
+HYPER = {
+    "width": WIDTH,
+    "folder": Path("data/x"),
+    "inner": Namespace(rate=LR),
+    "limit": datetime.timedelta(hours=1),
+    "sizes": (1, 2),
+}
 
 
 def module_class() -> type:
@@ -77,7 +85,9 @@ def trainer_for(folder: str, stage: int, **strategy: Any) -> Any:
         strategy=DeepSpeedStrategy(config=config, **strategy),
         plugins=[LightningEnvironment()],
         callbacks=[
-            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1, monitor="loss", save_last=True),
+            ModelCheckpoint(
+                folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1, monitor="loss", save_last=True
+            ),
             EarlyStopping("loss", patience=99, check_on_train_epoch_end=True),
             Timer(datetime.timedelta(hours=1)),
         ],
@@ -119,14 +129,18 @@ def resumed(folder: str, stage: int) -> dict[str, Any]:
         "losses": again.seen == module.seen[SAVED:],
         "steps": after.global_step == after.strategy.model.global_steps == STEPS,
         "rates": rates == [o.param_groups[0]["lr"] for o in after.optimizers] == [LR / 4],
-        "own": again.own["seen"] == SAVED and again.own[3] == {"a", "b"} and float(again.own["rate"]) == pytest.approx(LR),
+        "own": again.own["seen"] == SAVED
+        and again.own[3] == {"a", "b"}
+        and float(again.own["rate"]) == pytest.approx(LR),
     }
     after.strategy.model.destroy()
     return {**found, "seen": (module.seen, again.seen)}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fit_from_a_checkpoint_equals_an_uninterrupted_run_bit_for_bit(stage: int, tmp_path: Path, pool2: RankPool) -> None:
+def test_fit_from_a_checkpoint_equals_an_uninterrupted_run_bit_for_bit(
+    stage: int, tmp_path: Path, pool2: RankPool
+) -> None:
     for found in pool2.run(resumed, str(tmp_path), stage, time_limit=120):
         assert all(found.values()), found
     folder = tmp_path / f"step={SAVED}.ckpt"
@@ -164,7 +178,9 @@ def whole_file(folder: str, stage: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tested": equal(sharded, weights),
         "converted": equal(dict(loaded.net.named_parameters()), weights),
-        "state": content["own"]["seen"] == STEPS and content["global_step"] == STEPS and loaded.hparams.hyper["width"] == WIDTH,
+        "state": content["own"]["seen"] == STEPS
+        and content["global_step"] == STEPS
+        and loaded.hparams.hyper["width"] == WIDTH,
     }
     if stage == 3:
         value, full = evaluated(f"{folder}/full", stage, single, load_full_weights=True)
@@ -212,9 +228,18 @@ def fabric_run(stage: int, shift: float) -> dict[str, Any]:
         for i, param in enumerate(net.parameters()):
             param.copy_(torch.linspace(-0.5, 0.5, param.numel()).view(param.shape) * (i + 1) / 6 + shift)
     adam = torch.optim.AdamW(net.parameters(), lr=LR, eps=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(adam, 2, 0.5)  # Fabric's wrapper of the engine's optimizer is none of torch's
+    schedule = torch.optim.lr_scheduler.StepLR(
+        adam, 2, 0.5
+    )  # Fabric's wrapper of the engine's optimizer is none of torch's
     model, optimizer = fabric.setup(net, adam)
-    return {"fabric": fabric, "model": model, "optimizer": optimizer, "schedule": schedule, "step": 0, "best": {"loss": float("inf")}}
+    return {
+        "fabric": fabric,
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "step": 0,
+        "best": {"loss": float("inf")},
+    }
 
 
 def fabric_go(run: dict[str, Any], until: int) -> list[float]:

@@ -1,4 +1,6 @@
-"""PEFT: LoRA on a frozen base at every stage, with both kinds of gradient checkpointing, alone and through the Trainer."""
+"""PEFT: LoRA on a frozen base at every stage, with both kinds of gradient checkpointing, alone and through the
+Trainer.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,9 @@ def training(stage: int, checkpointing: str) -> dict[str, Any]:
     base = llama()
     if checkpointing:
         base.enable_input_require_grads()
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
+        base.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"}
+        )
     model = lora(base).train()
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": zero_block(stage)}
     config["zero_allow_untested_optimizer"] = True
@@ -94,7 +98,9 @@ def test_lora_equals_plain_torch(world: int, stage: int, checkpointing: str, req
 
 
 def through_trainer(folder: str) -> dict[str, Any]:
-    """A base loaded under zero.Init, adapters on top of sharded weights, the Trainer, and an adapter file that reloads."""
+    """A base loaded under zero.Init, adapters on top of sharded weights, the Trainer, and an adapter file that
+    reloads.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,6 @@
-"""TRL: its generation and reference-model helpers, and its SFT, DPO and GRPO trainers on a random model with a tiny vocabulary."""
+"""TRL: its generation and reference-model helpers, and its SFT, DPO and GRPO trainers on a random model with a tiny
+vocabulary.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -82,19 +84,27 @@ def generating(stage: int, gather: bool, checkpointing: bool) -> dict[str, Any]:
             same &= bare is model
             found = bare.generate(prompt, max_new_tokens=5, do_sample=False, synced_gpus=stage == 3 and not gather)
         same &= torch.equal(found, answers[step])
-    result = {"loss": apart(mean_over_ranks(losses), expected), "weights": weights_apart(model, whole(plain)), "same": same}
+    result = {
+        "loss": apart(mean_over_ranks(losses), expected),
+        "weights": weights_apart(model, whole(plain)),
+        "same": same,
+    }
     acc.free_memory(engine)
     return result
 
 
-@pytest.mark.parametrize(("stage", "gather", "checkpointing"), [(0, True, False), (2, True, False), (3, True, True), (3, False, False)])
+@pytest.mark.parametrize(
+    ("stage", "gather", "checkpointing"), [(0, True, False), (2, True, False), (3, True, True), (3, False, False)]
+)
 def test_generation_between_training_steps(stage: int, gather: bool, checkpointing: bool, pool2: RankPool) -> None:
     for found in pool2.run(generating, stage, gather, checkpointing, time_limit=120):
         assert found["same"] and found["loss"] < 1e-5 and found["weights"] < 1e-5, found
 
 
 def reference_model(stage: int) -> dict[str, Any]:
-    """``prepare_deepspeed``: an engine without optimizer (at stage 0 or 3), then hooks removed and added as for a policy."""
+    """``prepare_deepspeed``: an engine without optimizer (at stage 0 or 3), then hooks removed and added as for a
+    policy.
+    """
     from trl.models.utils import add_hooks, prepare_deepspeed, remove_hooks
 
     import deepspeed
@@ -137,7 +147,9 @@ def tokenizer() -> Any:
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
 
 
 def text(count: int, seed: int) -> list[str]:
@@ -171,10 +183,14 @@ def trl_trainer(kind: str, folder: str, config: dict[str, Any] | None, model: An
     if kind == "dpo":
         args = trl.DPOConfig(**common, max_length=16)
         data = Dataset.from_dict({"prompt": text(24, 1), "chosen": text(24, 2), "rejected": text(24, 3)})
-        return trl.DPOTrainer(model=model(), ref_model=model(), args=args, train_dataset=data, processing_class=tokenizer())
+        return trl.DPOTrainer(
+            model=model(), ref_model=model(), args=args, train_dataset=data, processing_class=tokenizer()
+        )
     args = trl.GRPOConfig(**common, num_generations=2, max_completion_length=6, beta=0.05)
     data = Dataset.from_dict({"prompt": text(24, 1)})
-    return trl.GRPOTrainer(model=model(), reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer())
+    return trl.GRPOTrainer(
+        model=model(), reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer()
+    )
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -1,13 +1,14 @@
 """Writes ``reference_checkpoints.tar.xz``: small checkpoints of DeepSpeed 0.19.8 with what they must be read as.
 
-Run with the interpreter of an environment of its own that has the reference package (benchmarks/README.md says how to make one), outside of
-this tree, because both packages are imported as ``deepspeed``:
+Run with the interpreter of an environment of its own that has the reference package (benchmarks/README.md says how to
+make one), outside of this tree, because both packages are imported as ``deepspeed``:
 
-    cd /tmp && DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 <reference>/bin/python <tree>/tests/data/make_reference_checkpoints.py OUT [CASE ...]
+    cd /tmp && DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 <reference>/bin/python
+    <tree>/tests/data/make_reference_checkpoints.py OUT [CASE ...]
 
-Without CASE all cases are written. OUT/reference_checkpoints.tar.xz is made of all that are in OUT; copy it beside this script. A folder
-per case: ``saved/`` as the reference wrote it (less its scripts), ``expected.npz`` and ``expected.json``: whole fp32 weights, moments and
-facts taken from the live engine, not from the files.
+Without CASE all cases are written. OUT/reference_checkpoints.tar.xz is made of all that are in OUT; copy it beside this
+script. A folder per case: ``saved/`` as the reference wrote it (less its scripts), ``expected.npz`` and
+``expected.json``: whole fp32 weights, moments and facts taken from the live engine, not from the files.
 """
 
 import json
@@ -92,7 +93,10 @@ def config_for(case: dict[str, Any]) -> dict[str, Any]:
         "zero_optimization": {"stage": case["stage"], **case.get("zero", {})},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10},
+        },
         **case.get("top", {}),
     }
     if case["optimizer"] == "fused":
@@ -147,7 +151,9 @@ def worker(case: dict[str, Any], out: Path) -> None:
     }
     if case.get("universal"):
         client["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.4}
-    engine.save_checkpoint(str(out / "saved"), client_state=client, exclude_frozen_parameters=case.get("exclude", False))
+    engine.save_checkpoint(
+        str(out / "saved"), client_state=client, exclude_frozen_parameters=case.get("exclude", False)
+    )
     tensors = live_tensors(engine, case)
     if rank == 0:
         np.savez_compressed(out / "expected.npz", **{k: to_numpy(v) for k, v in tensors.items()})
@@ -175,7 +181,9 @@ def live_tensors(engine: Any, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     if case["stage"] == 0:
         found |= unsharded(engine, case, trained)
     else:
-        if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # with fp32 the first link can come before there are any states
+        if hasattr(
+            engine.optimizer, "_hp_optimizer_states_linked"
+        ):  # with fp32 the first link can come before there are any states
             engine.optimizer._hp_optimizer_states_linked = False
             engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, p in trained.items():
@@ -199,8 +207,12 @@ def shape_of(p: torch.nn.Parameter) -> torch.Size:
     return getattr(p, "ds_shape", p.shape)
 
 
-def in_real_order(found: dict[str, torch.Tensor], trained: dict[str, torch.nn.Parameter], case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The functions for debugging look for parameters in their first order, but round_robin_gradients has dealt them out to the ranks."""
+def in_real_order(
+    found: dict[str, torch.Tensor], trained: dict[str, torch.nn.Parameter], case: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The functions for debugging look for parameters in their first order, but round_robin_gradients has dealt them
+    out to the ranks.
+    """
     fixed = {}
     for group in ([n for n, p in trained.items() if p.dim() == 2], [n for n, p in trained.items() if p.dim() != 2]):
         dealt = [group[i] for i in sorted(range(len(group)), key=lambda i: i % case["ranks"])]
@@ -261,7 +273,12 @@ def write_case(name: str, case: dict[str, Any], out: Path) -> None:
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    common = {"WORLD_SIZE": str(case["ranks"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    common = {
+        "WORLD_SIZE": str(case["ranks"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = []
     for rank in range(case["ranks"]):
         env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
@@ -274,9 +291,17 @@ def write_case(name: str, case: dict[str, Any], out: Path) -> None:
         for process in ranks:
             process.kill()
     if any(codes):
-        raise SystemExit(f"{name}: {codes}\n" + (folder / f"log{codes.index(max(codes, key=abs))}").read_text().strip().splitlines()[-1])
+        raise SystemExit(
+            f"{name}: {codes}\n"
+            + (folder / f"log{codes.index(max(codes, key=abs))}").read_text().strip().splitlines()[-1]
+        )
     if case.get("universal"):
-        pair = ["--input_folder", str(folder / "saved" / TAG), "--output_folder", str(folder / "saved" / f"{TAG}_universal")]
+        pair = [
+            "--input_folder",
+            str(folder / "saved" / TAG),
+            "--output_folder",
+            str(folder / "saved" / f"{TAG}_universal"),
+        ]
         call = [
             sys.executable,
             "-m",
@@ -287,7 +312,9 @@ def write_case(name: str, case: dict[str, Any], out: Path) -> None:
             "--num_merge_workers",
             "1",
         ]
-        done = subprocess.run(call, capture_output=True, text=True, timeout=180, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+        done = subprocess.run(
+            call, capture_output=True, text=True, timeout=180, env={**os.environ, "DS_ACCELERATOR": "cpu"}
+        )
         if done.returncode:
             raise SystemExit(f"{name}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
     for script in (*folder.glob("saved/*.py"), *folder.glob("log*")):

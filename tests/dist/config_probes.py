@@ -1,4 +1,6 @@
-"""The probes of test_config_keys_matter.py: for each key a configuration, a changed value and the run that shows the change."""
+"""The probes of test_config_keys_matter.py: for each key a configuration, a changed value and the run that shows the
+change.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -11,7 +13,9 @@ from tests.harness.fingerprint import WORKDIR
 
 @dataclass(frozen=True)
 class Probe:
-    """``config`` against the same with ``value`` at the key (at ``path`` when the file writes it there), in ``scenario``."""
+    """``config`` against the same with ``value`` at the key (at ``path`` when the file writes it there), in
+    ``scenario``.
+    """
 
     config: dict[str, Any]
     value: Any
@@ -23,13 +27,20 @@ class Probe:
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
 
 
-def base(stage: int = 1, *, zero: dict[str, Any] | None = None, drop: tuple[str, ...] = (), **blocks: Any) -> dict[str, Any]:
+def base(
+    stage: int = 1, *, zero: dict[str, Any] | None = None, drop: tuple[str, ...] = (), **blocks: Any
+) -> dict[str, Any]:
     """A small configuration; ``blocks`` replace or add top-level keys."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "optimizer": ADAMW,
-        "zero_optimization": {"stage": stage, "param_persistence_threshold": 20, "reduce_bucket_size": 200, **(zero or {})},
+        "zero_optimization": {
+            "stage": stage,
+            "param_persistence_threshold": 20,
+            "reduce_bucket_size": 200,
+            **(zero or {}),
+        },
         **blocks,
     }
     return {key: value for key, value in config.items() if key not in drop}
@@ -173,7 +184,10 @@ def _zero_probes() -> dict[str, Probe]:
 def _offload_probes() -> dict[str, Probe]:
     drive = {"device": "nvme", "nvme_path": WORKDIR}
     on_host = {"device": "cpu"}
-    optim, param = base(3, zero={"offload_optimizer": drive}), base(3, zero={"offload_param": {**drive, "max_in_cpu": 0}})
+    optim, param = (
+        base(3, zero={"offload_optimizer": drive}),
+        base(3, zero={"offload_param": {**drive, "max_in_cpu": 0}}),
+    )
     old = base(3, zero={"cpu_offload": True})
     block, other = "zero_optimization.offload_", f"{WORKDIR}/elsewhere"
     return {
@@ -233,8 +247,17 @@ def _monitor_probes(block: str) -> dict[str, Probe]:
 
 def _service_probes() -> dict[str, Probe]:
     wandb, comet = base(wandb={"enabled": True}), base(comet={"enabled": True})
-    changed = {"wandb": {"group": "g", "team": "t", "project": "p"}, "comet": {"samples_log_interval": 4, "project": "p", "workspace": "w"}}
-    changed["comet"] |= {"api_key": "k", "experiment_name": "n", "experiment_key": "e", "online": False, "mode": "create"}
+    changed = {
+        "wandb": {"group": "g", "team": "t", "project": "p"},
+        "comet": {"samples_log_interval": 4, "project": "p", "workspace": "w"},
+    }
+    changed["comet"] |= {
+        "api_key": "k",
+        "experiment_name": "n",
+        "experiment_key": "e",
+        "online": False,
+        "mode": "create",
+    }
     return {
         "wandb.enabled": Probe(base(wandb={"enabled": False}), value=True),
         "comet.enabled": Probe(base(comet={"enabled": False}), value=True),
@@ -297,11 +320,15 @@ INERT_PROBES: dict[str, Probe] = {
     "optimizer.params.fp32_optimizer_states": Probe(base(3), value=False),
     "activation_checkpointing.number_checkpoints": Probe(base(), 3, scenario="recompute"),
     "activation_checkpointing.contiguous_memory_optimization": Probe(
-        base(activation_checkpointing={"partition_activations": True, "number_checkpoints": 3}), value=True, scenario="recompute"
+        base(activation_checkpointing={"partition_activations": True, "number_checkpoints": 3}),
+        value=True,
+        scenario="recompute",
     ),
     "activation_checkpointing.partition_activations": Probe(base(), value=True, scenario="recompute"),
     **{
-        f"zero_optimization.offload_optimizer.{name}": Probe(base(3, zero={"offload_optimizer": {"device": "cpu"}}), value=True)
+        f"zero_optimization.offload_optimizer.{name}": Probe(
+            base(3, zero={"offload_optimizer": {"device": "cpu"}}), value=True
+        )
         for name in ("pipeline_read", "pipeline_write", "fast_init")
     },
     "zero_optimization.grad_hooks": Probe(base(3), value=True),
@@ -309,7 +336,11 @@ INERT_PROBES: dict[str, Probe] = {
     "checkpoint.writer": Probe(base(3), {"type": "PYTHON"}, scenario="checkpoint"),
     **{
         f"checkpoint.{name}": Probe(base(3), value, scenario="checkpoint")
-        for name, value in (("load_universal", True), ("checkpoint_serialization", False), ("use_node_local_storage", True))
+        for name, value in (
+            ("load_universal", True),
+            ("checkpoint_serialization", False),
+            ("use_node_local_storage", True),
+        )
     },
     "zero_optimization.load_from_fp32_weights": Probe(base(2), value=False, scenario="checkpoint"),
     "zero_optimization.elastic_checkpoint": Probe(base(2), value=True, scenario="checkpoint"),
@@ -322,9 +353,25 @@ def _other_value(info: FieldInfo) -> Any:
     model = create_model("Other", value=(info.annotation, info))
     default = None if info.is_required() else info.get_default(call_default_factory=True)
     options = [option for part in _parts(info.annotation) if get_origin(part) is Literal for option in get_args(part)]
-    numbers = [default * 2, default // 2, default + 1] if isinstance(default, int | float) and not isinstance(default, bool) else []
+    numbers = (
+        [default * 2, default // 2, default + 1]
+        if isinstance(default, int | float) and not isinstance(default, bool)
+        else []
+    )
     flags = [not default] if isinstance(default, bool) else [True]
-    for value in (*flags, *numbers, 3, 0.5, *options, f"{WORKDIR}/probe", "torch.bfloat16", "bf16", ["probe"], {"probe": 1}, {}):
+    for value in (
+        *flags,
+        *numbers,
+        3,
+        0.5,
+        *options,
+        f"{WORKDIR}/probe",
+        "torch.bfloat16",
+        "bf16",
+        ["probe"],
+        {"probe": 1},
+        {},
+    ):
         try:
             if getattr(model(value=value), "value") != default:  # noqa: B009
                 return value
@@ -335,7 +382,15 @@ def _other_value(info: FieldInfo) -> Any:
 
 def _parts(annotation: Any) -> list[Any]:
     """``annotation`` and everything inside it."""
-    return [annotation, *(part for argument in get_args(annotation) if get_origin(annotation) is not Literal for part in _parts(argument))]
+    return [
+        annotation,
+        *(
+            part
+            for argument in get_args(annotation)
+            if get_origin(annotation) is not Literal
+            for part in _parts(argument)
+        ),
+    ]
 
 
 def changed_by_type(path: str, info: FieldInfo | None) -> Probe:

@@ -1,7 +1,9 @@
-"""Ranks that hold different parts of one model, made by hand: tensor-parallel slices, pipeline stages, and ZeRO within each.
+"""Ranks that hold different parts of one model, made by hand: tensor-parallel slices, pipeline stages, and ZeRO within
+each.
 
-A layout lists groups of ranks; the ranks of a group share the same local tensors, each of which is a whole global tensor or a
-rectangular region of it. Every value follows from the state and the name, so that any rank of any layout knows what it must hold.
+A layout lists groups of ranks; the ranks of a group share the same local tensors, each of which is a whole global
+tensor or a rectangular region of it. Every value follows from the state and the name, so that any rank of any layout
+knows what it must hold.
 """
 
 import contextlib
@@ -117,7 +119,9 @@ class Extra(nn.Module):
 
 
 def module_of(places: dict[str, Place]) -> nn.Module:
-    """A module with the local parameters, a buffer that all ranks have, and of each stage it has a buffer and extra state."""
+    """A module with the local parameters, a buffer that all ranks have, and of each stage it has a buffer and extra
+    state.
+    """
     module = nn.Module()
     for name, place in places.items():
         shape = SHAPES[name] if place is None else place[1]
@@ -140,11 +144,19 @@ class Rank:
         params = dict(self.module.named_parameters())
         layout = build_layout([(n, tuple(p.shape), 0) for n, p in params.items()], self.mesh.zero.size, granularity)
         cut = {n: p for n, p in self.places.items() if p is not None}
-        segments = [replace(s, global_start=cut[s.name][0], global_shape=SHAPES[s.name]) if s.name in cut else s for s in layout.segments]
+        segments = [
+            replace(s, global_start=cut[s.name][0], global_shape=SHAPES[s.name]) if s.name in cut else s
+            for s in layout.segments
+        ]
         layout = replace(layout, segments=tuple(segments))
         rest = StatePlan((Spread.SHARDED,))
         self.unit = Unit(
-            0, "u", [params[s.name] for s in segments], layout=layout, plan=UnitPlan(rest, rest, rest), facts=UnitFacts(self.mesh)
+            0,
+            "u",
+            [params[s.name] for s in segments],
+            layout=layout,
+            plan=UnitPlan(rest, rest, rest),
+            facts=UnitFacts(self.mesh),
         )
         self.unit.adopt(torch.zeros(layout.numel), torch.bfloat16, keep_master=True)
         self.views = build_views([self.unit], 1)
@@ -169,7 +181,10 @@ class Rank:
         assert self.unit.master is not None
         self.unit.master.copy_(self.flat("master")[start:stop])
         for view in self.views:
-            slots = {s: self.flat(f"optim.{s}")[view.start : view.stop].view(view.param.shape) for s in ("exp_avg", "exp_avg_sq")}
+            slots = {
+                s: self.flat(f"optim.{s}")[view.start : view.stop].view(view.param.shape)
+                for s in ("exp_avg", "exp_avg_sq")
+            }
             self.optimizer.state[view.param] = {"step": torch.tensor(3.0), **slots}
         self.unit.open_grad(torch.float32).tensor.copy_(self.flat("grad")[start:stop])
         self.unit.grad_filled = True
@@ -189,12 +204,15 @@ class Rank:
         held = {"master": (self.unit.master, start, stop)}
         for view in self.views:
             held |= {
-                f"optim.{s}": (self.optimizer.state[view.param][s].reshape(-1), view.start, view.stop) for s in ("exp_avg", "exp_avg_sq")
+                f"optim.{s}": (self.optimizer.state[view.param][s].reshape(-1), view.start, view.stop)
+                for s in ("exp_avg", "exp_avg_sq")
             }
             found += [name for name, (got, lo, hi) in held.items() if not torch.equal(got, self.flat(name)[lo:hi])]
             if float(self.optimizer.state[view.param]["step"]) != 3.0:
                 found.append("step")
-        if window is not None and (self.unit.grad is None or not torch.equal(self.unit.grad, self.flat("grad")[start:stop])):
+        if window is not None and (
+            self.unit.grad is None or not torch.equal(self.unit.grad, self.flat("grad")[start:stop])
+        ):
             found.append("grad")
         if window is not None:
             total = torch.zeros(self.unit.layout.numel) if self.unit.partial is None else self.unit.partial.clone()
@@ -208,7 +226,17 @@ class Rank:
     def save(self, folder: str, **changes: Any) -> None:
         """As ``save_checkpoint`` does; random generators and the time, which differ from run to run, are left out."""
         extras = Extras(
-            "t", {"global_steps": 3}, None, None, None, None, {}, {"mine": 1}, allow_pickle=False, compute_dtype="bf16", **changes
+            "t",
+            {"global_steps": 3},
+            None,
+            None,
+            None,
+            None,
+            {},
+            {"mine": 1},
+            allow_pickle=False,
+            compute_dtype="bf16",
+            **changes,
         )
         contents.capture_rng, kept = dict, contents.capture_rng
         try:
@@ -223,7 +251,9 @@ class Rank:
         assert source is not None
         runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None)
         try:
-            loaded = load_into(self.states, runtime, source, LoadRules(**rules), self.mesh, check=lambda: None, begin=lambda: None)
+            loaded = load_into(
+                self.states, runtime, source, LoadRules(**rules), self.mesh, check=lambda: None, begin=lambda: None
+            )
             if window:
                 loaded.fill_gradients(self, factor=1.0)  # type: ignore[arg-type]
             return loaded

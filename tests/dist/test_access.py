@@ -40,7 +40,9 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def _plain_run(case: Case, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
-    """A plain run over all ranks' data; the model, its optimizer, and the gradients of the last step before it was taken."""
+    """A plain run over all ranks' data; the model, its optimizer, and the gradients of the last step before it was
+    taken.
+    """
     world = dist.get_world_size()
     model = case.build()
     optimizer = gate_optimizer(model)
@@ -78,12 +80,16 @@ def read_everything(stage: int, accumulation: int) -> dict[str, float]:
         ours = mine[name]
         full = safe_get_full_fp32_param(ours)
         assert full is not None and full.dtype is torch.float32
-        errors["master"] = max(errors["master"], scaled_error(full, p.detach()), _local_error(ours, safe_get_local_fp32_param(ours), full))
+        errors["master"] = max(
+            errors["master"], scaled_error(full, p.detach()), _local_error(ours, safe_get_local_fp32_param(ours), full)
+        )
         for slot in SLOTS:
             value = safe_get_full_optimizer_state(ours, slot)
             assert value is not None
             local = safe_get_local_optimizer_state(ours, slot)
-            errors[slot] = max(errors[slot], scaled_error(value, optimizer.state[p][slot]), _local_error(ours, local, value))
+            errors[slot] = max(
+                errors[slot], scaled_error(value, optimizer.state[p][slot]), _local_error(ours, local, value)
+            )
     errors["none"] += len(not_at_rest(engine))
     engine.destroy()
     return errors
@@ -110,7 +116,9 @@ def test_full_and_local_reads_equal_the_plain_run(pool2: RankPool, stage: int, a
 def read_in_bf16(stage: int) -> dict[str, float]:
     case = rounded(case_named("plain"), torch.bfloat16)
     expected = train_16bit(case, world=dist.get_world_size(), dtype=torch.bfloat16, steps=1)
-    config = make_config(stage, bf16={"enabled": True}, communication_data_type="fp32", data_types={"grad_accum_dtype": "fp32"})
+    config = make_config(
+        stage, bf16={"enabled": True}, communication_data_type="fp32", data_types={"grad_accum_dtype": "fp32"}
+    )
     engine = start(case.build(), config)
     params = trainable(engine.module)
     engine.backward(case.seeded_loss(engine, here(0))[0])
@@ -121,7 +129,8 @@ def read_in_bf16(stage: int) -> dict[str, float]:
     weights = full_parameters(engine.module)
     errors["rounding"] = max(scaled_error(weights[name].float(), masters[name].bfloat16().float()) for name in params)
     errors["dtype"] = float(
-        sum(m.dtype is not torch.float32 for m in masters.values()) + sum(w.dtype is not torch.bfloat16 for w in weights.values())
+        sum(m.dtype is not torch.float32 for m in masters.values())
+        + sum(w.dtype is not torch.bfloat16 for w in weights.values())
     )
     engine.destroy()
     return errors
@@ -134,7 +143,9 @@ def test_masters_and_gradients_of_bf16_training_are_fp32(pool2: RankPool, stage:
 
 
 def written(stage: int, dtype: str, local: bool) -> list[str]:
-    """Write master, gradient and slots of one parameter; read them back; the step uses them; nothing else has changed."""
+    """Write master, gradient and slots of one parameter; read them back; the step uses them; nothing else has
+    changed.
+    """
     case = case_named("plain")
     extra = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
     engine = start(case.build(), make_config(stage, zero=ZERO, **extra))
@@ -162,7 +173,9 @@ def written(stage: int, dtype: str, local: bool) -> list[str]:
         else:
             safe_set_full_optimizer_state(p, value.square(), slot)
         wrong += [] if torch.equal(safe_get_full_optimizer_state(p, slot), value.square()) else [slot]
-        wrong += [] if torch.equal(safe_get_full_optimizer_state(neighbour, slot), kept[slot]) else [f"neighbour's {slot}"]
+        wrong += (
+            [] if torch.equal(safe_get_full_optimizer_state(neighbour, slot), kept[slot]) else [f"neighbour's {slot}"]
+        )
     wrong += [] if torch.equal(safe_get_full_fp32_param(neighbour), before) else ["neighbour's master"]
     engine.backward(case.seeded_loss(engine, here(1))[0])
     if local:
@@ -171,7 +184,9 @@ def written(stage: int, dtype: str, local: bool) -> list[str]:
         safe_set_full_grad(p, value)
     wrong += [] if scaled_error(safe_get_full_grad(p), value) <= TOLERANCE else ["gradient"]
     expected = nn.Parameter(value.clone())
-    reference = torch.optim.AdamW([expected], **{k: v for k, v in gate_optimizer(nn.Linear(1, 1)).defaults.items() if k in _ADAM})
+    reference = torch.optim.AdamW(
+        [expected], **{k: v for k, v in gate_optimizer(nn.Linear(1, 1)).defaults.items() if k in _ADAM}
+    )
     expected.grad = torch.zeros_like(value)
     reference.step()
     reference.state[expected].update(exp_avg=value.square(), exp_avg_sq=value.square(), step=torch.tensor(1.0))
@@ -276,7 +291,9 @@ def gathered_semantics() -> dict[str, bool]:
         with gathered(model.layers[0].norm.weight, modifier_rank=rank), torch.no_grad():
             model.layers[0].norm.weight.fill_(10.0 + dist.get_rank())
         found[f"modifier {rank} wins"] = bool((full_parameters(model)["layers.0.norm.weight"] == 10.0 + rank).all())
-        found[f"modifier {rank} reaches the master"] = bool((safe_get_full_fp32_param(model.layers[0].norm.weight) == 10.0 + rank).all())
+        found[f"modifier {rank} reaches the master"] = bool(
+            (safe_get_full_fp32_param(model.layers[0].norm.weight) == 10.0 + rank).all()
+        )
     with gathered(model.layers[0].up.bias, modifier_rank=0):
         model.layers[0].up.bias.data = torch.full((model.layers[0].up.bias.numel(),), 3.0)
     found["data assigned inside"] = bool((full_parameters(model)["layers.0.up.bias"] == 3.0).all())
@@ -333,8 +350,12 @@ def consolidated(stage: int, folder: str, save: bool) -> dict[str, Any]:
         report["refused"] = True
     for state in states:
         report["wrong"] += [] if sorted(state) == sorted(keys) else [f"keys {list(state)}"]
-        report["wrong"] += [n for n, v in expected.items() if not torch.equal(state[n], v) or v.dtype is not torch.bfloat16]
-        report["wrong"] += [] if state["head.weight"].data_ptr() == state["embed.weight"].data_ptr() else ["tied names do not share"]
+        report["wrong"] += [
+            n for n, v in expected.items() if not torch.equal(state[n], v) or v.dtype is not torch.bfloat16
+        ]
+        report["wrong"] += (
+            [] if state["head.weight"].data_ptr() == state["embed.weight"].data_ptr() else ["tied names do not share"]
+        )
     engine.destroy()
     return report
 

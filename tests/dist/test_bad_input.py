@@ -1,4 +1,6 @@
-"""Bad input: each mistake is one sentence that says what and where, of a type that client code catches; nothing hangs."""
+"""Bad input: each mistake is one sentence that says what and where, of a type that client code catches; nothing
+hangs.
+"""
 
 import json
 import os
@@ -40,7 +42,9 @@ def _model() -> nn.Module:
 
 def _foreign() -> Any:
     model, other = _model(), nn.Linear(3, 3)
-    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1), config=_bare(3))
+    return deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1), config=_bare(3)
+    )
 
 
 def _bare(stage: int, **more: Any) -> dict[str, Any]:
@@ -116,15 +120,26 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
         ValueError,
     ),
     "triangle": (
-        lambda: start(_model(), make_config(3, train_batch_size=24, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=5)),
+        lambda: start(
+            _model(),
+            make_config(3, train_batch_size=24, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=5),
+        ),
         ["24", "4", "5"],
         AssertionError,
     ),
     "no parameters": (lambda: start(Empty(), make_config(3)), ["Empty", "no parameters"], RuntimeError),
     "no model": (lambda: deepspeed.initialize(config=make_config(3)), ["model"], AssertionError),
     "no config": (lambda: deepspeed.initialize(model=_model()), ["configuration", "config"], RuntimeError),
-    "missing file": (lambda: deepspeed.initialize(model=_model(), config="/no/such/file.json"), ["/no/such/file.json"], Exception),
-    "unknown key": (lambda: start(_model(), make_config(3, gradient_cliping=1.0)), ["gradient_cliping", "gradient_clipping"], ValueError),
+    "missing file": (
+        lambda: deepspeed.initialize(model=_model(), config="/no/such/file.json"),
+        ["/no/such/file.json"],
+        Exception,
+    ),
+    "unknown key": (
+        lambda: start(_model(), make_config(3, gradient_cliping=1.0)),
+        ["gradient_cliping", "gradient_clipping"],
+        ValueError,
+    ),
     "unknown optimizer": (
         lambda: start(_model(), make_config(3, optimizer={"type": "Adamm", "params": {}})),
         ["Adamm"],
@@ -139,7 +154,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
     "meta model": (_meta, ["0.weight", "meta device", "zero.Init"], RuntimeError),
     "initialize twice": (_twice, ["inp.weight", "destroy"], RuntimeError),
     "offload optimizer": (
-        lambda: start(_model(), make_config(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/no/such/drive"}})),
+        lambda: start(
+            _model(), make_config(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/no/such/drive"}})
+        ),
         ["offload_optimizer.nvme_path", "/no/such/drive", "mounted"],
         RuntimeError,
     ),
@@ -149,12 +166,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str], type[BaseException]]] = 
         ValueError,
     ),
     "init on nvme": (lambda: deepspeed.zero.Init(remote_device="nvme"), ["nvme", "folder"], RuntimeError),
-    "shard group": (lambda: start(_model(), make_config(3, zero={"mics_shard_size": 3})), ["mics_shard_size"], ValueError),
+    "shard group": (
+        lambda: start(_model(), make_config(3, zero={"mics_shard_size": 3})),
+        ["mics_shard_size"],
+        ValueError,
+    ),
     "step before backward": (lambda: _with_engine(lambda e: e.step()), ["step()", "backward"], RuntimeError),
     "step inside no_sync": (lambda: _with_engine(_inner), ["no_sync"], AssertionError),
-    "released parameter": (lambda: _with_engine(_read_released), ["layers.1.up.weight", "GatheredParameters"], RuntimeError),
-    "non-scalar loss": (lambda: _with_engine(lambda e: e.backward(e(torch.ones(2, 6)))), ["scalar", "(2, 5)"], RuntimeError),
-    "loss without graph": (lambda: _with_engine(lambda e: e.backward(torch.ones(()))), ["requires grad"], AssertionError),
+    "released parameter": (
+        lambda: _with_engine(_read_released),
+        ["layers.1.up.weight", "GatheredParameters"],
+        RuntimeError,
+    ),
+    "non-scalar loss": (
+        lambda: _with_engine(lambda e: e.backward(e(torch.ones(2, 6)))),
+        ["scalar", "(2, 5)"],
+        RuntimeError,
+    ),
+    "loss without graph": (
+        lambda: _with_engine(lambda e: e.backward(torch.ones(()))),
+        ["requires grad"],
+        AssertionError,
+    ),
     "not a loss": (lambda: _with_engine(lambda e: e.backward(3.0)), ["float"], RuntimeError),
     "backward twice": (lambda: _with_engine(_backward_twice), ["second time"], RuntimeError),
     "inference engine": (lambda: start(_model(), _bare(3)).backward(torch.ones(())), ["optimizer"], RuntimeError),
@@ -167,7 +200,12 @@ def committed(name: str) -> tuple[str, list[str], bool, float]:
     try:
         MISTAKES[name][0]()
     except Exception as error:
-        return str(error), [c.__name__ for c in type(error).__mro__], isinstance(error, DeepSpeedError), time.monotonic() - started
+        return (
+            str(error),
+            [c.__name__ for c in type(error).__mro__],
+            isinstance(error, DeepSpeedError),
+            time.monotonic() - started,
+        )
     return "NO ERROR", [], False, time.monotonic() - started
 
 
@@ -238,7 +276,9 @@ deepspeed.initialize(args=args, model=torch.nn.Linear(2, 2))
 )
 def test_the_command_names_what_is_missing_and_fails(tmp_path: Path, arguments: list[str], said: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "odd.json").write_text(json.dumps({"train_batch_size": 7, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}))
+    (tmp_path / "odd.json").write_text(
+        json.dumps({"train_batch_size": 7, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}})
+    )
     (tmp_path / "broken.json").write_text('{"train_batch_size": 8,, }')
     done = _command(*arguments, cwd=tmp_path)
     assert done.returncode != 0
@@ -246,7 +286,9 @@ def test_the_command_names_what_is_missing_and_fails(tmp_path: Path, arguments: 
 
 
 def one_rank_retries(stage: int) -> bool:
-    """One rank meets a bad sample, and tries again with the right one while the others are in the middle of that batch."""
+    """One rank meets a bad sample, and tries again with the right one while the others are in the middle of that
+    batch.
+    """
     case = case_named("plain")
     weights = []
     for bad in (False, True):

@@ -35,7 +35,7 @@ def engine_of(stage: int, *, seed: int = 3, zero: dict[str, Any] | None = None, 
     return start(Net().train(), make_config(stage, zero=zero or {}, checkpoint={"async": True, **checkpoint}))
 
 
-# -- the state of the call -------------------------------------------------------------------------------------------------------------
+# -- the state of the call ---------------------------------------------------------------------------------------
 
 
 def change_everything(engine: Any, client_state: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def save_now(folder: str, stage: int, nvme: str) -> None:
     engine.destroy()
 
 
-# -- one after the other -----------------------------------------------------------------------------------------------------------------
+# -- one after the other -----------------------------------------------------------------------------------------
 
 
 def two_saves(folder: str) -> list[str]:
@@ -142,10 +142,13 @@ def two_saves(folder: str) -> list[str]:
 def test_a_second_save_begins_when_the_first_has_ended(pool2: RankPool, tmp_path: Path) -> None:
     wanted = [f"{tag} {what}" for tag in ("a", "b") for what in ("begins", "writes", "ends")]
     assert pool2.run(two_saves, str(tmp_path)) == [wanted, wanted]
-    assert (tmp_path / "latest").read_text() == "b" and sorted(p.name for p in folders.complete_tags(tmp_path)) == ["a", "b"]
+    assert (tmp_path / "latest").read_text() == "b" and sorted(p.name for p in folders.complete_tags(tmp_path)) == [
+        "a",
+        "b",
+    ]
 
 
-# -- a bounded rate ----------------------------------------------------------------------------------------------------------------------
+# -- a bounded rate ----------------------------------------------------------------------------------------------
 
 
 def test_the_rate_is_kept(tmp_path: Path) -> None:
@@ -178,7 +181,7 @@ def test_the_configured_rate_holds_in_the_background_only(pool2: RankPool, tmp_p
     assert pool2.run(limits_of_a_save, str(tmp_path), False) == [[], []]
 
 
-# -- the end of the process ----------------------------------------------------------------------------------------------------------------
+# -- the end of the process --------------------------------------------------------------------------------------
 
 
 def save_both(folder: str) -> None:
@@ -191,7 +194,9 @@ def save_both(folder: str) -> None:
 
 
 def differing(path: Path, wanted: Path) -> list[str]:
-    """Tensors that two checkpoints do not both hold with the same values; what is of the process, as its time, is left out."""
+    """Tensors that two checkpoints do not both hold with the same values; what is of the process, as its time, is left
+    out.
+    """
     ours, theirs = (open_checkpoint(folder) for folder in (path, wanted))
     keys = [key for key in {**ours.entries, **theirs.entries} if key[0] != "plain"]
     assert len(keys) > 20
@@ -234,7 +239,9 @@ def wanted(pool1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_process_that_ends_right_after_the_call_still_finishes_its_save(tmp_path: Path, wanted: Path) -> None:
     command = [sys.executable, "-c", _ENDS, str(tmp_path), str(_free_port())]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, cwd=ROOT
+    )
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr and (tmp_path / "latest").read_text() == "b"
     assert differing(find_and_open(tmp_path).path, wanted / "b") == []
@@ -258,7 +265,9 @@ def wait_for_the_signal(folder: str, seconds: float) -> None:
 def test_a_signal_during_a_background_save_leaves_a_whole_checkpoint(
     tmp_path: Path, wanted: Path, number: signal.Signals, takes: float, latest: str
 ) -> None:
-    """An interrupt ends Python in order, so the save is finished; the others end it at once, and the checkpoint before stays the newest."""
+    """An interrupt ends Python in order, so the save is finished; the others end it at once, and the checkpoint before
+    stays the newest.
+    """
     context: Any = _context()
     process = context.Process(target=wait_for_the_signal, args=(str(tmp_path), takes), daemon=True)
     process.start()
@@ -306,13 +315,16 @@ import atexit, deepspeed, torch
 from unittest import mock
 from deepspeed.checkpoint import saver
 atexit.register(print, "other handlers run")
-config = {{"train_batch_size": 2, "optimizer": {{"type": "AdamW", "params": {{"lr": 0.1}}}}, "checkpoint": {{"async": True}}}}
+adamw = {{"type": "AdamW", "params": {{"lr": 0.1}}}}
+config = {{"train_batch_size": 2, "optimizer": adamw, "checkpoint": {{"async": True}}}}
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
 with mock.patch.object(saver, "publish", side_effect=OSError(28, "No space left on device")):
     engine.save_checkpoint({str(tmp_path)!r})
     engine._saver._running.wait(None)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False, env=plain_env())
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False, env=plain_env()
+    )
     assert done.returncode == 1, done.stderr[-2000:]
     assert "other handlers run" in done.stdout and "was not saved" in done.stdout + done.stderr
 

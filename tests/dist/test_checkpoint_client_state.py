@@ -1,4 +1,6 @@
-"""Client state comes back as it was on every rank, and checkpoints have the names, and the number, that were asked for."""
+"""Client state comes back as it was on every rank, and checkpoints have the names, and the number, that were asked
+for.
+"""
 
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +19,7 @@ from tests.harness.training import here, make_config, outcome, start, train_step
 pytestmark = pytest.mark.timeout(120)
 
 
-# -- client state --------------------------------------------------------------------------------------------------------------------
+# -- client state ------------------------------------------------------------------------------------------------
 
 
 class Opaque:
@@ -46,7 +48,10 @@ def client_state(folder: str) -> bool:
     engine.save_checkpoint(folder, client_state=state)
     found = engine.load_checkpoint(folder)[1]
     engine.destroy()
-    tensors = torch.equal(found.pop("tensor"), state.pop("tensor")), np.array_equal(found.pop("array"), state.pop("array"))
+    tensors = (
+        torch.equal(found.pop("tensor"), state.pop("tensor")),
+        np.array_equal(found.pop("array"), state.pop("array")),
+    )
     return all(tensors) and all(found[key] == value and type(found[key]) is type(value) for key, value in state.items())
 
 
@@ -98,7 +103,7 @@ def test_one_ranks_client_state_stops_all(pool2: RankPool, tmp_path: Path) -> No
         assert "PlainStateError" in said and "client_state/when" in said and clean
 
 
-# -- tags and folders ----------------------------------------------------------------------------------------------------------------
+# -- tags and folders --------------------------------------------------------------------------------------------
 
 
 def tags(folder: str) -> list[Any]:
@@ -164,7 +169,11 @@ def many_saves(folder: str) -> tuple[list[str], str, bool]:
     engine.load_checkpoint(folder, tag="twice")
     again = snapshot(engine)["params"]
     engine.destroy()
-    return sorted(p.name for p in Path(folder).iterdir() if p.is_dir()), (Path(folder) / "latest").read_text(), again == second != first
+    return (
+        sorted(p.name for p in Path(folder).iterdir() if p.is_dir()),
+        (Path(folder) / "latest").read_text(),
+        again == second != first,
+    )
 
 
 def test_keep_last_and_the_same_tag_twice(pool2: RankPool, tmp_path: Path) -> None:

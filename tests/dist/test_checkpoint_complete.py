@@ -1,4 +1,6 @@
-"""A checkpoint is restored completely or refused with names, before anything has changed; switches that relax it say what they skip."""
+"""A checkpoint is restored completely or refused with names, before anything has changed; switches that relax it say
+what they skip.
+"""
 
 import contextlib
 import json
@@ -49,7 +51,7 @@ def saved(folder: str, stage: int, *, case: Case | None = None, steps: int = 2, 
     return engine
 
 
-# -- another model -------------------------------------------------------------------------------------------------------------------
+# -- another model -----------------------------------------------------------------------------------------------
 
 
 def _without_a_block() -> nn.Module:
@@ -65,7 +67,9 @@ def _renamed() -> nn.Module:
     model.layers[1].widen = model.layers[1].up
     del model.layers[1].up
     model.layers[1].up = nn.Identity()
-    model.layers[1].forward = lambda x: x + model.layers[1].down(torch.relu(model.layers[1].widen(model.layers[1].norm(x))))
+    model.layers[1].forward = lambda x: (
+        x + model.layers[1].down(torch.relu(model.layers[1].widen(model.layers[1].norm(x))))
+    )
     return model
 
 
@@ -82,7 +86,10 @@ def _with_a_buffer() -> nn.Module:
 
 
 CHANGED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "removed": (_without_a_block, ["there but not in this model", "layers.2.up.weight", "layers.2.norm.bias", "optimizer state 'exp_avg'"]),
+    "removed": (
+        _without_a_block,
+        ["there but not in this model", "layers.2.up.weight", "layers.2.norm.bias", "optimizer state 'exp_avg'"],
+    ),
     "added": (_with_a_block, ["missing there", "layers.3.up.weight", "layers.3.norm.bias"]),
     "renamed": (_renamed, ["missing there", "layers.1.widen.weight", "there but not", "layers.1.up.weight"]),
     "reshaped": (_reshaped, ["other shapes", "head.weight is (5, 8) there and (6, 8) here", "head.bias"]),
@@ -108,7 +115,9 @@ def refused(change: str, stage: int, folder: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("change", CHANGED)
-def test_another_model_is_refused_and_nothing_has_changed(pool2: RankPool, tmp_path: Path, change: str, stage: int) -> None:
+def test_another_model_is_refused_and_nothing_has_changed(
+    pool2: RankPool, tmp_path: Path, change: str, stage: int
+) -> None:
     for said, changed in pool2.run(refused, change, stage, str(tmp_path)):
         assert "CheckpointError" in said and "nothing was loaded" in said, said
         assert all(word in said for word in CHANGED[change][1]), said
@@ -135,14 +144,18 @@ def relaxed(change: str, folder: str) -> tuple[list[str], bool, bool]:
     return told, taken, left
 
 
-@pytest.mark.parametrize(("change", "word"), [("removed", "layers.2.up.weight"), ("added", "layers.3.up.weight"), ("buffer", "counts")])
-def test_not_strict_takes_what_fits_and_says_what_was_skipped(pool2: RankPool, tmp_path: Path, change: str, word: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "word"), [("removed", "layers.2.up.weight"), ("added", "layers.3.up.weight"), ("buffer", "counts")]
+)
+def test_not_strict_takes_what_fits_and_says_what_was_skipped(
+    pool2: RankPool, tmp_path: Path, change: str, word: str
+) -> None:
     for told, taken, left in pool2.run(relaxed, change, str(tmp_path)):
         assert any(word in text for text in told), told
         assert taken and left
 
 
-# -- another optimizer ---------------------------------------------------------------------------------------------------------------
+# -- another optimizer -------------------------------------------------------------------------------------------
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -167,12 +180,18 @@ def other_optimizer(kind: str, folder: str) -> tuple[str, str, bool]:
     elif kind == "client":
         engine = start(model, make_config(2, optimizer=None), optimizer=torch.optim.NAdam(model.parameters()))
     else:
-        block = {"SGD": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "Lion": {"type": "Lion", "params": {"lr": 1e-3}}}.get(kind)
+        block = {
+            "SGD": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            "Lion": {"type": "Lion", "params": {"lr": 1e-3}},
+        }.get(kind)
         engine = start(model, make_config(2, **({"optimizer": block} if block else {})))
     before = snapshot(engine)
     said = outcome(lambda: engine.load_checkpoint(folder))
     changed = ", ".join(field for field, value in snapshot(engine).items() if before[field] != value)
-    works = outcome(lambda: engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)) == ""
+    works = (
+        outcome(lambda: engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False))
+        == ""
+    )
     train_step(engine, case, 5)
     engine.destroy()
     return said, changed, works
@@ -235,7 +254,7 @@ def test_loading_into_an_engine_that_has_stepped(pool4: RankPool, tmp_path: Path
     assert pool4.run(stepped_muon, str(tmp_path)) == [True] * 4
 
 
-# -- switches ------------------------------------------------------------------------------------------------------------------------
+# -- switches ------------------------------------------------------------------------------------------------------
 
 
 def switched(folder: str, **switches: Any) -> dict[str, bool]:
@@ -264,7 +283,10 @@ def switched(folder: str, **switches: Any) -> dict[str, bool]:
             assert found[field] in (wanted[field], fresh[field]), (field, wanted[field], found[field])
     schedule = found["lr"]["schedule"] == wanted["lr"]["schedule"]
     engine.destroy()
-    return {**{field: found[field] == wanted[field] for field in found if field not in ("lr", "rng")}, "schedule": schedule}
+    return {
+        **{field: found[field] == wanted[field] for field in found if field not in ("lr", "rng")},
+        "schedule": schedule,
+    }
 
 
 @pytest.mark.parametrize(
@@ -277,7 +299,9 @@ def switched(folder: str, **switches: Any) -> dict[str, bool]:
     ],
     ids=["all", "module_only", "no_optimizer", "no_schedule"],
 )
-def test_switches_leave_out_what_they_name(pool2: RankPool, tmp_path: Path, switches: dict[str, bool], lost: list[str]) -> None:
+def test_switches_leave_out_what_they_name(
+    pool2: RankPool, tmp_path: Path, switches: dict[str, bool], lost: list[str]
+) -> None:
     for found in pool2.run(switched, str(tmp_path), **switches):
         assert [field for field, same in found.items() if not same] == lost
 
@@ -285,7 +309,8 @@ def test_switches_leave_out_what_they_name(pool2: RankPool, tmp_path: Path, swit
 def other_window(folder: str, before: int, after: int, switches: dict[str, bool]) -> tuple[int, int, float]:
     """Save after 2 micro-batches of a window of ``before``, load with windows of ``after``.
 
-    Micro-batches to the next update; those that the gradient counts for; its error when every micro-batch is the same one.
+    Micro-batches to the next update; those that the gradient counts for; its error when every micro-batch is the same
+    one.
     """
     case = case_named("plain")
 
@@ -391,7 +416,7 @@ def entries_of(folder: Path) -> set[tuple[str, str]]:
     return set(read_manifest(folder).entries)
 
 
-# -- when --------------------------------------------------------------------------------------------------------------------------
+# -- when ----------------------------------------------------------------------------------------------------------
 
 
 class Meddling(Stack):
@@ -437,8 +462,16 @@ def gathers(folder: str) -> tuple[int, list[str]]:
     """Collectives on parameters during a save of released parameters."""
     engine = saved(folder, 3, zero={"param_persistence_threshold": 0})
     counted: list[str] = []
-    names = [n for n in dir(collectives) if callable(getattr(collectives, n)) and not n.startswith("_") and n != "gather_objects"]
-    originals = {n: getattr(collectives, n) for n in names if getattr(getattr(collectives, n), "__module__", "") == collectives.__name__}
+    names = [
+        n
+        for n in dir(collectives)
+        if callable(getattr(collectives, n)) and not n.startswith("_") and n != "gather_objects"
+    ]
+    originals = {
+        n: getattr(collectives, n)
+        for n in names
+        if getattr(getattr(collectives, n), "__module__", "") == collectives.__name__
+    }
     for name, original in originals.items():
         setattr(collectives, name, lambda *a, _n=name, _o=original, **k: (counted.append(_n), _o(*a, **k))[1])
     states = [u.state for u in engine.runtime.units]
@@ -458,7 +491,9 @@ def test_a_save_gathers_no_parameter(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def torn(folder: str) -> list[str]:
-    """A tensor file is damaged behind the manifest's back: the load fails, and the engine says so until it has loaded a whole one."""
+    """A tensor file is damaged behind the manifest's back: the load fails, and the engine says so until it has loaded a
+    whole one.
+    """
     case = case_named("plain")
     engine = saved(folder, 3, case=case)
     wanted = snapshot(engine)["params"]

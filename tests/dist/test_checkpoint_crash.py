@@ -1,4 +1,6 @@
-"""A save that dies at any instant leaves a whole checkpoint to resume from, says what it skipped, and the next save tidies up."""
+"""A save that dies at any instant leaves a whole checkpoint to resume from, says what it skipped, and the next save
+tidies up.
+"""
 
 import functools
 import os
@@ -17,8 +19,8 @@ from deepspeed.verify.crash import CrashFailure, Job, Message, Witness, live
 pytestmark = pytest.mark.timeout(240)
 RANKS = 2
 
-# Where the first rank dies in its second save: the function, what its arguments match, before or after it has done its work; then the
-# step that a resume must find.
+# Where the first rank dies in its second save: the function, what its arguments match, before or after it has done its
+# work; then the step that a resume must find.
 POINTS: dict[str, tuple[str, str, str, int]] = {
     "before the manifest": ("write_atomically", r"manifest\.json", "before", 1),
     "after the manifest": ("write_atomically", r"manifest\.json", "after", 1),
@@ -126,7 +128,9 @@ def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> Non
 def test_killed_at_random_instants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["crash", "--kills", "12", "--folder", str(tmp_path), "--seed", "5"]) == 0
     told = capsys.readouterr().out
-    assert re.search(r"^12 kills: every resume found a whole checkpoint; \d+ unfinished saves skipped$", told, re.MULTILINE), told
+    assert re.search(
+        r"^12 kills: every resume found a whole checkpoint; \d+ unfinished saves skipped$", told, re.MULTILINE
+    ), told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,7 +163,10 @@ def test_wrong_input_is_a_sentence_and_exit_2(arguments: list[str], capsys: pyte
 def test_what_a_dead_process_left_goes_even_when_its_number_lives_again(tmp_path: Path) -> None:
     mine = folders.begin(tmp_path, "t")
     host, _, born, _ = mine.name.removeprefix(".t.saving-").rsplit("-", 3)
-    left = [tmp_path / f".t.saving-{host}-{os.getpid()}-{int(born) + 1}-abc", tmp_path / f".latest.saving-{host}-{os.getpid()}-1-abc"]
+    left = [
+        tmp_path / f".t.saving-{host}-{os.getpid()}-{int(born) + 1}-abc",
+        tmp_path / f".latest.saving-{host}-{os.getpid()}-1-abc",
+    ]
     left[0].mkdir()
     left[1].write_text("half")
     folders.begin(tmp_path, "u")

@@ -1,4 +1,6 @@
-"""A checkpoint is whole or refused: whatever is damaged, missing or forged is named, on every rank, and nothing of it is executed."""
+"""A checkpoint is whole or refused: whatever is damaged, missing or forged is named, on every rank, and nothing of it
+is executed.
+"""
 
 import json
 import os
@@ -57,7 +59,10 @@ def state(engine: Any) -> list[torch.Tensor]:
     found = [b.clone() for b in engine.module.buffers()] + [torch.tensor(engine.global_steps), torch.get_rng_state()]
     for group in engine.basic_optimizer.param_groups:
         for p in group["params"]:
-            found += [p.detach().clone(), *(torch.as_tensor(v).clone() for _, v in sorted(engine.basic_optimizer.state.get(p, {}).items()))]
+            found += [
+                p.detach().clone(),
+                *(torch.as_tensor(v).clone() for _, v in sorted(engine.basic_optimizer.state.get(p, {}).items())),
+            ]
     return found
 
 
@@ -86,7 +91,7 @@ def copy(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "copy"))
 
 
-# -- every region of every file ------------------------------------------------------------------------------------------------------
+# -- every region of every file ----------------------------------------------------------------------------------
 
 
 def regions(folder: Path) -> Iterator[tuple[Path, int, str]]:
@@ -165,7 +170,7 @@ def test_a_cut_manifest_is_refused(copy: Path, size: int) -> None:
         open_checkpoint(copy / TAG)
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------------------------
 
 
 def load(folder: str, depth: int, allow_pickle: bool, tag: str | None = None) -> str:  # noqa: FBT001
@@ -180,7 +185,9 @@ def load(folder: str, depth: int, allow_pickle: bool, tag: str | None = None) ->
     return said
 
 
-def refused(pool: RankPool, folder: Path, *words: str, depth: int = 1, allow_pickle: bool = False, tag: str | None = None) -> None:
+def refused(
+    pool: RankPool, folder: Path, *words: str, depth: int = 1, allow_pickle: bool = False, tag: str | None = None
+) -> None:
     for said in pool.run(load, str(folder), depth, allow_pickle, tag):
         assert "CheckpointError" in said and "CHANGED" not in said and all(w in said for w in words), said
 
@@ -252,7 +259,7 @@ def test_a_checkpoint_without_some_of_the_weights_is_refused_with_names(pool2: R
         assert "CheckpointError" in said and "layers.1.up.weight" in said and "CHANGED" not in said, said
 
 
-# -- nothing is executed -------------------------------------------------------------------------------------------------------------
+# -- nothing is executed -----------------------------------------------------------------------------------------
 
 
 class Evil:
@@ -267,7 +274,9 @@ class Evil:
 
 @pytest.mark.parametrize("how", [pickle.dumps, "torch"])
 @pytest.mark.parametrize("name", ["rank_00000.bin", "rank_00001.bin", "manifest.json", "../latest"])
-def test_a_pickle_in_place_of_a_file_is_refused_unread(pool2: RankPool, copy: Path, name: str, how: Any, tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_file_is_refused_unread(
+    pool2: RankPool, copy: Path, name: str, how: Any, tmp_path: Path
+) -> None:
     path = copy / TAG / name
     evil = Evil(tmp_path / "sentinel")
     path.write_bytes(pickle.dumps(evil)) if how is pickle.dumps else torch.save(evil, path)
@@ -299,7 +308,9 @@ def test_a_pickle_among_the_files_for_other_programs_is_never_read(pool2: RankPo
     assert not (tmp_path / "sentinel").exists()
 
 
-def test_a_folder_that_pretends_to_be_of_the_reference_executes_nothing(pool2: RankPool, copy: Path, tmp_path: Path) -> None:
+def test_a_folder_that_pretends_to_be_of_the_reference_executes_nothing(
+    pool2: RankPool, copy: Path, tmp_path: Path
+) -> None:
     for path in (copy / TAG).glob("*_states.pt"):
         torch.save({"module": Evil(tmp_path / "sentinel")}, path)
     (copy / TAG / "manifest.json").unlink()
@@ -333,7 +344,7 @@ def save_odd(folder: str) -> bool:
     return PlainStateError.__name__ in said and "odd" in said
 
 
-# -- manifests that somebody made ------------------------------------------------------------------------------------------------------
+# -- manifests that somebody made --------------------------------------------------------------------------------
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], Any], *, version: int = 1) -> None:
@@ -382,7 +393,10 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an empty huge shape": lambda t: entry(t).update(shape=[0, HUGE, HUGE], boxes=[]),
     "a negative shape": lambda t: entry(t).__setitem__("shape", [-1]),
     "a shape of words": lambda t: entry(t).__setitem__("shape", ["a"]),
-    "a part with very many rows": lambda t: (entry(t).__setitem__("shape", [10**9, 10**6]), part(t, [0, 0], [10**9, 1])),
+    "a part with very many rows": lambda t: (
+        entry(t).__setitem__("shape", [10**9, 10**6]),
+        part(t, [0, 0], [10**9, 1]),
+    ),
     "a part outside of the tensor": lambda t: part(t, [HIDDEN, 0], [HIDDEN, 1]),
     "a part with fewer sizes": lambda t: part(t, [0], [1]),
     "a part smaller than its elements": lambda t: part(t, [0, 0], [1, 1], hi=2),
@@ -394,8 +408,12 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "very deep facts": lambda t: t.__setitem__("facts", nested(900)),
     "ranks that are no list": lambda t: t["facts"].__setitem__("ranks", 7),
     "an optimizer that is a word": lambda t: t["facts"].__setitem__("optimizer", "adam"),
-    "client state of an unknown kind": lambda t: t["facts"]["ranks"][0].__setitem__("client_state", {"$": "os.system", "v": "x"}),
-    "client state of a tensor that is not there": lambda t: t["facts"]["ranks"][0].__setitem__("client_state", {"$": "tensor", "v": "x"}),
+    "client state of an unknown kind": lambda t: t["facts"]["ranks"][0].__setitem__(
+        "client_state", {"$": "os.system", "v": "x"}
+    ),
+    "client state of a tensor that is not there": lambda t: t["facts"]["ranks"][0].__setitem__(
+        "client_state", {"$": "tensor", "v": "x"}
+    ),
 }
 
 
@@ -441,11 +459,12 @@ def test_an_honest_forgery_is_read(copy: Path) -> None:
     assert whole(source, ("master", "head.weight")).shape == (OUT_FEATURES, HIDDEN)
 
 
-# -- latest --------------------------------------------------------------------------------------------------------------------------
+# -- latest --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "content", [b"../../etc", b"/etc", b"", b"..", b".", b"\0", b"\xff\xfe\x00", bytes(range(1, 250)), b"a/b", b"latest", b"gone"]
+    "content",
+    [b"../../etc", b"/etc", b"", b"..", b".", b"\0", b"\xff\xfe\x00", bytes(range(1, 250)), b"a/b", b"latest", b"gone"],
 )
 def test_a_latest_that_names_no_checkpoint_is_refused(copy: Path, content: bytes) -> None:
     (copy / "latest").write_bytes(content)

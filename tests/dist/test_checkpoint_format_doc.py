@@ -1,4 +1,6 @@
-"""docs/checkpoint-format.md is true: its reader, numpy and sixty lines, gets the weights out of what an engine saved."""
+"""docs/checkpoint-format.md is true: its reader, numpy and sixty lines, gets the weights out of what an engine
+saved.
+"""
 
 import re
 import runpy

@@ -1,4 +1,6 @@
-"""When a checkpoint cannot be written every rank says why and what to do, the one before it stays whole, and training goes on."""
+"""When a checkpoint cannot be written every rank says why and what to do, the one before it stays whole, and training
+goes on.
+"""
 
 import contextlib
 import errno
@@ -33,7 +35,10 @@ BOTH = (0, 1)
 
 def background_engine() -> Any:
     torch.manual_seed(3)
-    return start(torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)).train(), make_config(2, checkpoint={"async": True}))
+    return start(
+        torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)).train(),
+        make_config(2, checkpoint={"async": True}),
+    )
 
 
 def names(folder: str) -> list[str]:
@@ -70,7 +75,11 @@ def fails_then_goes_on(folder: str, where: str, ranks: tuple[int, ...]) -> list[
     before = state(engine)
     with LIMITS[where]() if dist.get_rank() in ranks else contextlib.nullcontext():
         said = outcome(lambda: engine.save_checkpoint(folder, tag="b"))
-    if "CheckpointError" not in said or folder not in said or not any(w in said for w in ("free space", "raise the limit")):
+    if (
+        "CheckpointError" not in said
+        or folder not in said
+        or not any(w in said for w in ("free space", "raise the limit"))
+    ):
         bad.append(f"it says {said!r}")
     dist.barrier()
     if names(folder) != ["a", "latest"]:
@@ -90,7 +99,8 @@ def fails_then_goes_on(folder: str, where: str, ranks: tuple[int, ...]) -> list[
 
 
 @pytest.mark.parametrize(
-    ("where", "ranks"), [("data", (0,)), ("data", (1,)), ("data", BOTH), ("list", (1,)), ("list", (0,)), ("manifest", (0,))]
+    ("where", "ranks"),
+    [("data", (0,)), ("data", (1,)), ("data", BOTH), ("list", (1,)), ("list", (0,)), ("manifest", (0,))],
 )
 def test_a_save_that_finds_no_space_fails_on_every_rank_and_leaves_nothing(
     pool2: RankPool, tmp_path: Path, where: str, ranks: tuple[int, ...]
@@ -98,7 +108,7 @@ def test_a_save_that_finds_no_space_fails_on_every_rank_and_leaves_nothing(
     assert pool2.run(fails_then_goes_on, str(tmp_path), where, ranks) == [[], []]
 
 
-# -- in the background -----------------------------------------------------------------------------------------------------------------
+# -- in the background -------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -139,13 +149,17 @@ def background_failure(folder: str, where: str, ranks: tuple[int, ...], told: st
             limit.enter_context(LIMITS[where]())
         gate.set()
         if told == "destroy" and dist.get_rank() in ranks:
-            # The ranks' meeting place, to which destroy() writes, is a file in these tests: the limit is for the save alone.
+            # The ranks' meeting place, to which destroy() writes, is a file in these tests: the limit is for the save
+            # alone.
             deadline = time.monotonic() + 30
             while not engine._saver._running.finished and time.monotonic() < deadline:
                 time.sleep(0.01)
             limit.close()
         ways = {"step": lambda: steps_until_it_is_told(engine)[1], "wait": lambda: outcome(engine.wait_for_checkpoint)}
-        ways |= {"save": lambda: outcome(lambda: engine.save_checkpoint(folder, tag="c")), "destroy": lambda: outcome(engine.destroy)}
+        ways |= {
+            "save": lambda: outcome(lambda: engine.save_checkpoint(folder, tag="c")),
+            "destroy": lambda: outcome(engine.destroy),
+        }
         ways |= {"load": lambda: outcome(lambda: engine.load_checkpoint(folder, tag="a"))}
         said = ways[told]()
     if not all(w in said for w in ("CheckpointError", folder, "background save of checkpoint b", f"rank {ranks[0]}")):
@@ -200,7 +214,7 @@ def test_training_goes_on_where_it_was_after_a_failure_was_caught(pool2: RankPoo
     assert not (tmp_path / "full" / "latest").exists() and (tmp_path / "good" / "latest").exists()
 
 
-# -- places where nothing can be saved --------------------------------------------------------------------------------------------------
+# -- places where nothing can be saved ---------------------------------------------------------------------------
 
 
 def refused_at_once(folders_of_ranks: list[str]) -> str:
@@ -231,7 +245,7 @@ def test_a_save_dir_that_ranks_do_not_share_is_refused_and_left_clean(pool2: Ran
     assert [list(p.iterdir()) if p.exists() else [] for p in paths] == [[], []]
 
 
-# -- the real thing -----------------------------------------------------------------------------------------------------------------------
+# -- the real thing ------------------------------------------------------------------------------------------------
 
 
 def fills_the_disk(folder: str) -> list[str]:
@@ -284,7 +298,9 @@ def test_a_full_and_then_a_read_only_filesystem(tmp_path: Path) -> None:
     environment = {**os.environ, "SCRIPT": script, "PYTHONPATH": str(ROOT), "DS_LOG_LEVEL": "ERROR"}
     if not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount")
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=100, cwd=ROOT
+    )
     if done.returncode in (1, 32) and "mount" in done.stderr:
         pytest.skip("this user may not mount")
     assert done.stdout == "[]", done.stdout + done.stderr

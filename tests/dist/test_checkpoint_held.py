@@ -1,4 +1,6 @@
-"""A background save of what rests on a drive copies nothing first: updates wait until it has read what they would overwrite."""
+"""A background save of what rests on a drive copies nothing first: updates wait until it has read what they would
+overwrite.
+"""
 
 import contextlib
 import itertools
@@ -65,7 +67,13 @@ def engine_of(drive: str, *, optimizer: str = "AdamW", steps: int = 1, **checkpo
     build = OPTIMIZERS[optimizer]
     model = Net().train()
     client = {} if build is None else {"optimizer": build([p for p in model.parameters() if p.requires_grad])}
-    config = make_config(3, zero=zero, gradient_accumulation_steps=steps, checkpoint=checkpoint, **({"optimizer": None} if client else {}))
+    config = make_config(
+        3,
+        zero=zero,
+        gradient_accumulation_steps=steps,
+        checkpoint=checkpoint,
+        **({"optimizer": None} if client else {}),
+    )
     return start(model, config, **client)
 
 
@@ -140,7 +148,9 @@ def windows(folder: str, drive: str) -> list[str]:
         return checkpoints(folder, drive, "AdamW", steps=4)
 
 
-def test_gradients_of_an_open_window_that_rest_on_a_drive_are_saved_as_they_were(pool2: RankPool, tmp_path: Path) -> None:
+def test_gradients_of_an_open_window_that_rest_on_a_drive_are_saved_as_they_were(
+    pool2: RankPool, tmp_path: Path
+) -> None:
     assert pool2.run(windows, str(tmp_path / "ck"), str(tmp_path)) == [[], []]
     same_tensors(tmp_path / "ck")
     assert any(state == "grad" for state, _ in find_and_open(tmp_path / "ck", "behind").entries)
@@ -183,7 +193,10 @@ def rates(folder: str, drive: str) -> tuple[list[int], bool]:
         found.append(rate_bytes)
         set_limit(self, rate_bytes)
 
-    with mock.patch.object(RankFile, "limit", limit), slow_reader(lambda: threading.Timer(0.1, gate.set).start()) as gate:
+    with (
+        mock.patch.object(RankFile, "limit", limit),
+        slow_reader(lambda: threading.Timer(0.1, gate.set).start()) as gate,
+    ):
         engine.save_checkpoint(folder, tag="a")
         begun = list(found)
         train(engine, 1)
@@ -224,7 +237,9 @@ def failing_read(folder: str, drive: str) -> list[str]:
     return bad
 
 
-def test_a_state_that_cannot_be_read_fails_the_save_on_every_rank_and_training_goes_on(pool2: RankPool, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_read_fails_the_save_on_every_rank_and_training_goes_on(
+    pool2: RankPool, tmp_path: Path
+) -> None:
     assert pool2.run(failing_read, str(tmp_path / "ck"), str(tmp_path)) == [[], []]
     assert sorted(p.name for p in folders.complete_tags(tmp_path / "ck")) == ["a", "c"]
 
@@ -274,7 +289,9 @@ def full_disk(folder: str, drive: str, background: bool) -> list[str]:  # noqa: 
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_training_goes_on_after_a_save_that_failed_half_way_through_a_drive(pool2: RankPool, tmp_path: Path, *, background: bool) -> None:
+def test_training_goes_on_after_a_save_that_failed_half_way_through_a_drive(
+    pool2: RankPool, tmp_path: Path, *, background: bool
+) -> None:
     assert pool2.run(full_disk, str(tmp_path / "ck"), str(tmp_path), background) == [[], []]
 
 

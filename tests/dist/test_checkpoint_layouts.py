@@ -1,4 +1,6 @@
-"""Any layout loads what any other layout saved: ranks, stages, offload, meshes, precision and granularity, without a conversion."""
+"""Any layout loads what any other layout saved: ranks, stages, offload, meshes, precision and granularity, without a
+conversion.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -30,7 +32,11 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "2 ranks stage 1": (2, 1, TINY),
     "2 ranks stage 3 huge": (2, 3, HUGE),
     "2 ranks stage 2 cpu": (2, 2, {"offload_optimizer": {"device": "cpu"}}),
-    "2 ranks stage 3 nvme": (2, 3, {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "max_in_cpu": 0}}),
+    "2 ranks stage 3 nvme": (
+        2,
+        3,
+        {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "max_in_cpu": 0}},
+    ),
     "3 ranks stage 2": (3, 2, {}),
     "3 ranks stage 3 tiny": (3, 3, TINY),
     "3 ranks stage 3 cpu": (3, 3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
@@ -38,13 +44,22 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "4 ranks hpz": (4, 3, {"zero_hpz_partition_size": 2}),
     "4 ranks mics": (4, 3, {"mics_shard_size": 2}),
 }
-SOURCES = ["1 rank stage 0", "2 ranks stage 1", "2 ranks stage 3 nvme", "3 ranks stage 3 tiny", "4 ranks hpz", "4 ranks mics"]
+SOURCES = [
+    "1 rank stage 0",
+    "2 ranks stage 1",
+    "2 ranks stage 3 nvme",
+    "3 ranks stage 3 tiny",
+    "4 ranks hpz",
+    "4 ranks mics",
+]
 
 
 def engine_for(layout: str, folder: str, case: Case, **changes: Any) -> Any:
     """An engine of ``case`` under a layout."""
     _, stage, zero = LAYOUTS[layout]
-    zero = {k: {**v, "nvme_path": folder} if isinstance(v, dict) and v["device"] == "nvme" else v for k, v in zero.items()}
+    zero = {
+        k: {**v, "nvme_path": folder} if isinstance(v, dict) and v["device"] == "nvme" else v for k, v in zero.items()
+    }
     if "nvme" in layout:
         zero["sub_group_size"] = 4096
     config = make_config(stage, zero=zero, scheduler=SCHEDULE, gradient_accumulation_steps=case.accumulation, **changes)
@@ -54,7 +69,9 @@ def engine_for(layout: str, folder: str, case: Case, **changes: Any) -> Any:
 def states_of(engine: Any) -> dict[str, str]:
     """What must not depend on the layout; which class of an optimizer runs shows in group keys of its own."""
     return {
-        k: v for k, v in whole_state(engine).items() if " of group " not in k or k.startswith(("lr ", "betas ", "weight_decay ", "eps "))
+        k: v
+        for k, v in whole_state(engine).items()
+        if " of group " not in k or k.startswith(("lr ", "betas ", "weight_decay ", "eps "))
     }
 
 
@@ -64,8 +81,12 @@ def pools_of(request: pytest.FixtureRequest, layout: str) -> RankPool:
     return pool
 
 
-def on_each(request: pytest.FixtureRequest, calls: dict[int, tuple[Any, ...]], function: Callable[..., Any]) -> dict[int, list[Any]]:
-    """The answers of ``function`` on the pools of so many ranks, which read the same folder at the same time: half of it is waiting."""
+def on_each(
+    request: pytest.FixtureRequest, calls: dict[int, tuple[Any, ...]], function: Callable[..., Any]
+) -> dict[int, list[Any]]:
+    """The answers of ``function`` on the pools of so many ranks, which read the same folder at the same time: half of
+    it is waiting.
+    """
     pools: list[RankPool] = [request.getfixturevalue(f"pool{world}") for world in calls]
     for pool in pools:
         pool.start()
@@ -86,8 +107,12 @@ def save(layout: str, folder: str, model: str, changes: dict[str, Any]) -> dict[
     return found
 
 
-def load(layouts: list[str], folder: str, model: str, changes: dict[str, Any]) -> list[tuple[dict[str, str], list[float]]]:
-    """Load under each of the layouts; the state, and losses of steps after it that all ranks take on the same samples."""
+def load(
+    layouts: list[str], folder: str, model: str, changes: dict[str, Any]
+) -> list[tuple[dict[str, str], list[float]]]:
+    """Load under each of the layouts; the state, and losses of steps after it that all ranks take on the same
+    samples.
+    """
     found = []
     for layout in layouts:
         case = case_named(model)
@@ -121,7 +146,9 @@ def test_any_layout_to_any_layout(request: pytest.FixtureRequest, tmp_path: Path
     assert sum("(exp_avg)" in name for name in wanted) > 10 and any("step of " in name for name in wanted)
     losses: list[list[float]] = []
     layouts = by_world(list(LAYOUTS))
-    for world, ranks in on_each(request, {w: (names, str(tmp_path), "plain", {}) for w, names in layouts.items()}, load).items():
+    for world, ranks in on_each(
+        request, {w: (names, str(tmp_path), "plain", {}) for w, names in layouts.items()}, load
+    ).items():
         for rank in ranks:
             for name, (state, told) in zip(layouts[world], rank, strict=True):
                 assert not unequal(wanted, state), f"{source} -> {name}"
@@ -133,15 +160,19 @@ def test_any_layout_to_any_layout(request: pytest.FixtureRequest, tmp_path: Path
 @pytest.mark.parametrize("model", ["odd_shapes", "tied", "frozen"])
 def test_odd_models_change_their_layout(request: pytest.FixtureRequest, tmp_path: Path, model: str) -> None:
     changes = {"bf16": {"enabled": True}}
-    wanted = pools_of(request, "3 ranks stage 3 tiny").run(save, "3 ranks stage 3 tiny", str(tmp_path), model, changes)[0]
+    wanted = pools_of(request, "3 ranks stage 3 tiny").run(save, "3 ranks stage 3 tiny", str(tmp_path), model, changes)[
+        0
+    ]
     layouts = by_world(["1 rank stage 0", "2 ranks stage 3 huge", "4 ranks hpz"])
-    for world, ranks in on_each(request, {w: (names, str(tmp_path), model, changes) for w, names in layouts.items()}, load).items():
+    for world, ranks in on_each(
+        request, {w: (names, str(tmp_path), model, changes) for w, names in layouts.items()}, load
+    ).items():
         for rank in ranks:
             for name, (state, _) in zip(layouts[world], rank, strict=True):
                 assert not unequal(wanted, state), name
 
 
-# -- precision -----------------------------------------------------------------------------------------------------------------------
+# -- precision -----------------------------------------------------------------------------------------------------
 
 
 def masters(engine: Any) -> dict[str, Tensor]:
@@ -170,11 +201,15 @@ def to_precision(source: dict[str, Any], target: dict[str, Any], folder: str) ->
 
 @pytest.mark.parametrize(("source", "target"), [("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")])
 def test_weights_follow_the_masters(pool2: RankPool, tmp_path: Path, source: str, target: str) -> None:
-    blocks: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+    blocks: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True}},
+    }
     assert pool2.run(to_precision, blocks[source], blocks[target], str(tmp_path)) == [True, True]
 
 
-# -- granularity ---------------------------------------------------------------------------------------------------------------------
+# -- granularity -------------------------------------------------------------------------------------------------
 
 
 def client_engine(case: Case, stage: int, *, whole: bool) -> Any:
@@ -219,7 +254,9 @@ def factored(folder: str, act: str, stage: int) -> str:
     """Adafactor's state, which has rows and columns, under another number of ranks."""
     case = case_named("plain")
     model = case.build()
-    engine = start(model, make_config(stage, optimizer=None), optimizer=torch.optim.Adafactor(model.parameters(), lr=1e-2))
+    engine = start(
+        model, make_config(stage, optimizer=None), optimizer=torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    )
     if act == "save":
         for step in range(3):
             loss = case.seeded_loss(engine, Place(step, 0, 0, 1))[0]
@@ -258,17 +295,23 @@ def bound_to_layout(folder: str, act: str) -> str:
     return said
 
 
-def test_state_that_is_bound_to_its_layout_is_refused_elsewhere(pool2: RankPool, pool3: RankPool, tmp_path: Path) -> None:
+def test_state_that_is_bound_to_its_layout_is_refused_elsewhere(
+    pool2: RankPool, pool3: RankPool, tmp_path: Path
+) -> None:
     pool2.run(bound_to_layout, str(tmp_path), "save")
     for said in pool3.run(bound_to_layout, str(tmp_path), "load"):
-        assert "CheckpointError" in said and "layout it was saved under" in said and "load_optimizer_states=False" in said
+        assert (
+            "CheckpointError" in said and "layout it was saved under" in said and "load_optimizer_states=False" in said
+        )
 
 
-# -- half a window -------------------------------------------------------------------------------------------------------------------
+# -- half a window -----------------------------------------------------------------------------------------------
 
 
 def half_window(layout: str, folder: str, act: str, synced: bool) -> tuple[float, int]:  # noqa: FBT001
-    """Save or load a window with gradients in it; the error of the full mean gradient against that of the saving ranks."""
+    """Save or load a window with gradients in it; the error of the full mean gradient against that of the saving
+    ranks.
+    """
     case = case_named("plain", accumulation=3)
     engine = engine_for(layout, folder, case)
     file = Path(folder, "gradients.pt")
@@ -296,7 +339,9 @@ def half_window(layout: str, folder: str, act: str, synced: bool) -> tuple[float
 
 @pytest.mark.parametrize("synced", [True, False], ids=["reduced", "no_sync"])
 @pytest.mark.parametrize("source", ["2 ranks stage 1", "3 ranks stage 3 tiny", "4 ranks stage 0"])
-def test_half_a_window_keeps_its_mean(request: pytest.FixtureRequest, tmp_path: Path, source: str, synced: bool) -> None:  # noqa: FBT001
+def test_half_a_window_keeps_its_mean(
+    request: pytest.FixtureRequest, tmp_path: Path, source: str, synced: bool
+) -> None:  # noqa: FBT001
     pools_of(request, source).run(half_window, source, str(tmp_path), "save", synced)
     targets = ("1 rank stage 0", "2 ranks stage 3 huge", "3 ranks stage 2", "4 ranks hpz")
     calls = {LAYOUTS[target][0]: (target, str(tmp_path), "load", synced) for target in targets}

@@ -1,4 +1,6 @@
-"""``ds_checkpoint diff live`` and ``diff_live``: would a checkpoint load completely, and does an engine hold what it says?"""
+"""``ds_checkpoint diff live`` and ``diff_live``: would a checkpoint load completely, and does an engine hold what it
+says?
+"""
 
 import json
 import re
@@ -136,7 +138,9 @@ def run(capsys: pytest.CaptureFixture[str], folder: Path, build: str, *more: obj
 def config_of(folder: Path, **blocks: Any) -> Path:
     """A configuration file."""
     path = folder / "config.json"
-    path.write_text(json.dumps({"train_batch_size": 64, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}, **blocks}))
+    path.write_text(
+        json.dumps({"train_batch_size": 64, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}, **blocks})
+    )
     return path
 
 
@@ -157,13 +161,18 @@ def test_what_does_not_fit_is_named(saved: Path, capsys: pytest.CaptureFixture[s
     assert status == 1
     assert lines == [
         "missing   more.weight  (only in the model)",
-        *(f"extra     body.1.{name}  (only in the checkpoint)" for name in ("running_mean", "running_var", "num_batches_tracked")),
+        *(
+            f"extra     body.1.{name}  (only in the checkpoint)"
+            for name in ("running_mean", "running_var", "num_batches_tracked")
+        ),
         "8 fits, 0 different, 1 missing, 3 extra",
     ]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_of_every_optimizer_fits_itself_alone(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_the_state_of_every_optimizer_fits_itself_alone(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     config = config_of(tmp_path, optimizer={"type": name, "params": OPTIMIZERS[name]})
     status, lines, err = run(capsys, saved, "build", "--tag", name, "--config", config)
     assert status == 0, (lines, err)
@@ -177,21 +186,29 @@ def test_the_state_of_every_optimizer_fits_itself_alone(saved: Path, tmp_path: P
     )
 
 
-def test_optimizer_state_of_what_is_newly_trained(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_of(tmp_path, optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}, train_batch_size="auto")
+def test_optimizer_state_of_what_is_newly_trained(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(
+        tmp_path, optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}, train_batch_size="auto"
+    )
     lines = run(capsys, saved, "build_trains_all", "--tag", "AdamW", "--config", config, "-q")[1]
     assert lines[0] == "missing   optim.exp_avg body.2.weight  (only in the optimizer)"
     assert lines[-1].endswith("0 different, 4 missing, 0 extra")
 
 
-def test_a_checkpoint_without_a_step_has_nothing_missing(pool1: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_a_step_has_nothing_missing(
+    pool1: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pool1.run(save, str(tmp_path), 1, ["AdamW"], 0)
     config = config_of(tmp_path, optimizer={"type": "AdamW", "params": OPTIMIZERS["AdamW"]})
     assert run(capsys, tmp_path, "build", "--config", config)[0] == 0
 
 
 def refused(folder: str) -> list[str]:
-    """What loading says where the tensors alone would fit: a new engine of another method, of another number of groups."""
+    """What loading says where the tensors alone would fit: a new engine of another method, of another number of
+    groups.
+    """
     said = []
     whole = {"optimizer": {"type": "RAdam", "params": {"lr": 1e-2}}}
     for tag, changes in (("AdamW", whole), ("without", {}), ("groups", {})):
@@ -218,7 +235,9 @@ def save_unlike(folder: str) -> None:
     engine.destroy()
 
 
-def test_state_that_loading_refuses_as_a_whole(pool1: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_that_loading_refuses_as_a_whole(
+    pool1: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pool1.run(save_unlike, str(tmp_path))
     words = ("is not what RAdam keeps", "has no optimizer state", "2 optimizer parameter groups")
     assert all(word in said for word, said in zip(words, pool1.run(refused, str(tmp_path))[0], strict=True))
@@ -244,7 +263,9 @@ def test_state_that_loading_refuses_as_a_whole(pool1: RankPool, tmp_path: Path, 
         ("nobody", "has no attribute 'nobody'"),
     ],
 )
-def test_a_model_that_cannot_be_had_is_a_sentence(saved: Path, capsys: pytest.CaptureFixture[str], build: str, said: str) -> None:
+def test_a_model_that_cannot_be_had_is_a_sentence(
+    saved: Path, capsys: pytest.CaptureFixture[str], build: str, said: str
+) -> None:
     status, lines, err = run(capsys, saved, build, "--tag", "AdamW")
     assert status == 2 and not lines and said in err and err.count("\n") == 1
 
@@ -272,7 +293,7 @@ def test_values_of_a_model_that_loads_its_weights(saved: Path, capsys: pytest.Ca
     assert verdicts["body.2.weight"] == "different" and "max abs diff" in lines[0]
 
 
-# --- a running engine -------------------------------------------------------------------------------------------------------------------
+# -- a running engine -----------------------------------------------------------------------------------------------
 
 
 def verdicts(rows: list[Any]) -> dict[str, str]:
@@ -284,7 +305,9 @@ def lives(folder: str, kind: str) -> list[Any]:
     """Rows right after loading, and after a step."""
     place = {"device": "nvme", "nvme_path": folder}
     changes: dict[str, Any] = {"bf16": {"enabled": True}} if kind == "2 bf16" else {}
-    changes |= {"zero": {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}} if kind == "3 nvme" else {}
+    changes |= (
+        {"zero": {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}} if kind == "3 nvme" else {}
+    )
     engine = engine_of(int(kind[0]), **changes)
     engine.load_checkpoint(folder, tag="AdamW", load_module_only=True)
     found = [diff_live(engine, folder, "AdamW")]

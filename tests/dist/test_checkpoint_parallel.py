@@ -1,4 +1,6 @@
-"""Ranks that hold different parts of a model save one checkpoint: whole tensors for every reader, and any other cut loads it."""
+"""Ranks that hold different parts of a model save one checkpoint: whole tensors for every reader, and any other cut
+loads it.
+"""
 
 import json
 import re
@@ -61,12 +63,20 @@ def saved(request: pytest.FixtureRequest, folder: Path, layout: str, *options: A
 
 
 @pytest.mark.parametrize("layout", CUT)
-def test_a_checkpoint_of_parts_is_one_of_whole_tensors(request: pytest.FixtureRequest, tmp_path: Path, layout: str) -> None:
+def test_a_checkpoint_of_parts_is_one_of_whole_tensors(
+    request: pytest.FixtureRequest, tmp_path: Path, layout: str
+) -> None:
     folder = saved(request, tmp_path, layout)
     assert verify(folder) == []
     assert sorted(p.name for p in folder.glob("rank_*")) == [f"rank_{r:05d}.bin" for r in range(world_of(layout))]
     source = OwnSource(folder)
-    states = ("master", "optim.exp_avg", "optim.exp_avg_sq", "grad", *(f"grad_partial@{i}" for i in range(len(LAYOUTS[layout][0][0]))))
+    states = (
+        "master",
+        "optim.exp_avg",
+        "optim.exp_avg_sq",
+        "grad",
+        *(f"grad_partial@{i}" for i in range(len(LAYOUTS[layout][0][0]))),
+    )
     for state in states:
         for name in (n for n, shape in SHAPES.items() if prod(shape) or state == "master"):
             assert torch.equal(whole(source, (state, name)), value(state, name)), (state, name)
@@ -78,7 +88,9 @@ def test_a_checkpoint_of_parts_is_one_of_whole_tensors(request: pytest.FixtureRe
 
 
 @pytest.mark.parametrize("layout", ["rows x 2", "columns x 2"])
-def test_exporters_and_the_documented_reader_see_whole_tensors(request: pytest.FixtureRequest, tmp_path: Path, layout: str) -> None:
+def test_exporters_and_the_documented_reader_see_whole_tensors(
+    request: pytest.FixtureRequest, tmp_path: Path, layout: str
+) -> None:
     folder = saved(request, tmp_path, layout)
     by_numpy = reader(tmp_path)["read_weights"](folder)
     recovered = get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="t")
@@ -121,9 +133,16 @@ def test_reading_a_part_is_slicing_the_whole(of_columns: OwnSource, data: st.Dat
 
 @pytest.mark.parametrize(
     ("region", "start", "numel"),
-    [(Region((0, 0), (8, 1)), 0, 1), (Region((1,), (1,)), 0, 1), (Region((0, 0), (2, 2)), 2, 3), (Region((6, 6), (1, 1)), 0, 1)],
+    [
+        (Region((0, 0), (8, 1)), 0, 1),
+        (Region((1,), (1,)), 0, 1),
+        (Region((0, 0), (2, 2)), 2, 3),
+        (Region((6, 6), (1, 1)), 0, 1),
+    ],
 )
-def test_a_part_outside_of_the_tensor_cannot_be_read(of_columns: OwnSource, region: Region, start: int, numel: int) -> None:
+def test_a_part_outside_of_the_tensor_cannot_be_read(
+    of_columns: OwnSource, region: Region, start: int, numel: int
+) -> None:
     with pytest.raises(ValueError, match="master of emb is"):
         of_columns.read(("master", "emb"), torch.empty(numel), start=start, region=region)
 

@@ -1,4 +1,6 @@
-"""Training that is saved and resumed goes on bit for bit: losses, weights, optimizer state, learning rates, generators, counters."""
+"""Training that is saved and resumed goes on bit for bit: losses, weights, optimizer state, learning rates, generators,
+counters.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -12,8 +14,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, case_named, regression_batch, seeded, squared_error
-from deepspeed.verify.resume import ResumeCell, built_in_cells, interrupted, resume_on_rank, seed_everything, snapshot, train_case
+from deepspeed.verify.models import (
+    HIDDEN,
+    IN_FEATURES,
+    OUT_FEATURES,
+    Case,
+    case_named,
+    regression_batch,
+    seeded,
+    squared_error,
+)
+from deepspeed.verify.resume import (
+    ResumeCell,
+    built_in_cells,
+    interrupted,
+    resume_on_rank,
+    seed_everything,
+    snapshot,
+    train_case,
+)
 from tests.harness.plain_optim import PlainOptimizer, UserElementwise
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, start
@@ -43,7 +62,7 @@ def resumes(engine_of: Callable[[], Any], case: Case, folder: str, *, cut: int =
     return interrupted(begin, lambda engine, numbers: train_case(engine, case, numbers), folder, cut=cut, last=last)
 
 
-# -- stage by stage ------------------------------------------------------------------------------------------------------------------
+# -- stage by stage ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cell", built_in_cells(), ids=lambda cell: cell.label)
@@ -51,11 +70,15 @@ def test_every_stage_and_precision(pool2: RankPool, tmp_path: Path, cell: Resume
     identical(pool2.run(resume_on_rank, cell, str(tmp_path), STEPS, AT))
 
 
-@pytest.mark.parametrize("cell", [c for c in built_in_cells((1, 3)) if c.label.split(" ", 2)[2] in ("fp32", "nvme")], ids=lambda c: c.label)
+@pytest.mark.parametrize(
+    "cell", [c for c in built_in_cells((1, 3)) if c.label.split(" ", 2)[2] in ("fp32", "nvme")], ids=lambda c: c.label
+)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_offload_with_an_open_window_on_one_rank(pool1: RankPool, tmp_path: Path, cell: ResumeCell, tier: str) -> None:
     config = {**cell.config, **PRECISION["bf16"]}
-    identical(pool1.run(resume_on_rank, replace(cell, config=config, tier=tier, accumulation=2, cut=1), str(tmp_path), 4, 2))
+    identical(
+        pool1.run(resume_on_rank, replace(cell, config=config, tier=tier, accumulation=2, cut=1), str(tmp_path), 4, 2)
+    )
 
 
 def window(stage: int, accumulation: int, cut: int, folder: str) -> str:
@@ -119,19 +142,27 @@ def test_meshes_of_four_ranks(pool4: RankPool, tmp_path: Path, zero: dict[str, i
     identical(pool4.run(on_mesh, zero, precision, str(tmp_path)))
 
 
-# -- optimizers ----------------------------------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------
 
 
 class OddState(PlainOptimizer):
-    """A user's class whose state has everything: lists, text, None, flags, numbers, tensors of other shapes, and a global entry."""
+    """A user's class whose state has everything: lists, text, None, flags, numbers, tensors of other shapes, and a
+    global entry.
+    """
 
     defaults_of = {"lr": 1e-2, "names": ("a", "b"), "note": None}
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["history"] = [*state.get("history", []), len(state.get("history", []))]
-        state["word"], state["nothing"], state["flag"] = f"seen {len(state['history'])}", None, len(state["history"]) % 2 == 0
+        state["word"], state["nothing"], state["flag"] = (
+            f"seen {len(state['history'])}",
+            None,
+            len(state["history"]) % 2 == 0,
+        )
         state["largest"] = max(state.get("largest", 0.0), float(g.abs().max()) if g.numel() else 0.0)
-        state["rows"] = state.get("rows", torch.zeros(p.shape[:1])) + (g.flatten(1).norm(dim=1) if g.ndim > 1 else g.abs())
+        state["rows"] = state.get("rows", torch.zeros(p.shape[:1])) + (
+            g.flatten(1).norm(dim=1) if g.ndim > 1 else g.abs()
+        )
         state["count"] = state.get("count", torch.zeros((), dtype=torch.int64)) + 1
         self.state["rounds"] = self.state.get("rounds", 0) + 1
         group["note"] = state["word"]
@@ -206,7 +237,7 @@ def test_optimizers(pool2: RankPool, tmp_path: Path, name: str, stage: int) -> N
     identical(pool2.run(with_optimizer, name, stage, str(tmp_path)))
 
 
-# -- models --------------------------------------------------------------------------------------------------------------------------
+# -- models --------------------------------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -214,7 +245,11 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.norm, self.head = nn.Linear(IN_FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, OUT_FEATURES)
+        self.inp, self.norm, self.head = (
+            nn.Linear(IN_FEATURES, HIDDEN),
+            nn.BatchNorm1d(HIDDEN),
+            nn.Linear(HIDDEN, OUT_FEATURES),
+        )
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.words: list[str] = []
 
@@ -231,7 +266,10 @@ class Normed(nn.Module):
 
 
 MODELS: dict[str, Callable[[], Case]] = {
-    **{name: (lambda name=name: case_named(name)) for name in ("frozen", "tied", "unused", "odd_shapes", "mixed_dtype", "shared_module")},
+    **{
+        name: (lambda name=name: case_named(name))
+        for name in ("frozen", "tied", "unused", "odd_shapes", "mixed_dtype", "shared_module")
+    },
     "batch_norm": lambda: Case("batch_norm", seeded(Normed), regression_batch, squared_error),
 }
 
@@ -288,7 +326,7 @@ def test_models_of_zero_init(pool2: RankPool, tmp_path: Path, precision: str) ->
     identical(pool2.run(born_sharded, precision, str(tmp_path)))
 
 
-# -- schedules -----------------------------------------------------------------------------------------------------------------------
+# -- schedules -----------------------------------------------------------------------------------------------------
 
 OWN_SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 4, "warmup_max_lr": 0.02},
@@ -303,7 +341,10 @@ TORCH_SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "CosineAnnealingLR": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7),
     "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
         optimizer,
-        [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)],
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+        ],
         milestones=[2],
     ),
 }
@@ -326,7 +367,7 @@ def test_schedules(pool1: RankPool, tmp_path: Path, name: str) -> None:
     identical(pool1.run(with_schedule, name, 2, str(tmp_path)))
 
 
-# -- engines -------------------------------------------------------------------------------------------------------------------------
+# -- engines -------------------------------------------------------------------------------------------------------
 
 
 def without_optimizer(stage: int, folder: str) -> bool:
@@ -364,7 +405,12 @@ def two_engines(folder: str) -> list[str]:
         return [start(case.build(), config) for case, config in zip(cases, configs, strict=True)]
 
     def train(engines: list[Any], numbers: range) -> list[float]:
-        return [loss for n in numbers for e, case in zip(engines, cases, strict=True) for loss in train_case(e, case, range(n, n + 1))]
+        return [
+            loss
+            for n in numbers
+            for e, case in zip(engines, cases, strict=True)
+            for loss in train_case(e, case, range(n, n + 1))
+        ]
 
     engines = pair()
     train(engines, range(3))

@@ -1,4 +1,6 @@
-"""Guarantees of saving that a review asked for: nobody waits for a rank that has failed, and cost does not grow with the square."""
+"""Guarantees of saving that a review asked for: nobody waits for a rank that has failed, and cost does not grow with
+the square.
+"""
 
 import os
 import subprocess
@@ -27,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BOTH = (0, 1)
 
 
-# -- an error of one rank is an error of all -------------------------------------------------------------------------------------------
+# -- an error of one rank is an error of all ---------------------------------------------------------------------
 
 
 def save_weights(folder: str, name: str) -> str:
@@ -38,7 +40,9 @@ def save_weights(folder: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("blocked", ["the name", "the temporary name"])
-def test_a_16bit_model_that_cannot_be_written_is_an_error_on_every_rank(pool2: RankPool, tmp_path: Path, blocked: str) -> None:
+def test_a_16bit_model_that_cannot_be_written_is_an_error_on_every_rank(
+    pool2: RankPool, tmp_path: Path, blocked: str
+) -> None:
     """The first is found when the file gets its name, the second when it is made: its temporary name is too long."""
     name = "weights.bin" if blocked == "the name" else "weights.bin".rjust(250, "w")
     if blocked == "the name":
@@ -80,7 +84,7 @@ def test_client_state_that_raises_when_it_is_pickled_is_an_error_on_every_rank(p
     assert all("not me" in text for text in said), said
 
 
-# -- at the end of a process -----------------------------------------------------------------------------------------------------------
+# -- at the end of a process -------------------------------------------------------------------------------------
 
 ENDS_AT_ONCE = """
 import sys, torch, deepspeed
@@ -95,9 +99,19 @@ engine.save_checkpoint(sys.argv[1], tag="last")
 
 
 def test_a_process_that_ends_finishes_its_save_without_native_code_too(tmp_path: Path) -> None:
-    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    alone = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     ended = subprocess.run(
-        [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)],
+        cwd=ROOT,
+        env=alone,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert folders.is_complete(tmp_path / "last"), ended.stderr
 
@@ -125,11 +139,13 @@ def stall_of_a_failure_elsewhere(folder: str) -> float:
 
 
 def test_a_failure_elsewhere_is_not_waited_for_at_the_rate_limit(pool2: RankPool, tmp_path: Path) -> None:
-    assert max(pool2.run(stall_of_a_failure_elsewhere, str(tmp_path), time_limit=60)) < 3.0  # at the rate limit about six
+    assert (
+        max(pool2.run(stall_of_a_failure_elsewhere, str(tmp_path), time_limit=60)) < 3.0
+    )  # at the rate limit about six
     assert not list(tmp_path.iterdir())
 
 
-# -- cost ------------------------------------------------------------------------------------------------------------------------------
+# -- cost ----------------------------------------------------------------------------------------------------------
 
 
 def reserved_and_written(folder: str) -> tuple[int, int]:
@@ -151,13 +167,17 @@ def reserved_and_written(folder: str) -> tuple[int, int]:
 
 
 def test_a_rank_reserves_no_more_of_the_disk_than_it_writes(pool2: RankPool, tmp_path: Path) -> None:
-    """Where every rank holds the whole state, a reservation of all of it by each would find the disk full long before it is."""
+    """Where every rank holds the whole state, a reservation of all of it by each would find the disk full long before
+    it is.
+    """
     for reserved, written in pool2.run(reserved_and_written, str(tmp_path), time_limit=60):
         assert reserved <= written
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fallocate is of Linux")
-def test_a_reservation_never_writes_where_the_filesystem_cannot_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reservation_never_writes_where_the_filesystem_cannot_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The C library's posix_fallocate writes a byte into every block there."""
     monkeypatch.setattr(aio.os, "posix_fallocate", mock.Mock(side_effect=AssertionError("written instead")))
     with aio.DirectFile(tmp_path / "data", create=True) as file:
@@ -188,14 +208,18 @@ def test_waiting_for_many_ranks_leaves_the_interpreter_to_training(tmp_path: Pat
 
 def test_stand_ins_of_a_thousand_ranks_take_the_room_of_one(tmp_path: Path) -> None:
     facts = {"world": {"size": 1000}, "engine": {}, "shared": {}}
-    client_files.write_client_files(tmp_path, Manifest(facts=facts), {"text": "x" * 100_000}, level=3, whole=False, bf16=True)
+    client_files.write_client_files(
+        tmp_path, Manifest(facts=facts), {"text": "x" * 100_000}, level=3, whole=False, bf16=True
+    )
     files = list(tmp_path.iterdir())
     assert len(files) == 2000
     assert len({p.stat().st_ino for p in files}) == 2
-    assert torch.load(tmp_path / "zero_pp_rank_999_mp_rank_00_model_states.pt", weights_only=True)["text"] == "x" * 100_000
+    assert (
+        torch.load(tmp_path / "zero_pp_rank_999_mp_rank_00_model_states.pt", weights_only=True)["text"] == "x" * 100_000
+    )
 
 
-# -- names -----------------------------------------------------------------------------------------------------------------------------
+# -- names ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tag", ["step\n", " step"])

@@ -1,4 +1,6 @@
-"""Loading: what is refused is refused on every rank and wholly, what is left out is said, and windows keep their length."""
+"""Loading: what is refused is refused on every rank and wholly, what is left out is said, and windows keep their
+length.
+"""
 
 import json
 from pathlib import Path
@@ -57,7 +59,9 @@ def damaged_gradient(folder: str, stage: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_damaged_gradient_of_an_open_window_is_refused_on_every_rank(pool2: RankPool, tmp_path: Path, stage: int) -> None:
+def test_a_damaged_gradient_of_an_open_window_is_refused_on_every_rank(
+    pool2: RankPool, tmp_path: Path, stage: int
+) -> None:
     for load, after in pool2.run(damaged_gradient, str(tmp_path), stage):
         assert "grad" in load and "damaged" in load
         assert "failed half way" in after
@@ -99,7 +103,9 @@ def left_out(folder: str, there: dict[str, Any] | None, here: dict[str, Any] | N
     return [text for text in said if "leaves out" in text]
 
 
-@pytest.mark.parametrize(("there", "here", "word"), [(SCHEDULE, None, "has none"), (None, SCHEDULE, "anew"), (SCHEDULE, SCHEDULE, "")])
+@pytest.mark.parametrize(
+    ("there", "here", "word"), [(SCHEDULE, None, "has none"), (None, SCHEDULE, "anew"), (SCHEDULE, SCHEDULE, "")]
+)
 def test_a_schedule_on_one_side_only_is_said(pool1: RankPool, tmp_path: Path, there: Any, here: Any, word: str) -> None:
     (said,) = pool1.run(left_out, str(tmp_path), there, here)
     assert [word in text for text in said] == ([True] if word else [])
@@ -119,7 +125,9 @@ def first_window(folder: str, accumulation: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
-def test_the_first_window_after_deepspeeds_checkpoint_is_whole(pool1: RankPool, tmp_path: Path, accumulation: int) -> None:
+def test_the_first_window_after_deepspeeds_checkpoint_is_whole(
+    pool1: RankPool, tmp_path: Path, accumulation: int
+) -> None:
     assert pool1.run(first_window, str(tmp_path), accumulation) == [(3, 4)]
 
 
@@ -164,7 +172,11 @@ def scaled_round_trip(folder: str, name: str) -> bool:
     other.save_checkpoint(f"{folder}/b", "t")
     dist.barrier()
     a, b = tensors(f"{folder}/a"), tensors(f"{folder}/b")
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) and numbers(f"{folder}/a") == numbers(f"{folder}/b")
+    return (
+        a.keys() == b.keys()
+        and all(torch.equal(a[k], b[k]) for k in a)
+        and numbers(f"{folder}/a") == numbers(f"{folder}/b")
+    )
 
 
 @pytest.mark.parametrize("name", ["Lamb", "AdamW"])

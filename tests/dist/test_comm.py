@@ -127,7 +127,11 @@ def _getters_of_a_grid() -> list:
             comm.get_all_ranks_from_group(groups.get_tensor_model_parallel_group()),
             comm.get_all_ranks_from_group(groups.get_expert_parallel_group("ep_size_2")),
             comm.get_all_ranks_from_group(groups.get_expert_data_parallel_group("ep_size_2")),
-            [groups.get_data_parallel_rank(), groups.get_tensor_model_parallel_rank(), groups.get_expert_parallel_world_size("ep_size_4")],
+            [
+                groups.get_data_parallel_rank(),
+                groups.get_tensor_model_parallel_rank(),
+                groups.get_expert_parallel_world_size("ep_size_4"),
+            ],
             [groups.get_tensor_model_parallel_src_rank(), groups.get_broadcast_src_rank()],
         ]
     finally:

@@ -1,4 +1,4 @@
-"""Every key that the table calls honoured changes something a user can see (or is refused); every inert one changes nothing.
+"""Each honoured key changes what a small training run does, each inert key changes nothing.
 
 Each key has a probe: a configuration, a changed value for that key, and the kind of run that shows the difference. All
 runs of all probes are made once, in one call of the rank pool, and the tests compare their fingerprints.
@@ -45,7 +45,10 @@ def _set(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 def _pair(path: str, probe: Probe) -> tuple[Run, Run]:
     key = probe.path or path
-    runs = [Run(json.dumps(c, sort_keys=True), probe.scenario, probe.world) for c in (probe.config, _set(probe.config, key, probe.value))]
+    runs = [
+        Run(json.dumps(c, sort_keys=True), probe.scenario, probe.world)
+        for c in (probe.config, _set(probe.config, key, probe.value))
+    ]
     return runs[0], runs[1]
 
 
@@ -68,7 +71,7 @@ def _is_row(item: pytest.Item, module: object) -> bool:
 @pytest.fixture(scope="module")
 def prints(request: pytest.FixtureRequest) -> dict[Run, list[Fingerprint]]:
     """The fingerprints, by rank, of all runs that the selected tests compare."""
-    selected = {getattr(item, "callspec").params["path"] for item in request.session.items if _is_row(item, request.module)}  # noqa: B009
+    selected = {item.callspec.params["path"] for item in request.session.items if _is_row(item, request.module)}
     runs = list(dict.fromkeys(run for path, pair in _wanted().items() if path in selected for run in pair))
     found: dict[Run, list[Fingerprint]] = {}
     for world in sorted({run.world for run in runs}):
@@ -86,7 +89,8 @@ def _without_log(prints: list[Fingerprint]) -> list[Fingerprint]:
 def _seen(path: str, prints: list[Fingerprint]) -> list[Fingerprint]:
     """What may show that ``path`` is honoured: everything, but of an optimizer's setting the update only.
 
-    The optimizer's groups and what reports of them (learning rate, momentum, log lines) hold any setting that was merely stored.
+    The optimizer's groups and what reports of them (learning rate, momentum, log lines) hold any setting that was
+    merely stored.
     """
     if not path.startswith("optimizer.params."):
         return prints
@@ -95,15 +99,24 @@ def _seen(path: str, prints: list[Fingerprint]) -> list[Fingerprint]:
 
 def _differences(a: list[Fingerprint], b: list[Fingerprint]) -> dict[str, Any]:
     names = {name for p in (*a, *b) for name in p}
-    return {name: (pa.get(name), pb.get(name)) for pa, pb in zip(a, b, strict=True) for name in names if pa.get(name) != pb.get(name)}
+    return {
+        name: (pa.get(name), pb.get(name))
+        for pa, pb in zip(a, b, strict=True)
+        for name in names
+        if pa.get(name) != pb.get(name)
+    }
 
 
 @pytest.mark.parametrize("path", HONOURED)
 def test_an_honoured_key_has_an_effect(prints: dict[Run, list[Fingerprint]], path: str) -> None:
-    assert path in PROBES, f"{path} is called honoured, but nothing shows that it is: add a probe to tests/dist/config_probes.py"
+    assert path in PROBES, (
+        f"{path} is called honoured, but nothing shows that it is: add a probe to tests/dist/config_probes.py"
+    )
     before, after = (prints[run] for run in _pair(path, PROBES[path]))
     assert "error" not in before[0], f"the run that {path} is compared with does not work: {before[0].get('error')}"
-    assert _seen(path, before) != _seen(path, after), f"{path} = {PROBES[path].value!r} has no observable effect: it is not honoured"
+    assert _seen(path, before) != _seen(path, after), (
+        f"{path} = {PROBES[path].value!r} has no observable effect: it is not honoured"
+    )
     refused = [p.get("error", "") for p in after]
     known = ("Config", "Batch", "UsageError", "DivergenceError", "CheckpointError", "PlainStateError")
     assert all(not text or any(word in text.split(":")[0] for word in known) for text in refused), refused

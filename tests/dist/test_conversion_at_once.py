@@ -1,4 +1,6 @@
-"""Several processes that convert or export one checkpoint into one folder at the same time all succeed, and leave whole files only."""
+"""Several processes that convert or export one checkpoint into one folder at the same time all succeed, and leave whole
+files only.
+"""
 
 import os
 from pathlib import Path

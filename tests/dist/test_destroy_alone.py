@@ -1,4 +1,6 @@
-"""A rank that raised, or went elsewhere, holds nobody in destroy(); what cannot be gathered without it stays for later."""
+"""A rank that raised, or went elsewhere, holds nobody in destroy(); what cannot be gathered without it stays for
+later.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,7 +64,10 @@ def test_a_model_that_could_not_be_made_whole_is_marked_and_can_be_gathered_late
 
 
 def test_the_same_with_shard_groups(pool4: RankPool) -> None:
-    assert pool4.run(_gathered_later, {"mics_shard_size": 2}) == [{"marked": True, "gathered": True, "taken over": True}] * 4
+    assert (
+        pool4.run(_gathered_later, {"mics_shard_size": 2})
+        == [{"marked": True, "gathered": True, "taken over": True}] * 4
+    )
 
 
 def _one_raises() -> str:

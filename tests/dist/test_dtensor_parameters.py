@@ -1,4 +1,6 @@
-"""A unit packs the local tensors of DTensors: values, the released face, gradients, the norm. (Tensor parallelism stands on this.)"""
+"""A unit packs the local tensors of DTensors: values, the released face, gradients, the norm. (Tensor parallelism
+stands on this.)
+"""
 
 import torch
 import torch.distributed as dist
@@ -44,9 +46,13 @@ def _unit() -> tuple[Unit, list[nn.Parameter], object]:
     ]
     layout = build_layout([("weight", (3, 5), 0), ("norm", (5,), 0)], 2, Granularity.ELEMENT)
     # what every tensor-parallel rank holds counts once in the job's norm
-    segments = tuple(Segment(s.name, s.shape, s.offset, s.group, 0.5 if s.name == "norm" else 1.0) for s in layout.segments)
+    segments = tuple(
+        Segment(s.name, s.shape, s.offset, s.group, 0.5 if s.name == "norm" else 1.0) for s in layout.segments
+    )
     layout = FlatLayout(segments, layout.numel, layout.shards)
-    unit = Unit(0, "block", params, layout=layout, plan=UnitPlan(S, S, S), facts=UnitFacts(mesh, divisor=2.0, early=2.0))
+    unit = Unit(
+        0, "block", params, layout=layout, plan=UnitPlan(S, S, S), facts=UnitFacts(mesh, divisor=2.0, early=2.0)
+    )
     values = torch.zeros(layout.numel)
     for param, segment in zip(params, segments, strict=True):
         Unit.view(values, segment).copy_(local_of(param).detach())
@@ -69,7 +75,11 @@ def _faces() -> list[bool]:
             except ReleasedParameterError as error:
                 seen.append("weight" in str(error))
         unit.fetch_whole()
-        seen += [type(params[0]) is DTensor, torch.equal(params[0].full_tensor(), weight), torch.equal(params[1].to_local(), norm)]
+        seen += [
+            type(params[0]) is DTensor,
+            torch.equal(params[0].full_tensor(), weight),
+            torch.equal(params[1].to_local(), norm),
+        ]
         seen.append(local_of(params[0]).untyped_storage().data_ptr() == unit.full.untyped_storage().data_ptr())
         unit.release()
     return seen
@@ -97,7 +107,8 @@ def _gradients() -> tuple[float, float, bool]:
     mine = tp.get_local_rank()
     expected = [reference[0].grad[3 * mine : 3 * mine + 3], reference[1].grad]
     wrong = max(
-        float((Unit.view(partial_sum, s) - e).abs().max() / e.abs().max()) for s, e in zip(unit.layout.segments, expected, strict=True)
+        float((Unit.view(partial_sum, s) - e).abs().max() / e.abs().max())
+        for s, e in zip(unit.layout.segments, expected, strict=True)
     )
     # both data-parallel ranks saw the same batch: the rest gradient is a cut of this sum
     start, stop = unit.range_of(StateKind.GRAD)

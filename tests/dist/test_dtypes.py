@@ -44,7 +44,9 @@ def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra
     clip_and_accumulate = {"gradient_clipping": case.clipping, "gradient_accumulation_steps": case.accumulation}
     engine = start(case.build().train(), make_config(stage, **clip_and_accumulate, **extra))
     params = trainable(engine.module)
-    assert {n: p.dtype for n, p in params.items()} == {n: p.dtype for n, p in trainable(lowered(case.build(), dtype)).items()}
+    assert {n: p.dtype for n, p in params.items()} == {
+        n: p.dtype for n, p in trainable(lowered(case.build(), dtype)).items()
+    }
     error = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "master": 0.0, "weight": 0.0}
 
     def add(kind: str, ours: torch.Tensor, reference: torch.Tensor) -> None:
@@ -74,13 +76,17 @@ def compare_16bit(name: str, stage: int, dtype: torch.dtype, scale: float, extra
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["plain", "accumulation", "clipping", "tied", "unused", "rotary", "batch_norm", "constants"])
+@pytest.mark.parametrize(
+    "name", ["plain", "accumulation", "clipping", "tied", "unused", "rotary", "batch_norm", "constants"]
+)
 def test_bf16_with_exact_reduction_equals_the_reference(pool2: RankPool, name: str, stage: int) -> None:
     for error in pool2.run(compare_16bit, name, stage, torch.bfloat16, 1.0, {**BF16, **EXACT}):
         assert max(error.values()) <= 1e-6, error
 
 
-@pytest.mark.parametrize(("extra", "dtype", "scale"), [(BF16, torch.bfloat16, 1.0), (FP16, torch.float16, 128.0)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("extra", "dtype", "scale"), [(BF16, torch.bfloat16, 1.0), (FP16, torch.float16, 128.0)], ids=["bf16", "fp16"]
+)
 @pytest.mark.parametrize("name", ["rotary", "batch_norm", "constants"])
 def test_buffers_are_not_rounded_and_running_statistics_move(
     pool1: RankPool, name: str, extra: dict[str, Any], dtype: torch.dtype, scale: float
@@ -130,7 +136,9 @@ def buffers_along_the_way(stage: int, folder: str, sharded: bool) -> list[str]:
     engine = made()
     compare("built", plain, dict(engine.module.named_buffers()))
     weights = {n: p.dtype for n, p in engine.module.named_parameters()}
-    wrong += [f"{n} {d}" for n, d in weights.items() if d is not (torch.float32 if n.startswith("norm.") else torch.bfloat16)]
+    wrong += [
+        f"{n} {d}" for n, d in weights.items() if d is not (torch.float32 if n.startswith("norm.") else torch.bfloat16)
+    ]
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
     engine.backward(engine(x))
     engine.step()
@@ -155,7 +163,11 @@ def buffers_along_the_way(stage: int, folder: str, sharded: bool) -> list[str]:
         engine = made()
         path, _ = engine.load_checkpoint(source, tag="global_step1")
         wrong += [] if path else [f"nothing loaded from {source}"]
-        compare(f"loaded from {source}", {n: b for n, b in trained.items() if n != "tenth"}, dict(engine.module.named_buffers()))
+        compare(
+            f"loaded from {source}",
+            {n: b for n, b in trained.items() if n != "tenth"},
+            dict(engine.module.named_buffers()),
+        )
         engine.destroy()
     return wrong
 
@@ -197,7 +209,9 @@ def _as_told(dtype: str) -> dict[str, torch.dtype]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
-def test_buffer_dtype_casts_floating_buffers_and_batch_norms_with_them(pool2: RankPool, name: str, dtype: torch.dtype) -> None:
+def test_buffer_dtype_casts_floating_buffers_and_batch_norms_with_them(
+    pool2: RankPool, name: str, dtype: torch.dtype
+) -> None:
     for found in pool2.run(_as_told, name):
         assert found.pop("linear.weight") is found.pop("linear.bias") is torch.bfloat16
         assert found.pop("steps") is found.pop("norm.num_batches_tracked") is torch.int64
@@ -230,8 +244,12 @@ def _gradient_traffic(stage: int, extra: dict[str, Any]) -> set[torch.dtype]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("chosen", "expected"), [(None, torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)])
-def test_gradients_travel_in_the_communication_dtype(pool2: RankPool, stage: int, chosen: str | None, expected: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [(None, torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_gradients_travel_in_the_communication_dtype(
+    pool2: RankPool, stage: int, chosen: str | None, expected: torch.dtype
+) -> None:
     for seen in pool2.run(_gradient_traffic, stage, {**BF16, "communication_data_type": chosen}):
         # Where weights are sharded or updated in shards, they travel too, in their own dtype.
         assert seen == ({expected} if stage == 0 else {expected, torch.bfloat16})
@@ -316,9 +334,16 @@ def _dynamic_run(stage: int, overflows: list[bool], fp16: dict[str, Any]) -> lis
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("hysteresis", "consecutive"), [(1, False), (2, False), (2, True)])
-def test_dynamic_scale_follows_the_rule_and_skips_are_counted(pool2: RankPool, stage: int, hysteresis: int, consecutive: bool) -> None:
+def test_dynamic_scale_follows_the_rule_and_skips_are_counted(
+    pool2: RankPool, stage: int, hysteresis: int, consecutive: bool
+) -> None:
     overflows = [False, True, False, False, False, True, True, False, False, False]
-    fp16 = {"initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": hysteresis, "consecutive_hysteresis": consecutive}
+    fp16 = {
+        "initial_scale_power": 6,
+        "loss_scale_window": 2,
+        "hysteresis": hysteresis,
+        "consecutive_hysteresis": consecutive,
+    }
     scales = expected_scales(overflows, power=6, window=2, hysteresis=hysteresis, consecutive=consecutive)
     for report in pool2.run(_dynamic_run, stage, overflows, fp16):
         assert [entry["scale"] for entry in report] == scales
@@ -399,7 +424,9 @@ def _manual_scaled(stage: int) -> tuple[dict[str, float], str]:
     for step in range(len(expected.norms)):
         engine.scale(case.seeded_loss(engine, here(step))[0]).backward()
         engine.step()
-    errors = {n: scaled_error(safe_get_full_fp32_param(p), expected.masters[n]) for n, p in trainable(engine.module).items()}
+    errors = {
+        n: scaled_error(safe_get_full_fp32_param(p), expected.masters[n]) for n, p in trainable(engine.module).items()
+    }
     refused = ""
     try:
         case.seeded_loss(engine, here(9))[0].backward()
@@ -463,7 +490,9 @@ class Quantised(Stack):
 
 
 def codes_kept(stage: int, name: str, folder: str) -> tuple[float, str, bool, bool]:
-    """fp32 error against plain training; dtypes of codes in a bf16 run; are its codes the same bits, and after a save and load?"""
+    """fp32 error against plain training; dtypes of codes in a bf16 run; are its codes the same bits, and after a save
+    and load?
+    """
     dtype = getattr(torch, name)
     case = replace(case_named("plain"), build=seeded(lambda: Quantised(dtype)))  # type: ignore[arg-type]
     error = lockstep(case, make_config(stage))[0]

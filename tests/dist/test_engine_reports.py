@@ -1,4 +1,6 @@
-"""What an engine says and changes around training: reports, the communication log, process settings; and sums in place of means."""
+"""What an engine says and changes around training: reports, the communication log, process settings; and sums in place
+of means.
+"""
 
 import gc
 import logging
@@ -47,14 +49,19 @@ def test_dump_state_shows_the_resolved_configuration_and_the_units(pool2: RankPo
     first, second = pool2.run(said, make_config(3, dump_state=True, comet={"api_key": "not for the log"}))
     (dump,) = [line for line in first if "dump_state" in line]
     assert "gradient_accumulation_steps = 1 (file)" in dump and "train_batch_size = 8 (derived)" in dump
-    assert "PARAM S device" in dump and "PARAM R device, GRAD S device" in dump and "group 0: " in dump and "lr=" in dump
+    assert (
+        "PARAM S device" in dump and "PARAM R device, GRAD S device" in dump and "group 0: " in dump and "lr=" in dump
+    )
     assert not any("dump_state" in line for line in second) and "not for the log" not in dump
 
 
 def test_memory_breakdown_reports_after_every_phase(pool1: RankPool) -> None:
     (lines,) = pool1.run(said, make_config(0, memory_breakdown=True))
     reports = [line for line in lines if "memory after" in line]
-    assert [sum(f"memory after {phase}" in line for line in reports) for phase in ("initialize", "forward", "backward", "step")] == [
+    assert [
+        sum(f"memory after {phase}" in line for line in reports)
+        for phase in ("initialize", "forward", "backward", "step")
+    ] == [
         1,
         4,
         4,
@@ -94,7 +101,10 @@ def levels_of_three() -> list[int]:
     before = logger.level
     logger.setLevel(logging.INFO)
     seen = []
-    engines = [start(case_named("plain").build(), make_config(0, log_level=level)) for level in ("warning", "error", "critical")]
+    engines = [
+        start(case_named("plain").build(), make_config(0, log_level=level))
+        for level in ("warning", "error", "critical")
+    ]
     seen.append(logger.level)
     for index in (1, 2, 0):
         engines[index].destroy()
@@ -111,7 +121,9 @@ def test_the_newest_living_engine_sets_the_log_level(pool1: RankPool) -> None:
 def failed_start() -> tuple[bool, bool]:
     level = logger.level
     model = case_named("plain").build()
-    config = make_config(0, log_level="error", disable_python_gc=True, optimizer={"type": "NoSuchOptimizer", "params": {}})
+    config = make_config(
+        0, log_level="error", disable_python_gc=True, optimizer={"type": "NoSuchOptimizer", "params": {}}
+    )
     assert outcome(lambda: start(model, config))
     return logger.level == level, gc.isenabled()
 
@@ -199,7 +211,9 @@ def low_precision_modules() -> tuple[dict[str, str], float]:
 
 def test_lower_precision_safe_modules_rest_and_travel_in_the_autocast_dtype(pool2: RankPool) -> None:
     for dtypes, error in pool2.run(low_precision_modules):
-        assert {name for name, dtype in dtypes.items() if dtype == "torch.float32"} == {n for n in dtypes if ".norm." in n}
+        assert {name for name, dtype in dtypes.items() if dtype == "torch.float32"} == {
+            n for n in dtypes if ".norm." in n
+        }
         assert error < 0.02
 
 
@@ -239,7 +253,9 @@ def written(folder: str) -> dict[str, str]:
     case = case_named("plain", accumulation=2)
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}}
     block = {"enabled": True, "output_path": folder, "job_name": "run"}
-    config = make_config(2, csv_monitor=block, gradient_accumulation_steps=2, scheduler=scheduler, fp16={"enabled": True})
+    config = make_config(
+        2, csv_monitor=block, gradient_accumulation_steps=2, scheduler=scheduler, fp16={"enabled": True}
+    )
     config["wall_clock_breakdown"] = True
     engine = start(case.build(), config)
     assert engine.monitor.enabled
@@ -252,7 +268,12 @@ def written(folder: str) -> dict[str, str]:
 
 def test_csv_monitor_writes_one_row_per_update(pool2: RankPool, tmp_path: Path) -> None:
     files = pool2.run(written, str(tmp_path))[0]
-    names = ("lr", "train_loss", "loss_scale", *(f"elapsed_time_ms_{phase}" for phase in ("forward", "backward", "step")))
+    names = (
+        "lr",
+        "train_loss",
+        "loss_scale",
+        *(f"elapsed_time_ms_{phase}" for phase in ("forward", "backward", "step")),
+    )
     assert set(files) == {"Mine_accuracy.csv", "losses", *(f"Train_Samples_{name}.csv" for name in names)}
     assert files["Mine_accuracy.csv"] == "step,accuracy\n7,0.5\n"
     for name in names:

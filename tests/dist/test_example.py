@@ -1,4 +1,6 @@
-"""The main job runs from its command line, and every ZeRO level gives the same curve; launcher and plain python agree."""
+"""The main job runs from its command line, and every ZeRO level gives the same curve; launcher and plain python
+agree.
+"""
 
 import json
 import os
@@ -52,7 +54,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return _run(LAUNCHER, 2, tmp_path_factory.mktemp("straight"))
 
 
-def test_an_interrupted_run_goes_on_to_the_same_curve_on_other_ranks_and_another_level(tmp_path: Path, straight: list[float]) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_curve_on_other_ranks_and_another_level(
+    tmp_path: Path, straight: list[float]
+) -> None:
     save = ("--save", str(tmp_path / "ckpt"), "--eval-interval", "2")
     _run(LAUNCHER, 2, tmp_path / "first", *save, "--steps", "2")
     assert _run(LAUNCHER, 2, tmp_path / "second", *save) == straight

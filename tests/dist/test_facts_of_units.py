@@ -1,4 +1,6 @@
-"""Facts belong to units: parameters with another divisor get units of their own, and every mean and norm is right beside the others."""
+"""Facts belong to units: parameters with another divisor get units of their own, and every mean and norm is right
+beside the others.
+"""
 
 import functools
 
@@ -35,7 +37,9 @@ def _train(stage: int) -> tuple[float, float]:
     finally:
         api.build = usual
     plain = _model()
-    optimizer = torch.optim.AdamW(plain.parameters(), **{k: v for k, v in config["optimizer"]["params"].items() if k != "torch_adam"})
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), **{k: v for k, v in config["optimizer"]["params"].items() if k != "torch_adam"}
+    )
     wrong = norms = 0.0
     for step in range(3):
         batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)]

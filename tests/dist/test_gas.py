@@ -1,4 +1,6 @@
-"""However a global batch is split over ranks, micro-batches and accumulation, the gradient and the loss are the same."""
+"""However a global batch is split over ranks, micro-batches and accumulation, the gradient and the loss are the
+same.
+"""
 
 from typing import Any
 
@@ -41,7 +43,9 @@ def split_run(stage: int, micro: int, accumulation: int) -> tuple[float, float]:
     world, rank = dist.get_world_size(), dist.get_rank()
     engine = start(
         seeded(Stack)(),
-        make_config(stage, train_batch_size=GLOBAL_BATCH, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=None),
+        make_config(
+            stage, train_batch_size=GLOBAL_BATCH, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=None
+        ),
     )
     assert engine.gradient_accumulation_steps() == accumulation
     x, y = global_batch()
@@ -65,7 +69,9 @@ def split_run(stage: int, micro: int, accumulation: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "ranks{}-micro{}-accum{}".format(*split))
-def test_split_does_not_change_the_gradient(request: pytest.FixtureRequest, split: tuple[int, int, int], stage: int) -> None:
+def test_split_does_not_change_the_gradient(
+    request: pytest.FixtureRequest, split: tuple[int, int, int], stage: int
+) -> None:
     ranks, micro, accumulation = split
     pool = request.getfixturevalue(f"pool{ranks}")
     for loss_error, grad_error in pool.run(split_run, stage, micro, accumulation):

@@ -1,4 +1,6 @@
-"""GatheredParameters: what is read inside may be kept, edits are made or refused on every rank, and no rank waits for one that raised."""
+"""GatheredParameters: what is read inside may be kept, edits are made or refused on every rank, and no rank waits for
+one that raised.
+"""
 
 import contextlib
 import gc
@@ -63,7 +65,11 @@ def kept(how: str, born_sharded: bool) -> tuple[list[str], float]:
         with gathered(model.head.weight):
             assert torch.equal(model.head.weight, before_engine)
         early = _as_tensor(early)
-        wrong += [] if torch.equal(early, before_engine if how != "view" else before_engine.t()[1:]) else ["lost before initialize"]
+        wrong += (
+            []
+            if torch.equal(early, before_engine if how != "view" else before_engine.t()[1:])
+            else ["lost before initialize"]
+        )
     pair = Lockstep(case, config, model=model)
     pair.step(0)
     weight = pair.engine.module.layers[1].up.weight
@@ -175,7 +181,11 @@ def edited(how: str, ranks: tuple[int, ...]) -> list[str]:
                     EDITS[how](weight)
 
         said = outcome(edit)
-        wrong = [] if "UsageError" in said and f"rank {ranks[0]}" in said and "modifier_rank" in said and "blocks.0" in said else [said]
+        wrong = (
+            []
+            if "UsageError" in said and f"rank {ranks[0]}" in said and "modifier_rank" in said and "blocks.0" in said
+            else [said]
+        )
         wrong += not_at_rest(engine)
         wrong += [] if equal(before, full_parameters(engine.module)) else ["the values changed"]
         with torch.no_grad(), gathered(weight, modifier_rank=ranks[0]):
@@ -187,7 +197,9 @@ def edited(how: str, ranks: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("how", EDITS)
-def test_an_edit_in_a_read_only_context_is_an_error_on_every_rank(pool2: RankPool, how: str, ranks: tuple[int, ...]) -> None:
+def test_an_edit_in_a_read_only_context_is_an_error_on_every_rank(
+    pool2: RankPool, how: str, ranks: tuple[int, ...]
+) -> None:
     assert pool2.run(edited, how, ranks) == [[], []]
 
 
@@ -245,7 +257,9 @@ def raising(where: str, modifier: int | None) -> list[str]:
 
 @pytest.mark.parametrize("modifier", [None, 0, 1])
 @pytest.mark.parametrize("where", ["before a gather", "in a nested one", "after a gather"])
-def test_a_rank_that_raises_inside_ends_the_context_on_every_rank(pool2: RankPool, where: str, modifier: int | None) -> None:
+def test_a_rank_that_raises_inside_ends_the_context_on_every_rank(
+    pool2: RankPool, where: str, modifier: int | None
+) -> None:
     assert pool2.run(raising, where, modifier, time_limit=20) == [[], []]
 
 

@@ -1,6 +1,7 @@
 """Under a sharded PARAM every unit is gathered exactly twice a step, in place, with nothing copied in or out.
 
-Also: alternating train and eval passes keep their forecasts, log nothing, and the bytes on the wire are the predicted ones.
+Also: alternating train and eval passes keep their forecasts, log nothing, and the bytes on the wire are the predicted
+ones.
 """
 
 import logging
@@ -94,7 +95,8 @@ def test_each_unit_is_gathered_twice_a_step_and_once_where_it_stays(pool2: RankP
     for seen in pool2.run(count_gathers):
         units = len(seen["names"])
         assert units == BLOCKS + 2
-        # The head is the last of the forward and the first of the backward: from the second step on it stays in between.
+        # The head is the last of the forward and the first of the backward: from the second step on it stays in
+        # between.
         assert seen["train"] == [2 * units] + [2 * units - 1] * 3
         assert seen["eval"] == [units] * 4
         assert seen["guests"] == 0
@@ -181,7 +183,13 @@ def live_bytes() -> dict[str, int]:
     block = max(u.layout.numel for u in units)
     resting = sum(u.shard.numel() * 2 + u.master.numel() * 4 + u.grad.numel() * 4 for u in units)
     numel = sum(u.layout.numel for u in units)
-    return {**seen, "block": block * 2, "resting": resting, "numel": numel, "after": sum(u.full.untyped_storage().nbytes() for u in units)}
+    return {
+        **seen,
+        "block": block * 2,
+        "resting": resting,
+        "numel": numel,
+        "after": sum(u.full.untyped_storage().nbytes() for u in units),
+    }
 
 
 def test_live_parameter_bytes_are_a_few_units_and_nothing_stays(pool2: RankPool) -> None:
@@ -193,7 +201,9 @@ def test_live_parameter_bytes_are_a_few_units_and_nothing_stays(pool2: RankPool)
 
 
 def kept_after_the_forward(limit: int) -> tuple[int, int, list[int]]:
-    """Elements of all gathered units, of the largest one, and of those that are here between forward and backward of two known steps."""
+    """Elements of all gathered units, of the largest one, and of those that are here between forward and backward of
+    two known steps.
+    """
     engine = _engine(zero={"max_live_parameters": limit, "max_reuse_distance": 10**9, "prefetch_bucket_size": 0})
     units = [u for u in engine.runtime.units if u.movable]
     found = []
@@ -215,13 +225,17 @@ def test_what_stays_for_its_reuse_keeps_to_max_live_parameters(pool2: RankPool) 
 
 
 def _waits_at_gradients() -> tuple[int, int]:
-    """(gradients that autograd produced, waits for reductions that it was held up by) in a backward of whole gradients."""
+    """(gradients that autograd produced, waits for reductions that it was held up by) in a backward of whole
+    gradients.
+    """
     case = case_named("plain")
     torch.manual_seed(0)
     engine = start(case.build(), make_config(0, zero={"reduce_bucket_size": 40}))
     gradients, waits, seen = engine.runtime.gradients, [], []
     train_step(engine, case, 0)
-    handles = [p.register_post_accumulate_grad_hook(lambda _: seen.append(len(waits))) for p in engine.module.parameters()]
+    handles = [
+        p.register_post_accumulate_grad_hook(lambda _: seen.append(len(waits))) for p in engine.module.parameters()
+    ]
     real = gradients.land_all
     gradients.land_all = lambda: (waits.append(1), real())[1]
     loss = case.seeded_loss(engine, here(1, 0))[0]

@@ -45,7 +45,9 @@ def warned() -> Iterator[list[str]]:
 
 
 class Pair:
-    """An engine, and the plain model that is to stay equal to it; ``back`` accumulates the mean of all ranks' gradients."""
+    """An engine, and the plain model that is to stay equal to it; ``back`` accumulates the mean of all ranks'
+    gradients.
+    """
 
     def __init__(self, stage: int, *, case: str = "unused", **changes: Any) -> None:
         self.case: Case = case_named(case)
@@ -93,7 +95,7 @@ def mean_over_ranks(tensor: Callable[[int], Tensor]) -> Tensor:
     return sum(tensor(rank) for rank in range(world)) / world  # type: ignore[return-value]
 
 
-# -- writing -------------------------------------------------------------------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------------------
 
 
 def each_rank_its_own(stage: int, way: str) -> float:
@@ -106,14 +108,18 @@ def each_rank_its_own(stage: int, way: str) -> float:
     for ours, plain in pair.params():
         assert ours.grad is None
         ours.grad = torch.full(ours.shape, rank + 1.0)
-        plain.grad = mean_over_ranks(lambda r, p=plain: torch.full(p.shape, r + 1.0)) + (0 if plain.grad is None else plain.grad)
+        plain.grad = mean_over_ranks(lambda r, p=plain: torch.full(p.shape, r + 1.0)) + (
+            0 if plain.grad is None else plain.grad
+        )
     if way == "early":
         pair.engine.step()  # no boundary: nothing is lost
         pair.back(micro=1, factor=0.5)
     return pair.error()
 
 
-@pytest.mark.parametrize(("stage", "way"), [*((s, "last") for s in SHARDED), *((s, w) for s in STAGES for w in ("no_sync", "early"))])
+@pytest.mark.parametrize(
+    ("stage", "way"), [*((s, "last") for s in SHARDED), *((s, w) for s in STAGES for w in ("no_sync", "early"))]
+)
 def test_written_gradients_are_further_contributions(pool2: RankPool, stage: int, way: str) -> None:
     assert max(pool2.run(each_rank_its_own, stage, way)) <= TOLERANCE
 
@@ -132,7 +138,9 @@ def one_rank_now_and_then(stage: int) -> float:
         pair.optimizer.step()
         pair.optimizer.zero_grad()
         expected = dict(pair.plain.named_parameters())
-        error = max(error, *(scaled_error(v, expected[n].detach()) for n, v in full_parameters(pair.engine.module).items()))
+        error = max(
+            error, *(scaled_error(v, expected[n].detach()) for n, v in full_parameters(pair.engine.module).items())
+        )
     pair.engine.destroy()
     return error
 
@@ -170,7 +178,9 @@ def test_written_gradients_alone_make_a_step(pool2: RankPool, stage: int, plainl
 
 
 def plain_window(stage: int) -> float:
-    """In a plain loop packing divides by the window; what is written by hand there is divided like the gradient beside it."""
+    """In a plain loop packing divides by the window; what is written by hand there is divided like the gradient beside
+    it.
+    """
     pair = Pair(stage, gradient_accumulation_steps=4)
     for micro in range(4):
         pair.losses(pair.engine, micro=micro).backward()
@@ -199,7 +209,11 @@ def dropped(stage: int, way: str) -> float:
         pair.engine.optimizer.zero_grad()
     else:
         with contextlib.suppress(RuntimeError):
-            pair.engine.backward(pair.engine(torch.ones(2, 3)).sum() if way == "forward" else torch.ones((), requires_grad=True).log() * 0)
+            pair.engine.backward(
+                pair.engine(torch.ones(2, 3)).sum()
+                if way == "forward"
+                else torch.ones((), requires_grad=True).log() * 0
+            )
         if way == "forward":  # those of earlier micro-batches stay
             kept = [pair.engine.runtime.gradients.any(), all(p.grad is not None for p, _ in pair.params())]
             assert all(kept), kept
@@ -237,7 +251,7 @@ def test_a_checkpoint_holds_what_was_written(pool2: RankPool, tmp_path: Path, st
     assert max(pool2.run(saved, stage, str(tmp_path))) <= TOLERANCE
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------------
 
 
 def shown(changes: dict[str, Any]) -> list[float]:
@@ -310,7 +324,9 @@ def edited(way: str, changes: dict[str, Any]) -> float:
     return pair.error()
 
 
-@pytest.mark.parametrize("changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"prescale_gradients": False, "gradient_predivide_factor": 1.5}], ids=["mean", "predivided"]
+)
 @pytest.mark.parametrize("way", ["clip", "scale", "add", "replace", "none", "zero", "again", "regulariser", "set"])
 def test_edits_of_a_shown_gradient_count(pool2: RankPool, way: str, changes: dict[str, Any]) -> None:
     """In place, by another tensor, by None, and with a further backward behind them."""
@@ -344,7 +360,7 @@ def test_clipping_of_sharded_gradients_is_told_once(pool2: RankPool, stage: int)
         assert restored == [False, False, True]
 
 
-# -- backwards that write the gradient themselves ------------------------------------------------------------------------------------
+# -- backwards that write the gradient themselves ----------------------------------------------------------------
 
 
 class Blocks(nn.Module):

@@ -120,7 +120,7 @@ def test_faults_fire_where_and_when_they_are_told() -> None:
     model(torch.ones(1, 2))
 
 
-# -- planted faults --------------------------------------------------------------------------------------------------------------------
+# -- planted faults ----------------------------------------------------------------------------------------------
 
 in_a_repository = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the copy is of what git knows")
 _FAST = ("tests/pure/test_schedule.py", "-k", "empty_phase")
@@ -144,7 +144,9 @@ def test_an_interrupted_replay_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.mutants", "--only", "C2,H2"]
     # A shell may have left SIGINT ignored for background jobs.
     begin = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    replaying = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, preexec_fn=begin, stderr=subprocess.PIPE)
+    replaying = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, preexec_fn=begin, stderr=subprocess.PIPE
+    )
     begun = time.monotonic()
     while not list(tmp_path.glob("mutants_*/tree0.log")):
         assert replaying.poll() is None and not too_long(begun, 30)

@@ -66,7 +66,9 @@ def test_invariant_i1_refills_keep_version_counters(pool2: RankPool) -> None:
 
 
 def a_view_saved_before_a_release() -> tuple[float, bool]:
-    """The transposed weight that autograd saves in the forward is valid again in the backward; an edit in between is noticed."""
+    """The transposed weight that autograd saves in the forward is valid again in the backward; an edit in between is
+    noticed.
+    """
     pair = Lockstep(case_named("used_twice"), make_config(3, zero={"param_persistence_threshold": 0}))
     for step in range(2):
         pair.step(step)

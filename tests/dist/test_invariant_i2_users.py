@@ -17,7 +17,9 @@ SHARD_ALL = {"param_persistence_threshold": 0}
 
 
 class Recursive(nn.Module):
-    """A block that calls itself, a shared leaf, and a child's weight through a function, all while its own forward is open."""
+    """A block that calls itself, a shared leaf, and a child's weight through a function, all while its own forward is
+    open.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +130,10 @@ def gathered_around_a_step() -> tuple[float, str]:
         pair.step(1)
         expected = dict(pair.plain.named_parameters())
         for name, param in list(pair.engine.module.named_parameters())[:5]:
-            pair.note(float((param.detach() - expected[name].detach()).abs().max()), f"{name} inside the context after the step")
+            pair.note(
+                float((param.detach() - expected[name].detach()).abs().max()),
+                f"{name} inside the context after the step",
+            )
         with deepspeed.zero.GatheredParameters(params):
             pair.engine(pair.case.batch(here(1))[0])
         pair.engine.runtime.reset()

@@ -58,7 +58,9 @@ def test_invariant_i3_modules_own_what_they_touch_directly() -> None:
 
 def gathered_when_blocks_run() -> list[list[str]]:
     """For every block: the names of the block units that are gathered while it runs (prefetch off)."""
-    engine = start(_case().build(), make_config(3, zero={**SHARD_ALL, "overlap_comm": False, "prefetch_bucket_size": 0}))
+    engine = start(
+        _case().build(), make_config(3, zero={**SHARD_ALL, "overlap_comm": False, "prefetch_bucket_size": 0})
+    )
     seen: list[list[str]] = []
 
     def look(*_: object) -> None:

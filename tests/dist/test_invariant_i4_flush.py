@@ -1,4 +1,6 @@
-"""I4: reduction is driven by gradient hooks when they fire and by flush() always; flush is idempotent; missing gradients are zeros."""
+"""I4: reduction is driven by gradient hooks when they fire and by flush() always; flush is idempotent; missing
+gradients are zeros.
+"""
 
 import pytest
 import torch
@@ -66,7 +68,9 @@ def test_invariant_i4_flush_is_idempotent(pool2: RankPool, stage: int) -> None:
 
 
 def partial_backwards(stage: int) -> float:
-    """Gradients through torch.autograd.grad leave no trace; backward over part of the graph, then over the rest, adds up."""
+    """Gradients through torch.autograd.grad leave no trace; backward over part of the graph, then over the rest, adds
+    up.
+    """
     case = case_named("two_losses")
     engine = start(case.build(), make_config(stage))
     plain = case.build()

@@ -93,7 +93,11 @@ def releases_in_recomputation(found: list[str]) -> Iterator[None]:
 
 
 def train(name: str, stage: int, early_stop: bool, zero: dict[str, int]) -> tuple[float, str, list[str], list[str]]:
-    case = case_named(name) if name not in MODELS else Case(name, seeded(MODELS[name]), regression_batch, case_named("plain").loss)
+    case = (
+        case_named(name)
+        if name not in MODELS
+        else Case(name, seeded(MODELS[name]), regression_batch, case_named("plain").loss)
+    )
     pair = Lockstep(case, make_config(stage, zero={"param_persistence_threshold": 0, **zero}))
     released: list[str] = []
     with set_checkpoint_early_stop(early_stop), releases_in_recomputation(released):
@@ -125,6 +129,8 @@ def test_invariant_i5_nested_checkpoints_under_other_plans(pool2: RankPool, name
 
 @pytest.mark.parametrize("name", ["nested", "nested_reentrant", "sequences"])
 def test_invariant_i5_with_prefetch_off(pool2: RankPool, name: str) -> None:
-    for error, worst, _, restless in pool2.run(train, name, 3, True, {"prefetch_bucket_size": 0, "overlap_comm": False}):
+    for error, worst, _, restless in pool2.run(
+        train, name, 3, True, {"prefetch_bucket_size": 0, "overlap_comm": False}
+    ):
         assert error <= TOLERANCE, worst
         assert restless == []

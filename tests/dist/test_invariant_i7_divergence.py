@@ -1,4 +1,6 @@
-"""I7: ranks that take different branches neither hang nor diverge; with "divergence": "error" all of them raise, quickly."""
+"""I7: ranks that take different branches neither hang nor diverge; with "divergence": "error" all of them raise,
+quickly.
+"""
 
 import time
 from dataclasses import dataclass
@@ -71,8 +73,14 @@ SCENARIOS: dict[str, list[list[Route]]] = {
     "twice": [[ALL], [Route(experts=(1, 1, 0), layers=(0, 1, 0))]],
     "skip_last": [[ALL], [Route(head=False)]],
     "recomputed": [[Route(recompute=True)], [Route(recompute=True, experts=(1,), layers=(1,)), Route(tower=False)]],
-    "nothing_in_common": [[Route(tower=True, experts=(0,), layers=(0,))], [Route(tower=False, experts=(1,), layers=(1,), head=False)]],
-    "swapping": [[Route(experts=(0,)), Route(experts=(1,))], [Route(experts=(1,), head=False), Route(experts=(0,), tower=False)]],
+    "nothing_in_common": [
+        [Route(tower=True, experts=(0,), layers=(0,))],
+        [Route(tower=False, experts=(1,), layers=(1,), head=False)],
+    ],
+    "swapping": [
+        [Route(experts=(0,)), Route(experts=(1,))],
+        [Route(experts=(1,), head=False), Route(experts=(0,), tower=False)],
+    ],
 }
 
 
@@ -104,7 +112,10 @@ def trained(scenario: str, config: dict[str, Any], *, with_eval: bool) -> tuple[
             x = pair.case.batch(here(step))[0]
             route = route_of(scenario, step + 1, dist.get_rank())
             with torch.no_grad():
-                pair.note(float((pair.engine.eval()(x, route) - pair.plain(x, route)).abs().max()), f"evaluation before step {step}")
+                pair.note(
+                    float((pair.engine.eval()(x, route) - pair.plain(x, route)).abs().max()),
+                    f"evaluation before step {step}",
+                )
             pair.engine.train()
         pair.step(step)
     restless = not_at_rest(pair.engine)
@@ -114,7 +125,9 @@ def trained(scenario: str, config: dict[str, Any], *, with_eval: bool) -> tuple[
 @pytest.mark.parametrize("with_eval", [False, True], ids=["train", "train_and_eval"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_invariant_i7_ranks_may_diverge(pool2: RankPool, scenario: str, with_eval: bool) -> None:
-    for error, worst, restless in pool2.run(trained, scenario, make_config(3, zero=ZERO), with_eval=with_eval, time_limit=LIMIT):
+    for error, worst, restless in pool2.run(
+        trained, scenario, make_config(3, zero=ZERO), with_eval=with_eval, time_limit=LIMIT
+    ):
         assert error <= TOLERANCE, worst
         assert restless == []
 
@@ -128,7 +141,9 @@ def test_invariant_i7_under_other_plans(pool2: RankPool, scenario: str, stage: i
         assert restless == []
 
 
-@pytest.mark.parametrize("zero", [{}, {"prefetch_bucket_size": 0, "overlap_comm": False}, {"prefetch_bucket_size": 10_000}], ids=str)
+@pytest.mark.parametrize(
+    "zero", [{}, {"prefetch_bucket_size": 0, "overlap_comm": False}, {"prefetch_bucket_size": 10_000}], ids=str
+)
 @pytest.mark.parametrize("scenario", ["skip_both_later", "disjoint_experts", "swapping", "twice"])
 def test_invariant_i7_three_ranks(pool3: RankPool, scenario: str, zero: dict[str, Any]) -> None:
     config = make_config(3, zero={**ZERO, **zero})
@@ -168,7 +183,9 @@ def test_invariant_i7_with_accumulation(pool2: RankPool, scenario: str, stage: i
 
 
 def collectives_of_the_user(scenario: str) -> list[float]:
-    """The user's own collectives right after a forward must meet, whatever parts a rank skipped (metrics after evaluation)."""
+    """The user's own collectives right after a forward must meet, whatever parts a rank skipped (metrics after
+    evaluation).
+    """
     case = _case(scenario)
     engine = start(case.build(), make_config(3, zero=ZERO))
     seen = []
@@ -191,7 +208,9 @@ def collectives_of_the_user(scenario: str) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("scenario", ["skip_expert", "skip_tower", "skip_last", "nothing_in_common", "only_one_rank_uses_it"])
+@pytest.mark.parametrize(
+    "scenario", ["skip_expert", "skip_tower", "skip_last", "nothing_in_common", "only_one_rank_uses_it"]
+)
 def test_invariant_i7_collectives_of_the_user_meet(pool2: RankPool, scenario: str) -> None:
     first, second = pool2.run(collectives_of_the_user, scenario, time_limit=LIMIT)
     assert first == second
@@ -218,7 +237,9 @@ def test_invariant_i7_born_sharded(pool2: RankPool) -> None:
 
 
 def refused(scenario: str, phase: str) -> tuple[str, bool, float]:
-    """What an engine in mode "error" says at the diverging step, whether that took long, and the error of a clean step afterwards."""
+    """What an engine in mode "error" says at the diverging step, whether that took long, and the error of a clean step
+    afterwards.
+    """
     case = _case(scenario)
     pair = Lockstep(_case("twice"), make_config(3, zero={**ZERO, "divergence": "error"}))
     pair.case = Case("same", case.build, case.batch, _same_route)
@@ -258,7 +279,9 @@ SURPRISES = {
 
 @dataclass(frozen=True)
 class SurprisingLoss:
-    """The loss where the last rank surprises the others in step ``HABIT``; with ``shared``, a collective follows each forward."""
+    """The loss where the last rank surprises the others in step ``HABIT``; with ``shared``, a collective follows each
+    forward.
+    """
 
     name: str
     shared: bool = False
@@ -266,14 +289,20 @@ class SurprisingLoss:
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
         usual, surprise = SURPRISES[self.name]
         x, y = batch
-        loss = (model(x, surprise if place.step == HABIT and place.rank == place.world - 1 else usual) - y).square().mean()
+        loss = (
+            (model(x, surprise if place.step == HABIT and place.rank == place.world - 1 else usual) - y).square().mean()
+        )
         if self.shared and getattr(model, "is_engine", False):
             dist.all_reduce(loss.detach().clone())
         return [loss]
 
 
-def surprised(name: str, config: dict[str, Any], *, shared: bool = False, engines: int = 1) -> tuple[float, str, list[list[int]]]:
-    """Engines side by side through the surprise; the largest error, where, and each one's messages per forward and backward."""
+def surprised(
+    name: str, config: dict[str, Any], *, shared: bool = False, engines: int = 1
+) -> tuple[float, str, list[list[int]]]:
+    """Engines side by side through the surprise; the largest error, where, and each one's messages per forward and
+    backward.
+    """
     case = Case(name, seeded(Router), regression_batch, SurprisingLoss(name, shared))
     pairs = [Lockstep(case, config) for _ in range(engines)]
     messages: list[list[int]] = [[] for _ in pairs]
@@ -312,7 +341,9 @@ def test_invariant_i7_a_surprise_after_a_habit(pool2: RankPool, name: str) -> No
 @pytest.mark.parametrize("name", ["skips_an_expert", "needs_another_one", "other_order"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_invariant_i7_a_surprise_under_other_plans(pool2: RankPool, stage: int, name: str) -> None:
-    for error, worst, (messages,) in pool2.run(surprised, name, make_config(stage, zero={"reduce_bucket_size": 50}), time_limit=LIMIT):
+    for error, worst, (messages,) in pool2.run(
+        surprised, name, make_config(stage, zero={"reduce_bucket_size": 50}), time_limit=LIMIT
+    ):
         assert error <= TOLERANCE, worst
         assert messages[HABIT - 1] == 1
 
@@ -326,8 +357,12 @@ def test_invariant_i7_a_surprise_on_one_of_three_ranks(pool3: RankPool, name: st
 
 @pytest.mark.parametrize("name", ["skips_the_tower_and_the_head", "needs_the_tower", "other_order"])
 def test_invariant_i7_a_surprise_before_a_collective_of_the_users(pool2: RankPool, name: str) -> None:
-    """Between forward and backward the others wait for the rank that still needs something: the end of the forward stays a message."""
-    for error, worst, (messages,) in pool2.run(surprised, name, make_config(3, zero=ZERO), shared=True, time_limit=LIMIT):
+    """Between forward and backward the others wait for the rank that still needs something: the end of the forward
+    stays a message.
+    """
+    for error, worst, (messages,) in pool2.run(
+        surprised, name, make_config(3, zero=ZERO), shared=True, time_limit=LIMIT
+    ):
         assert error <= TOLERANCE, worst
         assert messages[HABIT - 1] <= 2
 
@@ -384,7 +419,9 @@ def test_invariant_i7_a_rank_that_failed_alone_is_waited_for(pool2: RankPool) ->
 
 
 def messages_of(stage: int, window: int, *, unequal: bool) -> list[list[int]]:
-    """Messages and unequal ones of each micro-batch, evaluations after a habit included; what these leave of gradients."""
+    """Messages and unequal ones of each micro-batch, evaluations after a habit included; what these leave of
+    gradients.
+    """
     case = _case("twice")
     engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=window))
     agreement = engine.runtime.agreement
@@ -406,7 +443,9 @@ def messages_of(stage: int, window: int, *, unequal: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ranks_that_have_not_differed_for_a_while_send_one_message_a_backward(pool2: RankPool, stage: int, window: int) -> None:
+def test_ranks_that_have_not_differed_for_a_while_send_one_message_a_backward(
+    pool2: RankPool, stage: int, window: int
+) -> None:
     for messages, mismatches, _ in pool2.run(messages_of, stage, window, unequal=False):
         assert messages[-2 * window :] == [1] * (2 * window)
         assert mismatches == [0]
@@ -425,7 +464,9 @@ def _same_route(model: nn.Module, batch: tuple[Tensor, Tensor], _: Place) -> lis
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])
-@pytest.mark.parametrize("scenario", ["skip_expert", "skip_tower", "skip_last", "other_order", "twice", "nothing_in_common"])
+@pytest.mark.parametrize(
+    "scenario", ["skip_expert", "skip_tower", "skip_last", "other_order", "twice", "nothing_in_common"]
+)
 def test_invariant_i7_error_mode_names_rank_module_and_step(pool2: RankPool, scenario: str, phase: str) -> None:
     for said, late, error in pool2.run(refused, scenario, phase, time_limit=LIMIT):
         assert "rank 0" in said and "rank 1" in said and "step 1" in said, said

@@ -1,4 +1,6 @@
-"""I8: an error leaves a runtime that goes on as if the batch had not happened; destroy() returns every byte and removes every hook."""
+"""I8: an error leaves a runtime that goes on as if the batch had not happened; destroy() returns every byte and removes
+every hook.
+"""
 
 import contextlib
 import gc
@@ -53,7 +55,9 @@ def _run(case: Case, stage: int, *, phase: str, module: str, plain: bool) -> dic
 
 
 def failed_batches(name: str, stage: int, phase: str, plain: bool) -> dict[str, bool]:
-    """For faults in early, middle and late modules: are the weights those of a run without the failed batches, bit by bit?"""
+    """For faults in early, middle and late modules: are the weights those of a run without the failed batches, bit by
+    bit?
+    """
     case = case_named(name)
     expected = _run(case, stage, phase="", module="", plain=plain)
     where = ["inp", "layers.1", "layers.1.up", "head"]
@@ -75,7 +79,9 @@ def test_invariant_i8_with_recomputation(pool2: RankPool, name: str) -> None:
 
 
 def failed_in_a_window(stage: int, phase: str) -> tuple[bool, int]:
-    """A fault in the middle of an accumulation window: a forward loses only its batch, a backward restarts the window."""
+    """A fault in the middle of an accumulation window: a forward loses only its batch, a backward restarts the
+    window.
+    """
     case = case_named("plain", accumulation=3)
     weights = []
     for fail in (False, True):
@@ -161,7 +167,9 @@ def test_invariant_i8_early_stop_is_no_error(pool2: RankPool, stage: int) -> Non
 def _hooks(model: nn.Module) -> int:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
     on_modules = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-    return on_modules + sum(len(p._backward_hooks or {}) + len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+    return on_modules + sum(
+        len(p._backward_hooks or {}) + len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()
+    )
 
 
 def _tensor_bytes() -> int:
@@ -176,7 +184,9 @@ def _tensor_bytes() -> int:
 
 
 def destroyed(stages: list[int], fail_first: bool) -> dict[str, Any]:
-    """What is left of each engine after destroy(), and whether the model goes on as plain torch and under the next plan."""
+    """What is left of each engine after destroy(), and whether the model goes on as plain torch and under the next
+    plan.
+    """
     case = case_named("tied")
     model, plain = case.build(), case.build()
     clean = _hooks(model)
@@ -202,7 +212,9 @@ def destroyed(stages: list[int], fail_first: bool) -> dict[str, Any]:
             "parameter bytes": live_bytes(model) - whole,
             "all tensor bytes": max(0, _tensor_bytes() - base),
             "faces": sum(isinstance(p, ReleasedFace) for p in model.parameters()),
-            "parameter attributes": sorted(key for p in model.parameters() for key in vars(p) if key.startswith(("ds_", "_ds"))),
+            "parameter attributes": sorted(
+                key for p in model.parameters() for key in vars(p) if key.startswith(("ds_", "_ds"))
+            ),
             "gradients": sum(p.grad is not None for p in model.parameters()),
         }
         for name, module in model.named_modules():
@@ -242,7 +254,11 @@ def destroyed_in_flight() -> tuple[list[str], bool]:
     engine.destroy()
     del loss
     said = []
-    for call in (lambda: engine(torch.ones(1, 6)), engine.step, lambda: engine.backward(torch.ones((), requires_grad=True))):
+    for call in (
+        lambda: engine(torch.ones(1, 6)),
+        engine.step,
+        lambda: engine.backward(torch.ones((), requires_grad=True)),
+    ):
         with pytest.raises(RuntimeError, match="destroyed") as error:
             call()
         said.append(str(error.value))
@@ -274,7 +290,9 @@ def no_memory_at(count: int) -> Iterator[None]:
 
 
 def out_of_memory(count: int) -> tuple[str, bool, list[str]]:
-    """What a batch without memory raises; are the weights those of a run without it, bit by bit; what is not at rest afterwards."""
+    """What a batch without memory raises; are the weights those of a run without it, bit by bit; what is not at rest
+    afterwards.
+    """
     case = case_named("plain")
     expected = _run(case, 3, phase="", module="", plain=False)
     engine = start(case.build(), make_config(3, zero=ZERO))

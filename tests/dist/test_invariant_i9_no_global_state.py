@@ -129,7 +129,16 @@ def test_invariant_i9_no_module_level_mutable_state_in_the_core() -> None:
             name = next((t.id for t in targets if isinstance(t, ast.Name)), "")
             empty = isinstance(node.value, (ast.List, ast.Dict, ast.Set)) and not ast.unparse(node.value).strip("[]{}")
             called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
-            stateful = called in ("dict", "list", "set", "count", "defaultdict", "threading.local", "ContextVar", "iter")
+            stateful = called in (
+                "dict",
+                "list",
+                "set",
+                "count",
+                "defaultdict",
+                "threading.local",
+                "ContextVar",
+                "iter",
+            )
             if (empty or stateful) and f"{where}:{name}" not in ALLOWED:
                 found.append(f"{where}: {name} = {ast.unparse(node.value)}")
     assert found == []

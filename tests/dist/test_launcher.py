@@ -19,7 +19,8 @@ from tests.harness.patience import slowdown, too_long
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0  # generous: several interpreters import torch at once on a busy machine
 
-# Plain torch.distributed where ranks must meet, so that the launcher is proved alone; no torch where only processes matter.
+# Plain torch.distributed where ranks must meet, so that the launcher is proved alone; no torch where only processes
+# matter.
 SCRIPT = """
 import atexit, json, os, signal, subprocess, sys, time
 
@@ -45,7 +46,8 @@ os.rename(file.name, os.path.join(out, f"rank{rank}.json"))
 while len([name for name in os.listdir(out) if name.endswith(".json")]) < world and mode in ("exit3", "segv"):
     time.sleep(0.01)
 if mode == "raise" and rank == 1:
-    # One in ten times torch's own threads abort a process that ends without having destroyed its group, and no destructor may run here.
+    # One in ten times torch's own threads abort a process that ends without having destroyed its group, and no
+    # destructor may run here.
     atexit.register(os._exit, 1)
     raise ValueError("the cause")
 if mode == "exit3" and rank == 1:
@@ -64,7 +66,9 @@ print(f"rank {rank} done", flush=True)
 class Job:
     """One launcher process and what its ranks wrote."""
 
-    def __init__(self, folder: Path, *flags: str, mode: str = "ok", user_args: tuple[str, ...] = (), target: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, mode: str = "ok", user_args: tuple[str, ...] = (), target: str | None = None
+    ) -> None:
         self.folder = folder
         (folder / "out").mkdir(parents=True)
         (folder / "tmp").mkdir()
@@ -72,11 +76,27 @@ class Job:
         script.write_text(SCRIPT)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
         env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), "DS_ACCELERATOR": "cpu"}
-        command = [sys.executable, "-m", "deepspeed.launcher.cli", *flags, target or str(script), *user_args, str(folder / "out"), mode]
+        command = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.cli",
+            *flags,
+            target or str(script),
+            *user_args,
+            str(folder / "out"),
+            mode,
+        ]
         # A shell may have left SIGINT ignored for background jobs, which the ranks would inherit.
         reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
         self.process = subprocess.Popen(
-            command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **reset
+            command,
+            cwd=folder,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            **reset,
         )
 
     def rank(self, rank: int) -> dict:
@@ -219,7 +239,10 @@ def test_rank_keeps_to_its_cores_and_says_when_it_cannot(tmp_path: Path) -> None
 
     assert become(str(core), *show).stdout.strip() == str({core})
     assert become("", *show).stdout.strip() == str(os.sched_getaffinity(0))
-    for cores, command, sentence in [("4000", show, "on cores 4000"), ("", ["/no/such"], "cannot start /no/such: No such file")]:
+    for cores, command, sentence in [
+        ("4000", show, "on cores 4000"),
+        ("", ["/no/such"], "cannot start /no/such: No such file"),
+    ]:
         failed = become(cores, *command)
         assert failed.returncode == 127 and sentence in failed.stderr
 
@@ -244,7 +267,9 @@ def test_jobs_started_together_all_find_a_port(tmp_path: Path) -> None:
         (["--num_gpus", "0", __file__], "starts no rank"),
     ],
 )
-def test_refusals_are_sentences_with_status_two(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_sentences_with_status_two(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         runner.main(flags)
     assert stop.value.code == 2
@@ -286,7 +311,10 @@ def test_hostfile_and_filters(tmp_path: Path) -> None:
     assert runner.encode_world_info({"a": [0]}) == "eyJhIjogWzBdfQ=="
 
 
-@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two cores, and a kernel that binds to them")
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2,
+    reason="needs two cores, and a kernel that binds to them",
+)
 def test_bound_ranks_and_the_pid_file(tmp_path: Path) -> None:
     job = Job(tmp_path / "a", "--num_gpus", "2", "--bind_cores_to_rank", "--save_pid", mode="hang")
     pid_file = Path(f"/tmp/{job.process.pid}.deepspeed")
@@ -309,12 +337,19 @@ def test_nodes_started_by_hand_without_a_hostfile(tmp_path: Path) -> None:
     nodes = [Job(tmp_path / str(node), *flags, "--node_rank", str(node), mode="reduce") for node in (1, 0)]
     for rank, job in zip((1, 0), nodes, strict=True):
         env = job.rank(rank)["env"]
-        assert (env["LOCAL_RANK"], env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_PORT"]) == ("0", str(rank), "2", port)
+        assert (env["LOCAL_RANK"], env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_PORT"]) == (
+            "0",
+            str(rank),
+            "2",
+            port,
+        )
     assert [job.finish()[0] for job in nodes] == [0, 0]
 
 
 def test_interrupt_while_looking_for_the_first_node(tmp_path: Path) -> None:
-    """Something answers at the address and never becomes a first node; the launcher has no other to tell, and ends with its signal."""
+    """Something answers at the address and never becomes a first node; the launcher has no other to tell, and ends with
+    its signal.
+    """
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

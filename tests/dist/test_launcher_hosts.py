@@ -1,6 +1,7 @@
 """The launcher on several hosts: network namespaces with addresses of their own, joined by a bridge.
 
-Ranks import torch only where torch is the point; what is proved here is who ends when, with which status and last words.
+Ranks import torch only where torch is the point; what is proved here is who ends when, with which status and last
+words.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ out, mode = sys.argv[-2:]
 rank = int(os.environ["RANK"])
 if mode == "reduce":
     import deepspeed, torch, torch.distributed as dist
-    deepspeed.init_distributed(verbose=False)  # finds the interface between the hosts: their names lead to their loopbacks
+    # Finds the interface between the hosts: their names lead to their loopbacks.
+    deepspeed.init_distributed(verbose=False)
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total)
     os.write(1, f"sum {total.item():g}\\n".encode())  # one write: unbuffered print makes two, and ranks share the pipe
@@ -219,12 +221,16 @@ def over_ssh(folder: Path, hosts: Hosts, mode: str, slots: str = "a:1 b:1", **en
     return Started(folder, [sys.executable, "-c", program], hosts, **environment)
 
 
-def by_hand(folder: Path, hosts: Hosts, node: int, mode: str, world: dict[str, list[int]], *flags: str, **environment: str) -> Started:
+def by_hand(
+    folder: Path, hosts: Hosts, node: int, mode: str, world: dict[str, list[int]], *flags: str, **environment: str
+) -> Started:
     """The per-node launcher, started on one host as a user would."""
     script, out = folders(folder) if not (folder / "out").exists() else (str(folder / "script.py"), str(folder / "out"))
     enter = ["ip", "netns", "exec", hosts.prefix + list(world)[node], sys.executable, "-m", "deepspeed.launcher.launch"]
     where = ["--master_addr", hosts.addresses["a"], "--master_port", PORT, "--node_rank", str(node)]
-    return Started(folder, [*enter, "--world_info", encode_world(world), *where, *flags, script, out, mode], hosts, **environment)
+    return Started(
+        folder, [*enter, "--world_info", encode_world(world), *where, *flags, script, out, mode], hosts, **environment
+    )
 
 
 def test_two_hosts_reduce_through_ssh(tmp_path: Path, hosts: Hosts) -> None:
@@ -240,7 +246,12 @@ def test_two_hosts_reduce_through_ssh(tmp_path: Path, hosts: Hosts) -> None:
     for rank in range(3):
         env = job.rank(rank)["env"]
         assert env["GLOO_SOCKET_IFNAME"] == "eth0"
-        seen.append([int(env[name]) for name in ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE")])
+        seen.append(
+            [
+                int(env[name])
+                for name in ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+            ]
+        )
         assert env["MASTER_ADDR"] == hosts.addresses["a"] and env["GROUP_RANK"] == env["CROSS_RANK"]
     assert seen == [[0, 1, 0, 2, 3, 1], [0, 2, 1, 2, 3, 2], [1, 2, 1, 2, 3, 2]]
     assert job.rank(2)["argv"][0] == "--local_rank=1"
@@ -335,13 +346,26 @@ def test_runner_without_input_is_told_once_and_missed_when_gone(tmp_path: Path, 
     status, _, err = jobs[0].finish()
     assert status == jobs[1].process.wait() == 128 + signal.SIGTERM
     # torch may add a remark of its own about the names of these hosts.
-    assert [line for line in err.splitlines() if line.startswith("deepspeed")] == ["deepspeed: all ranks have been stopped after SIGTERM"]
+    assert [line for line in err.splitlines() if line.startswith("deepspeed")] == [
+        "deepspeed: all ranks have been stopped after SIGTERM"
+    ]
 
 
 def test_killed_launcher_leaves_nothing_on_its_host(tmp_path: Path, hosts: Hosts) -> None:
     core = str(min(os.sched_getaffinity(0)))
     pid_file = Path(f"/tmp/{os.getpid()}.deepspeed")
-    job = by_hand(tmp_path, hosts, 0, "hang", {"a": [0]}, "--bind_core_list", core, "--save_pid", str(os.getpid()), OMP_NUM_THREADS="7")
+    job = by_hand(
+        tmp_path,
+        hosts,
+        0,
+        "hang",
+        {"a": [0]},
+        "--bind_core_list",
+        core,
+        "--save_pid",
+        str(os.getpid()),
+        OMP_NUM_THREADS="7",
+    )
     report = job.rank(0)
     assert (report["cores"], report["env"]["OMP_NUM_THREADS"]) == ([int(core)], "1")
     assert int(pid_file.read_text()) == job.process.pid
@@ -378,7 +402,10 @@ def test_unreachable_host_is_named(tmp_path: Path, hosts: Hosts) -> None:
     job = over_ssh(tmp_path, hosts, "hang", "a:1 nowhere:1")
     status, _, err = job.finish()
     assert status == 1
-    assert err.splitlines()[-1].startswith("deepspeed: host nowhere (node 1) cannot be reached") and "No route to host" in err
+    assert (
+        err.splitlines()[-1].startswith("deepspeed: host nowhere (node 1) cannot be reached")
+        and "No route to host" in err
+    )
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -216,7 +216,9 @@ def engine_tools(engine: Any) -> Tools:
     )
 
 
-def reference_run(loop: Callable[[Tools, Place], None], world: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+def reference_run(
+    loop: Callable[[Tools, Place], None], world: int
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Averaged gradients of every step and the final parameters of the plain loop."""
     model = seeded(Stack)()
     optimizer = gate_optimizer(model)
@@ -286,7 +288,9 @@ def test_scale_wrt_gas_false_does_not_divide(pool2: RankPool, stage: int) -> Non
 
 
 def _mixed_window(stage: int) -> dict[str, float]:
-    """One window of four micro-batches, every other one by a plain backward, which the engine divides at another place."""
+    """One window of four micro-batches, every other one by a plain backward, which the engine divides at another
+    place.
+    """
     world, parts = dist.get_world_size(), 4
     model = seeded(Stack)()
     for rank, part in product(range(world), range(parts)):
@@ -343,7 +347,9 @@ class Critic(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def adversarial_losses(generator: Callable[..., Tensor], critic: Callable[..., Tensor], place: Place) -> tuple[Tensor, Tensor, Tensor]:
+def adversarial_losses(
+    generator: Callable[..., Tensor], critic: Callable[..., Tensor], place: Place
+) -> tuple[Tensor, Tensor, Tensor]:
     """The critic's loss (on a detached fake) and, after it, what the generator's loss needs."""
     x, real = sample(place)
     fake = generator(x)
@@ -381,7 +387,9 @@ def run_adversarial(stages: tuple[int, int]) -> tuple[float, float]:
         generator.backward(F.softplus(-critic(generator(sample(place)[0]))).mean())
         generator.step()
         critic.zero_grad()
-    errors = tuple(parameter_error(engine.module, wanted)[0] for engine, wanted in zip((generator, critic), expected, strict=True))
+    errors = tuple(
+        parameter_error(engine.module, wanted)[0] for engine, wanted in zip((generator, critic), expected, strict=True)
+    )
     generator.destroy()
     critic.destroy()
     return errors  # type: ignore[return-value]

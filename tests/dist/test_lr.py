@@ -17,7 +17,10 @@ from tests.harness.training import STAGES, here, make_config, parameter_error, p
 pytestmark = pytest.mark.timeout(120)
 STEPS = 8
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
-WARMUP = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3, "total_num_steps": 7, "warmup_type": "linear"}}
+WARMUP = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3, "total_num_steps": 7, "warmup_type": "linear"},
+}
 
 
 def warmup_decay(update: int) -> float:

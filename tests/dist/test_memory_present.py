@@ -1,4 +1,6 @@
-"""Without a stated limit, offloaded states keep within the memory there is: more of them rest on the drive, or the run is refused."""
+"""Without a stated limit, offloaded states keep within the memory there is: more of them rest on the drive, or the run
+is refused.
+"""
 
 import contextlib
 import logging
@@ -50,15 +52,21 @@ def memory_left(room: int, ranks: int) -> Iterator[list[str]]:
     logger.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_build.hostmem, "rss_bytes", lambda: 0)
-        patch.setattr(zero_build.cgroups, "memory_pools", lambda: [Pool(("job",), GROUP, 9 << 20, ranks * (room * 8 // 7))])
+        patch.setattr(
+            zero_build.cgroups, "memory_pools", lambda: [Pool(("job",), GROUP, 9 << 20, ranks * (room * 8 // 7))]
+        )
         yield said
     logger.removeHandler(handler)
 
 
 def trained(zero: dict[str, Any], **config: Any) -> tuple[MemoryPlan, list[bool], dict[str, Tensor]]:
-    """The plan, whether each block's parameters are on a drive, and everything that can be known after training. Collective."""
+    """The plan, whether each block's parameters are on a drive, and everything that can be known after training.
+    Collective.
+    """
     case = wide_case(Deep)
-    engine = start(case.build().train(), make_config(3, zero={"prefetch_bucket_size": 0, "sub_group_size": 4096, **zero}, **config))
+    engine = start(
+        case.build().train(), make_config(3, zero={"prefetch_bucket_size": 0, "sub_group_size": 4096, **zero}, **config)
+    )
     for step in range(STEPS):
         train_step(engine, case, step)
     stored = [u.on_drive(StateKind.PARAM) for u in engine.runtime.units if u.movable]
@@ -68,7 +76,9 @@ def trained(zero: dict[str, Any], **config: Any) -> tuple[MemoryPlan, list[bool]
 
 
 def keeps_within(folder: str, ranks: int) -> list[str]:
-    """Ever less room: everything in memory, then gradients on the drive, then ever more parameters; the same bits each time."""
+    """Ever less room: everything in memory, then gradients on the drive, then ever more parameters; the same bits each
+    time.
+    """
     bad: list[str] = []
     drive = {"device": "nvme", "nvme_path": folder}
     *_, wanted = trained({})
@@ -87,7 +97,9 @@ def keeps_within(folder: str, ranks: int) -> list[str]:
             if any(stored) != some or (some and all(stored)):
                 bad.append(f"{need - less} of {need}: on the drive {stored}")
             told = [text for text in said if GROUP in text]
-            if len(told) != (grads and torch.distributed.get_rank() == 0) or any("gradients rest on the drive" not in t for t in told):
+            if len(told) != (grads and torch.distributed.get_rank() == 0) or any(
+                "gradients rest on the drive" not in t for t in told
+            ):
                 bad.append(f"{need - less} of {need}: the log says {said}")
             bad += [f"{need - less} of {need}: {key}" for key in wanted if not same(wanted[key], found[key])]
     return bad
@@ -118,7 +130,9 @@ def test_what_cannot_fit_is_refused_on_every_rank(pool2: RankPool, tmp_path: Pat
     place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
     told = pool2.run(refused, {"offload_optimizer": place, "offload_param": place})
     for said, whole in told:
-        assert said.startswith(f"{GROUP}, which 2 ranks share, leaves a rank 0 MiB, but") and "memory.host_limit" in said, said
+        assert (
+            said.startswith(f"{GROUP}, which 2 ranks share, leaves a rank 0 MiB, but") and "memory.host_limit" in said
+        ), said
         assert whole == "True"
     assert told[0] == told[1] and list(tmp_path.iterdir()) == []
 
@@ -142,10 +156,18 @@ def test_without_offload_there_is_a_warning_and_no_refusal(pool2: RankPool) -> N
 def born(folder: str, limit: int | None) -> int:
     """Bytes of the parameters that ``zero.Init`` leaves in memory."""
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": folder}}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **({"memory": {"host_limit": limit}} if limit else {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        **({"memory": {"host_limit": limit}} if limit else {}),
+    }
     with memory_left(400_000, 1), Init(config_dict_or_path=config):
         model = nn.ModuleList(nn.Linear(200, 200, bias=False) for _ in range(6))  # 160,000 bytes each
-    return sum(p._ds_unit.shard.untyped_storage().nbytes() for p in model.parameters() if not p._ds_unit.on_drive(StateKind.PARAM))
+    return sum(
+        p._ds_unit.shard.untyped_storage().nbytes()
+        for p in model.parameters()
+        if not p._ds_unit.on_drive(StateKind.PARAM)
+    )
 
 
 def test_a_model_is_born_within_half_of_what_there_is(pool1: RankPool, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The groups of an engine are made by its ranks alone, under names of their own, and where no messages are sent there are none."""
+"""The groups of an engine are made by its ranks alone, under names of their own, and where no messages are sent there
+are none.
+"""
 
 import random
 import time
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def _sums(rounds: int) -> list[tuple[float, ...]]:
-    """Sums of ranks over control, inner and outer axis of meshes over [0, 2] and [1, 3], made and given back again and again."""
+    """Sums of ranks over control, inner and outer axis of meshes over [0, 2] and [1, 3], made and given back again and
+    again.
+    """
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     uneven = dist.new_group([0, 1])  # torch names local groups by how many a rank has
     rank = dist.get_rank()
@@ -61,7 +65,9 @@ def test_no_control_group_where_no_messages_are_sent(pool2: RankPool) -> None:
 
 def _unreachable() -> str:
     with (
-        mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", side_effect=RuntimeError("connectFullMesh failed\nframe #0")),
+        mock.patch.object(
+            dist.distributed_c10d, "ProcessGroupGloo", side_effect=RuntimeError("connectFullMesh failed\nframe #0")
+        ),
         mock.patch.dict("os.environ", GLOO_SOCKET_IFNAME="lo7"),
         pytest.raises(UsageError) as caught,
     ):

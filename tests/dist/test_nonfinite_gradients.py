@@ -61,7 +61,13 @@ def poisoned(stage: int, dtype: str, value: float) -> dict[str, object]:
     finally:
         logger.removeHandler(recorder)
     unchanged = all(torch.equal(before[k], after[k]) for k in before)
-    return {"name": name, "lines": recorder.lines, "state": state, "unchanged": unchanged, "norm": engine.get_global_grad_norm()}
+    return {
+        "name": name,
+        "lines": recorder.lines,
+        "state": state,
+        "unchanged": unchanged,
+        "norm": engine.get_global_grad_norm(),
+    }
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

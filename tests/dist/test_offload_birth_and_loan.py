@@ -100,7 +100,9 @@ def test_a_model_born_on_a_drive_trains_to_the_same_bits(world: int, request: py
         ),
     ],
 )
-def test_zero_init_says_what_its_drive_needs(remote: str, config: dict[str, Any] | None, words: str, pool1: RankPool) -> None:
+def test_zero_init_says_what_its_drive_needs(
+    remote: str, config: dict[str, Any] | None, words: str, pool1: RankPool
+) -> None:
     assert words in pool1.run(_init_fault, remote, config)[0]
 
 
@@ -168,8 +170,12 @@ _ENTROPY.seed()
 
 def test_the_gate_passes_on_a_users_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "c.json"
-    config.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "train_batch_size": 64}))
-    status = main(["offload", "--model", f"{__name__}:build", "--config", str(config), "--steps", "2", "--folder", str(tmp_path)])
+    config.write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "train_batch_size": 64})
+    )
+    status = main(
+        ["offload", "--model", f"{__name__}:build", "--config", str(config), "--steps", "2", "--folder", str(tmp_path)]
+    )
     out = capsys.readouterr().out
     assert status == 0 and out.count("equal to the last bit") == 2 and "all equal" in out, out
 
@@ -196,4 +202,7 @@ def test_the_gate_refuses_bad_input(arguments: list[str], words: str, capsys: py
 def test_a_difference_is_found_whatever_differs() -> None:
     base: list[offload.Digests] = [[{"a": "1", "b": "2"}], [{"a": "1", "b": "2"}]]
     other: list[offload.Digests] = [[{"a": "1", "b": "2"}], [{"a": "1"}]]
-    assert offload.first_difference(base, base) == "" and offload.first_difference(base, other) == "b differs after step 1 on rank 1"
+    assert (
+        offload.first_difference(base, base) == ""
+        and offload.first_difference(base, other) == "b differs after step 1 on rank 1"
+    )

@@ -1,4 +1,6 @@
-"""What goes wrong with a drive is a clear error or a working fallback: never a wrong number, a hang, or something left behind."""
+"""What goes wrong with a drive is a clear error or a working fallback: never a wrong number, a hang, or something left
+behind.
+"""
 
 import contextlib
 import errno
@@ -22,7 +24,18 @@ from deepspeed.tier import aio, drive
 from deepspeed.tier.aio import TransferError
 from deepspeed.verify.models import Case
 from deepspeed.zero import build as zero_build, tiers
-from tests.dist.test_offload_parity import CASES, STEPS, Plan, check, compare, gradients_on_drive, same, snapshot, train, variants
+from tests.dist.test_offload_parity import (
+    CASES,
+    STEPS,
+    Plan,
+    check,
+    compare,
+    gradients_on_drive,
+    same,
+    snapshot,
+    train,
+    variants,
+)
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 
@@ -34,7 +47,9 @@ def engine_for(way: str, folder: str, **config: Any) -> Any:
     """An engine over the wide model."""
     variant = variants(folder)[way]
     with gradients_on_drive(forced=variant.grads):
-        return start(CASES["wide"]().build().train(), make_config(3, zero={**variant.zero, **config.pop("zero", {})}, **config))
+        return start(
+            CASES["wide"]().build().train(), make_config(3, zero={**variant.zero, **config.pop("zero", {})}, **config)
+        )
 
 
 def open_files() -> int:
@@ -63,7 +78,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# -- no room -------------------------------------------------------------------------------------------------------------------------
+# -- no room -------------------------------------------------------------------------------------------------------
 
 
 def full_at_start(folder: str) -> list[str]:
@@ -135,14 +150,16 @@ def test_a_full_filesystem(tmp_path: Path) -> None:
     environment = {**os.environ, "SCRIPT": _FULL_DISK, "PYTHONPATH": str(ROOT), "DS_LOG_LEVEL": "ERROR"}
     if not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("this user may not mount")
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=90, cwd=ROOT)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=90, cwd=ROOT
+    )
     if done.returncode in (1, 32) and "mount" in done.stderr:
         pytest.skip("this user may not mount")
     assert "TransferError" in done.stdout and str(tmp_path) in done.stdout, done.stdout + done.stderr
     assert "the filesystem is full" in done.stdout and "nvme_path" in done.stdout, done.stdout
 
 
-# -- transfers that fail -------------------------------------------------------------------------------------------------------------
+# -- transfers that fail -----------------------------------------------------------------------------------------
 
 
 class LateFailure:
@@ -162,7 +179,9 @@ class LateFailure:
 
 @contextlib.contextmanager
 def failing(verb: str, *, at: int, late: bool, label: str = "", writes_data: bool = True) -> Iterator[list[int]]:
-    """The transfer number ``at`` of ``verb`` (of drives whose label contains ``label``) fails; yields the count so far."""
+    """The transfer number ``at`` of ``verb`` (of drives whose label contains ``label``) fails; yields the count so
+    far.
+    """
     real, count = getattr(drive.Drive, verb), [0]
 
     def act(self: drive.Drive, region: Any, begin: int, values: torch.Tensor) -> Any:
@@ -230,7 +249,9 @@ def failed_write_is_found_later(folder: str, label: str, from_end: int) -> list[
 
 @pytest.mark.parametrize("from_end", [1, 2, 3])
 @pytest.mark.parametrize("label", ["offload_param", "offload_optimizer"])
-def test_a_failed_background_write_is_never_forgotten(pool1: RankPool, tmp_path: Path, label: str, from_end: int) -> None:
+def test_a_failed_background_write_is_never_forgotten(
+    pool1: RankPool, tmp_path: Path, label: str, from_end: int
+) -> None:
     check(pool1.run(failed_write_is_found_later, str(tmp_path), label, from_end))
 
 
@@ -282,14 +303,18 @@ def test_a_gradient_that_cannot_be_written(pool1: RankPool, tmp_path: Path, late
     check(pool1.run(gradient_write_fails, str(tmp_path), late=late))
 
 
-# -- paths ---------------------------------------------------------------------------------------------------------------------------
+# -- paths ---------------------------------------------------------------------------------------------------------
 
 
 def path_refusals(folder: str) -> dict[str, str]:
     """What is said about folders that cannot be used."""
     file = Path(folder) / "file"
     file.write_text("mine")
-    paths = {"missing": f"{folder}/not/there", "file": str(file), "readonly": "/sys/kernel" if os.geteuid() == 0 else "/"}
+    paths = {
+        "missing": f"{folder}/not/there",
+        "file": str(file),
+        "readonly": "/sys/kernel" if os.geteuid() == 0 else "/",
+    }
     told = {name: outcome(lambda path=path: engine_for("both nvme", path)) for name, path in paths.items()}
     locked = Path(folder) / "locked"
     locked.mkdir(mode=0o000)
@@ -348,7 +373,9 @@ def without_o_direct(folder: str, *, simulate: bool) -> list[str]:
 
             patch.setattr(os, "open", refuse)
             engine = engine_for("both nvme", folder)
-            assert not any(d.direct for d in engine._parts.tiers.drives) and any("page cache" in said for said in engine.places())
+            assert not any(d.direct for d in engine._parts.tiers.drives) and any(
+                "page cache" in said for said in engine.places()
+            )
             engine.destroy()
         return compare(Plan(steps=3), folder, ("one buffer", "grads nvme"))
 
@@ -368,7 +395,7 @@ def test_tmpfs(pool2: RankPool) -> None:
         os.rmdir(folder)
 
 
-# -- jobs ----------------------------------------------------------------------------------------------------------------------------
+# -- jobs ----------------------------------------------------------------------------------------------------------
 
 _JOB = """
 import sys, time
@@ -389,9 +416,17 @@ def beside_a_killed_job(folder: str) -> list[str]:
     engine = engine_for("grads nvme", folder)
     for step in range(2):
         train_step(engine, case, step)
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    }
     other = subprocess.Popen(
-        [sys.executable, "-c", _JOB, folder], env={**environment, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", _JOB, folder],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     try:
         assert other.stdout is not None
@@ -403,7 +438,9 @@ def beside_a_killed_job(folder: str) -> list[str]:
         other.stdout.close()  # type: ignore[union-attr]
     bad = [] if ready == "ready\n" else ["the other job did not train"]
     bad += [f"it left {name}" for name in os.listdir(folder)]
-    orphan = Path(folder, "0123456789abcdef.dsarena")  # what a job leaves that dies between two of its first instructions
+    orphan = Path(
+        folder, "0123456789abcdef.dsarena"
+    )  # what a job leaves that dies between two of its first instructions
     orphan.write_bytes(b"")
     train_step(engine, case, 3)
     third = engine_for("both nvme", folder)
@@ -429,7 +466,10 @@ def one_job(folder: str) -> list[str]:
 
 def test_two_jobs_on_one_path(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
     results: list[list[str]] = []
-    threads = [threading.Thread(target=lambda pool=pool: results.extend(pool.run(one_job, str(tmp_path)))) for pool in (pool1, pool2)]
+    threads = [
+        threading.Thread(target=lambda pool=pool: results.extend(pool.run(one_job, str(tmp_path))))
+        for pool in (pool1, pool2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -463,7 +503,7 @@ def test_no_descriptor_leaks(pool1: RankPool, tmp_path: Path) -> None:
     check(pool1.run(engines_in_a_row, str(tmp_path)))
 
 
-# -- sizes and memory ----------------------------------------------------------------------------------------------------------------
+# -- sizes and memory --------------------------------------------------------------------------------------------
 
 
 def tiny_buffers(folder: str, optimizer: str) -> list[str]:
@@ -524,7 +564,9 @@ def test_no_native_code(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def refused_by_the_limit(folder: str) -> list[str]:
-    """A limit that cannot be kept: an error before anything exists, a model that is as it was, and advice that works."""
+    """A limit that cannot be kept: an error before anything exists, a model that is as it was, and advice that
+    works.
+    """
     case, bad = CASES["wide"](), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_build.hostmem, "rss_bytes", lambda: 0)
@@ -539,7 +581,11 @@ def refused_by_the_limit(folder: str) -> list[str]:
                 start(model, make_config(3, zero=zero, memory={"host_limit": limit}))
                 bad.append(f"{limit} was accepted")
             except DeepSpeedConfigError as error:
-                if words not in str(error) or "memory.host_limit" not in str(error) or "optimizer state" not in str(error):
+                if (
+                    words not in str(error)
+                    or "memory.host_limit" not in str(error)
+                    or "optimizer state" not in str(error)
+                ):
                     bad.append(f"{limit}: {error}")
         bad += [name for name, value in model.named_parameters() if not torch.equal(value, wanted[name])]
         if not torch.equal(model(batch), expected) or any(hasattr(p, "_ds_unit") for p in model.parameters()):

@@ -1,4 +1,5 @@
-"""Where states rest changes no bit: host and drive give the losses, masters, optimizer slots and parameters of the device.
+"""Where states rest changes no bit: host and drive give the losses, masters, optimizer slots and parameters of the
+device.
 
 Every test trains the same model several times on the same ranks, once without offload, and compares everything exactly.
 """
@@ -20,7 +21,16 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Block, Case, case_named, regression_batch, seeded, squared_error
+from deepspeed.verify.models import (
+    IN_FEATURES,
+    OUT_FEATURES,
+    Block,
+    Case,
+    case_named,
+    regression_batch,
+    seeded,
+    squared_error,
+)
 from deepspeed.verify.reference import trainable
 from deepspeed.zero import fit
 from deepspeed.zero.plan import StateKind
@@ -60,7 +70,9 @@ class Wide(nn.Module):
 
 
 class Everything(Wide):
-    """Recomputed blocks over frozen ones with small trained branches (as adapters have them), a block nobody uses, one used twice."""
+    """Recomputed blocks over frozen ones with small trained branches (as adapters have them), a block nobody uses, one
+    used twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +100,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "everything": lambda: wide_case(Everything),
     **{
         name: lambda name=name: case_named(name)  # type: ignore[misc]
-        for name in ("tied", "functional_tied", "unused", "frozen", "frozen_checkpointed", "checkpoint_reentrant", "conditional")
+        for name in (
+            "tied",
+            "functional_tied",
+            "unused",
+            "frozen",
+            "frozen_checkpointed",
+            "checkpoint_reentrant",
+            "conditional",
+        )
     },
     "manual_accumulation": lambda: case_named("manual_accumulation"),
     "odd_shapes": lambda: case_named("odd_shapes"),
@@ -128,7 +148,9 @@ def variants(folder: str) -> dict[str, Variant]:
         "half nvme": Variant({"offload_optimizer": {**drive, "ratio": 0.5}, "sub_group_size": 8192}),
         "param nvme": Variant({"offload_param": params}),
         "pieces": Variant({"offload_param": {**params, "buffer_size": 3000, "buffer_count": 2}}),
-        "some in cpu": Variant({"offload_param": {**drive, "max_in_cpu": 12_000}, "offload_optimizer": drive, "sub_group_size": 4096}),
+        "some in cpu": Variant(
+            {"offload_param": {**drive, "max_in_cpu": 12_000}, "offload_optimizer": drive, "sub_group_size": 4096}
+        ),
         "all in cpu": Variant({"offload_param": drive, "offload_optimizer": drive}),
         "both nvme": Variant({"offload_param": params, "offload_optimizer": drive}),
         "grads nvme": Variant({"offload_param": params, "offload_optimizer": {**drive, "buffer_count": 2}}, grads=True),
@@ -158,7 +180,9 @@ def gradients_on_drive(*, forced: bool) -> Iterator[None]:
 
 
 def snapshot(engine: Any) -> dict[str, Tensor]:
-    """Masters and slots of this rank, flat and in order however they are cut; gathered parameters; scalars. Collective."""
+    """Masters and slots of this rank, flat and in order however they are cut; gathered parameters; scalars.
+    Collective.
+    """
     state = engine.optimizer.state_dict()
     found = {"master": torch.cat([v.reshape(-1) for v in state["fp32_flat"]]) if state["fp32_flat"] else torch.empty(0)}
     base = state["base_optimizer_state"]
@@ -202,7 +226,9 @@ def train(plan: Plan, variant: Variant) -> dict[str, Tensor]:
     """Everything that can be known after training. Collective."""
     case = CASES[plan.case]()
     zero = {**plan.config.get("zero", {}), **variant.zero}
-    config = make_config(plan.stage, **{"gradient_accumulation_steps": case.accumulation, **plan.config, **variant.extra, "zero": zero})
+    config = make_config(
+        plan.stage, **{"gradient_accumulation_steps": case.accumulation, **plan.config, **variant.extra, "zero": zero}
+    )
     model = case.build().train()
     options: dict[str, Any] = {}
     if plan.optimizer is not None:
@@ -264,10 +290,12 @@ def run(plan: Plan, folder: str, names: tuple[str, ...]) -> list[str]:
     return compare(plan, folder, names)
 
 
-# -- precision, stages, ranks --------------------------------------------------------------------------------------------------------
+# -- precision, stages, ranks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "precision"), [("wide", "fp32"), ("wide_accumulation", "bf16"), ("wide_accumulation", "fp16")])
+@pytest.mark.parametrize(
+    ("case", "precision"), [("wide", "fp32"), ("wide_accumulation", "bf16"), ("wide_accumulation", "fp16")]
+)
 def test_every_way_on_one_rank(pool1: RankPool, tmp_path: Path, case: str, precision: str) -> None:
     check(pool1.run(run, Plan(case, config=PRECISION[precision]), str(tmp_path), ALL))
     assert list(tmp_path.iterdir()) == []
@@ -281,16 +309,22 @@ def test_every_way_on_two_ranks(pool2: RankPool, tmp_path: Path, precision: str)
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (1, "fp16"), (2, "bf16")])
 def test_lower_stages(pool2: RankPool, tmp_path: Path, stage: int, precision: str) -> None:
-    check(pool2.run(run, Plan("wide_accumulation", stage=stage, config=PRECISION[precision]), str(tmp_path), WITHOUT_PARAM))
+    check(
+        pool2.run(
+            run, Plan("wide_accumulation", stage=stage, config=PRECISION[precision]), str(tmp_path), WITHOUT_PARAM
+        )
+    )
 
 
-@pytest.mark.parametrize("zero", [{}, {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["plain", "mics", "hpz"])
+@pytest.mark.parametrize(
+    "zero", [{}, {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["plain", "mics", "hpz"]
+)
 def test_four_ranks(pool4: RankPool, tmp_path: Path, zero: dict[str, int]) -> None:
     plan = Plan(config={"zero": zero, "bf16": {"enabled": True}}, steps=3)
     check(pool4.run(run, plan, str(tmp_path), ("one buffer", "grads nvme")))
 
 
-# -- loops ---------------------------------------------------------------------------------------------------------------------------
+# -- loops ---------------------------------------------------------------------------------------------------------
 
 
 def unsynced(engine: Any, case: Case) -> list[float]:
@@ -359,7 +393,7 @@ def test_adapters_in_16_bit(pool2: RankPool, tmp_path: Path) -> None:
     check(pool2.run(run, plan, str(tmp_path), TYPICAL))
 
 
-# -- optimizers ----------------------------------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------
 
 
 class Counting(UserElementwise):
@@ -445,7 +479,9 @@ WHOLE_TENSORS = ("adafactor", "user_whole", "Lamb", "Muon")  # parameters are de
 
 @pytest.mark.parametrize("name", [*CLIENTS, *NAMED])
 def test_optimizers(pool1: RankPool, tmp_path: Path, name: str) -> None:
-    check(pool1.run(with_client if name in CLIENTS else with_config, name, 3, str(tmp_path), ("one buffer", "grads half")))
+    check(
+        pool1.run(with_client if name in CLIENTS else with_config, name, 3, str(tmp_path), ("one buffer", "grads half"))
+    )
 
 
 @pytest.mark.parametrize("name", [*WHOLE_TENSORS, "adamw", "Adagrad"])
@@ -512,7 +548,9 @@ def refused_or_equal(factory: type[PlainOptimizer], folder: str, way: str) -> st
 
 
 @pytest.mark.parametrize("factory", [Accumulating, AccumulatingTensor, AccumulatingElsewhere])
-def test_an_optimizer_with_a_global_value_is_refused_on_a_drive(pool1: RankPool, tmp_path: Path, factory: type[PlainOptimizer]) -> None:
+def test_an_optimizer_with_a_global_value_is_refused_on_a_drive(
+    pool1: RankPool, tmp_path: Path, factory: type[PlainOptimizer]
+) -> None:
     (told,) = pool1.run(refused_or_equal, factory, str(tmp_path), "tiles")
     assert told.startswith("UsageError") and factory.__name__ in told and "cpu" in told, told
     assert pool1.run(refused_or_equal, factory, str(tmp_path), "optim cpu") == ["equal"]
@@ -527,7 +565,7 @@ def test_a_count_of_steps_goes_up_once_a_step(pool1: RankPool, tmp_path: Path, f
     assert told == "equal" or told.startswith("UsageError"), told
 
 
-# -- schedules and backends ----------------------------------------------------------------------------------------------------------
+# -- schedules and backends --------------------------------------------------------------------------------------
 
 
 def test_a_learning_rate_schedule(pool2: RankPool, tmp_path: Path) -> None:

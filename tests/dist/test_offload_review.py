@@ -25,7 +25,9 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def _drive(folder: str, **changes: Any) -> dict[str, Any]:
-    return make_config(3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "sub_group_size": 4096}, **changes)
+    return make_config(
+        3, zero={"offload_optimizer": {"device": "nvme", "nvme_path": folder}, "sub_group_size": 4096}, **changes
+    )
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam])
@@ -53,7 +55,9 @@ def test_one_pool_of_threads_serves_all_sizes() -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """Plain descent whose rate falls with a count of steps that it keeps in a dict, in a list, or under a key of its own in the state."""
+    """Plain descent whose rate falls with a count of steps that it keeps in a dict, in a list, or under a key of its
+    own in the state.
+    """
 
     elementwise = True
 
@@ -103,14 +107,22 @@ def _raw_state() -> list[str]:
         engine = start(case.build(), _drive(folder))
         train_step(engine, case, 0)
         raw = engine.optimizer.optimizer
-        for call in (raw.state_dict, lambda: raw.load_state_dict(engine.optimizer.state_dict()["base_optimizer_state"])):
+        for call in (
+            raw.state_dict,
+            lambda: raw.load_state_dict(engine.optimizer.state_dict()["base_optimizer_state"]),
+        ):
             try:
                 call()
                 problems.append("the optimizer's own state is taken for the whole")
             except UsageError as error:
                 problems += [] if "deepspeed.initialize returned" in str(error) else [str(error)]
         state = engine.optimizer.state_dict()
-        slots = [v for entry in state["base_optimizer_state"]["state"].values() for v in entry.values() if isinstance(v, torch.Tensor)]
+        slots = [
+            v
+            for entry in state["base_optimizer_state"]["state"].values()
+            for v in entry.values()
+            if isinstance(v, torch.Tensor)
+        ]
         problems += ["a slot is not a number"] if any(s.isnan().any() for s in slots) else []
         engine.optimizer.load_state_dict(state)
         engine.destroy()

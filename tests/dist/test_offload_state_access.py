@@ -1,4 +1,6 @@
-"""State that rests on a drive is read, edited, saved and loaded exactly as state in memory, and takes the room that was planned."""
+"""State that rests on a drive is read, edited, saved and loaded exactly as state in memory, and takes the room that was
+planned.
+"""
 
 import contextlib
 import io
@@ -32,7 +34,17 @@ from deepspeed.utils import (
 from deepspeed.verify.models import Case
 from deepspeed.verify.reference import trainable
 from deepspeed.zero.plan import StateKind
-from tests.dist.test_offload_parity import CASES, PRECISION, Plan, check, compare, gradients_on_drive, same, snapshot, variants
+from tests.dist.test_offload_parity import (
+    CASES,
+    PRECISION,
+    Plan,
+    check,
+    compare,
+    gradients_on_drive,
+    same,
+    snapshot,
+    variants,
+)
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 
@@ -139,10 +151,17 @@ def edit_gathered(engine: Any, case: Case) -> list[float]:
     rank = torch.distributed.get_rank()
     for step in range(3):
         train_step(engine, case, step)
-        with deepspeed.zero.GatheredParameters([params[n] for n in EDITED[:3]], modifier_rank=engine.mesh.zero.size - 1), torch.no_grad():
+        with (
+            deepspeed.zero.GatheredParameters([params[n] for n in EDITED[:3]], modifier_rank=engine.mesh.zero.size - 1),
+            torch.no_grad(),
+        ):
             for number, name in enumerate(EDITED[:3]):
                 params[name].add_(noise(params[name], 100 * rank + number))
-        with contextlib.suppress(UsageError), deepspeed.zero.GatheredParameters(engine.module.parameters()), torch.no_grad():
+        with (
+            contextlib.suppress(UsageError),
+            deepspeed.zero.GatheredParameters(engine.module.parameters()),
+            torch.no_grad(),
+        ):
             params["head.weight"].fill_(55.0)  # read only: refused, and lost
     whole = {name: noise(torch.empty(param.ds_shape), number) for number, (name, param) in enumerate(params.items())}
     train_step(engine, case, 3)
@@ -157,7 +176,9 @@ def edit_gathered(engine: Any, case: Case) -> list[float]:
 def run(loop: Callable[[Any, Case], list[float]], precision: str, stage: int, folder: str) -> list[str]:
     """Differences to what the same calls do without offload."""
     ways = WAYS if stage == 3 else ("tiles", "grads tiles")
-    return compare(Plan(stage=stage, loop=loop, config=HALF if precision == "fp16" else PRECISION[precision]), folder, ways)
+    return compare(
+        Plan(stage=stage, loop=loop, config=HALF if precision == "fp16" else PRECISION[precision]), folder, ways
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,16 +193,20 @@ def run(loop: Callable[[Any, Case], list[float]], precision: str, stage: int, fo
         (edit_gathered, "bf16"),
     ],
 )
-def test_as_in_memory(pool2: RankPool, tmp_path: Path, loop: Callable[[Any, Case], list[float]], precision: str) -> None:
+def test_as_in_memory(
+    pool2: RankPool, tmp_path: Path, loop: Callable[[Any, Case], list[float]], precision: str
+) -> None:
     check(pool2.run(run, loop, precision, 3, str(tmp_path)))
 
 
 @pytest.mark.parametrize("loop", [read_everything, edit_full, edit_local])
-def test_as_in_memory_at_lower_stages(pool2: RankPool, tmp_path: Path, loop: Callable[[Any, Case], list[float]]) -> None:
+def test_as_in_memory_at_lower_stages(
+    pool2: RankPool, tmp_path: Path, loop: Callable[[Any, Case], list[float]]
+) -> None:
     check(pool2.run(run, loop, "bf16", 2, str(tmp_path)))
 
 
-# -- saving and loading --------------------------------------------------------------------------------------------------------------
+# -- saving and loading ------------------------------------------------------------------------------------------
 
 
 def engine_for(way: str, folder: str, **config: Any) -> Any:
@@ -280,7 +305,7 @@ def test_a_state_that_does_not_fit_is_refused(pool2: RankPool, tmp_path: Path) -
     check(pool2.run(wrong_layout, str(tmp_path)))
 
 
-# -- never stale ---------------------------------------------------------------------------------------------------------------------
+# -- never stale -------------------------------------------------------------------------------------------------
 
 
 def what_is_away(folder: str) -> list[str]:
@@ -300,11 +325,19 @@ def what_is_away(folder: str) -> list[str]:
             if tensor.numel() > 1 and "RuntimeError" not in outcome(lambda t=tensor: t.detach().add_(1)):
                 bad.append(f"{name} can be written")
         for name, param in engine.module.named_parameters():
-            if param._ds_unit.movable and not outcome(lambda p=param: p.sum().item()) and not bool(param.detach().isnan().all()):
+            if (
+                param._ds_unit.movable
+                and not outcome(lambda p=param: p.sum().item())
+                and not bool(param.detach().isnan().all())
+            ):
                 bad.append(f"parameter {name} shows numbers")
     model = engine.module
     engine.destroy()
-    bad += [n for n, p in model.named_parameters() if not bool(p.detach().isfinite().all()) or p.untyped_storage().nbytes() == 0]
+    bad += [
+        n
+        for n, p in model.named_parameters()
+        if not bool(p.detach().isfinite().all()) or p.untyped_storage().nbytes() == 0
+    ]
     return bad
 
 
@@ -384,7 +417,9 @@ def test_a_local_value_belongs_to_the_caller_again(pool1: RankPool, tmp_path: Pa
 
 
 def reused_model(folder: str) -> list[str]:
-    """A destroyed engine gives the model back whole; a second engine over it goes on as if the first had been in memory."""
+    """A destroyed engine gives the model back whole; a second engine over it goes on as if the first had been in
+    memory.
+    """
     case, results = CASES["wide"](), []
     for way in ("none", "grads nvme"):
         variant = variants(folder)[way]
@@ -396,7 +431,9 @@ def reused_model(folder: str) -> list[str]:
                 train_step(engine, case, step)
             engine.destroy()
         with torch.no_grad():
-            results.append({n: p.detach().clone() for n, p in model.named_parameters()} | {"out": model(torch.ones(2, 6))})
+            results.append(
+                {n: p.detach().clone() for n, p in model.named_parameters()} | {"out": model(torch.ones(2, 6))}
+            )
     return [k for k in results[0] if not same(results[0][k], results[1][k])]
 
 
@@ -404,7 +441,7 @@ def test_the_model_is_whole_after_destroy(pool2: RankPool, tmp_path: Path) -> No
     check(pool2.run(reused_model, str(tmp_path)))
 
 
-# -- what is held, against the plan ---------------------------------------------------------------------------------------------------
+# -- what is held, against the plan ------------------------------------------------------------------------------
 
 PAGE = 4096
 

@@ -1,4 +1,6 @@
-"""The optimizer rounds the weights into PARAM in the pass of its update: not one bit differs from a second pass, in no mode."""
+"""The optimizer rounds the weights into PARAM in the pass of its update: not one bit differs from a second pass, in no
+mode.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -21,7 +23,18 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.models import Case
 from deepspeed.zero import unit as unit_module
 from deepspeed.zero.plan import StateKind
-from tests.dist.test_offload_parity import CASES, PRECISION, STEPS, Plan, check, froze_later, plain_loop, same, train, variants
+from tests.dist.test_offload_parity import (
+    CASES,
+    PRECISION,
+    STEPS,
+    Plan,
+    check,
+    froze_later,
+    plain_loop,
+    same,
+    train,
+    variants,
+)
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start, train_step
 
@@ -68,14 +81,20 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def both_ways(plan: Plan, folder: str, names: tuple[str, ...], one_pass: bool = True) -> list[str]:  # noqa: FBT001, FBT002
-    """What differs between one pass and two, per variant; ``one_pass``: the optimizer is expected to write PARAM. Collective."""
+    """What differs between one pass and two, per variant; ``one_pass``: the optimizer is expected to write PARAM.
+    Collective.
+    """
     bad = []
     for name in names:
         with two_passes(), counted() as before:
             wanted = train(plan, variants(folder)[name])
         with counted() as after:
             found = train(plan, variants(folder)[name])
-        if before["written"] or (after["written"] > 0) is not one_pass or after["rounded"] + after["written"] != before["rounded"]:
+        if (
+            before["written"]
+            or (after["written"] > 0) is not one_pass
+            or after["rounded"] + after["written"] != before["rounded"]
+        ):
             bad.append(f"{name}: {before} and {after}")
         if found.keys() != wanted.keys():
             bad.append(f"{name}: {sorted(found.keys() ^ wanted.keys())}")
@@ -106,7 +125,9 @@ def test_tiles_whose_parameters_are_in_memory(pool2: RankPool, tmp_path: Path) -
 
 
 def test_parameters_on_a_drive_keep_the_second_pass(pool1: RankPool, tmp_path: Path) -> None:
-    check(pool1.run(both_ways, Plan(config=PRECISION["bf16"], steps=3), str(tmp_path), ("param nvme", "both nvme"), True))
+    check(
+        pool1.run(both_ways, Plan(config=PRECISION["bf16"], steps=3), str(tmp_path), ("param nvme", "both nvme"), True)
+    )
 
 
 def test_fp32_parameters_are_the_master(pool2: RankPool) -> None:
@@ -118,7 +139,7 @@ def test_models(pool2: RankPool, case: str) -> None:
     check(pool2.run(both_ways, Plan(case, config=PRECISION["bf16"], steps=3), "", ("none",)))
 
 
-# -- what may not be written --------------------------------------------------------------------------------------------------------
+# -- what may not be written -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -169,7 +190,13 @@ def clamped(engine: Any, case: Case) -> list[float]:
 
 @pytest.mark.parametrize(
     ("cls", "one_pass"),
-    [(FusedAdam, True), (FusedLion, True), (DeepSpeedCPUAdagrad, True), (torch.optim.AdamW, False), (torch.optim.SGD, False)],
+    [
+        (FusedAdam, True),
+        (FusedLion, True),
+        (DeepSpeedCPUAdagrad, True),
+        (torch.optim.AdamW, False),
+        (torch.optim.SGD, False),
+    ],
 )
 def test_classes_with_groups(pool2: RankPool, tmp_path: Path, cls: type[torch.optim.Optimizer], one_pass: bool) -> None:  # noqa: FBT001
     plan = Plan(config=PRECISION["bf16"], optimizer=Holder(cls), loop=changing_rates)
@@ -182,7 +209,9 @@ def test_a_class_of_the_clients(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def skips(stage: int) -> list[str]:
-    """A skipped update leaves PARAM at rest, its memory and its version counter alone; a good one counts and moves. On one rank."""
+    """A skipped update leaves PARAM at rest, its memory and its version counter alone; a good one counts and moves. On
+    one rank.
+    """
     case, bad = CASES["wide"](), []
     engine = start(case.build().train(), make_config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
     train_step(engine, case, 0)

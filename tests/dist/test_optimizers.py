@@ -1,7 +1,7 @@
 """Every optimizer gives the result that it gives without sharding, with its groups' own learning rates and decays.
 
-Settings keep the update smooth where the method allows it (see [Note: the gate's Adam settings]); on two ranks the sum of two
-gradients has no order, so even the methods that round inside (Muon iterates in bf16) must agree.
+Settings keep the update smooth where the method allows it (see [Note: the gate's Adam settings]); on two ranks the sum
+of two gradients has no order, so even the methods that round inside (Muon iterates in bf16) must agree.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.verify.grads import scaled_error
-from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, case_named, regression_batch, seeded, squared_error
+from deepspeed.verify.models import (
+    HIDDEN,
+    IN_FEATURES,
+    OUT_FEATURES,
+    Case,
+    case_named,
+    regression_batch,
+    seeded,
+    squared_error,
+)
 from deepspeed.verify.reference import trainable
 from tests.harness.plain_optim import PlainLamb, PlainLion, UserElementwise, UserWholeTensor
 from tests.harness.pool import RankPool
@@ -79,7 +88,10 @@ def by_name(name: str, stage: int) -> tuple[float, str]:
     settings, factory, plain = BY_NAME[name]
     case = case_named("used_twice")
     expected = plain_train(case, lambda model: factory(model.parameters(), **plain), steps=STEPS)
-    block = {"type": CONFIG_TYPE.get(name, name), "params": {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}}
+    block = {
+        "type": CONFIG_TYPE.get(name, name),
+        "params": {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()},
+    }
     engine = start(case.build(), plain_config(stage, optimizer=block))
     for step in range(STEPS):
         train_step(engine, case, step)
@@ -158,7 +170,9 @@ def muon(stage: int) -> tuple[float, str]:
     settings = {"lr": 1e-2, "weight_decay": 0.1}
     expected = plain_train(case, lambda model: torch.optim.Muon(model.parameters(), **settings), steps=STEPS)
     model = case.build()
-    engine = start(model, plain_config(stage, optimizer=None), optimizer=torch.optim.Muon(model.parameters(), **settings))
+    engine = start(
+        model, plain_config(stage, optimizer=None), optimizer=torch.optim.Muon(model.parameters(), **settings)
+    )
     for step in range(STEPS):
         train_step(engine, case, step)
     result = parameter_error(engine.module, expected)
@@ -185,7 +199,9 @@ def adam_state(stage: int) -> dict[str, float]:
         return reference[0]
 
     plain_train(case, remember, steps=2)
-    engine = start(case.build(), make_config(stage, optimizer={"type": "AdamW", "params": {**SMOOTH, "betas": [0.9, 0.95]}}))
+    engine = start(
+        case.build(), make_config(stage, optimizer={"type": "AdamW", "params": {**SMOOTH, "betas": [0.9, 0.95]}})
+    )
     for step in range(2):
         train_step(engine, case, step)
     wanted = {name: reference[0].state[param] for name, param in models[0].named_parameters()}
@@ -210,8 +226,12 @@ def refusals() -> dict[str, str]:
     return {
         "foreign": outcome(lambda: start(model, plain_config(2, optimizer=None), optimizer=foreign)),
         "unknown": outcome(lambda: start(model, plain_config(2, optimizer={"type": "AdmW", "params": {"lr": 1e-3}}))),
-        "max_grad_norm": outcome(lambda: start(model, plain_config(2, optimizer={"type": "AdamW", "params": {"max_grad_norm": 1.0}}))),
-        "twice": outcome(lambda: start(model, plain_config(2), model_parameters=[model.head.weight, model.head.weight])),
+        "max_grad_norm": outcome(
+            lambda: start(model, plain_config(2, optimizer={"type": "AdamW", "params": {"max_grad_norm": 1.0}}))
+        ),
+        "twice": outcome(
+            lambda: start(model, plain_config(2), model_parameters=[model.head.weight, model.head.weight])
+        ),
     }
 
 

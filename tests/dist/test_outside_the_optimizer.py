@@ -1,4 +1,6 @@
-"""A parameter that requires a gradient and is in no group of the optimizer costs what a frozen one costs, and is named once."""
+"""A parameter that requires a gradient and is in no group of the optimizer costs what a frozen one costs, and is named
+once.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,9 @@ def engine_of(stage: int, *, frozen: bool = False) -> Any:
 
 
 def against_plain(stage: int) -> tuple[float, int, list[str], bool, list[str]]:
-    """Error against plain training of the chosen ones; gradients left; warnings; the memory of a frozen model; what is not at rest."""
+    """Error against plain training of the chosen ones; gradients left; warnings; the memory of a frozen model; what is
+    not at rest.
+    """
     with warned() as said:
         engine = engine_of(stage)
         plain = CASE.build().train()

@@ -49,13 +49,16 @@ def sweep(
     case: str, stage: int, *, buckets: tuple[str, ...] = tuple(BUCKETS), overlaps: tuple[bool, ...] = (False, True)
 ) -> list[CellResult]:
     """Run one model at one stage under every bucket and overlap setting on the ranks of this process group."""
-    return [run_cell(Cell(case, stage=stage, bucket=bucket, overlap=overlap)) for bucket in buckets for overlap in overlaps]
+    return [
+        run_cell(Cell(case, stage=stage, bucket=bucket, overlap=overlap)) for bucket in buckets for overlap in overlaps
+    ]
 
 
 def check(per_rank: list[list[CellResult]]) -> None:
     """Every cell on every rank is within the tolerance; the message is the table of those that are not."""
     bad = [
-        f"rank {rank} {' '.join(r.cell.label())}: loss {r.loss_error:.1e} grad {r.grad_error:.1e} norm {r.norm_error:.1e} "
+        f"rank {rank} {' '.join(r.cell.label())}: loss {r.loss_error:.1e} grad {r.grad_error:.1e} norm "
+        f"{r.norm_error:.1e} "
         f"param {r.param_error:.1e} worst: {r.worst}"
         for rank, results in enumerate(per_rank)
         for r in results
@@ -94,7 +97,9 @@ def test_one_rank(pool1: RankPool, case: str, stage: int) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["shard_groups", "secondary_shards"])
+@pytest.mark.parametrize(
+    "zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["shard_groups", "secondary_shards"]
+)
 @pytest.mark.parametrize("case", ["plain", "accumulation", "conditional"])
 def test_two_level_sharding(pool4: RankPool, case: str, zero: dict[str, int]) -> None:
     """Parameters sharded within groups of two and replicated (or sharded) across them, on four ranks."""
@@ -103,9 +108,20 @@ def test_two_level_sharding(pool4: RankPool, case: str, zero: dict[str, int]) ->
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("keys", [{"gradient_predivide_factor": 3.0}, {"prescale_gradients": True}], ids=["predivide", "prescale"])
+@pytest.mark.parametrize(
+    "keys", [{"gradient_predivide_factor": 3.0}, {"prescale_gradients": True}], ids=["predivide", "prescale"]
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_who_divides_does_not_matter(pool2: RankPool, stage: int, keys: dict[str, Any]) -> None:
-    """Gradients, norm and clipping are those of the mean, whatever part of the ranks' number is divided out before the reduction."""
+    """Gradients, norm and clipping are those of the mean, whatever part of the ranks' number is divided out before the
+    reduction.
+    """
     config = {**keys, "zero_optimization": {"reduce_scatter": False}}
-    check([[result] for result in pool2.run(run_cell, Cell("clipping", stage=stage, bucket="huge", overlap=stage > 1, config=config))])
+    check(
+        [
+            [result]
+            for result in pool2.run(
+                run_cell, Cell("clipping", stage=stage, bucket="huge", overlap=stage > 1, config=config)
+            )
+        ]
+    )

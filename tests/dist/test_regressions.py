@@ -90,7 +90,9 @@ class Detaching(Pair):
 class Chain(nn.Module):
     """A linear layer, then the same block twice."""
 
-    def __init__(self, block: Callable[[], nn.Module], unwrap: Callable[[Any], Tensor], *, extra: bool, evaluate: bool) -> None:
+    def __init__(
+        self, block: Callable[[], nn.Module], unwrap: Callable[[Any], Tensor], *, extra: bool, evaluate: bool
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([block() for _ in range(LAYERS)])
@@ -123,7 +125,11 @@ def chain(name: str) -> Chain:
 
 
 def worst_error(
-    build: Callable[[], nn.Module], loss: Callable[[nn.Module, Tensor], Tensor], config: dict[str, Any], *, window: int = 1
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Tensor], Tensor],
+    config: dict[str, Any],
+    *,
+    window: int = 1,
 ) -> float:
     """Largest absolute difference to plain one-process AdamW after three steps."""
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
@@ -142,7 +148,9 @@ def worst_error(
         engine.backward(loss(engine, samples(step, rank)))
         engine.step()
     expected = dict(reference.named_parameters())
-    found = max(float((value - expected[name].detach()).abs().max()) for name, value in full_parameters(engine.module).items())
+    found = max(
+        float((value - expected[name].detach()).abs().max()) for name, value in full_parameters(engine.module).items()
+    )
     engine.destroy()
     return found
 
@@ -162,7 +170,9 @@ def chain_error(name: str, stage: int) -> float:
 
 @pytest.mark.parametrize("name", list(CHAINS))
 def test_a_backward_never_reads_released_weights(pool2: Any, name: str) -> None:
-    """Outputs nobody sees, stashed losses and detached uses find their weights (these raised, or crashed the process)."""
+    """Outputs nobody sees, stashed losses and detached uses find their weights (these raised, or crashed the
+    process).
+    """
     assert max(pool2.run(chain_error, name, 3)) < 1e-6
 
 
@@ -186,7 +196,9 @@ def regularised(view: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("view", [False, True])
 def test_a_regulariser_built_in_gathered_parameters_has_its_gradient(pool2: Any, view: bool) -> None:
-    """What autograd saves inside GatheredParameters is read after it (was: NaN gradients, or a crash of the process)."""
+    """What autograd saves inside GatheredParameters is read after it (was: NaN gradients, or a crash of the
+    process).
+    """
     for got, expected in pool2.run(regularised, view):
         assert got == pytest.approx(expected, rel=1e-5)
 
@@ -232,7 +244,9 @@ def small_gradient_step(accumulation: str) -> float:
     model = seeded(plain)()
     engine = start(
         model,
-        make_config(2, fp16={"enabled": True, "initial_scale_power": 12}, data_types={"grad_accum_dtype": accumulation}),
+        make_config(
+            2, fp16={"enabled": True, "initial_scale_power": 12}, data_types={"grad_accum_dtype": accumulation}
+        ),
     )
     before = full_masters(model)
     engine.backward((engine(samples(0, 0).half()).float() * 1e-3).pow(2).mean())
@@ -279,7 +293,9 @@ def doubles_error(stage: int) -> float:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_float64_parameters_and_buffers_of_any_dtype(pool2: Any, stage: int) -> None:
-    """Every buffer dtype and shape travels (0-dim bool and int16 failed on gloo); float64 gradients keep their precision."""
+    """Every buffer dtype and shape travels (0-dim bool and int16 failed on gloo); float64 gradients keep their
+    precision.
+    """
     assert max(pool2.run(doubles_error, stage)) < 1e-7
 
 
@@ -312,18 +328,26 @@ def refusals() -> dict[str, str]:
     twisted = nn.Linear(2, 2, dtype=torch.complex64)
     said["complex"] = outcome(lambda: start(twisted, make_config(3)))
     model = plain()
-    said["schedule"] = outcome(lambda: start(model, make_config(3, scheduler={"type": "OneCycle", "params": {"nope": 1}})))
-    said["left"] = str([len(m._forward_hooks) for m in model.modules()] + [type(p).__name__ for p in model.parameters()])
+    said["schedule"] = outcome(
+        lambda: start(model, make_config(3, scheduler={"type": "OneCycle", "params": {"nope": 1}}))
+    )
+    said["left"] = str(
+        [len(m._forward_hooks) for m in model.modules()] + [type(p).__name__ for p in model.parameters()]
+    )
     used = torch.optim.Adam(model.parameters())
     square_loss(model, samples(0, 0)).backward()
     used.step()
     said["stepped"] = outcome(lambda: start(model, make_config(3, optimizer=None), optimizer=used))
-    said["left again"] = str([len(m._forward_hooks) for m in model.modules()] + [type(p).__name__ for p in model.parameters()])
+    said["left again"] = str(
+        [len(m._forward_hooks) for m in model.modules()] + [type(p).__name__ for p in model.parameters()]
+    )
     return said
 
 
 def test_weights_that_would_silently_not_be_trained_are_refused(pool2: Any) -> None:
-    """New data, new Parameter objects, late groups, lazy and complex parameters: a sentence each; a failed initialize leaves no trace."""
+    """New data, new Parameter objects, late groups, lazy and complex parameters: a sentence each; a failed initialize
+    leaves no trace.
+    """
     for said in pool2.run(refusals):
         for case, words in {
             "data": "given other data",

@@ -1,4 +1,6 @@
-"""A released parameter keeps its face: metadata works, reading values is one clear error, nothing crashes or writes empty tensors."""
+"""A released parameter keeps its face: metadata works, reading values is one clear error, nothing crashes or writes
+empty tensors.
+"""
 
 import copy
 import io
@@ -44,12 +46,24 @@ def metadata(dtype: torch.dtype) -> dict[str, Any]:
         "isinstance": isinstance(p, nn.Parameter) and isinstance(p, Tensor) and torch.is_tensor(p),
         "shape": (tuple(p.shape), tuple(p.size()), p.size(0), p.dim(), p.ndim, len(p)),
         "numel": (p.numel(), p.nelement(), torch.numel(p)),
-        "dtype": (p.dtype, p.is_floating_point(), torch.is_floating_point(p), p.is_complex(), p.element_size(), p.itemsize),
+        "dtype": (
+            p.dtype,
+            p.is_floating_point(),
+            torch.is_floating_point(p),
+            p.is_complex(),
+            p.element_size(),
+            p.itemsize,
+        ),
         "device": (p.device.type, p.is_cuda, p.is_meta, p.is_cpu),
         "layout": (p.layout, p.is_sparse, moved, p.is_contiguous()),
         "grad": (p.requires_grad, p.is_leaf, p.grad_fn, p.grad),
         "identity": (hash(p) == id(p), p in {p}, p is model.get_parameter(NAME), bool({p: 1}[p])),
-        "like": (tuple(torch.empty_like(p).shape), tuple(torch.zeros_like(p).shape), torch.zeros_like(p).dtype, p.new_zeros(3).dtype),
+        "like": (
+            tuple(torch.empty_like(p).shape),
+            tuple(torch.zeros_like(p).shape),
+            torch.zeros_like(p).dtype,
+            p.new_zeros(3).dtype,
+        ),
         "data": (tuple(p.data.shape), tuple(p.detach().shape), p.data.dtype),
         "total": sum(each.numel() for each in model.parameters()),
         "repr": repr(p),
@@ -172,7 +186,9 @@ def reads() -> dict[str, str]:
 
 def test_every_read_of_a_released_parameter_raises_and_names_it(pool2: RankPool) -> None:
     for told in pool2.run(reads):
-        wrong = {name: text[:120] for name, text in told.items() if NAME not in text or "GatheredParameters" not in text}
+        wrong = {
+            name: text[:120] for name, text in told.items() if NAME not in text or "GatheredParameters" not in text
+        }
         assert not wrong, wrong
 
 
@@ -225,9 +241,19 @@ def harmless_calls() -> tuple[bool, bool, bool, bool, bool]:
     plain = case_named("tied").build()
     state, expected = model.state_dict(), plain.state_dict()
     keys = list(state) == list(expected)
-    shapes = all(state[name].shape == value.shape and state[name].dtype == value.dtype for name, value in expected.items())
+    shapes = all(
+        state[name].shape == value.shape and state[name].dtype == value.dtype for name, value in expected.items()
+    )
     objects = [id(p) for p in model.parameters()]
-    for call in (lambda: model.to("cpu"), model.cpu, model.float, lambda: model.to(torch.float32), model.train, model.eval, model.train):
+    for call in (
+        lambda: model.to("cpu"),
+        model.cpu,
+        model.float,
+        lambda: model.to(torch.float32),
+        model.train,
+        model.eval,
+        model.train,
+    ):
         call()
     p = model.get_parameter(NAME)
     moves = p.to("cpu") is p and p.float() is p and p.data.float() is not None and p.to(p.device, p.dtype) is p
@@ -269,7 +295,9 @@ class Borrower(nn.Module):
         self.layers = nn.ModuleList([Block() for _ in range(2)])
         self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
         self.recurrent = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
-        self.lists = nn.ParameterList([nn.Parameter(torch.full((HIDDEN,), 0.5)), nn.Parameter(torch.full((HIDDEN,), 0.25))])
+        self.lists = nn.ParameterList(
+            [nn.Parameter(torch.full((HIDDEN,), 0.5)), nn.Parameter(torch.full((HIDDEN,), 0.25))]
+        )
         self.head = nn.Linear(HIDDEN, OUT_FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -287,7 +315,9 @@ class Borrower(nn.Module):
 
 
 def borrowed(stage: int) -> tuple[float, str]:
-    return lockstep(Case("borrower", seeded(Borrower), regression_batch, case_named("plain").loss), make_config(stage, zero=ZERO))
+    return lockstep(
+        Case("borrower", seeded(Borrower), regression_batch, case_named("plain").loss), make_config(stage, zero=ZERO)
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -317,7 +347,9 @@ def test_a_parameter_in_flight_is_not_readable(pool2: RankPool) -> None:
 
 
 def read_past_every_guard(dtype: torch.dtype) -> list[bool]:
-    engine = start(case_named("plain").build(), make_config(3, zero={"param_persistence_threshold": 0}, **_precision(dtype)))
+    engine = start(
+        case_named("plain").build(), make_config(3, zero={"param_persistence_threshold": 0}, **_precision(dtype))
+    )
     if dtype is torch.float32:
         train_step(engine, case_named("plain"), 0)
     with warnings.catch_warnings():

@@ -115,7 +115,12 @@ def one_after_the_other(stages: tuple[int, ...]) -> tuple[list[float], bool, boo
             _plain_step(plain, case, optimizer, step)
         engine.destroy()
         # After destroy the module is plain torch again: its values can be read without any context.
-        errors.append(max(scaled_error(p.detach(), q.detach()) for p, q in zip(model.parameters(), plain.parameters(), strict=True)))
+        errors.append(
+            max(
+                scaled_error(p.detach(), q.detach())
+                for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+            )
+        )
     same = identity == {name: id(p) for name, p in model.named_parameters()}
     clean = before == (_hooks(model), {name: type(p) for name, p in model.named_parameters()})
     case.seeded_loss(model, here(9))[0].backward()
@@ -132,9 +137,18 @@ def _plain_step(model: nn.Module, case: Case, optimizer: torch.optim.Optimizer, 
 
 
 def _hooks(model: nn.Module) -> int:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+    kinds = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+    )
     on_modules = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-    on_parameters = sum(len(p._backward_hooks or {}) + len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+    on_parameters = sum(
+        len(p._backward_hooks or {}) + len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()
+    )
     return on_modules + on_parameters
 
 

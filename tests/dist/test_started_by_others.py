@@ -23,7 +23,8 @@ deepspeed.init_distributed(verbose=False)
 import deepspeed.comm as comm
 total = torch.tensor([float(comm.get_rank() + 1)])
 comm.all_reduce(total)
-found = {"rank": comm.get_rank(), "world": comm.get_world_size(), "local_rank": comm.get_local_rank(), "total": total.item()}
+found = {"rank": comm.get_rank(), "world": comm.get_world_size()}
+found |= {"local_rank": comm.get_local_rank(), "total": total.item()}
 found["port"] = int(os.environ["MASTER_PORT"])
 with open(os.path.join(sys.argv[1], f"rank{comm.get_rank()}.json"), "w") as file:
     json.dump(found, file)
@@ -32,7 +33,9 @@ comm.destroy_process_group()
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in IDENTITY and not name.startswith(SCHEDULERS)}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in IDENTITY and not name.startswith(SCHEDULERS)
+    }
     return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), **extra}
 
 

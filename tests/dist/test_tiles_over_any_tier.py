@@ -24,7 +24,11 @@ def _trained(config: dict, *, tiled: bool) -> tuple[list[float], dict[str, torch
 
 def _compare(config: dict) -> tuple[bool, bool, bool]:
     plain, tiled = _trained(config, tiled=False), _trained(config, tiled=True)
-    return plain[0] == tiled[0], plain[1].keys() == tiled[1].keys(), all(torch.equal(plain[1][n], tiled[1][n]) for n in plain[1])
+    return (
+        plain[0] == tiled[0],
+        plain[1].keys() == tiled[1].keys(),
+        all(torch.equal(plain[1][n], tiled[1][n]) for n in plain[1]),
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -110,7 +110,9 @@ def test_a_model_that_cannot_agree_fails_and_is_named(capsys: pytest.CaptureFixt
         (["--ranks", "0"], "--ranks"),
     ],
 )
-def test_wrong_input_is_a_sentence_and_exit_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_a_sentence_and_exit_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["grads", *arguments]) == 2
     told = capsys.readouterr().err
     assert told.startswith("ds_verify: ") and words in told and "Traceback" not in told

@@ -30,24 +30,36 @@ def test_no_sample_twice_none_missing(arguments: list[str], capsys: pytest.Captu
         (["--samples", "10", "--batch", "2", "--save-n", "2", "--at", "4"], "has 3 steps of 2 x 2"),
     ],
 )
-def test_wrong_input_is_a_sentence_and_exit_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_a_sentence_and_exit_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["data", *arguments]) == 2
     told = capsys.readouterr().err
     assert told.startswith("ds_verify: ") and words in told
 
 
 def test_a_rank_that_fails_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "--save-n", "1", "--load-n", "1", "--workers", "0", "--samples", "4", "--time-limit", "0.001"]) == 1
+    assert (
+        main(["data", "--save-n", "1", "--load-n", "1", "--workers", "0", "--samples", "4", "--time-limit", "0.001"])
+        == 1
+    )
     assert capsys.readouterr().out.endswith("FAIL\n")
 
 
 def test_the_first_offenders_are_named() -> None:
     assert faults([[3, 0], [1, 4]], [[2], [5]], 6) == []
-    assert faults([[3, 0], [1, 4]], [[0], [2]], 6) == ["1 seen twice: 0 (rank 0 of the save, rank 0 of the load)", "1 missing: 5"]
-    assert faults([[0], [1]], [[2], [3], [0]], 5) == ["1 seen twice: 0 (rank 0 of the save, rank 2 of the load)", "1 missing: 4"]
+    assert faults([[3, 0], [1, 4]], [[0], [2]], 6) == [
+        "1 seen twice: 0 (rank 0 of the save, rank 0 of the load)",
+        "1 missing: 5",
+    ]
+    assert faults([[0], [1]], [[2], [3], [0]], 5) == [
+        "1 seen twice: 0 (rank 0 of the save, rank 2 of the load)",
+        "1 missing: 4",
+    ]
     assert faults([[0], [1]], [[2, 3], [4]], 5) == ["load: ranks saw [1, 2] samples"]
     assert (
-        faults([[0, 1]], [[1] * 18], 20)[0] == "1 seen twice: 1 (" + "rank 0 of the save, " + ", ".join(["rank 0 of the load"] * 18) + ")"
+        faults([[0, 1]], [[1] * 18], 20)[0]
+        == "1 seen twice: 1 (" + "rank 0 of the save, " + ", ".join(["rank 0 of the load"] * 18) + ")"
     )
     assert faults([[0]], [[]], 20) == ["19 missing: 1, 2, 3, 4, 5, 6, 7, 8, ..."]
 

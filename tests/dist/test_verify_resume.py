@@ -45,7 +45,9 @@ def test_a_model_that_cannot_be_resumed_fails_and_the_field_is_named(capsys: pyt
         (["--model", "no_such_module:build"], "cannot import 'no_such_module'"),
     ],
 )
-def test_wrong_input_is_a_sentence_and_exit_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_a_sentence_and_exit_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["resume", *arguments]) == 2
     told = capsys.readouterr().err
     assert told.startswith("ds_verify: ") and words in told
@@ -57,4 +59,6 @@ def test_cells_are_the_documented_product() -> None:
 
 def test_the_first_difference_is_named() -> None:
     assert difference({"params": {"a": "1"}}, {"params": {"a": "1"}}) == ""
-    assert difference({"opt": {"m of a": "1"}}, {"opt": {}}).startswith("opt: m of a (1 without the interruption, absent after")
+    assert difference({"opt": {"m of a": "1"}}, {"opt": {}}).startswith(
+        "opt: m of a (1 without the interruption, absent after"
+    )

@@ -35,7 +35,9 @@ class Base(nn.Module):
 
 
 class Rich(Base):
-    """Everything that constructors do: child weights edited after attachment, apply(init), ties, odd shapes, buffers, arange."""
+    """Everything that constructors do: child weights edited after attachment, apply(init), ties, odd shapes, buffers,
+    arange.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +76,9 @@ class Whole(Base):
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(HIDDEN, HIDDEN)
-        self.b = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)))
+        self.b = nn.Sequential(
+            nn.Linear(HIDDEN, HIDDEN), nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+        )
         self.b[1][1].weight = nn.Parameter(torch.eye(HIDDEN))
         for p in self.parameters():
             if p.dim() > 1:
@@ -144,12 +148,25 @@ def sixteen_bits(block: str, explicit: bool) -> list[str]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[block]
     plain = _from_rank_0(_seeded("rich"))
     with deepspeed.zero.Init(dtype=dtype) if explicit else deepspeed.zero.Init(config_dict_or_path=config):
-        inside = (torch.zeros(1).dtype, torch.arange(3).dtype, torch.arange(3.0).dtype, torch.ones(2, dtype=torch.float64).dtype)
+        inside = (
+            torch.zeros(1).dtype,
+            torch.arange(3).dtype,
+            torch.arange(3.0).dtype,
+            torch.ones(2, dtype=torch.float64).dtype,
+        )
         model = _seeded("rich")
     # What becomes a buffer keeps its dtype; what becomes a parameter is rounded when it is cut.
-    wrong = [] if inside == (torch.float32, torch.int64, torch.float32, torch.float64) else [f"constructors inside: {inside}"]
+    wrong = (
+        []
+        if inside == (torch.float32, torch.int64, torch.float32, torch.float64)
+        else [f"constructors inside: {inside}"]
+    )
     wrong += [f"{key}: {p.dtype}" for key, p in model.named_parameters() if p.dtype is not dtype and key != "counts"]
-    wrong += [] if model.counts.dtype is torch.int64 and model.positions.dtype is torch.int64 else ["integers lost their dtype"]
+    wrong += (
+        []
+        if model.counts.dtype is torch.int64 and model.positions.dtype is torch.int64
+        else ["integers lost their dtype"]
+    )
     expected = dict(plain.named_parameters())
     deterministic = ("gain", "scalar", "layers.0.norm.weight", "layers.1.norm.bias", "counts")
     found = full_parameters(model)
@@ -174,7 +191,9 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH), nn.ReLU()) for _ in range(self.DEPTH)])
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH), nn.ReLU()) for _ in range(self.DEPTH)]
+        )
         self.apply(self._init)
         self.head = nn.Linear(self.WIDTH, 1)
 
@@ -228,7 +247,11 @@ def memory_of_construction(meta: bool) -> tuple[int, int, int, int]:
 
 
 def _wide(peak: list[int], meta: bool) -> Wide:
-    with peak_of_live_parameters(peak), deepspeed.zero.Init(), torch.device("meta") if meta else contextlib.nullcontext():
+    with (
+        peak_of_live_parameters(peak),
+        deepspeed.zero.Init(),
+        torch.device("meta") if meta else contextlib.nullcontext(),
+    ):
         return Wide()
 
 
@@ -238,7 +261,9 @@ def test_the_model_is_never_whole(pool2: RankPool, meta: bool) -> None:
         assert rest == 0
         assert shards <= 0.52 * whole + 128 * 2 * Wide.DEPTH
         one = 4 * Wide.WIDTH * (Wide.WIDTH + 1)
-        assert peak <= shards + 5 * one, f"peak {peak} of {whole} bytes, where the shards are {shards} and one layer is {one}"
+        assert peak <= shards + 5 * one, (
+            f"peak {peak} of {whole} bytes, where the shards are {shards} and one layer is {one}"
+        )
 
 
 def built_on_meta() -> tuple[bool, list[str], float]:
@@ -263,7 +288,9 @@ def test_meta_device_construction(pool2: RankPool) -> None:
 
 
 def _constructors() -> list[object]:
-    return [getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "arange", "eye", "tensor", "rand", "randn")]
+    return [
+        getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "arange", "eye", "tensor", "rand", "randn")
+    ]
 
 
 def devices_after_init() -> tuple[bool, bool]:
@@ -317,7 +344,9 @@ def odd_uses() -> dict[str, bool]:
     with deepspeed.zero.Init():
         lone = nn.Linear(4, 4)
     found["a lone module is cut at exit"] = all(sharded(lone))
-    found["ds attributes"] = tuple(lone.weight.ds_shape) == (4, 4) and lone.weight.ds_numel == 16 and lone.weight.partition_numel() == 8
+    found["ds attributes"] = (
+        tuple(lone.weight.ds_shape) == (4, 4) and lone.weight.ds_numel == 16 and lone.weight.partition_numel() == 8
+    )
     return found
 
 
@@ -327,7 +356,9 @@ def test_odd_uses_of_the_context(pool2: RankPool) -> None:
 
 
 def edited(when: str) -> tuple[float, bool]:
-    """GatheredParameters edits before and after initialize: the modifier's values win everywhere, an edit without one is refused."""
+    """GatheredParameters edits before and after initialize: the modifier's values win everywhere, an edit without one
+    is refused.
+    """
     plain = _from_rank_0(_seeded("tied"))
     with deepspeed.zero.Init():
         model = _seeded("tied")

@@ -1,4 +1,5 @@
-"""The CUDA kernels of Adam, Lion and LAMB compute what the host kernels and torch compute, whatever the dtypes, sizes and alignment.
+"""The CUDA kernels of Adam, Lion and LAMB compute what the host kernels and torch compute, whatever the dtypes, sizes
+and alignment.
 
 The tests that take ``place`` also run in tests/ops/test_cuda_sources.py, on the same sources compiled for the host.
 """
@@ -15,7 +16,11 @@ from deepspeed.optim import cuda, host
 from deepspeed.optim.lamb import Lamb
 from deepspeed.optim.named import FusedAdam, FusedLamb, FusedLion
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(600),
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 7, 1003, 8192, 8193, 20_000, 65_536)  # around the elements of a block, and no multiple of a vector
@@ -28,7 +33,8 @@ Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 FP32: Dtypes = (torch.float32,) * 3
 
 needs_host_kernels = pytest.mark.skipif(
-    torch.cuda.is_available() and (try_load(CPU_ADAM) is None or try_load(CPU_LION) is None), reason="no C++ compiler for the host kernels"
+    torch.cuda.is_available() and (try_load(CPU_ADAM) is None or try_load(CPU_LION) is None),
+    reason="no C++ compiler for the host kernels",
 )
 
 
@@ -39,7 +45,9 @@ def place() -> str:
     return "cuda"
 
 
-def draw(sizes: tuple[int, ...] = SIZES, dtypes: Dtypes = FP32, *, place: str = "cpu", offsets: tuple[int, ...] = (0,) * 4) -> Columns:
+def draw(
+    sizes: tuple[int, ...] = SIZES, dtypes: Dtypes = FP32, *, place: str = "cpu", offsets: tuple[int, ...] = (0,) * 4
+) -> Columns:
     """Parameters, gradients and two moments, each column ``offsets`` elements into its memory: not aligned."""
     columns: Columns = [[], [], [], []]
     for seed, size in enumerate(sizes):
@@ -74,7 +82,13 @@ def test_adam_equals_the_host_kernel_bit_by_bit(place: str, *, decoupled: bool, 
     theirs = draw()
     mine = copies(theirs, place)
     for step in range(1, 6):
-        settings = {**ADAM, "decoupled": decoupled, "bias_correction": bias_correction, "grad_scale": 0.25, "step": step}
+        settings = {
+            **ADAM,
+            "decoupled": decoupled,
+            "bias_correction": bias_correction,
+            "grad_scale": 0.25,
+            "step": step,
+        }
         host_adam(theirs, **settings)
         cuda.adam_step(*mine, **settings)
     for found, expected in zip(mine, theirs, strict=True):
@@ -105,13 +119,17 @@ def test_adam_follows_torch(place: str, kind: type[torch.optim.Optimizer]) -> No
     for step in range(1, 11):
         for seed, param in enumerate(theirs):
             param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + seed)).to(place)
-        cuda.adam_step(mine, [p.grad for p in theirs], first, second, step=step, decoupled=kind is torch.optim.AdamW, **ADAM)
+        cuda.adam_step(
+            mine, [p.grad for p in theirs], first, second, step=step, decoupled=kind is torch.optim.AdamW, **ADAM
+        )
         reference.step()
     for found, expected in zip(mine, theirs, strict=True):
         torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
 
 
-def lamb_pair(place: str, dtype: torch.dtype, **settings: object) -> tuple[Columns, list[torch.Tensor], list[torch.nn.Parameter], Lamb]:
+def lamb_pair(
+    place: str, dtype: torch.dtype, **settings: object
+) -> tuple[Columns, list[torch.Tensor], list[torch.nn.Parameter], Lamb]:
     """Three steps of the kernel, its last ratios, and the same by deepspeed.optim.lamb in fp32 on the host."""
     mine = draw(dtypes=(dtype, dtype, torch.float32), place=place)
     mine[2], mine[3] = ([torch.zeros_like(t) for t in column] for column in mine[2:])
@@ -161,7 +179,9 @@ def test_lamb_repeats_its_bits_and_writes_the_rounded_weights(place: str) -> Non
 
 @needs_host_kernels
 @pytest.mark.parametrize(("param", "grad"), list(itertools.product(DTYPES, DTYPES)))
-def test_every_dtype_is_the_fp32_rule_with_rounded_inputs_and_outputs(place: str, param: torch.dtype, grad: torch.dtype) -> None:
+def test_every_dtype_is_the_fp32_rule_with_rounded_inputs_and_outputs(
+    place: str, param: torch.dtype, grad: torch.dtype
+) -> None:
     for moment, out in itertools.product(DTYPES, (None, *DTYPES)):
         low = draw((1003, 9001), (param, grad, moment))
         wide = [[t.float().clone() for t in column] for column in low]
@@ -181,15 +201,23 @@ def test_lion_in_16_bits(place: str, dtype: torch.dtype) -> None:
     outs = [torch.empty_like(p) for p in low[0]]
     cuda.lion_step(*low[:3], outs=outs, **LION)
     cuda.lion_step(*wide[:3], **LION)
-    assert equal(low[0], [t.to(dtype) for t in wide[0]]) and equal(low[2], [t.to(dtype) for t in wide[2]]) and equal(outs, low[0])
+    assert (
+        equal(low[0], [t.to(dtype) for t in wide[0]])
+        and equal(low[2], [t.to(dtype) for t in wide[2]])
+        and equal(outs, low[0])
+    )
 
 
 @pytest.mark.parametrize("step", [cuda.adam_step, cuda.lion_step, cuda.lamb_step])
-@pytest.mark.parametrize("dtypes", [FP32, (torch.float32, torch.bfloat16, torch.float32), (torch.bfloat16,) * 3], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [FP32, (torch.float32, torch.bfloat16, torch.float32), (torch.bfloat16,) * 3], ids=str
+)
 def test_alignment_changes_no_bit(place: str, step: Callable[..., object], dtypes: Dtypes) -> None:
     def run(*offsets: int) -> list[torch.Tensor]:
         columns = draw(dtypes=dtypes, place=place, offsets=offsets[:4])
-        outs = [torch.empty(p.numel() + offsets[4], dtype=torch.float16, device=place)[offsets[4] :] for p in columns[0]]
+        outs = [
+            torch.empty(p.numel() + offsets[4], dtype=torch.float16, device=place)[offsets[4] :] for p in columns[0]
+        ]
         if step is cuda.lion_step:
             step(*columns[:3], outs=outs, **LION)
         else:
@@ -226,7 +254,11 @@ def test_an_overflow_changes_nothing(place: str, step: Callable[..., object], mo
     before = copies(columns, place)
     outs = [torch.full_like(p, 7.0) for p in columns[0]]
     lion = step is cuda.lion_step
-    settings = {"found_inf": torch.ones((), device=place), "outs": outs, **(LION if lion else LAMB if step is cuda.lamb_step else ADAM)}
+    settings = {
+        "found_inf": torch.ones((), device=place),
+        "outs": outs,
+        **(LION if lion else LAMB if step is cuda.lamb_step else ADAM),
+    }
     given = columns[:3] if lion else columns
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", torch.rand)  # LAMB must not use sums that it did not write
@@ -246,7 +278,10 @@ def test_numbers_on_the_device_are_those_of_the_host(place: str, *, bias_correct
     for step in (1, 2, 1000):
         settings = {**ADAM, "bias_correction": bias_correction}
         cuda.adam_step(*known, step=step, grad_scale=0.125, **settings)
-        numbers = {name: torch.tensor(float(value), device=place) for name, value in (("step", step), ("lr", 1e-2), ("grad_scale", 0.125))}
+        numbers = {
+            name: torch.tensor(float(value), device=place)
+            for name, value in (("step", step), ("lr", 1e-2), ("grad_scale", 0.125))
+        }
         cuda.adam_step(*read, **{**settings, **numbers})
     for found, expected in zip(read[0], known[0], strict=True):
         # the rate is rounded to fp32 on the way there
@@ -296,7 +331,9 @@ def test_the_named_classes_run_on_the_kernels(
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLion, FusedLamb])
-def test_the_named_classes_write_the_rounded_weights(place: str, cls: type[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+def test_the_named_classes_write_the_rounded_weights(
+    place: str, cls: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
     params = [torch.nn.Parameter(p) for p in draw(place=place)[0]]
     outputs = {p: torch.full_like(p, 7.0, dtype=dtype, requires_grad=False) for p in params[1:]}  # one has none
     for param in params[:-1]:
@@ -350,7 +387,10 @@ def test_tensors_that_do_not_fit(place: str, change: Callable[[Columns], None], 
 
 
 def copies_of_views(columns: Columns, place: str) -> Columns:
-    return [[t.to(place) if t.is_contiguous() else torch.ones(2 * t.numel(), device=place)[::2] for t in column] for column in columns]
+    return [
+        [t.to(place) if t.is_contiguous() else torch.ones(2 * t.numel(), device=place)[::2] for t in column]
+        for column in columns
+    ]
 
 
 def test_a_step_must_be_on_the_device_in_fp32(place: str) -> None:

@@ -1,4 +1,5 @@
-"""Offload beside a real device: host and drive train what the device trains, states are where they should be, limits are kept.
+"""Offload beside a real device: host and drive train what the device trains, states are where they should be, limits
+are kept.
 
 One rank in this process. ``-s`` shows the largest differences and what memory was used.
 """
@@ -20,12 +21,16 @@ from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.plan import StateKind
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(300),
+]
 
 WIDTH, STEPS, GAS = 192, 4, 2  # a weight is large enough for the drive (zero.Init leaves smaller ones on the device)
 STAGES = (1, 2, 3)
-# A norm over host memory adds in another order, so that clipping may scale by another last bit; in bf16 that can flip the rounding of
-# single weights, whose gradients then differ by parts in a thousand.
+# A norm over host memory adds in another order, so that clipping may scale by another last bit; in bf16 that can flip
+# the rounding of single weights, whose gradients then differ by parts in a thousand.
 TOLERANCE = {"fp32": 2e-6, "bf16": 1e-3}
 MIB = 1 << 20
 
@@ -85,7 +90,10 @@ def places(folder: Path | str) -> dict[str, dict[str, Any]]:
         "param cpu": {"offload_param": cpu},
         "param nvme": {"offload_param": {**params, "buffer_size": 30_000}},
         "both cpu": {"offload_optimizer": cpu, "offload_param": cpu},
-        "both cpu, unpinned": {"offload_optimizer": {**cpu, "pin_memory": False}, "offload_param": {**cpu, "pin_memory": False}},
+        "both cpu, unpinned": {
+            "offload_optimizer": {**cpu, "pin_memory": False},
+            "offload_param": {**cpu, "pin_memory": False},
+        },
         "both nvme": {"offload_optimizer": drive, "offload_param": params},
         "param nvme, optim cpu": {"offload_optimizer": cpu, "offload_param": params},
         "no overlap": {"offload_optimizer": cpu, "offload_param": cpu, "overlap_comm": False},
@@ -93,15 +101,24 @@ def places(folder: Path | str) -> dict[str, dict[str, Any]]:
 
 
 NAMES = tuple(name for name in places("") if name != "none")
-CELLS = [(stage, name) for stage in STAGES for name in NAMES if stage == 3 or not {"param", "both", "no"} & set(name.split())]
+CELLS = [
+    (stage, name) for stage in STAGES for name in NAMES if stage == 3 or not {"param", "both", "no"} & set(name.split())
+]
 
 
-def config(stage: int, dtype: str, zero: dict[str, Any], *, clip: float = 0.0, gas: int = GAS, **more: Any) -> dict[str, Any]:
+def config(
+    stage: int, dtype: str, zero: dict[str, Any], *, clip: float = 0.0, gas: int = GAS, **more: Any
+) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000, "reduce_bucket_size": 50_000, **zero},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 1000,
+            "reduce_bucket_size": 50_000,
+            **zero,
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}},
         "bf16": {"enabled": dtype == "bf16"},
         **more,
@@ -116,7 +133,9 @@ def start(cfg: dict[str, Any], model: nn.Module | None = None) -> Any:
 def backward(engine: Any, seed: int) -> float:
     """One micro-batch; two of them come again and again, so that the loss must fall."""
     width = engine.module.head.in_features if hasattr(engine.module, "head") else WIDTH
-    x = torch.randn(4, width, generator=torch.Generator().manual_seed(seed % GAS)).to(engine.device, next(engine.module.parameters()).dtype)
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(seed % GAS)).to(
+        engine.device, next(engine.module.parameters()).dtype
+    )
     loss = (engine(x).float() - 1).square().mean()
     engine.backward(loss)
     return float(loss.detach())
@@ -153,7 +172,9 @@ def run(cfg: dict[str, Any], model: nn.Module | None = None) -> tuple[list[float
 def difference(one: dict[str, Tensor], other: dict[str, Tensor], *, fp32_only: bool = True) -> float:
     """The largest, over fp32 weights or all."""
     names = [name for name in one if name.endswith("(fp32)") or not fp32_only]
-    assert one.keys() == other.keys() and all(torch.isfinite(one[n]).all() and torch.isfinite(other[n]).all() for n in names)
+    assert one.keys() == other.keys() and all(
+        torch.isfinite(one[n]).all() and torch.isfinite(other[n]).all() for n in names
+    )
     return max((one[name] - other[name]).abs().max().item() for name in names)
 
 
@@ -180,7 +201,9 @@ def plain(cache: dict[Any, Any], stage: int, dtype: str, clip: float) -> tuple[l
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("stage", "name"), CELLS)
-def test_training_follows_the_device(stage: int, name: str, dtype: str, tmp_path: Path, on_device: dict[Any, Any]) -> None:
+def test_training_follows_the_device(
+    stage: int, name: str, dtype: str, tmp_path: Path, on_device: dict[Any, Any]
+) -> None:
     """With accumulation and with clipping at every step."""
     losses, weights = plain(on_device, stage, dtype, 0.05)
     found_losses, found = run(config(stage, dtype, places(tmp_path)[name], clip=0.05))
@@ -192,13 +215,20 @@ def test_training_follows_the_device(stage: int, name: str, dtype: str, tmp_path
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_how_equal_the_kernels_of_device_and_host_are(stage: int, dtype: str, tmp_path: Path, on_device: dict[Any, Any]) -> None:
-    """Without clipping only the kernels can differ: FusedAdam's on the device, the host's elsewhere. Host and drive share one."""
+def test_how_equal_the_kernels_of_device_and_host_are(
+    stage: int, dtype: str, tmp_path: Path, on_device: dict[Any, Any]
+) -> None:
+    """Without clipping only the kernels can differ: FusedAdam's on the device, the host's elsewhere. Host and drive
+    share one.
+    """
     _, weights = plain(on_device, stage, dtype, 0.0)
     _, cpu = run(config(stage, dtype, places(tmp_path)["optim cpu"]))
     _, nvme = run(config(stage, dtype, places(tmp_path)["optim nvme"]))
     largest = difference(weights, cpu, fp32_only=False)
-    print(f"stage {stage}, {dtype}: device against host {'bitwise equal' if largest == 0 else f'differ by up to {largest:.3g}'}")
+    print(
+        f"stage {stage}, {dtype}: device against host "
+        f"{'bitwise equal' if largest == 0 else f'differ by up to {largest:.3g}'}"
+    )
     assert difference(weights, cpu) <= TOLERANCE[dtype]
     assert difference(cpu, nvme, fp32_only=False) == 0.0
 
@@ -257,7 +287,9 @@ def test_states_rest_where_they_should(stage: int, name: str, dtype: str, tmp_pa
         away = param.get("device", "device") if unit.plan.param.away else "device"
         assert (unit.on_drive(StateKind.PARAM)) == (away == "nvme"), unit.name
         if away == "cpu":
-            assert unit.shard.device.type == "cpu" and unit.shard.is_pinned() == param.get("pin_memory", True), unit.name
+            assert unit.shard.device.type == "cpu" and unit.shard.is_pinned() == param.get("pin_memory", True), (
+                unit.name
+            )
         elif away == "device":
             assert unit.shard.device.type == "cuda", unit.name
         assert not unit.movable or unit.full.untyped_storage().nbytes() == 0, f"{unit.name} is still gathered"
@@ -332,7 +364,9 @@ def test_lent_states_leave_the_device_and_come_back(stage: int, dtype: str, on_d
 
 
 def _bytes_on_device(engine: Any, view: Any) -> int:
-    return sum(v.nbytes for v in engine.optimizer_state(view).values() if isinstance(v, Tensor) and v.dim() and v.is_cuda)
+    return sum(
+        v.nbytes for v in engine.optimizer_state(view).values() if isinstance(v, Tensor) and v.dim() and v.is_cuda
+    )
 
 
 def test_gradients_can_be_lent_within_a_window(on_device: dict[Any, Any]) -> None:
@@ -363,7 +397,9 @@ def test_a_model_is_born_in_host_memory_or_on_a_drive(remote: str, tmp_path: Pat
             units = [p._ds_unit for p in model.parameters() if p.numel() >= 1 << 14]
             assert len(units) == 8
             for unit in units:
-                assert (unit.on_drive(StateKind.PARAM)) if where == "nvme" else unit.shard.device.type == "cpu", unit.name
+                assert (unit.on_drive(StateKind.PARAM)) if where == "nvme" else unit.shard.device.type == "cpu", (
+                    unit.name
+                )
                 assert where == "nvme" or unit.shard.is_pinned(), unit.name
             assert get_accelerator().memory_allocated() - before < MIB // 2  # what moves is 1 MiB
         results.append(run(cfg, model))
@@ -377,7 +413,9 @@ def test_what_does_not_fit_the_device_is_refused() -> None:
     model = Stack(1024, 8)
     in_use = get_accelerator().memory_allocated() // MIB
     cfg = config(3, "bf16", {}, memory={"device_limit": f"{in_use + 64}MiB"})
-    with pytest.raises(DeepSpeedConfigError, match=r"memory\.device_limit is (.|\n)*It fits with zero_optimization\.offload_optimizer"):
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"memory\.device_limit is (.|\n)*It fits with zero_optimization\.offload_optimizer"
+    ):
         start(cfg, model)
     synchronize()
     assert get_accelerator().memory_allocated() // MIB <= in_use + 1, "a refused model has left something on the device"

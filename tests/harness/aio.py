@@ -35,7 +35,9 @@ def refuse_direct(patch: pytest.MonkeyPatch) -> None:
 def noise(nbytes: int, *, seed: int = 0, shift: int = 0) -> torch.Tensor:
     """Random bytes, ``shift`` bytes behind a page boundary."""
     memory = aligned_empty(nbytes + shift)[shift:]
-    return memory.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    return memory.copy_(
+        torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 def content(file: DirectFile) -> bytes:
@@ -43,7 +45,9 @@ def content(file: DirectFile) -> bytes:
     return Path(file.path).read_bytes()
 
 
-def python(script: str, *arguments: str, wrapper: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    script: str, *arguments: str, wrapper: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script that imports this package, with a time limit."""
     return subprocess.run(
         [*wrapper, sys.executable, "-c", script, *arguments],

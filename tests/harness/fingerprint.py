@@ -1,7 +1,8 @@
-"""What a user could observe of a training run, as one plain dict: two configurations act alike exactly when their dicts are equal.
+"""What a user could observe of a training run, as one plain dict: two configurations act alike exactly when their dicts
+are equal.
 
-Values that merely echo the configuration (``engine.steps_per_print()``) are left out on purpose: they would make every key look
-alive. Times and memory sizes are masked.
+Values that merely echo the configuration (``engine.steps_per_print()``) are left out on purpose: they would make every
+key look alive. Times and memory sizes are masked.
 """
 
 import contextlib
@@ -72,7 +73,10 @@ def _build() -> ProbeModel:
 
 def _dataset() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(99)
-    return [(torch.randn(IN_FEATURES, generator=generator), torch.randn(OUT_FEATURES, generator=generator)) for _ in range(SAMPLES)]
+    return [
+        (torch.randn(IN_FEATURES, generator=generator), torch.randn(OUT_FEATURES, generator=generator))
+        for _ in range(SAMPLES)
+    ]
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
@@ -83,7 +87,9 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 
 class _Watch:
-    """Everything about one run that lies outside the engine object: log lines, collectives, waits for the device, process settings."""
+    """Everything about one run that lies outside the engine object: log lines, collectives, waits for the device,
+    process settings.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -107,7 +113,9 @@ class _Watch:
         for once in (log_tools._log_once, log_tools.warning_once):
             once.cache_clear()
         try:
-            services: Any = {name: _Service(name, self.services) for name in ("torch.utils.tensorboard", "wandb", "comet_ml")}
+            services: Any = {
+                name: _Service(name, self.services) for name in ("torch.utils.tensorboard", "wandb", "comet_ml")
+            }
             with mock.patch.object(Accelerator, "synchronize", wait), mock.patch.dict(sys.modules, services):
                 yield
         finally:
@@ -231,7 +239,9 @@ def _checkpoints(engine: Any, folder: Path, *, odd: bool) -> Fingerprint:
     limits: list[int] = []
     with mock.patch.object(RankFile, "limit", lambda _, rate: limits.append(rate)):
         for index in range(3):
-            engine.save_checkpoint(place[0], f"t{index}" if odd else f"t{index}-{dist.get_rank()}", {"odd": {1}.union} if odd else {})
+            engine.save_checkpoint(
+                place[0], f"t{index}" if odd else f"t{index}-{dist.get_rank()}", {"odd": {1}.union} if odd else {}
+            )
     out: Fingerprint = {"limits": limits, "busy": engine._saver.running}
     torch.manual_seed(77)
     list(engine.training_dataloader)
@@ -245,7 +255,12 @@ def _checkpoints(engine: Any, folder: Path, *, odd: bool) -> Fingerprint:
 
 def _start(engine: Any, loader: Any) -> Fingerprint:
     return {
-        "batch": [engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), len(loader)],
+        "batch": [
+            engine.train_batch_size(),
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+            len(loader),
+        ],
         "units": [_say_unit(u) for u in engine.runtime.units],
         "parameters": {n: (str(p.dtype), list(p.shape)) for n, p in engine.module.named_parameters()},
         "buffers": {n: (str(b.dtype), b.float().tolist()) for n, b in engine.module.named_buffers()},
@@ -272,7 +287,13 @@ def _steps(engine: Any, batches: Iterator[Any], scenario: str) -> list[Any]:
                 "momentum": engine.get_mom(),
                 "scale": engine.loss_scale(),
                 "norm": engine.get_global_grad_norm(),
-                "steps": [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.was_step_applied()],
+                "steps": [
+                    engine.global_steps,
+                    engine.micro_steps,
+                    engine.skipped_steps,
+                    engine.global_samples,
+                    engine.was_step_applied(),
+                ],
             }
         )
     return seen
@@ -301,7 +322,9 @@ def _end(engine: Any, model: ProbeModel) -> Fingerprint:
 
 
 class _Service:
-    """Stands for the modules of metric services, whose packages may be missing: every call is written down, and the answer is itself."""
+    """Stands for the modules of metric services, whose packages may be missing: every call is written down, and the
+    answer is itself.
+    """
 
     def __init__(self, name: str, calls: list[Any]) -> None:
         self._name, self._calls = name, calls
@@ -315,7 +338,9 @@ class _Service:
 
 
 class _PretendDevice:
-    """The accelerator of this process under another name: what activation checkpointing does on a device can be seen without one."""
+    """The accelerator of this process under another name: what activation checkpointing does on a device can be seen
+    without one.
+    """
 
     def device_name(self) -> str:
         return "pretended"
@@ -326,7 +351,9 @@ class _PretendDevice:
 
 @contextlib.contextmanager
 def _recomputing(model: ProbeModel, config: dict[str, Any], watch: _Watch) -> Iterator[None]:
-    """The blocks run under ``deepspeed.checkpointing``; copies of activations to the host are counted in place of made."""
+    """The blocks run under ``deepspeed.checkpointing``; copies of activations to the host are counted in place of
+    made.
+    """
 
     def counted(*, pin_memory: bool = False) -> Any:
         watch.copies += 1

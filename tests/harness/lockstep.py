@@ -18,12 +18,15 @@ TOLERANCE = 1e-6
 
 
 class Lockstep:
-    """``case`` under an engine with ``config`` on every rank, and the same case plain; losses are functions of the place.
+    """``case`` under an engine with ``config`` on every rank, and the same case plain; losses are functions of the
+    place.
 
     ``error`` is the largest error of any gradient or parameter so far, ``worst`` where it was met.
     """
 
-    def __init__(self, case: Case, config: dict[str, Any], *, model: nn.Module | None = None, plain: nn.Module | None = None) -> None:
+    def __init__(
+        self, case: Case, config: dict[str, Any], *, model: nn.Module | None = None, plain: nn.Module | None = None
+    ) -> None:
         self.case = case
         self.engine = start(case.build().train() if model is None else model, config)
         self.plain = case.build().train() if plain is None else plain
@@ -104,7 +107,9 @@ def not_at_rest(engine: Any) -> list[str]:
 
 
 def live_bytes(model: nn.Module) -> int:
-    """Storage bytes behind the parameters of ``model``, each storage once; released ones (a scalar of NaN) count nothing."""
+    """Storage bytes behind the parameters of ``model``, each storage once; released ones (a scalar of NaN) count
+    nothing.
+    """
     here = [p for p in model.parameters() if not is_released(p)]
     return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in here}.values())
 

@@ -7,7 +7,9 @@ SAMPLE_S = 0.1
 
 
 def slowdown() -> float:
-    """How many times longer than on an idle machine a process takes now: a short loop, or by the last minute's load; at least 1."""
+    """How many times longer than on an idle machine a process takes now: a short loop, or by the last minute's load; at
+    least 1.
+    """
     wall, processor = time.perf_counter(), time.thread_time()
     while time.thread_time() - processor < SAMPLE_S:
         pass

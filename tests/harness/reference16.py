@@ -16,7 +16,9 @@ from deepspeed.verify.reference import GATE_ADAM, clip_factor, global_norm
 
 @dataclass(frozen=True)
 class Run16:
-    """Per step: losses by (rank, micro), averaged unscaled gradients, norm; and the final fp32 master weights and buffers."""
+    """Per step: losses by (rank, micro), averaged unscaled gradients, norm; and the final fp32 master weights and
+    buffers.
+    """
 
     losses: list[dict[tuple[int, int], float]]
     grads: list[dict[str, Tensor]]
@@ -26,7 +28,9 @@ class Run16:
 
 
 def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """``model`` with its parameters in ``dtype``, buffers as they are, and batch norms, which want both in one, in fp32."""
+    """``model`` with its parameters in ``dtype``, buffers as they are, and batch norms, which want both in one, in
+    fp32.
+    """
     for module in model.modules():
         for param in module.parameters(recurse=False):
             param.data = param.data.to(torch.float32 if isinstance(module, nn.BatchNorm1d) else dtype)
@@ -47,7 +51,13 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
 
 
 def train_16bit(
-    case: Case, *, world: int, dtype: torch.dtype, steps: int = 3, scale: float = 1.0, accumulate: torch.dtype = torch.float32
+    case: Case,
+    *,
+    world: int,
+    dtype: torch.dtype,
+    steps: int = 3,
+    scale: float = 1.0,
+    accumulate: torch.dtype = torch.float32,
 ) -> Run16:
     """Train ``case`` (see :func:`rounded`) for ``steps`` optimizer steps as ``world`` ranks would."""
     model = case.build().train()

@@ -82,7 +82,9 @@ class CollectiveSpy:
                 setattr(module, name, wrapped)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for module, name, original in self._saved:
             setattr(module, name, original)
         self._saved.clear()
@@ -126,7 +128,9 @@ class CollectiveSpy:
         index = PAYLOADS[name]
         found: list[Tensor] = []
         if index:
-            payload = args[index[0]] if len(args) > index[0] else next((kwargs[k] for k in KEYWORDS if k in kwargs), None)
+            payload = (
+                args[index[0]] if len(args) > index[0] else next((kwargs[k] for k in KEYWORDS if k in kwargs), None)
+            )
             if name.startswith(("reduce_scatter", "all_to_all")) and len(args) <= index[0]:
                 payload = kwargs.get("input", kwargs.get("input_list", kwargs.get("input_tensor_list")))
             found = list(_tensors(payload))

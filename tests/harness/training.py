@@ -56,10 +56,13 @@ def train_step(engine: Any, case: Case, step: int) -> list[float]:
     return values
 
 
-def plain_train(case: Case, optimizer_of: Callable[[nn.Module], Any], *, steps: int, world: int | None = None) -> dict[str, Tensor]:
+def plain_train(
+    case: Case, optimizer_of: Callable[[nn.Module], Any], *, steps: int, world: int | None = None
+) -> dict[str, Tensor]:
     """The parameters after ``steps`` plain steps over the data of every rank (no clipping).
 
-    ``optimizer_of(model)`` returns an object with ``step()`` and ``zero_grad()``; learning-rate schedules go into ``step``.
+    ``optimizer_of(model)`` returns an object with ``step()`` and ``zero_grad()``; learning-rate schedules go into
+    ``step``.
     """
     world = dist.get_world_size() if world is None else world
     model = case.build().train()
@@ -79,7 +82,9 @@ def plain_train(case: Case, optimizer_of: Callable[[nn.Module], Any], *, steps: 
 
 def parameter_error(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float, str]:
     """The largest scaled error over all parameters of a (sharded) model, and the name it belongs to. Collective."""
-    errors = {name: scaled_error(value.float(), expected[name].float()) for name, value in full_parameters(model).items()}
+    errors = {
+        name: scaled_error(value.float(), expected[name].float()) for name, value in full_parameters(model).items()
+    }
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst
 
@@ -93,4 +98,15 @@ def outcome(function: Callable[[], Any]) -> str:
     return ""
 
 
-__all__ = ["ADAMW", "BUCKETS", "STAGES", "here", "make_config", "outcome", "parameter_error", "plain_train", "start", "train_step"]
+__all__ = [
+    "ADAMW",
+    "BUCKETS",
+    "STAGES",
+    "here",
+    "make_config",
+    "outcome",
+    "parameter_error",
+    "plain_train",
+    "start",
+    "train_step",
+]

@@ -1,4 +1,5 @@
-"""``python -m tests.mutants``: plant each fault in a copy of the tree, run its tests there, and say whether they noticed.
+"""``python -m tests.mutants``: plant each fault in a copy of the tree, run its tests there, and say whether they
+noticed.
 
 Exit status 0 when every fault was killed, 1 when one survived or could not be decided, 2 for wrong arguments.
 """
@@ -25,7 +26,9 @@ KILLED, SURVIVED, UNDECIDED = "killed", "SURVIVED", "UNDECIDED"
 
 @dataclass
 class Run:
-    """The tests of one mutant under way in a copy of the tree, with the fault or (to see that they pass then) without."""
+    """The tests of one mutant under way in a copy of the tree, with the fault or (to see that they pass then)
+    without.
+    """
 
     mutant: Mutant
     copy: Path
@@ -38,7 +41,11 @@ class Run:
 def copy_tree(folder: Path) -> Path:
     """A copy of every file of this repository that git knows or would take, in ``folder``."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
@@ -57,7 +64,13 @@ def begin(mutant: Mutant, copy: Path, *, planted: bool) -> Run:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=copy, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=copy,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     return Run(mutant, copy, planted, process, log, time.monotonic())
 
@@ -73,7 +86,9 @@ def stop(run: Run) -> None:
 
 
 def verdict(run: Run, status: int | None) -> tuple[str, str]:
-    """What pytest's exit ``status`` (None: over the limit) says of the fault, and the line of its output that tells why."""
+    """What pytest's exit ``status`` (None: over the limit) says of the fault, and the line of its output that tells
+    why.
+    """
     lines = run.log.read_text(errors="replace").splitlines()
     failed = [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
     last = (failed or [line for line in lines if line.strip()] or [""])[-1][:160]
@@ -89,7 +104,9 @@ def verdict(run: Run, status: int | None) -> tuple[str, str]:
 
 
 def replay(mutants: Sequence[Mutant], *, jobs: int, limit_s: float, check: bool) -> dict[str, str]:
-    """Outcome by id. ``check``: first see that the tests pass without the fault; a mutant whose tests do not is undecided."""
+    """Outcome by id. ``check``: first see that the tests pass without the fault; a mutant whose tests do not is
+    undecided.
+    """
     outcomes: dict[str, str] = {}
     waiting = [(mutant, planted) for mutant in mutants for planted in ((False, True) if check else (True,))]
     running: list[Run] = []
@@ -120,14 +137,26 @@ def replay(mutants: Sequence[Mutant], *, jobs: int, limit_s: float, check: bool)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", metavar="ID,FILE", default="", help="the mutants of these ids and files instead of all")
-    parser.add_argument("--list", action="store_true", help="print the list and run nothing")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time, each in a copy of its own (default 1)")
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="S", help=f"seconds for the tests of one mutant (default {LIMIT_S:g})"
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="run the tests without the fault as well: they must pass then")
+    parser.add_argument(
+        "--only", metavar="ID,FILE", default="", help="the mutants of these ids and files instead of all"
+    )
+    parser.add_argument("--list", action="store_true", help="print the list and run nothing")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="so many at a time, each in a copy of its own (default 1)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help=f"seconds for the tests of one mutant (default {LIMIT_S:g})",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="run the tests without the fault as well: they must pass then"
+    )
     given = parser.parse_args(arguments)
     try:
         mutants = chosen(*filter(None, given.only.split(",")))

@@ -1,7 +1,8 @@
 """The list of planted faults, each with the tests that notice it.
 
-A fault that a refactoring could make, and that was found or imagined once, becomes an entry here together with the test that kills
-it. ``old`` is short, so that it outlives changes around it, and occurs once in its file; tests/pure/test_mutants.py holds that.
+A fault that a refactoring could make, and that was found or imagined once, becomes an entry here together with the test
+that kills it. ``old`` is short, so that it outlives changes around it, and occurs once in its file;
+tests/pure/test_mutants.py holds that.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Mutant:
-    """Replace ``old`` by ``new`` in ``file`` (and every pair of ``also``); one of ``tests``, arguments of pytest, must then fail.
+    """Replace ``old`` by ``new`` in ``file`` (and every pair of ``also``); one of ``tests``, arguments of pytest, must
+    then fail.
 
     ``breaks`` says what no longer holds under the fault.
     """
@@ -31,7 +33,8 @@ class Mutant:
             count = source.count(old)
             if count != 1:
                 raise ValueError(
-                    f"mutant {self.id} replaces text that occurs {count} times in {self.file}, not once: {old!r}. The code has changed; "
+                    f"mutant {self.id} replaces text that occurs {count} times in {self.file}, not once: "
+                    f"{old!r}. The code has changed; "
                     "plant the same fault in its new form in tests/mutants/faults.py"
                 )
             source = source.replace(old, new)
@@ -112,7 +115,8 @@ _PURE = (
         "P1",
         "deepspeed/zero/partition.py",
         "[index_of[p] for p in module.parameters(recurse=False)]",
-        "[index_of[p] for p in module.parameters(recurse=False) if all(p is not q for m in touches for q in m.parameters(recurse=False))]",
+        "[index_of[p] for p in module.parameters(recurse=False) if all(p is not q for m in touches for q in "
+        "m.parameters(recurse=False))]",
         _PARTITION,
         "a tied parameter is listed for every module that holds it",
     ),
@@ -194,7 +198,8 @@ _OPTIMIZERS = (
     Mutant(
         "O2",
         "deepspeed/optim/adam.py",
-        'decoupled=group["decoupled_weight_decay"],\n            bias_correction=group["bias_correction"],\n            out=',
+        'decoupled=group["decoupled_weight_decay"],\n            bias_correction=group["bias_correction"],\n   '
+        "         out=",
         'decoupled=True,\n            bias_correction=group["bias_correction"],\n            out=',
         ("tests/pure/test_optim_update_rules.py",),
         "Adam's weight decay is an L2 term in host memory too",
@@ -250,7 +255,10 @@ _STEPS = (
         ("tests/dist/test_gas.py::test_split_does_not_change_the_gradient[ranks2-micro2-accum2-2]",),
         "after a reduction nothing has contributed yet",
         also=(
-            ("self.fired.clear()\n        self.arrived.clear()\n        return partial", "self.arrived.clear()\n        return partial"),
+            (
+                "self.fired.clear()\n        self.arrived.clear()\n        return partial",
+                "self.arrived.clear()\n        return partial",
+            ),
         ),
     ),
     Mutant(
@@ -317,7 +325,9 @@ _WEIGHTS = (
         "deepspeed/zero/runtime.py",
         "if unit.idle and unit.state is UnitState.READY",
         "if unit.pins == 0 and unit.state is UnitState.READY",
-        ("tests/dist/test_invariant_i2_users.py::test_invariant_i2_a_pin_closed_inside_a_forward_leaves_its_users_alone",),
+        (
+            "tests/dist/test_invariant_i2_users.py::test_invariant_i2_a_pin_closed_inside_a_forward_leaves_its_users_alone",
+        ),
         "the last pin's end does not take a unit from a module that runs",
     ),
     Mutant(
@@ -383,7 +393,8 @@ _CHECKPOINTS = (
         "K1",
         "deepspeed/checkpoint/restore.py",
         "pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)))",
-        "pieces.append((sum(p[1] - p[0] for p in pieces), sum(p[1] - p[0] for p in pieces) + hi - lo, key, lo - segment.offset, None))",
+        "pieces.append((sum(p[1] - p[0] for p in pieces), sum(p[1] - p[0] for p in pieces) + hi - lo, key, lo "
+        "- segment.offset, None))",
         ("tests/dist/test_checkpoint_layouts.py::test_any_layout_to_any_layout[1 rank stage 0]",),
         "optimizer slots are filled at their own places, padding between them",
     ),

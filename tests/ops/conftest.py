@@ -20,7 +20,9 @@ def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def engine(**options: int) -> AioEngine:
         backend = "auto" if request.param == "python" else request.param
         try:
-            engines.append(AioEngine(backend=backend, **{"queue_depth": 8, "block_bytes": 64 * KIB, "threads": 2, **options}))
+            engines.append(
+                AioEngine(backend=backend, **{"queue_depth": 8, "block_bytes": 64 * KIB, "threads": 2, **options})
+            )
         except TransferError as error:
             pytest.skip(str(error))
         assert engines[-1].backend == request.param

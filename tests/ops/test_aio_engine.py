@@ -25,7 +25,10 @@ def test_any_range_reads_back(make_engine: Make, file: DirectFile) -> None:
     model = bytearray(total)
     file.allocate(total)
     for turn in range(150):
-        offset, length = pick.randrange(total), pick.choice([0, 1, 511, 4095, 4096, 4097, pick.randrange(200 * KIB), 128 * KIB])
+        offset, length = (
+            pick.randrange(total),
+            pick.choice([0, 1, 511, 4095, 4096, 4097, pick.randrange(200 * KIB), 128 * KIB]),
+        )
         offset = pick.choice([offset, offset // 4096 * 4096])
         length = min(length, total - offset)
         data = noise(length, seed=turn, shift=pick.choice([0, offset % 4096, pick.randrange(4096)]))
@@ -51,7 +54,10 @@ def test_neighbours_share_blocks(make_engine: Make, file: DirectFile) -> None:
         for transfer in [engine.write(file, start, tensor) for start, tensor in zip(starts, data, strict=True)]:
             transfer.wait()
         assert content(file) == b"".join(bytes(tensor.numpy()) for tensor in data)
-        back = [torch.zeros_like(aligned_empty(size + 4096)[start % 4096 :][:size]) for size, start in zip(sizes, starts, strict=True)]
+        back = [
+            torch.zeros_like(aligned_empty(size + 4096)[start % 4096 :][:size])
+            for size, start in zip(sizes, starts, strict=True)
+        ]
         back += [aligned_empty(size + 4096)[start % 4096 :][:size] for size, start in zip(sizes, starts, strict=True)]
         for transfer in [engine.read(file, start, tensor) for start, tensor in zip(starts * 2, back, strict=True)]:
             transfer.wait()
@@ -242,7 +248,14 @@ def test_c_interface_checks_its_arguments() -> None:
     library = aio.load(aio.ASYNC_IO)
     library.ds_aio_new.restype = ctypes.c_void_p
     error = ctypes.c_int()
-    for arguments in [(9, 8, 4096, 1), (3, 0, 4096, 1), (3, 8, 4095, 1), (3, 8, 0, 1), (3, 8, 4096, 0), (-1, 8, 4096, 1)]:
+    for arguments in [
+        (9, 8, 4096, 1),
+        (3, 0, 4096, 1),
+        (3, 8, 4095, 1),
+        (3, 8, 0, 1),
+        (3, 8, 4096, 0),
+        (-1, 8, 4096, 1),
+    ]:
         backend, depth, block, threads = arguments
         assert not library.ds_aio_new(backend, depth, ctypes.c_int64(block), threads, ctypes.byref(error))
         assert error.value == -errno.EINVAL

@@ -114,7 +114,11 @@ from deepspeed.tier.aio import *
 data = aligned_empty(4 << 20)
 for backend in sys.argv[2:]:
     with AioEngine(backend=backend) as engine, DirectFile(sys.argv[1] + "/" + backend, create=True) as file:
-        for act in (lambda: file.allocate(4 << 20), lambda: engine.write(file, 0, data).wait(), lambda: engine.write(file, 3, data).wait()):
+        for act in (
+            lambda: file.allocate(4 << 20),
+            lambda: engine.write(file, 0, data).wait(),
+            lambda: engine.write(file, 3, data).wait(),
+        ):
             try:
                 act()
                 print("no error")
@@ -135,7 +139,10 @@ def test_full_disk(tmp_path: Path, kind: str) -> None:
         image = tmp_path / "image"
         with image.open("wb") as handle:
             handle.truncate(1 * MIB)
-        if not shutil.which("mkfs.ext4") or subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", image], timeout=60).returncode:
+        if (
+            not shutil.which("mkfs.ext4")
+            or subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", image], timeout=60).returncode
+        ):
             pytest.skip("needs mkfs.ext4")
         mount = f"mount -o loop {image} {tmp_path}/disk"
     wrapper = ("unshare", "-m", "sh", "-c", f'{mount} || exit 77; exec "$@"', "sh")
@@ -203,7 +210,9 @@ kept.write(file, 2 << 20, torch.full((9,), 6, dtype=torch.uint8))
 
 
 def test_dropped_engine_finishes(tmp_path: Path) -> None:
-    """An engine that nobody closes or waits for ends well when it is collected or the program ends, tensors included."""
+    """An engine that nobody closes or waits for ends well when it is collected or the program ends, tensors
+    included.
+    """
     names = usable()
     ran = python(DROPPED, str(tmp_path), *names)
     assert ran.returncode == 0, ran.stderr
@@ -307,7 +316,13 @@ def test_environment_chooses(monkeypatch: pytest.MonkeyPatch, name: str) -> None
 
 def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each names what is allowed."""
-    for options in ({"queue_depth": 0}, {"queue_depth": 5000}, {"threads": 0}, {"block_bytes": 1000}, {"block_bytes": 2 << 30}):
+    for options in (
+        {"queue_depth": 0},
+        {"queue_depth": 5000},
+        {"threads": 0},
+        {"block_bytes": 1000},
+        {"block_bytes": 2 << 30},
+    ):
         with pytest.raises(ValueError, match="not"):
             AioEngine(**options)
     monkeypatch.setenv("DS_AIO_BACKEND", "posix")
@@ -364,7 +379,9 @@ SETUP, ENTER, REGISTER, IO_SETUP = 425, 426, 427, {"x86_64": 206, "aarch64": 0}.
 
 
 def test_sandbox_without_io_uring(tmp_path: Path) -> None:
-    """A seccomp filter like a container's: the next backend takes over, and the loss of io_uring is named where it is asked for."""
+    """A seccomp filter like a container's: the next backend takes over, and the loss of io_uring is named where it is
+    asked for.
+    """
     if "io_uring" not in usable():
         pytest.skip("no io_uring to take away")
     next_best = ["libaio" if "libaio" in usable() else "threads"]

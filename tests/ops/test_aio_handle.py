@@ -1,4 +1,6 @@
-"""``aio_handle``: what is written is what is read, by every call; ``wait`` counts; whatever fails raises and names the file."""
+"""``aio_handle``: what is written is what is read, by every call; ``wait`` counts; whatever fails raises and names the
+file.
+"""
 
 import errno
 import gc
@@ -248,7 +250,13 @@ def test_locked_buffers(made: aio_handle, tmp_path: Path) -> None:
 @pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="the driver locks there")
 def test_locked_means_locked(made: aio_handle) -> None:
     def locked_kib() -> int:
-        return int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmLck")))
+        return int(
+            next(
+                line.split()[1]
+                for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmLck")
+            )
+        )
 
     before = locked_kib()
     buffer = made.new_cpu_locked_tensor(MIB, torch.empty(0, dtype=torch.uint8))
@@ -258,7 +266,9 @@ def test_locked_means_locked(made: aio_handle) -> None:
     assert buffer.sum() == 0
 
 
-def test_refused_locking_is_one_line(made: aio_handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_locking_is_one_line(
+    made: aio_handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(memory: torch.Tensor) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 

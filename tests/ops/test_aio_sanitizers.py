@@ -19,7 +19,16 @@ BACKENDS = {"io_uring": "1", "libaio": "2", "threads": "3"}
 
 def compile_with(sanitizers: str, sources: list[Path], target: Path) -> subprocess.CompletedProcess[str]:
     """Run the compiler."""
-    command = [str(GXX), *FLAGS, f"-fsanitize={sanitizers}", "-I", str(ASYNC_IO.folder()), *map(str, sources), "-o", str(target)]
+    command = [
+        str(GXX),
+        *FLAGS,
+        f"-fsanitize={sanitizers}",
+        "-I",
+        str(ASYNC_IO.folder()),
+        *map(str, sources),
+        "-o",
+        str(target),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 

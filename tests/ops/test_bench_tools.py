@@ -25,7 +25,16 @@ SMALL = ["--params", "20K", "--steps", "4", "--every", "2"]
 
 
 def test_numbers_of_parameters() -> None:
-    texts = {"8M": 8 * 10**6, "134m": 134 * 10**6, "1e9": 10**9, "1.5B": 1_500_000_000, "2G": 2 * 10**9, "10K": 10**4, "7": 7, "1e+3": 1000}
+    texts = {
+        "8M": 8 * 10**6,
+        "134m": 134 * 10**6,
+        "1e9": 10**9,
+        "1.5B": 1_500_000_000,
+        "2G": 2 * 10**9,
+        "10K": 10**4,
+        "7": 7,
+        "1e+3": 1000,
+    }
     assert {text: common.params_of(text) for text in texts} == texts
     for text in ("", "0", "-1", "M", "1e99", "nan", "1e-3", "8 M B", "0.1", "\u0663M"):
         with pytest.raises(argparse.ArgumentTypeError, match="write for example"):
@@ -40,7 +49,9 @@ def test_adam_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"ours", "torch fused"} <= set(found["results"]) <= {"ours", "torch fused", "plain loop"}
     for name, row in found["results"].items():
         assert len(row["all"]) == cpu_adam.ROUNDS and 0 < row["min"] <= row["median"] <= row["max"]
-        assert name == "ours" or found["ratio"][name] == pytest.approx(found["results"]["ours"]["median"] / row["median"])
+        assert name == "ours" or found["ratio"][name] == pytest.approx(
+            found["results"]["ours"]["median"] / row["median"]
+        )
     assert torch.get_num_threads() == threads
 
 
@@ -97,7 +108,9 @@ def test_checkpoints_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--folder", "{}", "--ranks", "999999999"], "give fewer --params or --ranks"),
     ],
 )
-def test_faults_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_faults_are_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
     assert cli.bench(["ckpt", "--params", "1K", *(each.format(tmp_path) for each in arguments)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("ds_bench ckpt: ") and said.format(tmp_path) in err and err.count("\n") == 1
@@ -113,10 +126,14 @@ def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "give fewer --params" in capsys.readouterr().err
 
 
-def test_a_save_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_that_fails_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real, lost = tempfile.mkdtemp, tmp_path / "file" / "below"
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda *a, **k: str(lost) if "ckpt" in str(k.get("prefix")) else real(*a, **k))
+    monkeypatch.setattr(
+        tempfile, "mkdtemp", lambda *a, **k: str(lost) if "ckpt" in str(k.get("prefix")) else real(*a, **k)
+    )
     assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
     err = capsys.readouterr().err
     assert str(lost) in err and "Traceback" not in err
@@ -124,7 +141,13 @@ def test_a_save_that_fails_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     "arguments",
-    [["ckpt"], ["ckpt", "--folder", ".", "--async", "--sync"], ["cpu-adam", "--params", "0"], ["cpu-adam", "--threads", "4097"], ["nvme"]],
+    [
+        ["ckpt"],
+        ["ckpt", "--folder", ".", "--async", "--sync"],
+        ["cpu-adam", "--params", "0"],
+        ["cpu-adam", "--threads", "4097"],
+        ["nvme"],
+    ],
 )
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -137,11 +160,25 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     runs = {}
     for ending in endings:
         (tmp_path / ending.name).mkdir()
-        endless = ["ckpt", "--folder", str(tmp_path / ending.name), "--params", "20K", "--steps", "1000000", "--every", "1", "--ranks", "1"]
+        endless = [
+            "ckpt",
+            "--folder",
+            str(tmp_path / ending.name),
+            "--params",
+            "20K",
+            "--steps",
+            "1000000",
+            "--every",
+            "1",
+            "--ranks",
+            "1",
+        ]
         command = [sys.executable, str(ROOT / "bin" / "ds_bench"), *endless]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         pipe = subprocess.PIPE
-        runs[ending] = subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe, env=environment, start_new_session=True)
+        runs[ending] = subprocess.Popen(
+            command, text=True, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+        )
     until = time.monotonic() + 90
     try:
         for ending, process in runs.items():
@@ -162,6 +199,8 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
 def test_a_fresh_copy_touches_new_pages() -> None:
     tensors = [torch.randn(3, 5), torch.randn(7)]
     room = ckpt._fresh(tensors)
-    assert [(r.shape, r.dtype, r.is_contiguous(), float(r.abs().sum())) for r in room] == [(t.shape, t.dtype, True, 0.0) for t in tensors]
+    assert [(r.shape, r.dtype, r.is_contiguous(), float(r.abs().sum())) for r in room] == [
+        (t.shape, t.dtype, True, 0.0) for t in tensors
+    ]
     room[1].copy_(tensors[1])
     assert not room[0].any() and torch.equal(room[1], tensors[1])

@@ -25,7 +25,25 @@ KNOWN = {
     bytes(range(31, -1, -1)): 0x113FDB5C,
 }
 ROUND = 3 * 2048  # bytes of one round of the native kernel
-SIZES = (0, 1, 3, 4, 7, 8, 63, 64, 65, ROUND - 1, ROUND, ROUND + 1, 2 * ROUND + 5, 4 * 2080, (1 << 18) + 4, (1 << 18) + 7, (1 << 19) + 130)
+SIZES = (
+    0,
+    1,
+    3,
+    4,
+    7,
+    8,
+    63,
+    64,
+    65,
+    ROUND - 1,
+    ROUND,
+    ROUND + 1,
+    2 * ROUND + 5,
+    4 * 2080,
+    (1 << 18) + 4,
+    (1 << 18) + 7,
+    (1 << 19) + 130,
+)
 
 
 @pytest.fixture(params=["native", "plain python"])
@@ -105,13 +123,17 @@ def test_a_copy_is_a_copy_with_the_same_checksum(way: str, nbytes: int) -> None:
     assert torch.equal(target[1:-1], source) and target[0] == target[-1] == 7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float8_e4m3fn]
+)
 def test_any_dtype_and_shape_counts_as_its_bytes(way: str, dtype: torch.dtype) -> None:
     values = drawn(240).to(torch.float32).to(dtype).view(2, 5, 24)
     raw = values.view(-1).view(torch.uint8)
     assert crc32c(values) == crc32c(raw) == crc32c(bytes(raw.tolist()))
     target = torch.empty_like(raw)
-    assert copy_with_crc32c(target, values.requires_grad_(dtype.is_floating_point)) == crc32c(raw) and torch.equal(target, raw)
+    assert copy_with_crc32c(target, values.requires_grad_(dtype.is_floating_point)) == crc32c(raw) and torch.equal(
+        target, raw
+    )
 
 
 def test_one_changed_bit_changes_it(way: str) -> None:

@@ -1,4 +1,6 @@
-"""The host kernels compute what torch computes, to the same bits however the work is cut and whatever the machine's vectors."""
+"""The host kernels compute what torch computes, to the same bits however the work is cut and whatever the machine's
+vectors.
+"""
 
 import hashlib
 import itertools
@@ -23,7 +25,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 COUNT = 1003  # no multiple of any vector width
 
-pytestmark = pytest.mark.skipif(try_load(CPU_ADAM) is None, reason="no C++ compiler: the fallback is what the other tests run")
+pytestmark = pytest.mark.skipif(
+    try_load(CPU_ADAM) is None, reason="no C++ compiler: the fallback is what the other tests run"
+)
 
 
 @pytest.fixture
@@ -34,7 +38,11 @@ def threads() -> Iterator[None]:
 
 
 def tensors(
-    count: int = COUNT, *, weight: torch.dtype = torch.float32, grad: torch.dtype = torch.float32, moment: torch.dtype = torch.float32
+    count: int = COUNT,
+    *,
+    weight: torch.dtype = torch.float32,
+    grad: torch.dtype = torch.float32,
+    moment: torch.dtype = torch.float32,
 ) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(count)
     weights, gradient, first = (torch.randn(count, generator=draw) for _ in range(3))
@@ -71,7 +79,10 @@ def test_adam_follows_torch(kind: type[torch.optim.Optimizer], *, decoupled: boo
     [
         (lambda p: DeepSpeedCPUAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
         (lambda p: DeepSpeedCPUAdam(p, **ADAM, adamw_mode=False), lambda p: torch.optim.Adam(p, **ADAM)),
-        (lambda p: DeepSpeedCPUAdagrad(p, lr=0.1, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1)),
+        (
+            lambda p: DeepSpeedCPUAdagrad(p, lr=0.1, weight_decay=0.1),
+            lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+        ),
         (lambda p: FusedAdam(p, **ADAM), lambda p: torch.optim.AdamW(p, **ADAM)),
         (lambda p: DeepSpeedCPULion(p, lr=1e-2, weight_decay=0.1), lambda p: Lion(p, lr=1e-2, weight_decay=0.1)),
     ],
@@ -81,7 +92,9 @@ def test_the_named_classes_run_on_the_kernels(ours: object, theirs: object, monk
     calls: list[str] = []
     for name in ("adam_step", "adagrad_step", "lion_step"):
         kernel = getattr(host, name)
-        monkeypatch.setattr(host, name, lambda *a, _kernel=kernel, _name=name, **k: (calls.append(_name), _kernel(*a, **k)))
+        monkeypatch.setattr(
+            host, name, lambda *a, _kernel=kernel, _name=name, **k: (calls.append(_name), _kernel(*a, **k))
+        )
     one, other = (torch.nn.Parameter(tensors(shape)[0].view(17, 59)) for shape in (COUNT, COUNT))
     mine, reference = ours([one]), theirs([other])
     for step in range(5):
@@ -111,7 +124,9 @@ def test_every_dtype_is_the_fp32_rule_with_rounded_inputs_and_outputs(
 
 NAMED = {
     "cpu adamw": lambda p, fp32: DeepSpeedCPUAdam(p, **ADAM, fp32_optimizer_states=fp32),
-    "cpu adam": lambda p, fp32: DeepSpeedCPUAdam(p, **ADAM, adamw_mode=False, bias_correction=False, fp32_optimizer_states=fp32),
+    "cpu adam": lambda p, fp32: DeepSpeedCPUAdam(
+        p, **ADAM, adamw_mode=False, bias_correction=False, fp32_optimizer_states=fp32
+    ),
     "fused adam": lambda p, fp32: FusedAdam(p, **ADAM),
     "adagrad": lambda p, fp32: DeepSpeedCPUAdagrad(p, lr=0.1, weight_decay=0.1, fp32_optimizer_states=fp32),
     "cpu lion": lambda p, fp32: DeepSpeedCPULion(p, lr=1e-2, weight_decay=0.1, fp32_optimizer_states=fp32),
@@ -127,11 +142,20 @@ SLOTS = ("exp_avg", "exp_avg_sq", "sum")
 def test_16_bit_parameters_run_on_the_kernels_and_are_rounded_once(
     name: str, low: torch.dtype, grad: str, *, fp32_states: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every step is the fp32 step from the 16-bit values, rounded; the kernel is called for each, in the dtypes that are there."""
+    """Every step is the fp32 step from the 16-bit values, rounded; the kernel is called for each, in the dtypes that
+    are there.
+    """
     calls: list[tuple[torch.dtype, ...]] = []
     run = host._run
-    monkeypatch.setattr(host, "_run", lambda op, tensors, *rest: (calls.append(tuple(t.dtype for t in tensors)), run(op, tensors, *rest)))
-    param, wide = torch.nn.Parameter(tensors()[0].to(low).view(17, 59)), torch.nn.Parameter(tensors()[0].to(low).float().view(17, 59))
+    monkeypatch.setattr(
+        host,
+        "_run",
+        lambda op, tensors, *rest: (calls.append(tuple(t.dtype for t in tensors)), run(op, tensors, *rest)),
+    )
+    param, wide = (
+        torch.nn.Parameter(tensors()[0].to(low).view(17, 59)),
+        torch.nn.Parameter(tensors()[0].to(low).float().view(17, 59)),
+    )
     param.grad_dtype = None  # a gradient may have another dtype
     grad_dtype = torch.float32 if grad == "fp32" else low
     mine, reference = NAMED[name]([param], fp32_states), NAMED[name]([wide], True)
@@ -164,7 +188,22 @@ def test_16_bit_weights_give_an_output_too(low: torch.dtype, out: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_rounding_is_torchs_for_every_kind_of_number(dtype: torch.dtype) -> None:
-    odd = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 65504.0, 65519.0, 65520.0, 6e-8, 3e-8, 2.98e-8, 1e-40, 3.4e38, 1.00390625]
+    odd = [
+        0.0,
+        -0.0,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        65504.0,
+        65519.0,
+        65520.0,
+        6e-8,
+        3e-8,
+        2.98e-8,
+        1e-40,
+        3.4e38,
+        1.00390625,
+    ]
     spread = torch.randn(4096, generator=torch.Generator().manual_seed(1)) * torch.logspace(-45, 38, 4096)
     values = torch.cat([torch.tensor(odd), spread])
     out = torch.empty_like(values, dtype=dtype)
@@ -180,7 +219,10 @@ def test_rounding_is_torchs_for_every_kind_of_number(dtype: torch.dtype) -> None
 def test_adam_is_as_close_to_the_formula_as_torch(scale: float) -> None:
     """Measured against double precision: a 1 - beta taken in fp32 is 20 times further away."""
     draw = torch.Generator().manual_seed(1)
-    start, gradients = 0.02 * torch.randn(20_000, generator=draw), [scale * torch.randn(20_000, generator=draw) for _ in range(5)]
+    start, gradients = (
+        0.02 * torch.randn(20_000, generator=draw),
+        [scale * torch.randn(20_000, generator=draw) for _ in range(5)],
+    )
     ours, first, second = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
     found: dict[torch.dtype, torch.Tensor] = {}
     for dtype in (torch.float32, torch.float64):
@@ -262,7 +304,9 @@ def test_every_vector_width_gives_the_same_bits() -> None:
     digests = set()
     for isa in ("plain", "avx2", "avx512"):
         environment = os.environ | {"DS_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-        done = subprocess.run([sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, timeout=100
+        )
         assert done.returncode == 0, done.stderr
         digests.add(done.stdout)
     assert digests == {digest()}
@@ -321,7 +365,9 @@ def test_without_a_compiler_torch_does_the_work_and_one_line_says_so(tmp_path: P
         "PATH": str(tmp_path),
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"),
     }
-    done = subprocess.run([sys.executable, "-c", FALLBACK], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", FALLBACK], env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("cpu_adam") == 1
 

@@ -1,7 +1,9 @@
-"""The CUDA sources compile, name no torch, export what is called, and, compiled for the host, pass the tests of tests/gpu.
+"""The CUDA sources compile, name no torch, export what is called, and, compiled for the host, pass the tests of
+tests/gpu.
 
-The last needs no GPU and no CUDA: a few macros turn the sources into C++, and a launch runs each thread of each block as a
-fiber on the CPU. Same rules, same chunks, same alignment, same reductions; only speed and the memory model are missing.
+The last needs no GPU and no CUDA: a few macros turn the sources into C++, and a launch runs each thread of each block
+as a fiber on the CPU. Same rules, same chunks, same alignment, same reductions; only speed and the memory model are
+missing.
 """
 
 import contextlib
@@ -48,7 +50,8 @@ from tests.gpu.test_fused_optimizers import (  # noqa: F401 - collected here too
 
 OPS = (FUSED_ADAM, FUSED_LION, FUSED_LAMB)
 
-# What the sources use of CUDA, on the host. A launch runs block after block and, in each, one fiber per thread up to the next barrier.
+# What the sources use of CUDA, on the host. A launch runs block after block and, in each, one fiber per thread up to
+# the next barrier.
 HOST_CUDA = r"""
 #pragma once
 #include <ucontext.h>
@@ -201,7 +204,11 @@ def test_an_error_of_cuda_has_its_name(place: str, monkeypatch: pytest.MonkeyPat
 def test_no_source_needs_torch() -> None:
     sources = [path for path in source_root().rglob("*") if path.suffix in {".cpp", ".h", ".cu", ".cuh"}]
     assert {path.name for path in sources} >= {"fused_adam.cu", "fused_lion.cu", "fused_lamb.cu", "multi_tensor.cuh"}
-    found = [path.name for path in sources if re.search(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11|Python\.h)", path.read_text())]
+    found = [
+        path.name
+        for path in sources
+        if re.search(r"#\s*include\s*[<\"](torch|ATen|c10|pybind11|Python\.h)", path.read_text())
+    ]
     assert not found
     assert not [path.name for path in sources if not path.read_bytes().isascii()]
 
@@ -238,15 +245,23 @@ def test_every_op_compiles_for_ampere_and_hopper(device_libraries: dict[OpSpec, 
 @pytest.mark.timeout(300)
 def test_the_symbols_that_python_calls_are_there(device_libraries: dict[OpSpec, Path]) -> None:
     for op, library in device_libraries.items():
-        symbols = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True).stdout.split()
+        symbols = subprocess.run(
+            ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+        ).stdout.split()
         assert {f"ds_{op.name}", f"ds_{op.name}_error"} <= set(symbols)
-        needed = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True).stdout
-        assert not re.search(r"\bcuda[A-Z]|c10|torch", needed), "the library must load beside any torch and without a toolkit"
+        needed = subprocess.run(
+            ["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True
+        ).stdout
+        assert not re.search(r"\bcuda[A-Z]|c10|torch", needed), (
+            "the library must load beside any torch and without a toolkit"
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a device")
 @pytest.mark.timeout(300)
-def test_without_a_device_the_call_fails_with_cudas_reason(device_libraries: dict[OpSpec, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_the_call_fails_with_cudas_reason(
+    device_libraries: dict[OpSpec, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda, "try_load", lambda op: ctypes.CDLL(str(device_libraries[op])))
     cuda._kernel.cache_clear()
     with pytest.raises(RuntimeError, match=r"fused_adam failed with cudaError\w+ \(\d+\) on cuda:0"):

@@ -41,9 +41,21 @@ def small_sweep(folder: Path) -> str:
 
 
 def test_sizes() -> None:
-    assert [cli.size_of(text) for text in ("4096", "16K", "2m", "1G", "3MiB")] == [4096, 16 * KIB, 2 * MIB, 1 << 30, 3 * MIB]
+    assert [cli.size_of(text) for text in ("4096", "16K", "2m", "1G", "3MiB")] == [
+        4096,
+        16 * KIB,
+        2 * MIB,
+        1 << 30,
+        3 * MIB,
+    ]
     assert cli.block_of("8M") == 8 * MIB
-    for read, text in ((cli.size_of, "0"), (cli.size_of, "-1"), (cli.size_of, "1.5G"), (cli.block_of, "1000"), (cli.count_of, "0")):
+    for read, text in (
+        (cli.size_of, "0"),
+        (cli.size_of, "-1"),
+        (cli.size_of, "1.5G"),
+        (cli.block_of, "1000"),
+        (cli.count_of, "0"),
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             read(text)
 
@@ -63,10 +75,24 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: tuple
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--loops", "2", "--warmup_loops", "1", "--include_warmup_time", "--sequential_requests", "--backend", "threads"]
+    options = [
+        "--loops",
+        "2",
+        "--warmup_loops",
+        "1",
+        "--include_warmup_time",
+        "--sequential_requests",
+        "--backend",
+        "threads",
+    ]
     assert cli.bench(["io", "--folder", str(tmp_path), *SMALL, *options, "--threads", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["io_size"], found["block_size"], found["queue_depth"], found["io_parallel"]) == (256 * KIB, 16 * KIB, 1, 3)
+    assert (found["io_size"], found["block_size"], found["queue_depth"], found["io_parallel"]) == (
+        256 * KIB,
+        16 * KIB,
+        1,
+        3,
+    )
     assert found["backend"] in ("threads", "python") and found["unit"] == "GB/s"
     for ways in found["results"].values():
         assert len(ways["engine"]["all"]) == len(ways["plain"]["all"]) == 3
@@ -132,14 +158,18 @@ def test_memory_filesystem(capsys: pytest.CaptureFixture[str]) -> None:
         (["--folder", "{}", "--io_size", "64K", "--warmup_loops", "-1"], "--warmup_loops is 0 or more"),
     ],
 )
-def test_faults_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_faults_are_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
     (tmp_path / "file").touch()
     assert cli.main([each.format(tmp_path) for each in arguments]) == 2
     assert said.format(tmp_path) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = os.open
 
     def refusing(path: str, flags: int, *more: int) -> int:
@@ -165,7 +195,8 @@ def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--gpu"], ["--multi_process", "4"], ["--block_size", "1000"], ["--engine", "torch_io"], ["--loops", "0"]]
+    "arguments",
+    [["--gpu"], ["--multi_process", "4"], ["--block_size", "1000"], ["--engine", "torch_io"], ["--loops", "0"]],
 )
 def test_flags_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -182,11 +213,16 @@ def test_bench_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "status"), [(signal.SIGINT, cli.INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+    ("ending", "status"),
+    [(signal.SIGINT, cli.INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
 )
 @pytest.mark.parametrize("name", ["ds_io", "ds_nvme_tune"])
 def test_an_interrupted_run_leaves_no_file(tmp_path: Path, name: str, ending: signal.Signals, status: int) -> None:
-    endless = ["--folder", tmp_path, "--loops", "1000000"] if name == "ds_io" else ["--nvme_dir", tmp_path, "--seconds", "1000"]
+    endless = (
+        ["--folder", tmp_path, "--loops", "1000000"]
+        if name == "ds_io"
+        else ["--nvme_dir", tmp_path, "--seconds", "1000"]
+    )
     with start(name, *endless, "--io_size", "1M") as process:
         until = time.monotonic() + 60
         while not _holds_a_file(process.pid, tmp_path):
@@ -228,7 +264,11 @@ def test_tune_prints_a_block_that_a_configuration_takes(tmp_path: Path, capsys: 
     assert len(table.splitlines()) == 3 and table.count("best") == 1
     assert json.loads(block) == json.loads(output.read_text())
     config = load_config({"train_batch_size": 1, **json.loads(block)}, world_size=1)
-    assert config.aio.block_size in (16 * KIB, 64 * KIB) and config.aio.queue_depth == 4 and config.aio.intra_op_parallelism == 1
+    assert (
+        config.aio.block_size in (16 * KIB, 64 * KIB)
+        and config.aio.queue_depth == 4
+        and config.aio.intra_op_parallelism == 1
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["aio.json", "sweep.json"]
     assert output.stat().st_mode & 0o777 == 0o644
 
@@ -277,7 +317,16 @@ def test_a_block_that_is_there_keeps_its_other_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "before", ["{}", "{ }", "{\n}", '{"a": 1}', '{"a":{"aio": [1,\n "}"]}}', '{\r\n  "a": 1\r\n}', ' {"\\u0061io": {}, "b\\"": "{"}']
+    "before",
+    [
+        "{}",
+        "{ }",
+        "{\n}",
+        '{"a": 1}',
+        '{"a":{"aio": [1,\n "}"]}}',
+        '{\r\n  "a": 1\r\n}',
+        ' {"\\u0061io": {}, "b\\"": "{"}',
+    ],
 )
 def test_odd_configurations_keep_their_text(before: str) -> None:
     block = aio_block(Load())
@@ -321,7 +370,9 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
         (["--output", "{}/none/aio.json"], "cannot be written"),
     ],
 )
-def test_tune_faults_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:
+def test_tune_faults_are_sentences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
     (tmp_path / "bad").write_text('{"block_size": [1000]}')
     (tmp_path / "odd").write_text('{"depth": [1]}')
     assert tune.main(["--nvme_dir", str(tmp_path), *(each.format(tmp_path) for each in options)]) == 2
@@ -332,7 +383,11 @@ def test_the_best_is_the_cheapest_of_the_good() -> None:
     def trial(block: int, depth: int, write: list[float], read: list[float]) -> Trial:
         return Trial(Load(block, depth), {"write": Speeds(write), "read": Speeds(read)})
 
-    fast, nearly, slow = trial(MIB, 128, [2.0], [3.0]), trial(MIB, 32, [1.0, 1.97, 9.0], [3.0]), trial(MIB, 1, [1.9], [2.9])
+    fast, nearly, slow = (
+        trial(MIB, 128, [2.0], [3.0]),
+        trial(MIB, 32, [1.0, 1.97, 9.0], [3.0]),
+        trial(MIB, 1, [1.9], [2.9]),
+    )
     assert best_of([fast, nearly, slow]) is nearly
     one_sided = trial(4096, 1, [1.0], [5.0])  # a fast read does not make up for a slow write
     assert best_of([one_sided, fast]) is fast

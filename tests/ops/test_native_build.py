@@ -1,4 +1,6 @@
-"""Native builds: one good library per cache whatever happens while it is built, and one clear reason where there is none."""
+"""Native builds: one good library per cache whatever happens while it is built, and one clear reason where there is
+none.
+"""
 
 import ctypes
 import json
@@ -82,7 +84,9 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pat
 
     def make(on_compile: str = ":") -> Path:
         script, count = tmp_path / "fake-c++", tmp_path / "count"
-        script.write_text(f'#!/bin/sh\ncase " $* " in *\' -c \'*) echo once >> {count}\n{on_compile}\n;; esac\nexec {GXX} "$@"\n')
+        script.write_text(
+            f'#!/bin/sh\ncase " $* " in *\' -c \'*) echo once >> {count}\n{on_compile}\n;; esac\nexec {GXX} "$@"\n'
+        )
         script.chmod(0o755)
         monkeypatch.setenv("CXX", str(script))
         return count
@@ -122,7 +126,9 @@ def test_builds_once_and_then_reads(tiny: OpSpec, tmp_path: Path, wrap: Any) -> 
     assert {path.suffix for path in (tmp_path / "cache/deepspeed").iterdir()} == {".so", ".json", ".lock"}
 
 
-def test_everything_that_matters_is_in_the_name(tiny: OpSpec, tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_matters_is_in_the_name(
+    tiny: OpSpec, tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = build.build(tiny)
     (tmp_path / "src/tiny.h").write_text("#define OFFSET 10\n")
     second = build.build(tiny)
@@ -137,7 +143,9 @@ def test_everything_that_matters_is_in_the_name(tiny: OpSpec, tmp_path: Path, wr
 
 def test_included_files_count(tiny: OpSpec, tmp_path: Path) -> None:
     (tmp_path / "src/deep").mkdir()
-    (tmp_path / "src/tiny.h").write_text('#define OFFSET ONE\n  # include "deep/one.h"\n#include <vector>\n#include "tiny.h"\n')
+    (tmp_path / "src/tiny.h").write_text(
+        '#define OFFSET ONE\n  # include "deep/one.h"\n#include <vector>\n#include "tiny.h"\n'
+    )
     (tmp_path / "src/deep/one.h").write_text('#pragma once\n#include "../deep/two.h"\n')
     (tmp_path / "src/deep/two.h").write_text("#pragma once\n#define ONE 1\n")
     (tmp_path / "src/tiny.h").write_text("#pragma once\n" + (tmp_path / "src/tiny.h").read_text())
@@ -212,7 +220,11 @@ def test_the_compilers_first_error_is_the_reason(tiny: OpSpec, tmp_path: Path, l
     assert isinstance(caught.value, DeepSpeedError) and isinstance(caught.value, RuntimeError)
     for _ in range(2):
         assert build.try_load(replace(tiny, instead="a slower loop")) is None
-    assert len(lines) == 1 and "native op tiny is not available, a slower loop runs instead:" in lines[0] and "error:" in lines[0]
+    assert (
+        len(lines) == 1
+        and "native op tiny is not available, a slower loop runs instead:" in lines[0]
+        and "error:" in lines[0]
+    )
 
 
 def test_unresolved_library_is_a_link_error(tiny: OpSpec) -> None:
@@ -259,7 +271,10 @@ def _two_sources(tiny: OpSpec) -> OpSpec:
 def test_several_sources_are_compiled_at_once(tiny: OpSpec, tmp_path: Path, wrap: Any) -> None:
     here = 'case "$*" in *tiny.cpp*) me=a you=b;; *more.cpp*) me=b you=a;; *) me= you=;; esac'
     # each waits for the other, and gives up after ten seconds
-    meet = f"touch {tmp_path}/at_$me; n=0; while [ ! -e {tmp_path}/at_$you ]; do sleep 0.05; n=$((n+1)); [ $n -gt 200 ] && exit 1; done"
+    meet = (
+        f"touch {tmp_path}/at_$me; n=0; while [ ! -e {tmp_path}/at_$you ]; do sleep 0.05; n=$((n+1)); [ $n -gt "
+        "200 ] && exit 1; done"
+    )
     wrap(f'{here}; if [ -n "$me" ]; then {meet}; fi')
     library = build.load(_two_sources(tiny))
     assert (library.add(2, 3), library.two()) == (5, 2)
@@ -286,7 +301,9 @@ def test_max_jobs_limits_how_many_sources_are_compiled_at_once(
 
 
 @pytest.mark.parametrize("program", [None, "false"])
-def test_without_ninja_and_with_a_broken_one_the_same_is_built(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, program: str | None) -> None:
+def test_without_ninja_and_with_a_broken_one_the_same_is_built(
+    tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, program: str | None
+) -> None:
     monkeypatch.setattr(compiler, "find_ninja", lambda: program)
     assert build.load(_two_sources(tiny)).two() == 2
 
@@ -318,7 +335,9 @@ def test_no_compiler_but_a_cache_that_has_it(tiny: OpSpec, monkeypatch: pytest.M
     assert build.build(tiny) == library and build.load(tiny).add(2, 3) == 5
 
 
-def test_those_who_waited_for_a_failure_do_not_repeat_it(tiny: OpSpec, tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_waited_for_a_failure_do_not_repeat_it(
+    tiny: OpSpec, tmp_path: Path, wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = tmp_path / "go"
     count = wrap(f"while [ ! -e {go} ]; do sleep 0.02; done; echo 'error: no luck' >&2; exit 1")
     said: list[str] = []
@@ -362,7 +381,9 @@ def test_a_stopped_owner_is_not_waited_for_without_end(tmp_path: Path, lines: li
     assert time.monotonic() - begin > 0.2 and not too_long(begin, 5) and "building without it" in lines[-1]
 
 
-def test_a_folder_that_cannot_be_written(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+def test_a_folder_that_cannot_be_written(
+    tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
     library = build.build(tiny)
@@ -379,7 +400,11 @@ def test_a_user_without_a_home(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, li
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache.known_folders() == []
     library = build.build(tiny)
-    assert library.parent == cache.temporary_folder() and cache.is_own(library.parent) and cache.known_folders() == [library.parent]
+    assert (
+        library.parent == cache.temporary_folder()
+        and cache.is_own(library.parent)
+        and cache.known_folders() == [library.parent]
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -401,7 +426,9 @@ def test_nothing_is_loaded_from_a_folder_that_others_can_write(tiny: OpSpec, mon
     assert build.build(tiny).parent != cache.temporary_folder()
 
 
-def test_a_shipped_library_is_preferred_while_it_fits(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_library_is_preferred_while_it_fits(
+    tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shipped = build.ship(tiny, tmp_path / "prebuilt")
     monkeypatch.setattr(cache, "SHIPPED", tmp_path / "prebuilt")
     with monkeypatch.context() as patch:
@@ -458,7 +485,11 @@ def test_builder_interface(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.Mon
 def test_builders_of_this_package() -> None:
     named = {name: each.BUILD_VAR for name, each in builders.ALL_OPS.items()}
     assert set(named) == set(builders.compatible_ops) == set(builders.installed_ops)
-    assert named["async_io"] == "DS_BUILD_AIO" and named["cpu_adam"] == "DS_BUILD_CPU_ADAM" and len(set(named.values())) == len(named)
+    assert (
+        named["async_io"] == "DS_BUILD_AIO"
+        and named["cpu_adam"] == "DS_BUILD_CPU_ADAM"
+        and len(set(named.values())) == len(named)
+    )
     gds = builders.GDSBuilder()
     assert not gds.is_compatible() and "async_io" in gds.why_not()
     with pytest.raises(BuildError, match="gds is not available"):
@@ -484,7 +515,9 @@ def test_a_report_asks_a_broken_compiler_once(tiny: OpSpec, tmp_path: Path, monk
 def test_cuda_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = tmp_path / "bin/nvcc"
     nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\necho Build cuda_13.0.r13.0/compiler.1_0\n")
+    nvcc.write_text(
+        "#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\necho Build cuda_13.0.r13.0/compiler.1_0\n"
+    )
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(build, "torch_build", lambda: {"version": "2.13.0", "cuda": "12.8"})
@@ -504,7 +537,8 @@ def test_cuda_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None or platform.system() != "Linux", reason="needs nvcc")
 def test_a_kernel_compiles(tiny: OpSpec, tmp_path: Path) -> None:
     (tmp_path / "src/scale.cu").write_text(
-        "__global__ void scale(float* x, float by, long n) { long i = blockIdx.x * 256L + threadIdx.x; if (i < n) x[i] *= by; }\n"
+        "__global__ void scale(float* x, float by, long n) { long i = blockIdx.x * 256L + threadIdx.x; if (i < "
+        "n) x[i] *= by; }\n"
         'extern "C" int launch(float* x, float by, long n, void* stream) {\n'
         "  scale<<<(n + 255) / 256, 256, 0, (cudaStream_t)stream>>>(x, by, n);\n  return (int)cudaGetLastError();\n}\n"
     )

@@ -53,7 +53,9 @@ def test_a_plain_wheel_needs_no_compiler(tree: Path) -> None:
     wheel = _wheel(tree, PATH="/nowhere", CXX="/nowhere/c++")
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert {"deepspeed/native/csrc/README.md", "deepspeed/config/keys.json"} <= set(names) and not any("prebuilt" in name for name in names)
+    assert {"deepspeed/native/csrc/README.md", "deepspeed/config/keys.json"} <= set(names) and not any(
+        "prebuilt" in name for name in names
+    )
 
 
 @pytest.mark.skipif(GXX is None, reason="needs a C++ compiler")
@@ -65,8 +67,15 @@ def test_a_wheel_with_libraries(tree: Path) -> None:
     wheel = _wheel(tree, DS_BUILD_CPU_CHECKSUM="1")
     assert "-py3-none-" in wheel.name and not wheel.name.endswith("any.whl")
     zipfile.ZipFile(wheel).extractall(tree.parent / "site")
-    environment = {**os.environ, "PYTHONPATH": str(tree.parent / "site"), "PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": "/proc/nowhere"}
-    done = subprocess.run([sys.executable, "-c", USE], cwd=tree.parent, env=environment, capture_output=True, text=True, timeout=60)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree.parent / "site"),
+        "PATH": "/nowhere",
+        "TORCH_EXTENSIONS_DIR": "/proc/nowhere",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", USE], cwd=tree.parent, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Staging buffers never deadlock and keep to their count; a tensor on a drive behaves like the plain tensor it stands for."""
+"""Staging buffers never deadlock and keep to their count; a tensor on a drive behaves like the plain tensor it stands
+for.
+"""
 
 import contextlib
 import gc
@@ -44,7 +46,7 @@ class Pending:
         return self.ended
 
 
-# -- staging -------------------------------------------------------------------------------------------------------------------------
+# -- staging -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 100_000])
@@ -121,7 +123,11 @@ def test_a_failed_transfer_surfaces_and_loses_no_buffer() -> None:
 def test_settle_waits_for_all_and_raises_the_first_failure() -> None:
     order: list[Pending] = []
     staging = Staging(3)
-    transfers = [Pending(order=order), Pending(order=order, error=OSError(28, "first")), Pending(order=order, error=OSError(5, "later"))]
+    transfers = [
+        Pending(order=order),
+        Pending(order=order, error=OSError(28, "first")),
+        Pending(order=order, error=OSError(5, "later")),
+    ]
     for transfer in transfers:
         staging.give(staging.take(1), after=transfer)
     with pytest.raises(OSError, match="first"):
@@ -149,7 +155,10 @@ def test_refused_pinning_is_ordinary_memory_and_one_line(monkeypatch: pytest.Mon
     assert len(lines) == 1 and "page-locked" in lines[0] and "cannot lock memory" in lines[0], lines
 
 
-@given(count=st.integers(1, 4), actions=st.lists(st.tuples(st.sampled_from("tgwd"), st.integers(1, 5 * ALIGN)), max_size=60))
+@given(
+    count=st.integers(1, 4),
+    actions=st.lists(st.tuples(st.sampled_from("tgwd"), st.integers(1, 5 * ALIGN)), max_size=60),
+)
 @settings(max_examples=150, deadline=None)
 def test_any_sequence_keeps_the_count(count: int, actions: list[tuple[str, int]]) -> None:
     """t: take, g: give back, w: give back after a transfer, d: a transfer ends. Nothing in use is ever handed out."""
@@ -182,7 +191,7 @@ def test_any_sequence_keeps_the_count(count: int, actions: list[tuple[str, int]]
     assert len(staging._free) <= count
 
 
-# -- stored --------------------------------------------------------------------------------------------------------------------------
+# -- stored --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -207,9 +216,15 @@ def values_of(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def straight(numel: int, dtype: torch.dtype, start: int) -> torch.Tensor:
-    """Zeros that lie within their page as elements from ``start`` on lie in the file: bytes travel between the two directly."""
+    """Zeros that lie within their page as elements from ``start`` on lie in the file: bytes travel between the two
+    directly.
+    """
     shift = start * dtype.itemsize % ALIGN
-    return aligned_empty(ALIGN + -(-numel * dtype.itemsize // ALIGN) * ALIGN).zero_()[shift : shift + numel * dtype.itemsize].view(dtype)
+    return (
+        aligned_empty(ALIGN + -(-numel * dtype.itemsize // ALIGN) * ALIGN)
+        .zero_()[shift : shift + numel * dtype.itemsize]
+        .view(dtype)
+    )
 
 
 def play(stored: Stored, *, seed: int, rounds: int) -> None:
@@ -220,7 +235,9 @@ def play(stored: Stored, *, seed: int, rounds: int) -> None:
     for number in range(rounds):
         lo = rng.randrange(stored.numel)
         hi = rng.randint(lo + 1, stored.numel)
-        what = rng.choice(["put", "put", "load", "load", "whole", "ahead", "ahead", "forget", "open", "into", "from", "settle"])
+        what = rng.choice(
+            ["put", "put", "load", "load", "whole", "ahead", "ahead", "forget", "open", "into", "from", "settle"]
+        )
         if what == "put":
             plain[lo:hi] = values_of(hi - lo, stored.dtype, seed + number)
             stored.put(plain[lo:hi].clone(), start=lo)
@@ -269,7 +286,10 @@ def test_stored_is_the_tensor(make_drive: Callable[..., Drive], dtype: torch.dty
 
 def test_neighbours_share_buffers_but_no_bytes(make_drive: Callable[..., Drive]) -> None:
     drive = make_drive(staging=1, piece_bytes=2 * ALIGN)
-    tensors = [(Stored(drive, n, d), values_of(n, d, n)) for n, d in [(1000, torch.float32), (1, torch.float64), (9999, torch.bfloat16)]]
+    tensors = [
+        (Stored(drive, n, d), values_of(n, d, n))
+        for n, d in [(1000, torch.float32), (1, torch.float64), (9999, torch.bfloat16)]
+    ]
     for _ in range(3):
         for stored, values in tensors:
             values += 1
@@ -381,14 +401,19 @@ def test_a_failed_write_is_told_whenever_the_values_are_wanted(
     assert drive.staging._out == 0
 
 
-def test_a_put_that_cannot_start_gives_its_buffer_back(make_drive: Callable[..., Drive], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_that_cannot_start_gives_its_buffer_back(
+    make_drive: Callable[..., Drive], monkeypatch: pytest.MonkeyPatch
+) -> None:
     drive = make_drive(staging=2)
     stored = Stored(drive, 1000, torch.float32)
 
     def refuse(*_: object) -> None:
         raise TransferError(5, "injected")
 
-    for name, use in {"write": lambda: stored.put(torch.zeros(1000)), "read": lambda: stored.get(torch.zeros(1000)).wait()}.items():
+    for name, use in {
+        "write": lambda: stored.put(torch.zeros(1000)),
+        "read": lambda: stored.get(torch.zeros(1000)).wait(),
+    }.items():
         with monkeypatch.context() as patch:
             patch.setattr(drive._engine, name, refuse)
             with pytest.raises(TransferError, match="injected"):
@@ -410,7 +435,7 @@ class Failing:
         return bool(self._transfer.done())  # type: ignore[attr-defined]
 
 
-# -- the drive -----------------------------------------------------------------------------------------------------------------------
+# -- the drive -----------------------------------------------------------------------------------------------------
 
 
 def test_the_arena_has_no_name_and_frees_its_space(make_drive: Callable[..., Drive], tmp_path: Path) -> None:
@@ -426,7 +451,9 @@ def test_the_arena_has_no_name_and_frees_its_space(make_drive: Callable[..., Dri
     tmp_path.mkdir()
 
 
-def test_left_over_names_are_swept_and_living_drives_are_not_touched(make_drive: Callable[..., Drive], tmp_path: Path) -> None:
+def test_left_over_names_are_swept_and_living_drives_are_not_touched(
+    make_drive: Callable[..., Drive], tmp_path: Path
+) -> None:
     living = make_drive()
     stored = Stored(living, 5000, torch.float32)
     stored.put(torch.ones(5000))
@@ -519,7 +546,13 @@ def test_no_room_shows_when_space_is_reserved(tmp_path: Path) -> None:
 def test_every_backend_gives_the_same_bits(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_AIO_BACKEND", backend)
     try:
-        drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(queue_depth=2, block_bytes=4096, threads=2), staging=2, piece_bytes=9000)
+        drive = Drive(
+            str(tmp_path),
+            label=LABEL,
+            aio=AioSettings(queue_depth=2, block_bytes=4096, threads=2),
+            staging=2,
+            piece_bytes=9000,
+        )
     except TransferError as error:
         pytest.skip(str(error))
     play(Stored(drive, 7777, torch.float32), seed=5, rounds=60)

@@ -1,4 +1,6 @@
-"""The optimizers round parameters in the pass of the update, and say which; wherever a user's code may come behind, they do not."""
+"""The optimizers round parameters in the pass of the update, and say which; wherever a user's code may come behind,
+they do not.
+"""
 
 import copy
 import functools
@@ -35,8 +37,12 @@ def parameter(count: int = COUNT, *, seed: int = 0) -> torch.nn.Parameter:
     return param
 
 
-def step_with_outputs(optimizer: Any, params: list[torch.nn.Parameter], dtype: torch.dtype = torch.bfloat16) -> list[int]:
-    """One step; the positions of the parameters whose output was written. Those outputs are right, the others untouched."""
+def step_with_outputs(
+    optimizer: Any, params: list[torch.nn.Parameter], dtype: torch.dtype = torch.bfloat16
+) -> list[int]:
+    """One step; the positions of the parameters whose output was written. Those outputs are right, the others
+    untouched.
+    """
     outputs = {p: torch.full_like(p, 7.0, dtype=dtype, requires_grad=False, device=p.device) for p in params}
     with optimizer.writing_outputs(outputs) as written:
         optimizer.step()
@@ -52,7 +58,12 @@ def test_the_kernels_write_them(cls: type, dtype: torch.dtype) -> None:
     groups = [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "lr": 0.01}]
     mine, reference = (
         cls(groups),
-        cls([{**g, "params": theirs[3 - len(g["params"]) if g["lr"] < 0.1 else 0 :][: len(g["params"])]} for g in groups]),
+        cls(
+            [
+                {**g, "params": theirs[3 - len(g["params"]) if g["lr"] < 0.1 else 0 :][: len(g["params"])]}
+                for g in groups
+            ]
+        ),
     )
     params[2].grad = theirs[2].grad = None
     for _ in range(3):
@@ -65,7 +76,9 @@ def test_the_kernels_write_them(cls: type, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("cls", [FusedAdam, Adagrad, FusedLion])
 def test_rounding_is_torchs_for_every_upper_half_and_every_tie(cls: type, dtype: torch.dtype) -> None:
-    """Every sign, exponent and upper mantissa, with lower bits below, at and above each place where rounding decides."""
+    """Every sign, exponent and upper mantissa, with lower bits below, at and above each place where rounding
+    decides.
+    """
     lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
     bits = (torch.arange(1 << 16).unsqueeze(1) * (1 << 16) + torch.tensor(lower)).reshape(-1)
     values = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
@@ -92,7 +105,11 @@ def test_what_the_kernels_do_not_take_is_not_written() -> None:
 
 
 def test_outputs_that_do_not_fit_are_left_alone() -> None:
-    outs = [torch.full((COUNT,), 7.0, dtype=torch.float8_e4m3fn), torch.full((2 * COUNT,), 7.0)[::2], torch.full((COUNT - 1,), 7.0)]
+    outs = [
+        torch.full((COUNT,), 7.0, dtype=torch.float8_e4m3fn),
+        torch.full((2 * COUNT,), 7.0)[::2],
+        torch.full((COUNT - 1,), 7.0),
+    ]
     outs += [torch.full((COUNT,), 7, dtype=torch.int16), torch.empty(COUNT, device="meta")]
     params = [parameter() for _ in outs]
     optimizer = FusedAdam(params)
@@ -196,7 +213,9 @@ def with_hook(params: list[torch.nn.Parameter]) -> FusedAdam:
     return optimizer
 
 
-@pytest.mark.parametrize("build", [Clamped, ClampedBelow, patched_object, patched_below_a_scheduler, patched_kernels, with_hook])
+@pytest.mark.parametrize(
+    "build", [Clamped, ClampedBelow, patched_object, patched_below_a_scheduler, patched_kernels, with_hook]
+)
 def test_a_users_code_behind_the_update_is_respected(build: Callable[[list[torch.nn.Parameter]], Any]) -> None:
     params = [parameter()]
     assert step_with_outputs(build(params), params) == []
@@ -295,7 +314,9 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        pair = {"aten::copy_": lambda: (args[0], args[1]), "aten::_to_copy": lambda: (result, args[0])}.get(func._schema.name)
+        pair = {"aten::copy_": lambda: (args[0], args[1]), "aten::_to_copy": lambda: (result, args[0])}.get(
+            func._schema.name
+        )
         if pair is not None:
             to, source = pair()
             self.seen.append((to.device.type, to.dtype, source.device.type, source.dtype, to.numel()))
@@ -303,7 +324,9 @@ class Copies(TorchDispatchMode):
 
 
 def test_master_in_host_memory_is_rounded_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own copy to another device and dtype rounds on the host first; so both never change in one copy. In bounded pieces."""
+    """Torch's own copy to another device and dtype rounds on the host first; so both never change in one copy. In
+    bounded pieces.
+    """
     monkeypatch.setattr(store, "_PIECE_NUMEL", 400)
     with Copies() as copies:
         store.round_into(torch.empty(COUNT, dtype=torch.bfloat16, device="meta"), torch.ones(COUNT))

@@ -51,7 +51,10 @@ def sample(*, seed: int = 1, config: dict[str, Any] | None = None, tied: bool = 
         "config": CONFIG if config is None else config,
         "optimizer": {
             "type": "AdamW",
-            "groups": [{"names": names[:2], "options": options}, {"names": names[2:], "options": {**options, "weight_decay": 0.0}}],
+            "groups": [
+                {"names": names[:2], "options": options},
+                {"names": names[2:], "options": {**options, "weight_decay": 0.0}},
+            ],
             "scalars": {name: {"step": torch.tensor(3.0)} for name in names},
         },
         "lr_scheduler": {"last_batch_iteration": 2},

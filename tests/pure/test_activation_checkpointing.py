@@ -83,7 +83,12 @@ def test_settings_from_block_and_arguments() -> None:
     config = {"activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4, "profile": True}}
     checkpointing.configure(None, config, profile=False)
     settings = checkpointing._settings
-    assert checkpointing.is_configured() and settings.checkpoint_in_cpu and settings.num_checkpoints == 4 and not settings.profile
+    assert (
+        checkpointing.is_configured()
+        and settings.checkpoint_in_cpu
+        and settings.num_checkpoints == 4
+        and not settings.profile
+    )
     checkpointing.set_num_layers(9)
     assert settings.num_checkpoints == 9
     checkpointing.reset()
@@ -93,7 +98,9 @@ def test_settings_from_block_and_arguments() -> None:
 
 
 def test_as_lightning_calls_it() -> None:
-    checkpointing.configure(mpu_=None, partition_activations=False, contiguous_checkpointing=False, checkpoint_in_cpu=False, profile=False)
+    checkpointing.configure(
+        mpu_=None, partition_activations=False, contiguous_checkpointing=False, checkpoint_in_cpu=False, profile=False
+    )
     assert checkpointing.is_configured()
 
 

@@ -1,4 +1,6 @@
-"""The agreement's arithmetic, without a process group: threads stand for ranks, and no interleaving may hang or differ."""
+"""The agreement's arithmetic, without a process group: threads stand for ranks, and no interleaving may hang or
+differ.
+"""
 
 import random
 import threading
@@ -80,19 +82,28 @@ CASES = [
     ([Request(Kind.REDUCE, (8,)), Request(Kind.REDUCE, (2,))], Decision(Kind.REDUCE, (2,))),
     ([GATHER, Request(Kind.LEAVE)], Decision(Kind.GATHER, (5,))),
     ([Request(Kind.FLUSH, pending=(1,)), Request(Kind.LEAVE)], Decision(Kind.LEAVE, ())),
-    ([Request(Kind.FLUSH, pending=(1, 64)), Request(Kind.FLUSH, pending=(0, 129))], Decision(Kind.FLUSH, (0, 1, 64, 129))),
+    (
+        [Request(Kind.FLUSH, pending=(1, 64)), Request(Kind.FLUSH, pending=(0, 129))],
+        Decision(Kind.FLUSH, (0, 1, 64, 129)),
+    ),
     ([Request(Kind.FLUSH, pending=(1,)), Request(Kind.STEP, pending=(2,))], Decision(Kind.FLUSH, (1, 2))),
     ([Request(Kind.STEP), GATHER], Decision(Kind.GATHER, (5,))),
 ]
 
 
 @pytest.mark.parametrize(("requests", "expected"), CASES)
-def test_the_smallest_request_is_everybodys_decision(monkeypatch: pytest.MonkeyPatch, requests: list[Request], expected: Decision) -> None:
+def test_the_smallest_request_is_everybodys_decision(
+    monkeypatch: pytest.MonkeyPatch, requests: list[Request], expected: Decision
+) -> None:
     for order in (requests, requests[::-1], [requests[0], *requests]):
-        assert _together(monkeypatch, len(order), lambda a, rank, order=order: _one(a, order[rank])) == [expected] * len(order)
+        assert _together(monkeypatch, len(order), lambda a, rank, order=order: _one(a, order[rank])) == [
+            expected
+        ] * len(order)
 
 
-@pytest.mark.parametrize("request_", [GATHER, Request(Kind.FLUSH, pending=(3, 70)), Request(Kind.GATHER, (4,), reduces=(1, 2))])
+@pytest.mark.parametrize(
+    "request_", [GATHER, Request(Kind.FLUSH, pending=(3, 70)), Request(Kind.GATHER, (4,), reduces=(1, 2))]
+)
 def test_alone_and_unanimous_every_request_is_served_whole(monkeypatch: pytest.MonkeyPatch, request_: Request) -> None:
     alone = _one(Agreement(None, "tolerate", NAMES, where=lambda: ""), request_)
     assert alone.reduces == request_.reduces
@@ -120,7 +131,10 @@ def _walk(agreement: Agreement, needs: list[tuple[Kind, int]]) -> list[Decision]
 def test_random_walks_neither_hang_nor_differ(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     for seed in range(20):
         draw = random.Random(seed)
-        needs = [[(draw.choice([Kind.GATHER, Kind.REDUCE]), draw.randrange(6)) for _ in range(draw.randrange(8))] for _ in range(ranks)]
+        needs = [
+            [(draw.choice([Kind.GATHER, Kind.REDUCE]), draw.randrange(6)) for _ in range(draw.randrange(8))]
+            for _ in range(ranks)
+        ]
         results = _together(monkeypatch, ranks, lambda a, rank, needs=needs: _walk(a, needs[rank]))
         assert all(result == results[0] for result in results), "ranks executed different collectives"
         assert isinstance(results[0], list) and len(results[0]) <= sum(map(len, needs)) + 3 * ranks
@@ -130,13 +144,22 @@ def test_mode_error_raises_on_every_rank_and_says_who(monkeypatch: pytest.Monkey
     asked = [Request(Kind.GATHER, (1,)), Request(Kind.GATHER, (2,)), Request(Kind.FLUSH)]
     for error in _together(monkeypatch, 3, lambda a, rank: _one(a, asked[rank]), mode="error"):
         assert isinstance(error, DivergenceError)
-        for part in ("rank 10 needs 'unit1'", "rank 11 needs 'unit2'", "rank 12 has reached the end of the backward", "step 7", "tolerate"):
+        for part in (
+            "rank 10 needs 'unit1'",
+            "rank 11 needs 'unit2'",
+            "rank 12 has reached the end of the backward",
+            "step 7",
+            "tolerate",
+        ):
             assert part in str(error)
 
 
 def test_mode_error_allows_different_wishes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [Request(Kind.GATHER, (1, 2)), Request(Kind.GATHER, (1, 3))]
-    assert _together(monkeypatch, 2, lambda a, rank: _one(a, asked[rank]), mode="error") == [Decision(Kind.GATHER, (1,))] * 2
+    assert (
+        _together(monkeypatch, 2, lambda a, rank: _one(a, asked[rank]), mode="error")
+        == [Decision(Kind.GATHER, (1,))] * 2
+    )
 
 
 def test_mode_assume_none_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,15 +170,19 @@ def test_mode_assume_none_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert _together(monkeypatch, 2, count, mode="assume_none") == [0, 0]
 
 
-# -- by habit ------------------------------------------------------------------------------------------------------------------
+# -- by habit ----------------------------------------------------------------------------------------------------
 Program = list[tuple[str, int]]
-STEADY: Program = [("need", u) for u in range(5)] + [("leave", 0)] + [("back", u) for u in (3, 2, 1, 0)] + [("flush", 0), ("step", 0)]
+STEADY: Program = (
+    [("need", u) for u in range(5)] + [("leave", 0)] + [("back", u) for u in (3, 2, 1, 0)] + [("flush", 0), ("step", 0)]
+)
 ENDS = {"leave": Kind.LEAVE, "end": Kind.LEAVE, "flush": Kind.FLUSH, "step": Kind.STEP}
 EVALUATION: Program = [("need", u) for u in range(5)] + [("end", 0)]
 
 
 class Rank:
-    """One rank as the runtime drives it: units that are here, gradients that wait, and every collective meeting the others'."""
+    """One rank as the runtime drives it: units that are here, gradients that wait, and every collective meeting the
+    others'.
+    """
 
     def __init__(self, agreement: Agreement, table: Table) -> None:
         self.agreement, self.table = agreement, table
@@ -167,7 +194,9 @@ class Rank:
 
     def ask(self, kind: Kind, units: tuple[int, ...] = (), *, urgent: bool = True) -> Decision | None:
         closing = kind >= Kind.FLUSH
-        request = Request(kind, units, tuple(sorted(self.local)) if closing else (), () if kind >= Kind.LEAVE else tuple(self.local))
+        request = Request(
+            kind, units, tuple(sorted(self.local)) if closing else (), () if kind >= Kind.LEAVE else tuple(self.local)
+        )
         decision = None
         for decision in self.agreement.ask(request, urgent=urgent):
             everybodys = self.table.exchange([hash((int(decision.kind), decision.units, decision.reduces))])
@@ -204,7 +233,11 @@ class Rank:
                 break
 
     def end(self, kind: Kind, units: tuple[int, ...]) -> None:
-        while (decision := self.ask(kind, units)) is None or decision.kind is not kind or (kind is Kind.LEAVE and decision.units != units):
+        while (
+            (decision := self.ask(kind, units)) is None
+            or decision.kind is not kind
+            or (kind is Kind.LEAVE and decision.units != units)
+        ):
             pass
         if kind is Kind.LEAVE and not units:
             self.here.clear()
@@ -302,7 +335,9 @@ def test_before_the_step_nothing_is_executed_for_a_guest(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", [n for n in SURPRISES if n.startswith("skips")])
-def test_a_rank_that_skips_reaches_a_collective_of_the_users_after_the_forward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_rank_that_skips_reaches_a_collective_of_the_users_after_the_forward(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     def with_user(program: Program) -> Program:
         at = program.index(("leave", 0)) + 1
         return [*program[:at], ("user", 0), *program[at:]]

@@ -1,4 +1,6 @@
-"""``ds_checkpoint export``: what other programs read is exactly what was trained, in bounded memory, whole or absent."""
+"""``ds_checkpoint export``: what other programs read is exactly what was trained, in bounded memory, whole or
+absent.
+"""
 
 import json
 import os
@@ -161,7 +163,9 @@ class _Broken(Memory):
 
 
 @pytest.mark.parametrize("kind", [SAFETENSORS, TORCH])
-def test_an_interrupted_export_leaves_the_older_files_and_nothing_half_written(tmp_path: Path, kind: tuple[str, str]) -> None:
+def test_an_interrupted_export_leaves_the_older_files_and_nothing_half_written(
+    tmp_path: Path, kind: tuple[str, str]
+) -> None:
     good, bad = sample(), _Broken(sample().tensors, sample().facts)
     write_weights([stream(good, k) for k in good.entries if k[0] == "master"], tmp_path, kind, max_shard_bytes=200)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -203,7 +207,10 @@ def test_dcp_is_read_back_by_torch(tmp_path: Path) -> None:
     for name in SHAPES:
         assert torch.equal(state["optim"]["state"][name]["exp_avg"], tensors["optim.exp_avg", name])
         assert state["optim"]["state"][name]["step"] == 3.0
-    assert [g["params"] for g in state["optim"]["param_groups"]] == [["emb.weight", "l1.weight"], ["l1.bias", "l2.weight", "one"]]
+    assert [g["params"] for g in state["optim"]["param_groups"]] == [
+        ["emb.weight", "l1.weight"],
+        ["l1.bias", "l2.weight", "one"],
+    ]
     assert state["engine"]["global_steps"] == 3
     target = {"model": {"l1.weight": torch.zeros(7, 6)}}
     with pytest.warns(UserWarning, match="torch.distributed"):
@@ -246,8 +253,13 @@ def test_sub_groups_end_when_they_reach_the_limit() -> None:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_what_goes_to_the_reference_layout_comes_back_bit_for_bit(tmp_path: Path, level: int, world: int, dtype: str) -> None:
-    config = {"zero_optimization": {"stage": level, "sub_group_size": 20}, **({"bf16": {"enabled": True}} if dtype == "bf16" else {})}
+def test_what_goes_to_the_reference_layout_comes_back_bit_for_bit(
+    tmp_path: Path, level: int, world: int, dtype: str
+) -> None:
+    config = {
+        "zero_optimization": {"stage": level, "sub_group_size": 20},
+        **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
+    }
     out = exported(tmp_path, "--format", "deepspeed", "--stage", str(level), "--world", str(world), config=config)
     before = sample(config=config)
     lost = {("param", "frozen.weight")} if level == 1 else set()  # that layout keeps frozen weights in the module only
@@ -263,7 +275,9 @@ def test_what_goes_to_the_reference_layout_comes_back_bit_for_bit(tmp_path: Path
         for name in ("global_steps", "global_samples", "skipped_steps"):
             assert facts["engine"][name] == before.facts["engine"][name]
         assert facts["client_state"]["mine"] == 5 and torch.equal(facts["client_state"]["values"], torch.arange(4))
-        assert [set(g["names"]) for g in facts["optimizer"]["groups"]] == [set(g["names"]) for g in before.facts["optimizer"]["groups"]]
+        assert [set(g["names"]) for g in facts["optimizer"]["groups"]] == [
+            set(g["names"]) for g in before.facts["optimizer"]["groups"]
+        ]
         assert facts["optimizer"]["groups"][0]["options"]["weight_decay"] == 0.1
         assert all(float(facts["optimizer"]["scalars"][name]["step"]) == 3.0 for name in SHAPES)
 
@@ -272,7 +286,11 @@ def test_what_goes_to_the_reference_layout_comes_back_bit_for_bit(tmp_path: Path
     ("level", "world", "names"),
     [
         (0, 2, ["mp_rank_00_model_states.pt"]),
-        (2, 2, [*(f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(2)), "mp_rank_00_model_states.pt"]),
+        (
+            2,
+            2,
+            [*(f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(2)), "mp_rank_00_model_states.pt"],
+        ),
         (3, 1, ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]),
     ],
 )
@@ -308,8 +326,8 @@ def test_weights_alone_have_no_optimizer_for_the_reference_layout(tmp_path: Path
 
 # --- memory ---
 
-# One interpreter for all exports: importing torch costs more than exporting. What is freed goes back to the system at once (see the
-# environment below), so that each is measured from where it starts.
+# One interpreter for all exports: importing torch costs more than exporting. What is freed goes back to the system at
+# once (see the environment below), so that each is measured from where it starts.
 MEMORY = """
 import gc, sys
 from deepspeed.checkpoint.tool import cli
@@ -371,7 +389,9 @@ def peaks(large: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     }
     out = tmp_path_factory.mktemp("out")
     arguments = [["export", str(large), str(out / str(index)), *options] for index, (options, _) in enumerate(EXPORTS)]
-    done = subprocess.run([sys.executable, "-c", MEMORY, repr(arguments)], capture_output=True, text=True, timeout=110, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, repr(arguments)], capture_output=True, text=True, timeout=110, env=env
+    )
     assert done.returncode == 0, done.stderr
     return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("PEAK ")]
 

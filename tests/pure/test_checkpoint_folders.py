@@ -46,7 +46,9 @@ def test_a_checkpoint_of_the_same_tag_is_replaced(tmp_path: Path, swap: bool, mo
         monkeypatch.setattr(folders, "_swap", lambda a, b: False)
     whole(tmp_path, "t").joinpath("old").write_text("")
     whole(tmp_path, "t")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["t"] and [p.name for p in (tmp_path / "t").iterdir()] == ["manifest.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t"] and [p.name for p in (tmp_path / "t").iterdir()] == [
+        "manifest.json"
+    ]
 
 
 def test_a_replacement_that_died_between_two_renames_gives_the_old_one_back(tmp_path: Path) -> None:

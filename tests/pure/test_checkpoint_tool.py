@@ -1,4 +1,6 @@
-"""``ds_checkpoint``: damage has a name, differences are found, nothing is unpickled, and wrong usage is one sentence."""
+"""``ds_checkpoint``: damage has a name, differences are found, nothing is unpickled, and wrong usage is one
+sentence.
+"""
 
 import json
 import os
@@ -123,9 +125,22 @@ def test_info_tells_totals_counters_and_tensors(tmp_path: Path, capsys: pytest.C
     checkpoint(tmp_path)
     status, out, _ = run(capsys, "info", tmp_path, "--tensors")
     assert status == 0
-    for words in ("global_steps 3", "2 ranks, trained in bfloat16", "ZeRO 2", "AdamW, 2 groups", "head.weight = emb.weight"):
+    for words in (
+        "global_steps 3",
+        "2 ranks, trained in bfloat16",
+        "ZeRO 2",
+        "AdamW, 2 groups",
+        "head.weight = emb.weight",
+    ):
         assert words in out
-    assert [line.split() for line in out.splitlines() if line.startswith("master")][0] == ["master", "float32", "5", "170", "680", "B"]
+    assert [line.split() for line in out.splitlines() if line.startswith("master")][0] == [
+        "master",
+        "float32",
+        "5",
+        "170",
+        "680",
+        "B",
+    ]
     assert any(line.split() == ["master", "float32", "13x6", "emb.weight"] for line in out.splitlines())
 
 
@@ -139,7 +154,9 @@ def test_equal_checkpoints_are_equal(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (status, out) == (0, "19 equal, 0 different, 0 missing, 0 extra\n")
 
 
-def test_every_kind_of_difference_between_checkpoints_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_difference_between_checkpoints_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_checkpoint(sample(), tmp_path / "a", "t")
     other = sample()
     other.tensors["master", "l1.weight"][2, 3] += 0.5
@@ -164,7 +181,9 @@ def test_nan_equals_nan_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureF
     assert status == 1 and "max abs diff inf" in out
 
 
-def test_a_pickled_model_file_that_would_run_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickled_model_file_that_would_run_code_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint(tmp_path / "a")
     flag = tmp_path / "executed"
 
@@ -211,7 +230,9 @@ def test_audit_finds_a_stub_that_calls_something(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_audit_finds_a_pickle_in_the_place_of_a_tensor_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], protocol: int) -> None:
+def test_audit_finds_a_pickle_in_the_place_of_a_tensor_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], protocol: int
+) -> None:
     folder = checkpoint(tmp_path)
     (folder / DATA).write_bytes(pickle.dumps({"a": [1, os.getcwd]}, protocol=protocol))
     status, out, _ = run(capsys, "audit", folder)
@@ -237,7 +258,9 @@ def pickled(tmp_path: Path) -> Path:
     return folder
 
 
-def test_pickled_client_state_is_counted_and_never_opened_unasked(pickled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickled_client_state_is_counted_and_never_opened_unasked(
+    pickled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, _ = run(capsys, "audit", pickled)
     assert status == 1 and "pickled_client_state_00000.pt" in out and "fractions Fraction" in out
     status, out, _ = run(capsys, "info", pickled)
@@ -249,7 +272,9 @@ def test_pickled_client_state_is_counted_and_never_opened_unasked(pickled: Path,
     assert run(capsys, "export", pickled, out_folder / "ds", "--format", "deepspeed", "--allow-pickle")[0] == 0
 
 
-def test_damaged_pickled_client_state_is_found_without_opening_it(pickled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_pickled_client_state_is_found_without_opening_it(
+    pickled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     victim = pickled / "pickled_client_state_00000.pt"
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     status, out, _ = run(capsys, "verify", pickled)
@@ -268,14 +293,18 @@ def test_prune_keeps_the_newest_and_what_latest_names(tmp_path: Path, capsys: py
     (tmp_path / "latest").write_text("global_step1")
     (tmp_path / "notes").mkdir()
     status, out, _ = run(capsys, "prune", tmp_path, "--keep-last", 2, "--dry-run")
-    assert status == 0 and "would remove global_step0" in out and "kept: global_step4, global_step3, global_step1" in out
+    assert (
+        status == 0 and "would remove global_step0" in out and "kept: global_step4, global_step3, global_step1" in out
+    )
     assert len(list(tmp_path.iterdir())) == 8
     assert run(capsys, "prune", tmp_path, "--keep-last", 2)[0] == 0
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"global_step1", "global_step3", "global_step4", "latest", "notes", "zero_to_fp32.py"}
 
 
-def test_prune_removes_what_a_dead_save_left_and_not_what_a_live_one_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_removes_what_a_dead_save_left_and_not_what_a_live_one_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from deepspeed.checkpoint import folders
 
     checkpoint(tmp_path)
@@ -291,7 +320,9 @@ def test_prune_removes_what_a_dead_save_left_and_not_what_a_live_one_writes(tmp_
 
 
 @pytest.mark.parametrize("command", ["verify", "info", "audit", "diff", "export", "import", "prune"])
-def test_wrong_paths_are_one_sentence_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_wrong_paths_are_one_sentence_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     more: dict[str, list[object]] = {
@@ -312,7 +343,9 @@ def test_a_missing_tag_names_those_that_are_there(tmp_path: Path, capsys: pytest
     assert status == 2 and "global_step4" in err and "global_step3" in err
 
 
-@pytest.mark.parametrize("args", [[], ["nonsense"], ["prune", "d"], ["prune", "d", "--keep-last", "0"], ["export", "a", "b"]])
+@pytest.mark.parametrize(
+    "args", [[], ["nonsense"], ["prune", "d"], ["prune", "d", "--keep-last", "0"], ["export", "a", "b"]]
+)
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     assert run(capsys, *args)[0] == 2
 
@@ -332,7 +365,11 @@ def test_the_program_starts_from_a_source_tree(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, ROOT / "bin" / "ds_checkpoint", "verify", tmp_path], capture_output=True, text=True, timeout=90, env=env
+        [sys.executable, ROOT / "bin" / "ds_checkpoint", "verify", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=env,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -1,4 +1,6 @@
-"""Chunk files: what was appended is what is read, by whole pieces that were checked; whatever is wrong has a name and leaves nothing."""
+"""Chunk files: what was appended is what is read, by whole pieces that were checked; whatever is wrong has a name and
+leaves nothing.
+"""
 
 import errno
 import os
@@ -121,7 +123,12 @@ def test_an_empty_file_and_an_empty_box(tmp_path: Path) -> None:
 
 
 def test_a_box_may_come_in_parts_of_any_dtype(folder: Path, small_pieces: int) -> None:
-    parts = [drawn(40).view(torch.float32), drawn(30_002).view(torch.bfloat16), torch.tensor([True]), torch.empty(0, dtype=torch.int64)]
+    parts = [
+        drawn(40).view(torch.float32),
+        drawn(30_002).view(torch.bfloat16),
+        torch.tensor([True]),
+        torch.empty(0, dtype=torch.int64),
+    ]
     with ChunkWriter(folder / "a.bin") as writer:
         writer.append(drawn(10))
         writer.begin()
@@ -222,7 +229,10 @@ def test_no_more_room_is_said_with_advice_and_leaves_no_file(
     resource.setrlimit(resource.RLIMIT_FSIZE, (6 << 20, hard))  # Python ignores SIGXFSZ
     try:
         message = "a.bin cannot be written: File too large; files may not grow that far"
-        with pytest.raises(CheckpointError, match=message), ChunkWriter(tmp_path / "a.bin", expect_bytes=expect) as writer:
+        with (
+            pytest.raises(CheckpointError, match=message),
+            ChunkWriter(tmp_path / "a.bin", expect_bytes=expect) as writer,
+        ):
             for _ in range(8):
                 writer.append(torch.ones(1 << 20))
     finally:
@@ -250,7 +260,10 @@ def test_any_range_of_a_box_and_of_many(folder: Path, small_pieces: int) -> None
     wanted, expected = [], []
     for seed in range(200):
         index = seed % len(values)
-        lo, hi = sorted(int(n) for n in torch.randint(0, values[index].numel() + 1, (2,), generator=torch.Generator().manual_seed(seed)))
+        lo, hi = sorted(
+            int(n)
+            for n in torch.randint(0, values[index].numel() + 1, (2,), generator=torch.Generator().manual_seed(seed))
+        )
         wanted.append((box(places[index]), lo, torch.full((hi - lo,), 9, dtype=torch.uint8), f"w{index}"))
         expected.append(values[index][lo:hi])
     with ChunkReader(folder) as reader:
@@ -262,7 +275,9 @@ def test_any_range_of_a_box_and_of_many(folder: Path, small_pieces: int) -> None
         assert all(torch.equal(out, right) for (_, _, out, _), right in zip(wanted, expected, strict=True))
 
 
-def test_only_the_pieces_of_the_range_are_read(tmp_path: Path, small_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_pieces_of_the_range_are_read(
+    tmp_path: Path, small_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, (place,) = written(tmp_path, (100 * small_pieces,))
     forget(tmp_path / "a.bin")
     asked: list[tuple[int, int]] = []
@@ -299,7 +314,12 @@ def test_many_files_are_read_with_few_open(tmp_path: Path) -> None:
     outs = [torch.empty(200, dtype=torch.uint8) for _ in wrote]
     with ChunkReader(tmp_path) as reader:
         before = len(os.listdir("/proc/self/fd"))
-        reader.read_many([(box(places[1], f"{i}.bin"), 0, out, "w") for i, ((_, places), out) in enumerate(zip(wrote, outs, strict=True))])
+        reader.read_many(
+            [
+                (box(places[1], f"{i}.bin"), 0, out, "w")
+                for i, ((_, places), out) in enumerate(zip(wrote, outs, strict=True))
+            ]
+        )
         assert len(os.listdir("/proc/self/fd")) - before <= 3 * files._OPEN_FILES
     assert all(torch.equal(out, values[1]) for out, (values, _) in zip(outs, wrote, strict=True))
     assert len(os.listdir("/proc/self/fd")) <= before
@@ -319,7 +339,9 @@ def test_a_flipped_byte_anywhere_is_refused_by_the_name_of_its_tensor(folder: Pa
             outs = [torch.full_like(each, 0) for each in values]
             hit = next(i for i, place in enumerate(places) if place.offset <= at < place.offset + place.extent)
             with pytest.raises(CheckpointError, match=f"a.bin is damaged between bytes .* where tensor {hit} lies"):
-                reader.read_many([(box(p), 0, out, f"tensor {i}") for i, (p, out) in enumerate(zip(places, outs, strict=True))])
+                reader.read_many(
+                    [(box(p), 0, out, f"tensor {i}") for i, (p, out) in enumerate(zip(places, outs, strict=True))]
+                )
             assert all(torch.equal(out, v) for out, v in list(zip(outs, values, strict=True))[:hit])
             assert not bool(outs[hit][places[hit].extent // 8192 * 8192 :].any()) or at < places[hit].offset + 8192
             content[at] ^= 1
@@ -344,7 +366,10 @@ Harm = Callable[[Path], object]
 HARMS: dict[str, tuple[Harm, str]] = {
     "missing": (Path.unlink, "a.bin, where layer.w lies, cannot be read: No such file or directory; it is missing"),
     "empty": (lambda path: path.write_bytes(b""), "a.bin is cut: it has 0 bytes, layer.w lies up to byte 102400"),
-    "cut": (lambda path: os.truncate(path, 102_399), "a.bin is cut: it has 102399 bytes, layer.w lies up to byte 102400"),
+    "cut": (
+        lambda path: os.truncate(path, 102_399),
+        "a.bin is cut: it has 102399 bytes, layer.w lies up to byte 102400",
+    ),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "a.bin is not a regular file"),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "a.bin is not a regular file"),
 }

@@ -10,7 +10,10 @@ import pytest
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
 
 ADAMW_AUTO = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-WARMUP_AUTO = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
+WARMUP_AUTO = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+}
 FP16_AUTO = {
     "enabled": "auto",
     "loss_scale": 0,
@@ -131,7 +134,14 @@ LIGHTNING = {
     "bf16": {"enabled": True},
 }
 LIGHTNING_FP16 = {key: value for key, value in LIGHTNING.items() if key != "bf16"} | {
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    }
 }
 FABRIC = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 OPENRLHF = {
@@ -211,7 +221,11 @@ EXAMPLES_CHAT = {
         "pin_parameters": True,
         "tp_gather_partition_size": 8,
     },
-    "tensorboard": {"enabled": False, "output_path": "step1/ds_tensorboard_logs/", "job_name": "step1_model_tensorboard"},
+    "tensorboard": {
+        "enabled": False,
+        "output_path": "step1/ds_tensorboard_logs/",
+        "job_name": "step1_model_tensorboard",
+    },
 }
 
 ACCEPTED = {
@@ -219,14 +233,19 @@ ACCEPTED = {
     "transformers zero 3": filled_by_transformers(HF_ZERO3),
     "accelerate stage 0": accelerate(0, {"bf16": {"enabled": False}, "fp16": {"enabled": False}}),
     "accelerate stage 2 bf16": accelerate(2, {"bf16": {"enabled": True}, "fp16": {"enabled": False}}),
-    "accelerate stage 3 fp16": accelerate(3, {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": False}}),
+    "accelerate stage 3 fp16": accelerate(
+        3, {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": False}}
+    ),
     "accelerate fp8": accelerate(2, {"msamp": {"enabled": True, "opt_level": "O1"}}),
     "lightning": LIGHTNING,
     "lightning fp16": LIGHTNING_FP16,
     "lightning, offload false": LIGHTNING | {"zero_optimization": {"stage": 2, "offload_optimizer": False}},
     "fabric": FABRIC,
     "openrlhf": OPENRLHF,
-    "trl": accelerate(3, {"zero_optimization.reduce_bucket_size": 4096, "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 64 * 64}),
+    "trl": accelerate(
+        3,
+        {"zero_optimization.reduce_bucket_size": 4096, "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 64 * 64},
+    ),
     "examples, cifar": EXAMPLES_CIFAR,
     "examples, chat": EXAMPLES_CHAT,
 }
@@ -240,12 +259,16 @@ def test_accepted(name: str) -> None:
     assert before == ACCEPTED[name], "clients go on reading the dict they handed over"
 
 
-@pytest.mark.parametrize("name", [name for name in ACCEPTED if "." not in json.dumps(sorted(ACCEPTED[name])) and name != "accelerate fp8"])
+@pytest.mark.parametrize(
+    "name", [name for name in ACCEPTED if "." not in json.dumps(sorted(ACCEPTED[name])) and name != "accelerate fp8"]
+)
 def test_the_same_in_a_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ACCEPTED[name], indent=2))
     kept = {"source": {}}
-    assert load_config(path, world_size=2).model_copy(update=kept) == load_config(ACCEPTED[name], world_size=2).model_copy(update=kept)
+    assert load_config(path, world_size=2).model_copy(update=kept) == load_config(
+        ACCEPTED[name], world_size=2
+    ).model_copy(update=kept)
 
 
 @pytest.mark.parametrize("config", [HF_ZERO2, HF_ZERO3], ids=["zero 2", "zero 3"])

@@ -1,4 +1,6 @@
-"""Who am I and where do the ranks meet: from a launcher, MPI, Slurm, or alone; and the communication log's arithmetic."""
+"""Who am I and where do the ranks meet: from a launcher, MPI, Slurm, or alone; and the communication log's
+arithmetic.
+"""
 
 import inspect
 import os
@@ -15,7 +17,14 @@ from deepspeed.comm.rendezvous import Rendezvous, adopted, discover, first_host,
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness.devices import two_devices
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "77"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "77",
+}
 
 
 def test_alone_without_any_variable() -> None:
@@ -23,7 +32,9 @@ def test_alone_without_any_variable() -> None:
 
 
 def test_launcher_variables_come_first() -> None:
-    assert discover({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "10"}) == Rendezvous(3, 4, 1, "n0", 77, 2)
+    assert discover({**TORCHRUN, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "10"}) == Rendezvous(
+        3, 4, 1, "n0", 77, 2
+    )
 
 
 def test_missing_local_rank_and_port_are_filled() -> None:
@@ -93,8 +104,15 @@ def test_open_mpi() -> None:
 
 
 def test_mpi_inside_a_slurm_job_trusts_only_the_jobs_node_list() -> None:
-    # what mpirun's helper on the second node inherited from srun: the step leaves the first node out and counts the helpers
-    helper = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "node2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    # what mpirun's helper on the second node inherited from srun: the step leaves the first node out and counts the
+    # helpers
+    helper = {
+        **SLURM,
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NODELIST": "node2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }
     found = discover({**helper, **OMPI_TWO_NODES, "PMIX_NAMESPACE": "prterun-node1-77@1"})
     assert found == Rendezvous(3, 4, 1, "node1", job_port("1.77.1"), 2)
     assert discover({**helper, **HYDRA}) == Rendezvous(3, 4, 1, "node1", 29500, 2)
@@ -110,7 +128,11 @@ def test_mpi_inside_a_slurm_job_trusts_only_the_jobs_node_list() -> None:
         ({"PMIX_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 1, 2),
         ({"PMIX_RANK": "3", "WORLD_SIZE": "4"}, 0, None),
         # srun --mpi=pmi2: PMI's numbers, Slurm's local one
-        ({"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}, 1, None),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"},
+            1,
+            None,
+        ),
         # ranks counted by hand, the rest from the scheduler
         ({"RANK": "3", "WORLD_SIZE": "4", **HYDRA}, 1, 2),
         # the user's word on the local rank, as with one visible device per task
@@ -118,7 +140,9 @@ def test_mpi_inside_a_slurm_job_trusts_only_the_jobs_node_list() -> None:
     ],
 )
 def test_local_rank(env: dict[str, str], local_rank: int, local_size: int | None) -> None:
-    assert discover({**env, "MASTER_ADDR": "n0", "MASTER_PORT": "9"}) == Rendezvous(3, 4, local_rank, "n0", 9, local_size)
+    assert discover({**env, "MASTER_ADDR": "n0", "MASTER_PORT": "9"}) == Rendezvous(
+        3, 4, local_rank, "n0", 9, local_size
+    )
 
 
 def test_devices_are_counted_only_when_nothing_states_the_local_rank() -> None:
@@ -143,7 +167,14 @@ def test_slurm_on_one_node_needs_no_host_name() -> None:
 
 def test_slurm_variables_of_the_starter_are_not_the_ranks() -> None:
     # torchrun under srun, one task per node
-    env = {**TORCHRUN, **SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "0"}
+    env = {
+        **TORCHRUN,
+        **SLURM,
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_LOCALID": "0",
+    }
     del env["LOCAL_RANK"]
     assert discover(env) == Rendezvous(3, 4, 1, "n0", 77, 2)
 
@@ -176,7 +207,11 @@ def test_neighbouring_jobs_and_steps_have_ports_of_their_own() -> None:
 
 
 def test_azure() -> None:
-    azure = {"AZUREML_EXPERIMENT_ID": "e", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000", "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}
+    azure = {
+        "AZUREML_EXPERIMENT_ID": "e",
+        "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
+        "AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5",
+    }
     assert discover({**azure, **OMPI_TWO_NODES}) == Rendezvous(3, 4, 1, "10.0.0.4", 6105, 2)
     assert discover({**azure, **OMPI_TWO_NODES, "MASTER_PORT": "7"}).port == 7
     assert discover({**azure, **OMPI}) == Rendezvous(1, 2, 1, "10.0.0.5", 54965, 2)
@@ -196,7 +231,14 @@ def test_what_was_found_is_published_where_nothing_stands(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "environ", env)
     init._publish(Rendezvous(3, 4, 1, "n0", 77, 2))
     assert env == {
-        **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "kept", "MASTER_PORT": "77"},
+        **{
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "kept",
+            "MASTER_PORT": "77",
+        },
         **{"AZUREML_EXPERIMENT_ID": "e", "NCCL_SOCKET_IFNAME": "^docker0,lo"},
     }
 
@@ -255,7 +297,9 @@ comm.destroy_process_group()
 def _run_alone(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in names}
-    return subprocess.run([sys.executable, "-W", "error", "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=90)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=90
+    )
 
 
 def test_one_process_needs_no_variable_and_may_start_twice() -> None:
@@ -324,7 +368,14 @@ INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["172.16.0.9"], "ib0": ["10.0.
 
 @pytest.mark.parametrize(
     ("address", "name"),
-    [("10.0.0.5", "ib0"), ("fe80::1", "ib0"), ("172.16.0.9", "eth0"), ("127.0.0.1", None), ("::1", None), ("1.1.1.1", None)],
+    [
+        ("10.0.0.5", "ib0"),
+        ("fe80::1", "ib0"),
+        ("172.16.0.9", "eth0"),
+        ("127.0.0.1", None),
+        ("::1", None),
+        ("1.1.1.1", None),
+    ],
 )
 def test_the_interface_of_an_address(address: str, name: str | None) -> None:
     assert interface_with(address, INTERFACES) == name
@@ -364,7 +415,9 @@ def test_gloo_is_told_the_network_that_leads_to_rank_0(
 
     monkeypatch.setattr(init, "_source_address", way)
     monkeypatch.setattr(
-        init.psutil, "net_if_addrs", lambda: {n: [SimpleNamespace(address=a) for a in own] for n, own in INTERFACES.items()}
+        init.psutil,
+        "net_if_addrs",
+        lambda: {n: [SimpleNamespace(address=a) for a in own] for n, own in INTERFACES.items()},
     )
     assert _start_rank(monkeypatch, {**TWO_NODES, **env}, **method).get("GLOO_SOCKET_IFNAME") == name
 
@@ -400,7 +453,9 @@ dist.destroy_process_group = destroyed
 """
 
 
-@pytest.mark.parametrize(("way", "printed", "logged"), [("free", "left\n", ""), ("stuck", "", "has not ended within 0.2 s")])
+@pytest.mark.parametrize(
+    ("way", "printed", "logged"), [("free", "left\n", ""), ("stuck", "", "has not ended within 0.2 s")]
+)
 def test_every_backend_is_left_at_exit_and_none_holds_the_process(way: str, printed: str, logged: str) -> None:
     done = _run_alone(LEAVES, way)
     assert (done.returncode, done.stdout) == (0, printed), done.stderr

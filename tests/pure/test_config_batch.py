@@ -43,7 +43,10 @@ def test_mismatch_names_numbers_and_remedy() -> None:
     with pytest.raises(BatchConfigError) as caught:
         load_config(triple(16, 3, 2), world_size=2)
     text = str(caught.value)
-    head = "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size"
+    head = (
+        "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step "
+        "* world_size"
+    )
     assert text.startswith(head)
     assert "16 != 3 * 2 * 2" in text and "Set train_batch_size to 12" in text
     assert isinstance(caught.value, AssertionError) and isinstance(caught.value, ValueError)
@@ -54,7 +57,8 @@ def test_mismatch_names_numbers_and_remedy() -> None:
     [
         (
             triple(7),
-            "train_batch_size 7 does not divide evenly over gradient_accumulation_steps 1 x 2 ranks = 2. Set train_batch_size to 6 or 8",
+            "train_batch_size 7 does not divide evenly over gradient_accumulation_steps 1 x 2 ranks = 2. Set "
+            "train_batch_size to 6 or 8",
         ),
         (triple(8, 3), "train_micro_batch_size_per_gpu 3 x 2 ranks = 6. Set train_batch_size to 6 or 12"),
         (triple(8, None, 3), "gradient_accumulation_steps 3 x 2 ranks = 6"),
@@ -74,7 +78,14 @@ def test_nothing_given(given: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [triple("auto"), triple("auto", "auto", 1), triple(None, 4, "auto"), triple(32, "auto", "auto"), triple(gas="auto")]
+    "given",
+    [
+        triple("auto"),
+        triple("auto", "auto", 1),
+        triple(None, 4, "auto"),
+        triple(32, "auto", "auto"),
+        triple(gas="auto"),
+    ],
 )
 def test_auto_is_never_guessed(given: dict[str, object]) -> None:
     with pytest.raises(DeepSpeedConfigError, match='is still "auto" and cannot be derived'):

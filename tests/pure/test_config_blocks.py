@@ -1,4 +1,6 @@
-"""Every documented key of the service, parallelism and data blocks: default, accepted values, refused values, immutability."""
+"""Every documented key of the service, parallelism and data blocks: default, accepted values, refused values,
+immutability.
+"""
 
 import copy
 import json
@@ -17,8 +19,27 @@ from deepspeed.config.parallel import LayerSpec
 from deepspeed.config.values import FrozenDict, dtype_name
 
 BLOCKS = {
-    *("aio", "autotuning", "checkpoint", "comet", "comms_logger", "compile", "csv_monitor", "data_efficiency", "datastates_ckpt"),
-    *("expert_parallel", "flops_profiler", "hybrid_engine", "memory", "pipeline", "tensor_parallel", "tensorboard", "timers"),
+    *(
+        "aio",
+        "autotuning",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "compile",
+        "csv_monitor",
+        "data_efficiency",
+        "datastates_ckpt",
+    ),
+    *(
+        "expert_parallel",
+        "flops_profiler",
+        "hybrid_engine",
+        "memory",
+        "pipeline",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+    ),
     *("use_data_before_expert_parallelism", "wandb", "weight_quantization"),
 }
 SERVICES = {path: key for path, key in TABLE.items() if path.split(".")[0] in BLOCKS}
@@ -53,7 +74,12 @@ OTHER: dict[str, Any] = {  # where no rule below finds a second valid value
     "datastates_ckpt": {"host_cache_size": 16},
     "autotuning.arg_mappings": {"train_micro_batch_size_per_gpu": "--batch"},
     "autotuning.model_info": {"num_layers": 2},
-    "weight_quantization.quantized_initialization": {"num_bits": 4, "group_size": 64, "group_dim": 0, "symmetric": False},
+    "weight_quantization.quantized_initialization": {
+        "num_bits": 4,
+        "group_size": 64,
+        "group_dim": 0,
+        "symmetric": False,
+    },
     "weight_quantization.post_init_quant": {"fc": {"num_bits": 8}},
     "compile.passes": ["z1", "autosp"],
 }
@@ -81,7 +107,13 @@ def parse(path: str, value: Any) -> DeepSpeedConfig:
 def found(config: Any, path: str) -> Any:
     """The value of ``path`` in ``config``."""
     for name in path.replace("[]", ".0").replace("<metric>", "seqlen").split("."):
-        config = config[name] if isinstance(config, Mapping) else config[int(name)] if isinstance(config, tuple) else getattr(config, name)
+        config = (
+            config[name]
+            if isinstance(config, Mapping)
+            else config[int(name)]
+            if isinstance(config, tuple)
+            else getattr(config, name)
+        )
     return config
 
 
@@ -130,9 +162,24 @@ def written(path: str) -> str:
 
 
 def test_every_key_of_these_groups_is_here() -> None:
-    groups = {"aio", "pipeline", "tensor_parallel", "moe", "checkpoint", "monitor", "autotuning", "data_efficiency", "compile", "inference"}
+    groups = {
+        "aio",
+        "pipeline",
+        "tensor_parallel",
+        "moe",
+        "checkpoint",
+        "monitor",
+        "autotuning",
+        "data_efficiency",
+        "compile",
+        "inference",
+    }
     heads = {"comms_logger", "flops_profiler", "timers"}
-    wanted = {e["path"] for e in DOCUMENTED if e["status"] != "removed" and (e["group"] in groups or e["path"].split(".")[0] in heads)}
+    wanted = {
+        e["path"]
+        for e in DOCUMENTED
+        if e["status"] != "removed" and (e["group"] in groups or e["path"].split(".")[0] in heads)
+    }
     assert set(KEYS) == wanted == set(SERVICES) - EXTENSIONS
 
 
@@ -195,7 +242,11 @@ def wrong_values(entry: dict[str, Any]) -> Iterator[Any]:
         yield from (1.5, "8", float("nan"), float("inf"))
     if entry.get("allowed"):
         yield "no such value"
-    if "null" not in names and None not in entry.get("allowed", []) and entry["default"] not in (None, "REQUIRED_IF_ENABLED"):
+    if (
+        "null" not in names
+        and None not in entry.get("allowed", [])
+        and entry["default"] not in (None, "REQUIRED_IF_ENABLED")
+    ):
         yield None
 
 
@@ -245,7 +296,9 @@ def test_auto_is_a_value_where_the_format_says_so(path: str) -> None:
     assert found(parse(path, "auto"), path) == "auto"
 
 
-NO_AUTO = [path for path, e in TYPED.items() if "auto_runtime" not in e and not {"object", "list[string]"} & set(kinds(e))]
+NO_AUTO = [
+    path for path, e in TYPED.items() if "auto_runtime" not in e and not {"object", "list[string]"} & set(kinds(e))
+]
 
 
 @pytest.mark.parametrize("path", NO_AUTO)
@@ -260,7 +313,13 @@ def test_null_blocks_are_absent(head: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["timers.throughput", "checkpoint.parallel_write", "data_efficiency.data_sampling", "tensor_parallel.tensor_parallel"]
+    "path",
+    [
+        "timers.throughput",
+        "checkpoint.parallel_write",
+        "data_efficiency.data_sampling",
+        "tensor_parallel.tensor_parallel",
+    ],
 )
 def test_null_inner_blocks_are_absent(path: str) -> None:
     assert found(parse(path, None), path) == found(load_config({"train_batch_size": 1}, world_size=1), path)
@@ -315,13 +374,20 @@ def test_frozen_all_the_way_down() -> None:
 
 def test_a_frozen_dict_cannot_be_changed_but_travels() -> None:
     block = FrozenDict({"a": 1})
-    for change in (lambda: block.update(b=2), lambda: block.pop("a"), lambda: block.__setitem__("a", 2), lambda: block.clear()):
+    for change in (
+        lambda: block.update(b=2),
+        lambda: block.pop("a"),
+        lambda: block.__setitem__("a", 2),
+        lambda: block.clear(),
+    ):
         with pytest.raises(TypeError, match="cannot be changed"):
             change()
     assert copy.deepcopy(block) == pickle.loads(pickle.dumps(block)) == {"a": 1} and json.dumps(block) == '{"a": 1}'
     config = full()
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
-    assert load_config({"train_batch_size": 1}, world_size=1).model_dump()["datastates_ckpt"] is False  # and no serializer warns
+    assert (
+        load_config({"train_batch_size": 1}, world_size=1).model_dump()["datastates_ckpt"] is False
+    )  # and no serializer warns
     assert json.dumps(config.model_dump(exclude={"tensor_parallel"}))
 
 
@@ -329,7 +395,9 @@ def test_a_frozen_dict_cannot_be_changed_but_travels() -> None:
 
 
 def test_names_in_any_case() -> None:
-    block = parse("checkpoint", {"tag_validation": "Warn", "writer": {"type": "fast", "data_parallel": "socket"}}).checkpoint
+    block = parse(
+        "checkpoint", {"tag_validation": "Warn", "writer": {"type": "fast", "data_parallel": "socket"}}
+    ).checkpoint
     assert block.writer is not None
     assert (block.tag_validation, block.writer.type, block.writer.data_parallel) == ("WARN", "FAST", "SOCKET")
     assert "tensor_parallel.preset_model must be" in refused("tensor_parallel.preset_model", "LLAMA")
@@ -345,22 +413,30 @@ def test_own_keys_of_a_client_are_kept_in_the_pipeline_block() -> None:
 def test_misspelt_keys_inside_lists_and_maps(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
-        '{"train_batch_size": 1,\n"tensor_parallel": {"partition_config": {"layer_specs": [\n{"patterns": ["a"]},\n{"paterns": []}]}},\n'
-        '"data_efficiency": {"data_sampling": {"curriculum_learning": {"curriculum_metrics": {"seqlen": {\n"min_dificulty": 1}}}}}}'
+        '{"train_batch_size": 1,\n"tensor_parallel": {"partition_config": {"layer_specs": [\n{"patterns": '
+        '["a"]},\n{"paterns": []}]}},\n'
+        '"data_efficiency": {"data_sampling": {"curriculum_learning": {"curriculum_metrics": {"seqlen": '
+        '{\n"min_dificulty": 1}}}}}}'
     )
     with pytest.raises(DeepSpeedConfigError) as caught:
         load_config(path, world_size=1, check_support=False)
     text = str(caught.value)
-    assert "tensor_parallel.partition_config.layer_specs.1.paterns: unknown key, did you mean 'patterns'? (line 4)" in text
+    assert (
+        "tensor_parallel.partition_config.layer_specs.1.paterns: unknown key, did you mean 'patterns'? (line 4)" in text
+    )
     assert "curriculum_metrics.seqlen.min_dificulty: unknown key, did you mean 'min_difficulty'? (line 6)" in text
 
 
 def test_other_spellings_of_tensor_parallel_keys() -> None:
     block = parse("tensor_parallel", {"autotp_size": 2, "tp": {"tp_size": 2}, "kernel_inject": True}).tensor_parallel
     assert block.tensor_parallel.tp_size == 2 and block.replace_with_kernel_inject
-    assert "two spellings of one setting" in refused("tensor_parallel", {"tp": {"tp_size": 2}, "tensor_parallel": {"tp_size": 3}})
+    assert "two spellings of one setting" in refused(
+        "tensor_parallel", {"tp": {"tp_size": 2}, "tensor_parallel": {"tp_size": 3}}
+    )
     assert "tensor_parallel.tp.tp_size must be a whole number, not '2'" in refused("tensor_parallel.tp.tp_size", "2")
-    assert "tensor_parallel.tp.tp_sizes: unknown key, did you mean 'tp_size'?" in refused("tensor_parallel.tp.tp_sizes", 2)
+    assert "tensor_parallel.tp.tp_sizes: unknown key, did you mean 'tp_size'?" in refused(
+        "tensor_parallel.tp.tp_sizes", 2
+    )
 
 
 def test_python_objects_stay_what_they_are() -> None:
@@ -418,14 +494,20 @@ def test_what_a_curriculum_metric_needs() -> None:
     assert found(parse(path, block), path).curriculum_metrics["seqlen"].max_difficulty == 64
     for name in ("difficulty_type", "min_difficulty", "index_to_metric_path", "schedule_type"):
         short = {key: value for key, value in whole.items() if key != name}
-        assert f"curriculum_metrics.seqlen needs {name}" in refused(path, block | {"curriculum_metrics": {"seqlen": short}})
+        assert f"curriculum_metrics.seqlen needs {name}" in refused(
+            path, block | {"curriculum_metrics": {"seqlen": short}}
+        )
     short = whole | {"schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}
     assert "needs schedule_config.root_degree" in refused(path, block | {"curriculum_metrics": {"seqlen": short}})
 
 
-@pytest.mark.parametrize("block", [{"num_bits": 3}, {"num_bits": True}, {"symmetric": True}, {"group_size": 0}, {"groups": 1}, 4])
+@pytest.mark.parametrize(
+    "block", [{"num_bits": 3}, {"num_bits": True}, {"symmetric": True}, {"group_size": 0}, {"groups": 1}, 4]
+)
 def test_bad_quantization_settings(block: Any) -> None:
-    assert "weight_quantization.quantized_initialization" in refused("weight_quantization.quantized_initialization", block)
+    assert "weight_quantization.quantized_initialization" in refused(
+        "weight_quantization.quantized_initialization", block
+    )
     assert "weight_quantization.post_init_quant" in refused("weight_quantization.post_init_quant", {"fc": block})
 
 
@@ -447,7 +529,13 @@ def test_datastates_is_a_block_or_false() -> None:
 
 WRITTEN_BY_CLIENTS: dict[str, dict[str, Any]] = {
     "Lightning": {
-        "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+            "thread_count": 1,
+        },
         "zero_optimization": {"stage": 2},
     },
     "Transformers": {"checkpoint": {"use_node_local_storage": True}, "tensor_parallel": {"autotp_size": 1}},
@@ -484,7 +572,9 @@ WANTS = [path for path, key in SERVICES.items() if key.support is Support.NOT_YE
 @pytest.mark.parametrize("path", WANTS)
 def test_asking_for_what_is_missing_is_one_sentence(path: str) -> None:
     value = "FAIL" if path == "checkpoint.tag_validation" else other_value(KEYS[path])
-    with pytest.raises(DeepSpeedConfigError, match=r"^configuration dict: [^\n]* is not in this release yet[^\n]*$") as caught:
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"^configuration dict: [^\n]* is not in this release yet[^\n]*$"
+    ) as caught:
         load_config(document(path, value), world_size=1)
     assert path in str(caught.value)
 

@@ -143,7 +143,10 @@ def test_schema_types_match_the_documented_ones() -> None:
         if entry["status"] != "current" or found is None or not _kinds(found):
             continue
         wanted = {names.get(kind.partition("[")[0], "string") for kind in entry["type"].split("|")} - {"null"}
-        wanted = {"number" if kind == "number" or (kind == "integer" and "number" in _kinds(found)) else kind for kind in wanted}
+        wanted = {
+            "number" if kind == "number" or (kind == "integer" and "number" in _kinds(found)) else kind
+            for kind in wanted
+        }
         if entry["type"] != "any" and wanted and not wanted & _kinds(found):
             wrong.append((entry["path"], entry["type"], _kinds(found)))
     assert wrong == []
@@ -192,11 +195,18 @@ def test_the_parser_passes_over_the_schema_key() -> None:
 
 def test_type_words() -> None:
     assert type_text({"type": "integer", "minimum": 1}) == "int >= 1"
-    assert type_text({"anyOf": [{"type": "number", "maximum": 1, "minimum": 0}, {"type": "null"}]}) == "float >= 0, <= 1 or null"
+    assert (
+        type_text({"anyOf": [{"type": "number", "maximum": 1, "minimum": 0}, {"type": "null"}]})
+        == "float >= 0, <= 1 or null"
+    )
     assert type_text({"type": "array", "items": {"enum": ["a", "b"]}}) == 'list of `"a"`, `"b"`'
 
 
 def test_the_readme_counts_the_keys_as_the_manual_does() -> None:
     counts = re.search(r"^(\d+) keys: (\d+) honoured, (\d+) inert here, (\d+) not yet\.$", manual_text(), re.MULTILINE)
-    told = re.search(r"of (\d+) keys (\d+) are honoured, (\d+) accepted .*?(\d+) is an error", (ROOT / "README.md").read_text(), re.DOTALL)
+    told = re.search(
+        r"of (\d+) keys (\d+) are honoured, (\d+) accepted .*?(\d+) is an error",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
+    )
     assert counts and told and told.groups() == counts.groups()

@@ -27,7 +27,26 @@ DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json"
 PLAIN = [entry for entry in DOCUMENTED if entry["status"] == "current" and not set("<[") & set(entry["path"])]
 WORDS = ["adam", "AdamW", "WarmupLR", "cpu", "none", "nvme", "fp16", "bf16", "/tmp/x", "mean", "auto"]
 JUNK = st.one_of(
-    st.sampled_from([None, "auto", "8", "true", -1, 0, 1.5, math.nan, math.inf, -1e300, 10**30, [], {}, [1, "x"], {"enabled": True}, True]),
+    st.sampled_from(
+        [
+            None,
+            "auto",
+            "8",
+            "true",
+            -1,
+            0,
+            1.5,
+            math.nan,
+            math.inf,
+            -1e300,
+            10**30,
+            [],
+            {},
+            [1, "x"],
+            {"enabled": True},
+            True,
+        ]
+    ),
     st.text(max_size=6),
 )
 
@@ -66,7 +85,9 @@ def entries(candidates: list[dict[str, Any]]) -> st.SearchStrategy[tuple[str, An
         lambda entry: st.tuples(
             st.just(entry["path"]),
             st.integers(0, 9).flatmap(lambda dice: JUNK if dice == 9 else well_typed(entry)),
-            st.integers(0, 9).flatmap(lambda dice: st.tuples(st.integers(0, 30), st.integers(0, 3)) if dice == 9 else st.none()),
+            st.integers(0, 9).flatmap(
+                lambda dice: st.tuples(st.integers(0, 30), st.integers(0, 3)) if dice == 9 else st.none()
+            ),
         )
     )
 
@@ -74,7 +95,10 @@ def entries(candidates: list[dict[str, Any]]) -> st.SearchStrategy[tuple[str, An
 ANY = entries(PLAIN)
 # Keys of one group are the ones with something to say about each other.
 GROUPS = st.sampled_from(
-    [entries([entry for entry in PLAIN if entry["group"] == name]) for name in sorted({entry["group"] for entry in PLAIN})]
+    [
+        entries([entry for entry in PLAIN if entry["group"] == name])
+        for name in sorted({entry["group"] for entry in PLAIN})
+    ]
 )
 SIZES = st.sampled_from([{"train_batch_size": 8}, {"train_micro_batch_size_per_gpu": 2}, {"train_batch_size": 8.0}, {}])
 
@@ -122,7 +146,11 @@ def same(written: Any, effective: Any) -> bool:
     """Whether the parsed value is the written one, apart from the spellings the format allows."""
     effective = getattr(effective, "value", effective)
     if isinstance(written, list):
-        return isinstance(effective, tuple | list) and len(written) == len(effective) and all(map(same, written, effective))
+        return (
+            isinstance(effective, tuple | list)
+            and len(written) == len(effective)
+            and all(map(same, written, effective))
+        )
     if isinstance(effective, tuple):
         return len(effective) == 1 and same(written, effective[0])
     if isinstance(written, str) and isinstance(effective, str):
@@ -174,7 +202,9 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-RELAXED = settings(max_examples=CASES // 2, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+RELAXED = settings(
+    max_examples=CASES // 2, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 @RELAXED

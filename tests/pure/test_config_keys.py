@@ -17,7 +17,9 @@ from deepspeed.observe.log import logger
 
 
 def load(world_size: int = 1, *, lenient: bool = False, **keys: object) -> DeepSpeedConfig:
-    return load_config({"train_batch_size": world_size, **keys}, world_size=world_size, lenient=lenient, check_support=False)
+    return load_config(
+        {"train_batch_size": world_size, **keys}, world_size=world_size, lenient=lenient, check_support=False
+    )
 
 
 def zero(**keys: object) -> ZeroConfig:
@@ -41,15 +43,35 @@ def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def test_defaults() -> None:
     cfg = load()
     assert (cfg.gradient_clipping, cfg.gradient_predivide_factor, cfg.gradient_allreduce_op) == (1.0, 1.0, "mean")
-    assert (cfg.steps_per_print, cfg.communication_data_type, cfg.seed, cfg.sequence_parallel_size) == (None, None, None, None)
-    assert cfg.zero_force_ds_cpu_optimizer and cfg.managed_gradient_accumulation and not cfg.zero_allow_untested_optimizer
+    assert (cfg.steps_per_print, cfg.communication_data_type, cfg.seed, cfg.sequence_parallel_size) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    assert (
+        cfg.zero_force_ds_cpu_optimizer and cfg.managed_gradient_accumulation and not cfg.zero_allow_untested_optimizer
+    )
     assert (cfg.compute_dtype, cfg.grad_accum_dtype, cfg.zero_stage) == ("fp32", None, 0)
     assert cfg.optimizer is None and cfg.scheduler is None
-    assert (cfg.fp16.initial_scale_power, cfg.fp16.loss_scale_window, cfg.fp16.hysteresis, cfg.fp16.min_loss_scale) == (16, 1000, 2, 1)
+    assert (cfg.fp16.initial_scale_power, cfg.fp16.loss_scale_window, cfg.fp16.hysteresis, cfg.fp16.min_loss_scale) == (
+        16,
+        1000,
+        2,
+        1,
+    )
     assert cfg.fp16.dynamic and cfg.data_types.keep_in_fp32_modules == "auto" and cfg.torch_autocast.dtype == "bf16"
     block = cfg.zero
-    assert (block.reduce_bucket_size, block.prefetch_bucket_size, block.param_persistence_threshold) == (500_000_000, 50_000_000, 100_000)
-    assert (block.sub_group_size, block.max_live_parameters, block.model_persistence_threshold) == (10**9, 10**9, 2**63 - 1)
+    assert (block.reduce_bucket_size, block.prefetch_bucket_size, block.param_persistence_threshold) == (
+        500_000_000,
+        50_000_000,
+        100_000,
+    )
+    assert (block.sub_group_size, block.max_live_parameters, block.model_persistence_threshold) == (
+        10**9,
+        10**9,
+        2**63 - 1,
+    )
     assert (block.mics_shard_size, block.zero_hpz_partition_size, block.divergence) == (-1, 1, "tolerate")
     assert block.overlap_comm is None and len(block.leaf_module.classes) == 3 and block.leaf_module.names == ()
 
@@ -63,7 +85,9 @@ def test_frozen() -> None:
 
 
 def test_null_blocks_are_absent() -> None:
-    cfg = load(fp16=None, zero_optimization=None, optimizer=None, scheduler=None, tensorboard=None, steps_per_print=None)
+    cfg = load(
+        fp16=None, zero_optimization=None, optimizer=None, scheduler=None, tensorboard=None, steps_per_print=None
+    )
     assert cfg.model_copy(update={"source": {}}) == load().model_copy(update={"source": {}})
 
 
@@ -76,14 +100,25 @@ def test_null_clipping_is_ambiguous() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage", "overlap_comm", "offload_param"],
+    [
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage",
+        "overlap_comm",
+        "offload_param",
+    ],
 )
 def test_auto_inside_zero_is_the_default(key: str) -> None:
     assert zero(**{key: "auto"}) == ZeroConfig()
 
 
 def test_auto_inside_offload_blocks() -> None:
-    block = zero(stage=3, offload_optimizer={"device": "cpu", "pin_memory": "auto"}, offload_param={"device": "auto", "nvme_path": "auto"})
+    block = zero(
+        stage=3,
+        offload_optimizer={"device": "cpu", "pin_memory": "auto"},
+        offload_param={"device": "auto", "nvme_path": "auto"},
+    )
     assert block.offload_optimizer.pin_memory and block.offload_param is None
 
 
@@ -115,7 +150,8 @@ def test_lenient_keeps_auto_in_params() -> None:
 
 def test_auto_in_params_does_not_reach_the_engine() -> None:
     text = message(
-        optimizer={"type": "AdamW", "params": {"lr": "auto"}}, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+        optimizer={"type": "AdamW", "params": {"lr": "auto"}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
     )
     assert 'optimizer.params.lr is still "auto"' in text and 'scheduler.params.warmup_max_lr is still "auto"' in text
 
@@ -127,14 +163,34 @@ def test_no_offload(name: str, off: object) -> None:
 
 
 def test_offload_blocks() -> None:
-    block = zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5}, offload_param={"device": "nvme", "nvme_path": Path("/tmp/x")})
+    block = zero(
+        stage=3,
+        offload_optimizer={"device": "cpu", "ratio": 0.5},
+        offload_param={"device": "nvme", "nvme_path": Path("/tmp/x")},
+    )
     assert block.offload_optimizer.device is OffloadDeviceEnum.cpu and block.offload_optimizer.buffer_count == 4
-    assert block.offload_param.device == "nvme" and block.offload_param.nvme_path == "/tmp/x" and block.offload_param.buffer_count == 5
-    assert [item.value for item in OffloadStateTypeEnum] == ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
+    assert (
+        block.offload_param.device == "nvme"
+        and block.offload_param.nvme_path == "/tmp/x"
+        and block.offload_param.buffer_count == 5
+    )
+    assert [item.value for item in OffloadStateTypeEnum] == [
+        "optim_states",
+        "hp_params",
+        "lp_params",
+        "lp_grads",
+        "contiguous_grad_buffer",
+    ]
 
 
 def test_whole_floats_and_infinity() -> None:
-    block = zero(reduce_bucket_size=5e8, allgather_bucket_size=2e8, stage3_max_live_parameters=1e9, sub_group_size=10**12, stage=2.0)
+    block = zero(
+        reduce_bucket_size=5e8,
+        allgather_bucket_size=2e8,
+        stage3_max_live_parameters=1e9,
+        sub_group_size=10**12,
+        stage=2.0,
+    )
     assert (block.reduce_bucket_size, block.allgather_bucket_size, block.stage) == (500_000_000, 200_000_000, 2)
     assert all(type(value) is int for value in (block.reduce_bucket_size, block.max_live_parameters, block.stage))
     assert load(steps_per_print=float("inf")).steps_per_print == float("inf")
@@ -190,12 +246,20 @@ def test_legacy_offload_flags() -> None:
     text = message(zero_optimization={"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}})
     assert "both are given. Keep offload_optimizer" in text
     for key, value in (("cpu_offload", 1), ("cpu_offload_use_pin_memory", "yes")):
-        assert f"zero_optimization.{key} must be true or false, not {value!r}" in message(zero_optimization={key: value})
+        assert f"zero_optimization.{key} must be true or false, not {value!r}" in message(
+            zero_optimization={key: value}
+        )
 
 
 def test_mics_leaf_and_extension_keys() -> None:
     block = load(
-        4, zero_optimization={"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True, "divergence": "error"}
+        4,
+        zero_optimization={
+            "stage": 3,
+            "mics_shard_size": 2,
+            "mics_hierarchical_params_gather": True,
+            "divergence": "error",
+        },
     ).zero
     assert (block.mics_shard_size, block.mics_hierarchical_params_gather, block.divergence) == (2, True, "error")
     leaf = zero(leaf_module={"classes": "Moe", "names": ["a", "a", "b"]}).leaf_module
@@ -204,7 +268,9 @@ def test_mics_leaf_and_extension_keys() -> None:
 
 
 def test_optimizer_and_scheduler_blocks() -> None:
-    cfg = load(optimizer={"type": "AdamW", "params": {"lr": 1e-3}, "legacy_fusion": True}, scheduler={"type": "WarmupLR"})
+    cfg = load(
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3}, "legacy_fusion": True}, scheduler={"type": "WarmupLR"}
+    )
     assert cfg.optimizer.type == "AdamW" and cfg.optimizer.legacy_fusion and cfg.scheduler.params == {}
     assert load(optimizer={}, scheduler={"type": None, "params": None}).optimizer is None
     assert "optimizer.type is required" in message(optimizer={"params": {"lr": 1}})
@@ -253,7 +319,11 @@ def test_nearest_name_includes_aliases() -> None:
 
 
 def test_foreign_keys_of_programs_are_mentioned_once(warnings: pytest.LogCaptureFixture) -> None:
-    keys = {"msamp": {"enabled": True}, "zero_optimization.reduce_bucket_size": 4, "zero_optimization.stage3_prefetch_bucket_size": 0.9}
+    keys = {
+        "msamp": {"enabled": True},
+        "zero_optimization.reduce_bucket_size": 4,
+        "zero_optimization.stage3_prefetch_bucket_size": 0.9,
+    }
     load(lenient=True, **keys)
     assert warnings.records == []
     load(**keys)
@@ -267,7 +337,9 @@ def test_misspelt_key_of_a_program_is_an_error() -> None:
 
 def test_harmless_legacy_flag() -> None:
     assert zero(legacy_stage1=False) == ZeroConfig()
-    assert "zero_optimization.legacy_stage1 was removed. Delete the key" in message(zero_optimization={"legacy_stage1": True})
+    assert "zero_optimization.legacy_stage1 was removed. Delete the key" in message(
+        zero_optimization={"legacy_stage1": True}
+    )
 
 
 def test_documented_key_without_reader(warnings: pytest.LogCaptureFixture) -> None:
@@ -279,18 +351,30 @@ def test_documented_key_without_reader(warnings: pytest.LogCaptureFixture) -> No
     ("keys", "text"),
     [
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be less than or equal to 3, not 4"),
-        ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage must be a whole number, not '3'; write it without quotes"),
+        (
+            {"zero_optimization": {"stage": "3"}},
+            "zero_optimization.stage must be a whole number, not '3'; write it without quotes",
+        ),
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage must be a whole number, not True"),
-        ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size must be greater than or equal to 1"),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 0}},
+            "zero_optimization.reduce_bucket_size must be greater than or equal to 1",
+        ),
         ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "must be a whole number, not 0.5"),
-        ({"zero_optimization": {"overlap_comm": "yes"}}, "zero_optimization.overlap_comm must be true or false, not 'yes'"),
+        (
+            {"zero_optimization": {"overlap_comm": "yes"}},
+            "zero_optimization.overlap_comm must be true or false, not 'yes'",
+        ),
         ({"zero_optimization": {"leaf_module": ["a"]}}, "zero_optimization.leaf_module must be a block"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
             "zero_optimization.offload_optimizer.device must be 'none', 'cpu' or 'nvme'",
         ),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer must be a block"),
-        ({"zero_optimization": {"zenflow": {"update_interval": "x"}}}, "zero_optimization.zenflow.update_interval must be a whole number"),
+        (
+            {"zero_optimization": {"zenflow": {"update_interval": "x"}}},
+            "zero_optimization.zenflow.update_interval must be a whole number",
+        ),
         ({"zero_optimization": {"grad_hooks": 3}}, "zero_optimization.grad_hooks: unknown key"),
         ({"zero_optimization": [3]}, "zero_optimization must be a block"),
         ({"fp16": True}, "fp16 must be a block"),
@@ -307,7 +391,10 @@ def test_documented_key_without_reader(warnings: pytest.LogCaptureFixture) -> No
         ({"steps_per_print": "ten"}, "steps_per_print must be a whole number"),
         ({"wall_clock_breakdown": "auto"}, 'wall_clock_breakdown is still "auto"'),
         ({"data_types": {"keep_in_fp32_modules": 3}}, "keep_in_fp32_modules must be"),
-        ({"activation_checkpointing": {"profil": True}}, "activation_checkpointing.profil: unknown key, did you mean 'profile'"),
+        (
+            {"activation_checkpointing": {"profil": True}},
+            "activation_checkpointing.profil: unknown key, did you mean 'profile'",
+        ),
         ({"optimizer": {"type": 3}}, "optimizer.type must be"),
         ({"optimizer": {"type": "Adam", "params": [1]}}, "optimizer.params must be a block"),
         ({"optimizer": {"type": "Adam", "param": {}}}, "optimizer.param: unknown key, did you mean 'params'"),

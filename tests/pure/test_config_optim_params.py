@@ -1,4 +1,6 @@
-"""``optimizer.params`` and ``scheduler.params``: the config knows what deepspeed.optim and torch accept, and says so in sentences."""
+"""``optimizer.params`` and ``scheduler.params``: the config knows what deepspeed.optim and torch accept, and says so in
+sentences.
+"""
 
 import copy
 import inspect
@@ -24,13 +26,22 @@ from deepspeed.config.optim_params import (
 from deepspeed.optim import lr_schedules
 from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.muon import MuonWithAuxAdam
-from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
+from deepspeed.optim.named import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 from deepspeed.optim.registry import KNOWN_NAMES, build_optimizer
 
 CPU = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 
 
-def load(part: str, name: str, *, lenient: bool = False, zero: dict[str, Any] | None = None, **params: Any) -> DeepSpeedConfig:
+def load(
+    part: str, name: str, *, lenient: bool = False, zero: dict[str, Any] | None = None, **params: Any
+) -> DeepSpeedConfig:
     source = {"train_batch_size": 1, part: {"type": name, "params": params}, "zero_optimization": zero}
     return load_config(source, world_size=1, lenient=lenient, check_support=False)
 
@@ -47,7 +58,12 @@ def faults(part: str, name: str, **params: Any) -> tuple[str, ...]:
 
 def _arguments(cls: Any) -> set[str]:
     named = inspect.signature(cls).parameters.values()
-    return {item.name for item in named if item.kind is not item.VAR_KEYWORD} - {"params", "model_params", "optimizer", "self"}
+    return {item.name for item in named if item.kind is not item.VAR_KEYWORD} - {
+        "params",
+        "model_params",
+        "optimizer",
+        "self",
+    }
 
 
 # Chosen or removed by the registry before a class is built, or refused with a reason of its own.
@@ -71,7 +87,10 @@ def test_the_names_are_those_of_the_classes(name: str, device: Any, host: Any) -
 
 def test_adam_has_the_settings_of_every_class_that_may_be_built() -> None:
     taken = set(OPTIMIZER_ACCEPTS["adam"].names)
-    assert taken - REGISTRY == (_arguments(FusedAdam) | _arguments(DeepSpeedCPUAdam) | _arguments(torch.optim.AdamW)) - REGISTRY
+    assert (
+        taken - REGISTRY
+        == (_arguments(FusedAdam) | _arguments(DeepSpeedCPUAdam) | _arguments(torch.optim.AdamW)) - REGISTRY
+    )
     assert OPTIMIZER_ACCEPTS["adamw"] is OPTIMIZER_ACCEPTS["adam"]
 
 
@@ -88,7 +107,9 @@ def test_the_schedules_are_those_of_the_code(name: str) -> None:
 
 
 def test_names() -> None:
-    assert tuple(map(str.lower, OPTIMIZER_NAMES)) == tuple(sorted(KNOWN_NAMES, key=[n.lower() for n in OPTIMIZER_NAMES].index))
+    assert tuple(map(str.lower, OPTIMIZER_NAMES)) == tuple(
+        sorted(KNOWN_NAMES, key=[n.lower() for n in OPTIMIZER_NAMES].index)
+    )
     assert list(SCHEDULER_NAMES) == lr_schedules.VALID_LR_SCHEDULES
     assert {name for name in KNOWN_NAMES if accepts("optimizer", name) is None} == {"muadam", "muadamw", "musgd"}
 
@@ -96,9 +117,15 @@ def test_names() -> None:
 def test_the_torch_classes_are_those_of_the_newest_torch() -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) != (2, 13):
         pytest.skip("the lists are those of torch 2.13")
-    optimizers = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)} - {"Optimizer"}
+    optimizers = {
+        n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    } - {"Optimizer"}
     base = torch.optim.lr_scheduler.LRScheduler
-    schedulers = {n for n, c in vars(torch.optim.lr_scheduler).items() if isinstance(c, type) and issubclass(c, base) and n[0] != "_"}
+    schedulers = {
+        n
+        for n, c in vars(torch.optim.lr_scheduler).items()
+        if isinstance(c, type) and issubclass(c, base) and n[0] != "_"
+    }
     assert list(TORCH_OPTIMIZERS) == sorted(optimizers)
     assert list(TORCH_SCHEDULERS) == sorted(schedulers - {"LRScheduler"})
 
@@ -112,10 +139,25 @@ REFUSED = [
     ("optimizer", "Optimizer", {}, "optimizer.type 'Optimizer' is unknown"),
     ("scheduler", "WarmUpLR", {}, "scheduler.type 'WarmUpLR' is unknown, did you mean 'WarmupLR'?"),
     ("scheduler", "steplr", {}, "scheduler.type 'steplr' is unknown, did you mean 'StepLR'?"),
-    ("optimizer", "AdamW", {"learning_rate": 1}, "optimizer.params.learning_rate: AdamW has no such setting. Valid: adam_w_mode, amsgrad,"),
-    ("optimizer", "adamW", {"weight_dekay": 1}, "optimizer.params.weight_dekay: adamW has no such setting, did you mean 'weight_decay'?"),
+    (
+        "optimizer",
+        "AdamW",
+        {"learning_rate": 1},
+        "optimizer.params.learning_rate: AdamW has no such setting. Valid: adam_w_mode, amsgrad,",
+    ),
+    (
+        "optimizer",
+        "adamW",
+        {"weight_dekay": 1},
+        "optimizer.params.weight_dekay: adamW has no such setting, did you mean 'weight_decay'?",
+    ),
     ("optimizer", "Lion", {"eps": 1e-8}, "optimizer.params.eps: Lion has no such setting"),
-    ("optimizer", "Adam", {"lr": "1e-3"}, "optimizer.params.lr must be a finite number, not '1e-3'; write it without quotes."),
+    (
+        "optimizer",
+        "Adam",
+        {"lr": "1e-3"},
+        "optimizer.params.lr must be a finite number, not '1e-3'; write it without quotes.",
+    ),
     ("optimizer", "Adam", {"lr": True}, "optimizer.params.lr must be a finite number, not True."),
     ("optimizer", "Adam", {"lr": float("nan")}, "optimizer.params.lr must be a finite number, not nan."),
     ("optimizer", "Adam", {"lr": 10**400}, "optimizer.params.lr must be a finite number"),
@@ -126,25 +168,75 @@ REFUSED = [
     ("optimizer", "Adam", {"betas": [0.9, 1]}, "optimizer.params.betas must be >= 0, < 1, not 1."),
     ("optimizer", "Adam", {"betas": [0.9, "x"]}, "optimizer.params.betas must be a finite number, not 'x'."),
     ("optimizer", "Adam", {"torch_adam": 1}, "optimizer.params.torch_adam must be true or false, not 1."),
-    ("optimizer", "Adam", {"max_grad_norm": 0}, "optimizer.params.max_grad_norm is not read. Set the top-level key gradient_clipping"),
-    ("optimizer", "Adam", {"torch_adam": True, "bias_correction": False}, "bias_correction false is not possible with torch's own Adam"),
+    (
+        "optimizer",
+        "Adam",
+        {"max_grad_norm": 0},
+        "optimizer.params.max_grad_norm is not read. Set the top-level key gradient_clipping",
+    ),
+    (
+        "optimizer",
+        "Adam",
+        {"torch_adam": True, "bias_correction": False},
+        "bias_correction false is not possible with torch's own Adam",
+    ),
     ("optimizer", "Muon", {"momentum": 1}, "optimizer.params.momentum must be >= 0, < 1, not 1."),
-    ("optimizer", "Muon", {"ns_method": "newton"}, "optimizer.params.ns_method must be 'gram' or 'standard', not 'newton'."),
+    (
+        "optimizer",
+        "Muon",
+        {"ns_method": "newton"},
+        "optimizer.params.ns_method must be 'gram' or 'standard', not 'newton'.",
+    ),
     ("optimizer", "Lamb", {"amsgrad": True}, "optimizer.params.amsgrad true is not possible with Lamb. Use AdamW"),
-    ("optimizer", "Lamb", {"min_coeff": 11}, "optimizer.params.min_coeff 11 must not be above max_coeff, which is 10.0."),
-    ("optimizer", "Lion", {"fp32_optimizer_states": True}, "fp32_optimizer_states is not a setting of Lion without zero_optimization.off"),
+    (
+        "optimizer",
+        "Lamb",
+        {"min_coeff": 11},
+        "optimizer.params.min_coeff 11 must not be above max_coeff, which is 10.0.",
+    ),
+    (
+        "optimizer",
+        "Lion",
+        {"fp32_optimizer_states": True},
+        "fp32_optimizer_states is not a setting of Lion without zero_optimization.off",
+    ),
     ("optimizer", "SGD", {"lr": "0.1"}, "optimizer.params.lr must be a number, not '0.1'; write it without quotes."),
     ("optimizer", "SGD", {"dampening": "0.1"}, "optimizer.params.dampening must be a number, not '0.1'"),
     ("optimizer", "MuSGD", {"lr": "fast"}, "optimizer.params.lr must be a number, not 'fast'."),
     ("scheduler", "OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr is required by OneCycle."),
-    ("scheduler", "WarmupLR", {"warmup_num_step": 3}, "scheduler.params.warmup_num_step: WarmupLR has no such setting, did you mean 'war"),
-    ("scheduler", "WarmupLR", {"warmup_num_steps": 1.5}, "scheduler.params.warmup_num_steps must be a whole number, not 1.5."),
-    ("scheduler", "WarmupLR", {"warmup_type": "cosine"}, "scheduler.params.warmup_type must be 'log' or 'linear', not 'cosine'."),
+    (
+        "scheduler",
+        "WarmupLR",
+        {"warmup_num_step": 3},
+        "scheduler.params.warmup_num_step: WarmupLR has no such setting, did you mean 'war",
+    ),
+    (
+        "scheduler",
+        "WarmupLR",
+        {"warmup_num_steps": 1.5},
+        "scheduler.params.warmup_num_steps must be a whole number, not 1.5.",
+    ),
+    (
+        "scheduler",
+        "WarmupLR",
+        {"warmup_type": "cosine"},
+        "scheduler.params.warmup_type must be 'log' or 'linear', not 'cosine'.",
+    ),
     ("scheduler", "WarmupLR", {"warmup_max_lr": []}, "scheduler.params.warmup_max_lr must not be an empty list."),
     ("scheduler", "WarmupLR", {"warmup_max_lr": [0.1, -1]}, "scheduler.params.warmup_max_lr must be >= 0, not -1."),
-    ("scheduler", "LRRangeTest", {"lr_range_test_step_size": 0}, "scheduler.params.lr_range_test_step_size must be >= 1, not 0."),
+    (
+        "scheduler",
+        "LRRangeTest",
+        {"lr_range_test_step_size": 0},
+        "scheduler.params.lr_range_test_step_size must be >= 1, not 0.",
+    ),
     ("scheduler", "WarmupLR", {"warmup_min_lr": "auto"}, 'scheduler.params.warmup_min_lr is still "auto"'),
-    ("scheduler", "StepLR", {"step_size": "3"}, "scheduler.params.step_size must be a number, not '3'; write it without quotes."),
+    (
+        "scheduler",
+        "StepLR",
+        {"step_size": "3"},
+        "scheduler.params.step_size must be a number, not '3'; write it without quotes.",
+    ),
 ]
 
 
@@ -157,12 +249,18 @@ def test_refused(part: str, name: str, params: dict[str, Any], text: str) -> Non
 def test_all_faults_come_at_once_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
-        '{"train_batch_size": 1, "fp16": {"enabled": 1},\n"optimizer": {"type": "Adam",\n"params": {\n"lr": -1,\n"bettas": 3}},\n'
+        '{"train_batch_size": 1, "fp16": {"enabled": 1},\n"optimizer": {"type": "Adam",\n"params": {\n"lr": '
+        '-1,\n"bettas": 3}},\n'
         '"scheduler": {\n"type": "Warmup"}}'
     )
     with pytest.raises(DeepSpeedConfigError) as caught:
         load_config(path, world_size=1)
-    assert sorted(fault.rpartition("(")[2] for fault in caught.value.faults) == ["line 1)", "line 4)", "line 5)", "line 7)"]
+    assert sorted(fault.rpartition("(")[2] for fault in caught.value.faults) == [
+        "line 1)",
+        "line 4)",
+        "line 5)",
+        "line 7)",
+    ]
 
 
 # --- what is accepted ---
@@ -175,8 +273,16 @@ ACCEPTED = [
     ("optimizer", "SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     ("optimizer", "Adafactor", {"eps": [None, 1e-3], "d": 1}),
     ("scheduler", "WarmupLR", {}),
-    ("scheduler", "WarmupDecayLR", {"total_num_steps": 1e4, "warmup_min_lr": [0, 0], "warmup_max_lr": None, "warmup_num_steps": 0}),
-    ("scheduler", "OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": [0.2], "cycle_second_step_size": None, "decay_mom_rate": -0.1}),
+    (
+        "scheduler",
+        "WarmupDecayLR",
+        {"total_num_steps": 1e4, "warmup_min_lr": [0, 0], "warmup_max_lr": None, "warmup_num_steps": 0},
+    ),
+    (
+        "scheduler",
+        "OneCycle",
+        {"cycle_min_lr": 0.1, "cycle_max_lr": [0.2], "cycle_second_step_size": None, "decay_mom_rate": -0.1},
+    ),
     ("scheduler", "MultiStepLR", {"milestones": [3, 5]}),
 ]
 
@@ -189,14 +295,20 @@ def test_accepted(part: str, name: str, params: dict[str, Any]) -> None:
     if part == "optimizer":
         assert isinstance(build_optimizer(name, found, parameters=[parameter]), torch.optim.Optimizer)
     else:
-        count = max((len(value) for key, value in params.items() if isinstance(value, list) and key != "milestones"), default=1)
+        count = max(
+            (len(value) for key, value in params.items() if isinstance(value, list) and key != "milestones"), default=1
+        )
         groups = [{"params": [torch.nn.Parameter(torch.ones(1))]} for _ in range(count)]
         assert lr_schedules.build_scheduler(name, found, torch.optim.Adam(groups)).get_last_lr()
 
 
 def test_offload_changes_the_settings() -> None:
-    assert load("optimizer", "Lion", zero=CPU, fp32_optimizer_states=False).optimizer.params == {"fp32_optimizer_states": False}
-    with pytest.raises(DeepSpeedConfigError, match=r"set_grad_none is not a setting of Lion with zero_optimization\.offload_optimizer"):
+    assert load("optimizer", "Lion", zero=CPU, fp32_optimizer_states=False).optimizer.params == {
+        "fp32_optimizer_states": False
+    }
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"set_grad_none is not a setting of Lion with zero_optimization\.offload_optimizer"
+    ):
         load("optimizer", "Lion", zero=CPU, set_grad_none=False)
 
 
@@ -213,12 +325,21 @@ def test_lenient_waits_for_integrations() -> None:
 def test_params_are_read_only() -> None:
     source = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
     params = load_config(source, world_size=1).optimizer.params
-    assert params["lr"] == 0.1 and dict(params) == {"lr": 0.1, "betas": (0.9, 0.99)} and {**params}["betas"] == (0.9, 0.99)
-    for change in (lambda: params.update(lr=1), lambda: params.__setitem__("lr", 1), lambda: params.pop("lr"), params.clear):
+    assert (
+        params["lr"] == 0.1 and dict(params) == {"lr": 0.1, "betas": (0.9, 0.99)} and {**params}["betas"] == (0.9, 0.99)
+    )
+    for change in (
+        lambda: params.update(lr=1),
+        lambda: params.__setitem__("lr", 1),
+        lambda: params.pop("lr"),
+        params.clear,
+    ):
         with pytest.raises(TypeError):
             change()
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
-    assert json.loads(json.dumps(params)) == source["optimizer"]["params"] and source["optimizer"]["params"]["betas"] == [0.9, 0.99]
+    assert json.loads(json.dumps(params)) == source["optimizer"]["params"] and source["optimizer"]["params"][
+        "betas"
+    ] == [0.9, 0.99]
 
 
 @pytest.mark.parametrize("path", sorted(PARAM_SPECS))

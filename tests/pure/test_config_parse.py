@@ -45,7 +45,12 @@ def test_dict_is_kept_and_never_changed() -> None:
     source = {
         "train_batch_size": 8,
         "bfloat16": {"enabled": "auto"},
-        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e7, "cpu_offload": False, "reduce_bucket_size": "auto"},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": 5e7,
+            "cpu_offload": False,
+            "reduce_bucket_size": "auto",
+        },
         "optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.99]}},
         "tensorboard": {"enabled": False},
     }

@@ -1,4 +1,6 @@
-"""Keys of earlier releases: every one is refused with what to use instead, unless it only says that the feature is off."""
+"""Keys of earlier releases: every one is refused with what to use instead, unless it only says that the feature is
+off.
+"""
 
 import json
 import logging
@@ -15,7 +17,16 @@ DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json"
 # The reference gave these up; here shard groups of this size exist.
 KEPT = {"zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather"}
 REMOVED = {entry["path"]: entry for entry in DOCUMENTED if entry["status"] == "removed"}
-ON: dict[str, Any] = {"bool": True, "int": 3, "float": 0.5, "string": "x", "path": "/x", "object": {"x": 1}, "list": [1], "enum": "x"}
+ON: dict[str, Any] = {
+    "bool": True,
+    "int": 3,
+    "float": 0.5,
+    "string": "x",
+    "path": "/x",
+    "object": {"x": 1},
+    "list": [1],
+    "enum": "x",
+}
 
 
 def document(path: str, value: Any) -> dict[str, Any]:
@@ -46,7 +57,9 @@ def test_removed_keys_name_the_replacement(path: str) -> None:
     text = message(document(path, ON[kind]))
     said = next(part for part in (path[:cut] for cut in range(len(path), 0, -1)) if f"{part} was removed. " in text)
     advice = text.partition(f"{said} was removed. ")[2]
-    assert advice.startswith(REMOVED_KEYS[max((key for key in REMOVED_KEYS if f"{path}.".startswith(f"{key}.")), key=len)])
+    assert advice.startswith(
+        REMOVED_KEYS[max((key for key in REMOVED_KEYS if f"{path}.".startswith(f"{key}.")), key=len)]
+    )
     assert advice.split()[0] in ("Use", "Delete", "Drop", "Quantize", "Prune", "Build")
 
 
@@ -77,7 +90,12 @@ OFF = [
     ("compression_training", {"layer_reduction": {"enabled": False}}),
     (
         "compression_training",
-        {"weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {"g": {"modules": ["*"]}}}},
+        {
+            "weight_quantization": {
+                "shared_parameters": {"enabled": False},
+                "different_groups": {"g": {"modules": ["*"]}},
+            }
+        },
     ),
     ("quantize_training", {}),
 ]
@@ -89,7 +107,9 @@ def test_what_says_off_is_only_mentioned(key: str, value: Any, caplog: pytest.Lo
     caplog.set_level(logging.WARNING)
     try:
         load_config({"train_batch_size": 1, key: value}, world_size=1)
-        assert [record.getMessage() for record in caplog.records] == [f"{removed_key(key)} It only says that the feature is off here."]
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{removed_key(key)} It only says that the feature is off here."
+        ]
         load_config({"train_batch_size": 1, key: None}, world_size=1)
         assert len(caplog.records) == 1
     finally:
@@ -97,7 +117,8 @@ def test_what_says_off_is_only_mentioned(key: str, value: Any, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    "value", [True, 0, 1, "auto", [], {"enabled": True}, {"enabled": "auto"}, {"opt_level": "O1"}, {"a": {"enabled": True}}]
+    "value",
+    [True, 0, 1, "auto", [], {"enabled": True}, {"enabled": "auto"}, {"opt_level": "O1"}, {"a": {"enabled": True}}],
 )
 def test_what_is_not_off(value: Any) -> None:
     assert not says_off(value)
@@ -112,7 +133,9 @@ def test_each_technique_has_its_own_line(tmp_path: Path) -> None:
         load_config(path, world_size=1)
     first, second = caught.value.faults
     assert "row_pruning was removed. Prune" in first and first.endswith("(line 3)")
-    assert "weight_quantization was removed. Quantize with the torchao library" in second and second.endswith("(line 4)")
+    assert "weight_quantization was removed. Quantize with the torchao library" in second and second.endswith(
+        "(line 4)"
+    )
 
 
 def test_parts() -> None:

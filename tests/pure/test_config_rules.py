@@ -12,7 +12,9 @@ CPU = {"device": "cpu"}
 
 
 def load(world_size: int = 4, *, lenient: bool = False, **keys: object) -> DeepSpeedConfig:
-    return load_config({"train_batch_size": world_size, **keys}, world_size=world_size, lenient=lenient, check_support=False)
+    return load_config(
+        {"train_batch_size": world_size, **keys}, world_size=world_size, lenient=lenient, check_support=False
+    )
 
 
 def z(**keys: object) -> dict[str, object]:
@@ -24,27 +26,54 @@ BROKEN = [
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window must be at least 1"),
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale must be at least 1"),
     ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis must be at least 1"),
-    ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "fp16.min_loss_scale 8 is above the first loss scale"),
-    ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.dtype is bf16, but fp16.enabled is true"),
-    ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype is fp16, but bf16.enabled"),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
+        "fp16.min_loss_scale 8 is above the first loss scale",
+    ),
+    (
+        {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}},
+        "torch_autocast.dtype is bf16, but fp16.enabled is true",
+    ),
+    (
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}},
+        "torch_autocast.dtype is fp16, but bf16.enabled",
+    ),
     ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16_master_weights_and_grads needs zero_optimization.stage"),
-    ({"fp16": {"fp16_master_weights_and_grads": True}, **z(stage=2)}, 'needs zero_optimization.offload_optimizer.device "cpu"'),
-    ({"bf16": {"bf16_optimizer_states": True}, **z(stage=2)}, "bf16_optimizer_states needs bf16.bf16_master_weights_and_grads"),
-    ({"bf16": {"bf16_master_weights_and_grads": True}, **z(stage=1)}, 'needs zero_optimization.offload_optimizer.device "cpu"'),
+    (
+        {"fp16": {"fp16_master_weights_and_grads": True}, **z(stage=2)},
+        'needs zero_optimization.offload_optimizer.device "cpu"',
+    ),
+    (
+        {"bf16": {"bf16_optimizer_states": True}, **z(stage=2)},
+        "bf16_optimizer_states needs bf16.bf16_master_weights_and_grads",
+    ),
+    (
+        {"bf16": {"bf16_master_weights_and_grads": True}, **z(stage=1)},
+        'needs zero_optimization.offload_optimizer.device "cpu"',
+    ),
     (
         {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}},
         "data_types.param_dtype is fp32, but the fp16 and bf16 blocks say bf16",
     ),
     ({"torch_autocast": {"enabled": True}, **z(zero_quantized_weights=True)}, "exclude each other"),
-    ({"prescale_gradients": True, **z(stage=3)}, "prescale_gradients cannot be combined with zero_optimization.stage 3"),
-    ({"prescale_gradients": True, **z(stage=2)}, "prescale_gradients cannot be combined with zero_optimization.stage 2"),
+    (
+        {"prescale_gradients": True, **z(stage=3)},
+        "prescale_gradients cannot be combined with zero_optimization.stage 3",
+    ),
+    (
+        {"prescale_gradients": True, **z(stage=2)},
+        "prescale_gradients cannot be combined with zero_optimization.stage 2",
+    ),
     ({"gradient_predivide_factor": 2.0, **z(stage=2)}, "gradient_predivide_factor must be 1.0"),
     ({"gradient_allreduce_op": "sum", **z(stage=3)}, 'gradient_allreduce_op "sum" cannot be combined'),
     (z(zero_quantized_gradients=True, reduce_scatter=False), "needs zero_optimization.reduce_scatter true"),
     ({"managed_gradient_accumulation": False, **z(stage=1, overlap_comm=True)}, "only from stage 2 on"),
     (z(compute_grad_norm=False, stage=2), "needs gradient_clipping 0"),
     ({"gradient_clipping": 0, **z(compute_grad_norm=False, stage=3)}, "needs stage 1 or 2, not 3"),
-    ({"gradient_clipping": 0, **z(compute_grad_norm=False, stage=2, offload_optimizer=CPU)}, "cannot be combined with offload_optimizer"),
+    (
+        {"gradient_clipping": 0, **z(compute_grad_norm=False, stage=2, offload_optimizer=CPU)},
+        "cannot be combined with offload_optimizer",
+    ),
     (z(stage=2, offload_param=CPU), "offload_param needs stage 3"),
     (z(stage=3, offload_param={"device": "nvme"}), "needs offload_param.nvme_path"),
     (z(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio below 1.0 needs stage 3"),
@@ -53,10 +82,20 @@ BROKEN = [
     (z(stage=2, zenflow={}), 'zenflow needs offload_optimizer.device "cpu"'),
     (z(stage=2, zenflow={"offload": True}, offload_optimizer=CPU), "zenflow.offload needs overlap_comm true"),
     (z(stage=0, offload_optimizer=CPU), "offload_optimizer needs stage 1, 2 or 3; the stage is 0"),
-    (z(stage=2, zenflow={"select_interval": 3}, offload_optimizer=CPU), 'must be "auto" with select_strategy "auto", not 3'),
-    (z(stage=2, zenflow={"select_strategy": "epoch"}, offload_optimizer=CPU), 'must be a number with select_strategy "epoch"'),
     (
-        z(stage=2, zenflow={"select_strategy": "step", "select_interval": 3, "update_interval": 4}, offload_optimizer=CPU),
+        z(stage=2, zenflow={"select_interval": 3}, offload_optimizer=CPU),
+        'must be "auto" with select_strategy "auto", not 3',
+    ),
+    (
+        z(stage=2, zenflow={"select_strategy": "epoch"}, offload_optimizer=CPU),
+        'must be a number with select_strategy "epoch"',
+    ),
+    (
+        z(
+            stage=2,
+            zenflow={"select_strategy": "step", "select_interval": 3, "update_interval": 4},
+            offload_optimizer=CPU,
+        ),
         "select_interval 3 must be at least update_interval, which is 4",
     ),
     (z(stage=3, mics_shard_size=4, zero_hpz_partition_size=2), "both choose the shard group. Keep one"),
@@ -115,7 +154,9 @@ def test_all_contradictions_are_listed() -> None:
 
 def test_a_rule_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    text = '{"train_batch_size": 1,\n"bfloat16": {\n"bf16_optimizer_states": true},\n"zero_optimization": {"stage": 1,\n'
+    text = (
+        '{"train_batch_size": 1,\n"bfloat16": {\n"bf16_optimizer_states": true},\n"zero_optimization": {"stage": 1,\n'
+    )
     path.write_text(text + '"offload_param": {\n"device": "nvme"}}}')
     with pytest.raises(DeepSpeedConfigError) as caught:
         load_config(path, world_size=1, check_support=False)
@@ -133,7 +174,10 @@ def test_zero_spellings_and_removed_keys_name_their_line(tmp_path: Path) -> None
 
 def test_a_batch_that_does_not_close_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    for keys in ('"train_micro_batch_size_per_gpu": 3', '"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 3'):
+    for keys in (
+        '"train_micro_batch_size_per_gpu": 3',
+        '"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 3',
+    ):
         path.write_text(f'{{{keys},\n"train_batch_size": 10}}')
         with pytest.raises(BatchConfigError) as caught:
             load_config(path, world_size=1)
@@ -161,7 +205,11 @@ SHARDED_ONLY = {
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_keys_of_sharded_parameters_are_named_below_stage_three(stage: int) -> None:
-    idle = {path.removeprefix("zero_optimization.") for path, why in inert_under(load(**z(stage=stage))).items() if STAGE in why}
+    idle = {
+        path.removeprefix("zero_optimization.")
+        for path, why in inert_under(load(**z(stage=stage))).items()
+        if STAGE in why
+    }
     assert idle == (SHARDED_ONLY if stage < 3 else set())
 
 
@@ -180,7 +228,10 @@ def test_keys_of_sharded_parameters_are_named_below_stage_three(stage: int) -> N
         ({"bfloat16": {"check_grad_overflow": False}}, [("bf16.check_grad_overflow", "bf16.enabled is false")]),
         ({"torch_autocast": {"dtype": "fp16"}}, [("torch_autocast.dtype", "torch_autocast.enabled is false")]),
         ({"data_types": {"keep_in_fp32_modules": []}}, [("data_types.keep_in_fp32_modules", "nothing is cast")]),
-        ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, [("gradient_predivide_factor", "prescale_gradients divides")]),
+        (
+            {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+            [("gradient_predivide_factor", "prescale_gradients divides")],
+        ),
         ({"gradient_predivide_factor": 2.0, "gradient_allreduce_op": "sum"}, [("gradient_predivide_factor", '"sum"')]),
     ],
 )

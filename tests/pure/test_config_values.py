@@ -1,4 +1,6 @@
-"""Every documented key of the training groups: its default, the types and numbers it refuses, and where its value lands."""
+"""Every documented key of the training groups: its default, the types and numbers it refuses, and where its value
+lands.
+"""
 
 import json
 import re
@@ -11,13 +13,26 @@ from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
 from deepspeed.config.optim_params import OPTIMIZER_ACCEPTS, PARAM_SPECS, SCHEDULER_ACCEPTS
 from deepspeed.config.settings import declared_fields, default_of, settings
 
-GROUPS = ("batch", "sequence", "optimizer", "scheduler", "precision", "comm", "zero", "offload", "activation_checkpointing", "other")
+GROUPS = (
+    "batch",
+    "sequence",
+    "optimizer",
+    "scheduler",
+    "precision",
+    "comm",
+    "zero",
+    "offload",
+    "activation_checkpointing",
+    "other",
+)
 REPORTS = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "log_level")
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
 ENTRIES = {
     entry["path"]: entry
     for entry in DOCUMENTED
-    if entry["status"] == "current" and (entry["group"] in GROUPS or entry["path"] in REPORTS) and "comms_logger" not in entry["path"]
+    if entry["status"] == "current"
+    and (entry["group"] in GROUPS or entry["path"] in REPORTS)
+    and "comms_logger" not in entry["path"]
 }
 # Spellings of other keys, and blocks as a whole: test_config_keys.py and test_config_removed.py are about these.
 ELSEWHERE = {
@@ -50,15 +65,26 @@ BESIDE: dict[str, dict[str, Any]] = {
     "zero_optimization.pipeline_loading_checkpoint": {"zero_optimization.stage": 3},
     "data_types.param_dtype": {"bf16.enabled": True},
     "bf16.bf16_optimizer_states": {"bf16.bf16_master_weights_and_grads": True, "zero_optimization.stage": 1},
-    "fp16.fp16_master_weights_and_grads": {"zero_optimization.stage": 1, "zero_optimization.offload_optimizer.device": "cpu"},
-    "bf16.bf16_master_weights_and_grads": {"zero_optimization.stage": 1, "zero_optimization.offload_optimizer.device": "cpu"},
+    "fp16.fp16_master_weights_and_grads": {
+        "zero_optimization.stage": 1,
+        "zero_optimization.offload_optimizer.device": "cpu",
+    },
+    "bf16.bf16_master_weights_and_grads": {
+        "zero_optimization.stage": 1,
+        "zero_optimization.offload_optimizer.device": "cpu",
+    },
     "optimizer.params.min_coeff": {"optimizer.params.max_coeff": 20.0},
     "zero_optimization.zenflow.offload": {"zero_optimization.overlap_comm": True},
     "zero_optimization.zenflow.select_interval": {"zero_optimization.zenflow.select_strategy": "step"},
     "zero_optimization.zenflow.select_strategy": {"zero_optimization.zenflow.select_interval": 3},
 }
 RIGHT: dict[str, Any] = {
-    **{"optimizer.type": "Lion", "scheduler.type": "StepLR", "data_types.param_dtype": "bf16", "data_types.keep_in_fp32_modules": ["a"]},
+    **{
+        "optimizer.type": "Lion",
+        "scheduler.type": "StepLR",
+        "data_types.param_dtype": "bf16",
+        "data_types.keep_in_fp32_modules": ["a"],
+    },
     **{"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.offload_param.device": "cpu"},
     **{"zero_optimization.zenflow.select_strategy": "step", "zero_optimization.zero_hpz_partition_size": 1},
     **{"zero_optimization.zenflow.select_interval": 3, "zero_optimization.zenflow.update_interval": 3},
@@ -135,7 +161,11 @@ def accepted_kinds(path: str, value: Any) -> bool:
     return (
         (isinstance(value, str) and "string" in kind)
         or (isinstance(value, bool) and "bool" in kind)
-        or (isinstance(value, int | float) and not isinstance(value, bool) and ("float" in kind or ("int" in kind and value in (17, 1))))
+        or (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and ("float" in kind or ("int" in kind and value in (17, 1)))
+        )
         or (value in ("cpu", float("inf")) and path == "steps_per_print")
     )
 
@@ -147,7 +177,9 @@ def test_wrong_types_are_refused_by_name(path: str) -> None:
     for value in values:
         with pytest.raises(DeepSpeedConfigError) as caught:
             load(path, value)
-        assert any(fault.startswith(path) for fault in caught.value.faults or (str(caught.value).partition(": ")[2],)), value
+        assert any(
+            fault.startswith(path) for fault in caught.value.faults or (str(caught.value).partition(": ")[2],)
+        ), value
 
 
 def beyond(path: str) -> list[float]:

@@ -88,7 +88,10 @@ class StatefulSampler(Sampler[int]):
 def ranks_of(world: int, length: int = 20, batch: int = 2, **options: Any) -> list[DeepSpeedDataLoader]:
     """One loader for each rank."""
     data = options.pop("dataset", None) or Numbers(length)
-    return [DeepSpeedDataLoader(data, batch, data_parallel_world_size=world, data_parallel_rank=r, **options) for r in range(world)]
+    return [
+        DeepSpeedDataLoader(data, batch, data_parallel_world_size=world, data_parallel_rank=r, **options)
+        for r in range(world)
+    ]
 
 
 def values(batches: Any) -> list[int]:
@@ -107,7 +110,9 @@ def moved(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(
-    length=st.integers(1, 60), ranks=st.tuples(st.integers(1, 5), st.integers(1, 5)), sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    length=st.integers(1, 60),
+    ranks=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     fraction=st.floats(0, 1), epoch=st.integers(0, 3),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
@@ -140,11 +145,25 @@ def test_the_rest_of_an_epoch_holds_every_remaining_sample_once_on_any_ranks(
     assert [values(loader) for loader in after] == [values(loader) for loader in fresh]
 
 
-@given(length=st.integers(1, 40), world=st.integers(1, 6), epoch=st.integers(0, 2), shuffle=st.booleans(), drop_last=st.booleans())
+@given(
+    length=st.integers(1, 40),
+    world=st.integers(1, 6),
+    epoch=st.integers(0, 2),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
 @settings(max_examples=100, deadline=None)
-def test_a_whole_epoch_is_that_of_torchs_sampler(length: int, world: int, epoch: int, shuffle: bool, drop_last: bool) -> None:
+def test_a_whole_epoch_is_that_of_torchs_sampler(
+    length: int, world: int, epoch: int, shuffle: bool, drop_last: bool
+) -> None:
     for rank in range(world):
-        options: dict[str, Any] = {"num_replicas": world, "rank": rank, "shuffle": shuffle, "drop_last": drop_last, "seed": 3}
+        options: dict[str, Any] = {
+            "num_replicas": world,
+            "rank": rank,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "seed": 3,
+        }
         ours, theirs = ResumableSampler(Numbers(length), **options), DistributedSampler(Numbers(length), **options)
         ours.set_epoch(epoch)
         theirs.set_epoch(epoch)
@@ -152,9 +171,17 @@ def test_a_whole_epoch_is_that_of_torchs_sampler(length: int, world: int, epoch:
     assert isinstance(ours, DistributedSampler)
 
 
-@given(length=st.integers(1, 40), world=st.integers(1, 4), batch=st.integers(1, 4), fraction=st.floats(0, 1), drop_last=st.booleans())
+@given(
+    length=st.integers(1, 40),
+    world=st.integers(1, 4),
+    batch=st.integers(1, 4),
+    fraction=st.floats(0, 1),
+    drop_last=st.booleans(),
+)
 @settings(max_examples=100, deadline=None)
-def test_the_same_ranks_go_on_sample_for_sample(length: int, world: int, batch: int, fraction: float, drop_last: bool) -> None:
+def test_the_same_ranks_go_on_sample_for_sample(
+    length: int, world: int, batch: int, fraction: float, drop_last: bool
+) -> None:
     options = {"dataloader_drop_last": drop_last}
     straight, other = ranks_of(world, length, batch, **options), ranks_of(world, length, batch, **options)
     advance(straight, int(fraction * len(straight[0])))
@@ -353,7 +380,9 @@ def test_samplers_of_the_user(workers: int, batches: int, stateful: bool) -> Non
 
 def test_a_distributed_sampler_of_the_user_goes_on_in_its_epoch() -> None:
     def own() -> DeepSpeedDataLoader:
-        return DeepSpeedDataLoader(Numbers(10), 2, data_sampler=DistributedSampler(Numbers(10), num_replicas=1, rank=0, seed=9))
+        return DeepSpeedDataLoader(
+            Numbers(10), 2, data_sampler=DistributedSampler(Numbers(10), num_replicas=1, rank=0, seed=9)
+        )
 
     loader, twin = own(), own()
     values(loader)
@@ -417,12 +446,32 @@ def started(**options: Any) -> dict[str, Any]:
     [
         (lambda: started(length=20), lambda: ranks_of(2, 21)[0], r"samples 20 \(here 21\)"),
         (lambda: started(data_sampler=range(20)), lambda: ranks_of(2)[0], "kind 'sampler' .here 'shared'"),
-        (lambda: started(data_sampler=range(20)), lambda: ranks_of(3, data_sampler=range(20))[0], "2 data-parallel ranks; here are 3"),
-        (lambda: started(data_sampler=StatefulSampler(20)), lambda: ranks_of(3, data_sampler=StatefulSampler(20))[0], "resizable = True"),
-        (lambda: started(data_sampler=range(20)), lambda: ranks_of(2, data_sampler=StatefulSampler(20))[0], "holds no state"),
-        (lambda: started(dataset=Stream()), lambda: ranks_of(3, dataset=Stream())[0], "2 data-parallel ranks; here are 3"),
+        (
+            lambda: started(data_sampler=range(20)),
+            lambda: ranks_of(3, data_sampler=range(20))[0],
+            "2 data-parallel ranks; here are 3",
+        ),
+        (
+            lambda: started(data_sampler=StatefulSampler(20)),
+            lambda: ranks_of(3, data_sampler=StatefulSampler(20))[0],
+            "resizable = True",
+        ),
+        (
+            lambda: started(data_sampler=range(20)),
+            lambda: ranks_of(2, data_sampler=StatefulSampler(20))[0],
+            "holds no state",
+        ),
+        (
+            lambda: started(dataset=Stream()),
+            lambda: ranks_of(3, dataset=Stream())[0],
+            "2 data-parallel ranks; here are 3",
+        ),
         (lambda: started(dataset=Stream()), lambda: ranks_of(2, dataset=Stream(), batch=3)[0], "same batch size"),
-        (lambda: started(dataset=Stream()), lambda: ranks_of(2, dataset=Stream(), num_local_io_workers=1)[0], "workers 0 .here 1"),
+        (
+            lambda: started(dataset=Stream()),
+            lambda: ranks_of(2, dataset=Stream(), num_local_io_workers=1)[0],
+            "workers 0 .here 1",
+        ),
         (lambda: {"place": 3}, lambda: ranks_of(2)[0], "lacks batch_size, epoch"),
         (lambda: started(), lambda: RepeatingLoader([1]), "wrap the loader that saved it"),
     ],
@@ -484,7 +533,9 @@ class Noise(Dataset[int]):
 def test_worker_seeds_follow_the_users_seed_epoch_rank_and_survive_in_the_state() -> None:
     def noise(seed: int, rank: int = 0) -> DeepSpeedDataLoader:
         torch.manual_seed(seed)
-        return DeepSpeedDataLoader(Noise(), 4, num_local_io_workers=1, data_parallel_world_size=2, data_parallel_rank=rank)
+        return DeepSpeedDataLoader(
+            Noise(), 4, num_local_io_workers=1, data_parallel_world_size=2, data_parallel_rank=rank
+        )
 
     first, again = noise(1), noise(1)
     epochs = values(first), values(first)

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from deepspeed import device, pipe
-from deepspeed.device import Accelerator, NullEvent, NullStream, OnDevice, get_accelerator, set_accelerator, set_random_seed
+from deepspeed.device import (
+    Accelerator,
+    NullEvent,
+    NullStream,
+    OnDevice,
+    get_accelerator,
+    set_accelerator,
+    set_random_seed,
+)
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
@@ -235,4 +243,6 @@ def test_log_lines_name_who_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for write in (log_tools.log_dist, log_tools.log_dist_once, log_tools.print_dist, log_tools.warning_once):
         write(f"from {write.__name__}")
     memory.see_memory_usage("from memory", force=True)
-    assert [(record.filename, record.funcName) for record in found] == [("test_device.py", "test_log_lines_name_who_wrote_them")] * 5
+    assert [(record.filename, record.funcName) for record in found] == [
+        ("test_device.py", "test_log_lines_name_who_wrote_them")
+    ] * 5

@@ -104,7 +104,9 @@ def test_ok_and_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (status, err) == (0, "")
     first, *notes = out.splitlines()
     assert first == f"{path}: ok (6 keys, ZeRO stage 2, fp32, batch 8 = 2 x 1 x 4)"
-    assert any("max_live_parameters has no effect, off: stage 2 does not shard parameters (line 5)" in note for note in notes)
+    assert any(
+        "max_live_parameters has no effect, off: stage 2 does not shard parameters (line 5)" in note for note in notes
+    )
     assert any("fp16.loss_scale has no effect, off: fp16.enabled is false" in note for note in notes)
 
 
@@ -165,7 +167,9 @@ def test_the_list_of_filled_keys_is_the_documented_one() -> None:
 
 
 def test_the_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2})
+    path = written(
+        tmp_path, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    )
     status, _, err = run(capsys, "check", path)
     assert status == 2 and "give the number of data-parallel ranks with --world N" in err
     assert run(capsys, "check", path, "--world", "4")[0] == 0
@@ -188,10 +192,17 @@ def test_check_leaves_the_logger_as_it_was(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("block", [{}, {"stages": 2}, {"mine": 3}])
-def test_check_says_what_a_pipeline_block_means(block: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_a_pipeline_block_means(
+    block: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, _ = run(capsys, "check", written(tmp_path, {"train_batch_size": 1, "pipeline": block}))
-    assert status == 0 and "the block 'pipeline' is valid" in out and "not cut into pipeline stages in this release" in out
-    assert all(f"pipeline.{name} has no effect" in out and "PipelineModule, which is not in this release" in out for name in block)
+    assert (
+        status == 0 and "the block 'pipeline' is valid" in out and "not cut into pipeline stages in this release" in out
+    )
+    assert all(
+        f"pipeline.{name} has no effect" in out and "PipelineModule, which is not in this release" in out
+        for name in block
+    )
 
 
 # --- show ---
@@ -211,17 +222,24 @@ def test_show_names_each_origin(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert rows["gradient_accumulation_steps"].split()[1:] == ["derived", "1"]
     assert rows["reduce_bucket_size"].split()[1:3] == ["auto", "500000000"]
     assert rows["steps_per_print"].split()[1:] == ["default", "null"] and "default" in rows["gradient_clipping"]
-    assert max(map(len, out.splitlines())) <= 120 or all("note:" in line for line in out.splitlines() if len(line) > 120)
+    assert max(map(len, out.splitlines())) <= 120 or all(
+        "note:" in line for line in out.splitlines() if len(line) > 120
+    )
 
 
 def test_show_marks_what_has_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inert = next(path for path, key in KEYS.items() if key.support.name == "INERT" and path.startswith("zero_optimization."))
+    inert = next(
+        path for path, key in KEYS.items() if key.support.name == "INERT" and path.startswith("zero_optimization.")
+    )
     _, out, _ = run(capsys, "show", written(tmp_path, {"train_batch_size": 8}), "--all")
     (line,) = [line for line in out.splitlines() if line.split()[:1] == [inert.partition(".")[2]]]
     assert "inert here" in line
     _, out, _ = run(capsys, "show", written(tmp_path, {"train_batch_size": 8}), "--all", "--json")
     rows = {row["path"]: row for row in json.loads(out)["settings"]}
-    assert rows[inert]["class"] == "inert here" and rows["fp16.loss_scale"]["without_effect"] == "off: fp16.enabled is false"
+    assert (
+        rows[inert]["class"] == "inert here"
+        and rows["fp16.loss_scale"]["without_effect"] == "off: fp16.enabled is false"
+    )
     for path, key in KEYS.items():
         assert path not in rows or rows[path]["class"] == key.support.value
     assert rows["train_batch_size"]["origin"] == "file" and rows["train_batch_size"]["line"] == 2
@@ -233,7 +251,18 @@ def test_show_refuses_a_faulty_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 DTYPES = {
-    "plain": ({}, ["as the model", "as the parameter", "fp32", "as the parameter", "fp32; the parameters", "fp32", "as the model"]),
+    "plain": (
+        {},
+        [
+            "as the model",
+            "as the parameter",
+            "fp32",
+            "as the parameter",
+            "fp32; the parameters",
+            "fp32",
+            "as the model",
+        ],
+    ),
     "bf16": ({"bf16": {"enabled": True}}, ["bf16", "bf16", "fp32", "bf16", "fp32", "fp32", "as the model"]),
     "fp16": ({"fp16": {"enabled": True}}, ["fp16", "fp16", "fp32", "fp16", "fp32", "fp32", "as the model"]),
     "every key": (
@@ -245,7 +274,15 @@ DTYPES = {
         ["bf16", "bf16", "bf16", "fp32", "fp32", "fp32", "fp32"],
     ),
 }
-QUANTITIES = ("parameters", "gradients (autograd)", "accumulation", "reduction (wire)", "master weights", "optimizer states", "buffers")
+QUANTITIES = (
+    "parameters",
+    "gradients (autograd)",
+    "accumulation",
+    "reduction (wire)",
+    "master weights",
+    "optimizer states",
+    "buffers",
+)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -267,7 +304,14 @@ def test_modules_that_autocast_lists_are_in_the_table(tmp_path: Path, capsys: py
 def test_the_policy_is_what_the_table_says() -> None:
     policy = dtype_policy(load_config({"train_batch_size": 1, **DTYPES["every key"][0]}, world_size=1))
     assert tuple(policy) == ("bf16", "bf16", "bf16", "fp32", "fp32", "fp32")
-    assert tuple(dtype_policy(load_config({"train_batch_size": 1}, world_size=1))) == (None, "bf16", "fp32", None, "fp32", None)
+    assert tuple(dtype_policy(load_config({"train_batch_size": 1}, world_size=1))) == (
+        None,
+        "bf16",
+        "fp32",
+        None,
+        "fp32",
+        None,
+    )
 
 
 # --- init ---
@@ -309,7 +353,10 @@ def _program(*args: str, stdin: bytes = b"", code: str = "") -> subprocess.Compl
 
 
 def test_standard_input_and_no_torch() -> None:
-    code = "import sys; from deepspeed.config.cli import main; s = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(s)"
+    code = (
+        "import sys; from deepspeed.config.cli import main; s = main(sys.argv[1:]); assert 'torch' not in "
+        "sys.modules; sys.exit(s)"
+    )
     done = _program("check", "-", stdin=json.dumps(HF_ZERO3).encode(), code=code)
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.startswith(b"-: ok (")
     for bad, words in ((b"", b"is empty"), (b"\xff\x00", b"not a text"), (b'{"a": 1}', b"a: unknown key")):
@@ -365,7 +412,9 @@ def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/\xff.json"
     Path(os.fsdecode(path)).write_text('{"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}}')
     command = [sys.executable, "-m", "deepspeed.config.cli", "show", path]
-    done = subprocess.run(command, capture_output=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = subprocess.run(
+        command, capture_output=True, timeout=60, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
     assert done.returncode == 0 and done.stderr == b""
 
 

@@ -1,4 +1,6 @@
-"""One command on many hosts: output, statuses, filters, bad input, and that Ctrl-C leaves nothing behind. ssh is a stand-in."""
+"""One command on many hosts: output, statuses, filters, bad input, and that Ctrl-C leaves nothing behind. ssh is a
+stand-in.
+"""
 
 import io
 import os
@@ -86,7 +88,9 @@ def test_standard_input_is_empty(ssh: Path, capsys: pytest.CaptureFixture[str]) 
         (("-f", "{folder}/hosts", "-i", "a", "-e", "b", "true"), "use one of them"),
     ],
 )
-def test_bad_input_is_a_sentence_and_status_2(ssh: Path, argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_a_sentence_and_status_2(
+    ssh: Path, argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (ssh / "binary").write_bytes(b"\xff\xfe\x00")
     (ssh / "bad").write_text("a\n")
     assert ds_ssh.main([word.format(folder=ssh) for word in argv]) == 2
@@ -101,7 +105,9 @@ def test_unreadable_hostfile(ssh: Path) -> None:
         ds_ssh.choose_hosts(str(ssh / "hosts"))
 
 
-def test_no_command_no_program_and_help(ssh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_no_program_and_help(
+    ssh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for argv, status in ((["-f", str(ssh / "hosts")], 2), (["--"], 2), (["-h"], 0)):
         with pytest.raises(SystemExit) as ended:
             ds_ssh.main(argv)
@@ -123,7 +129,10 @@ def test_more_hosts_than_processes_at_a_time(ssh: Path, monkeypatch: pytest.Monk
 
 def test_it_starts_without_torch() -> None:
     code = "import sys, deepspeed.launcher.ds_ssh; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
@@ -151,7 +160,16 @@ def _children(parent: int, wanted: int) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_ds_ssh_ends_the_commands(ssh: Path, sent: signal.Signals) -> None:
-    command = [sys.executable, "-m", "deepspeed.launcher.ds_ssh", "-f", str(ssh / "hosts"), "-e", "dead", "sleep 300; sleep 300"]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.ds_ssh",
+        "-f",
+        str(ssh / "hosts"),
+        "-e",
+        "dead",
+        "sleep 300; sleep 300",
+    ]
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

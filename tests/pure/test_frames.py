@@ -8,7 +8,10 @@ from deepspeed.launcher.frames import MARK, FrameFilter, LinePrefixer, encode_fr
 FRAME = {"event": "verdict", "status": 1, "text": "line\nline\n\u00e9"}
 
 
-@given(st.lists(st.one_of(st.binary(max_size=20).filter(lambda data: MARK[:1] not in data), st.just(None))), st.integers(1, 50))
+@given(
+    st.lists(st.one_of(st.binary(max_size=20).filter(lambda data: MARK[:1] not in data), st.just(None))),
+    st.integers(1, 50),
+)
 def test_frames_are_found_however_the_stream_is_cut(parts: list[bytes | None], size: int) -> None:
     stream = b"".join(encode_frame(FRAME) if part is None else part for part in parts)
     frames, output, found = FrameFilter(), b"", []
@@ -20,7 +23,9 @@ def test_frames_are_found_however_the_stream_is_cut(parts: list[bytes | None], s
     assert found == [FRAME] * parts.count(None)
 
 
-@pytest.mark.parametrize("data", [MARK + b"no json\n", MARK + b"[1]\n", MARK + b'{"other": 1}\nmore', MARK[:4], b"a\x1e\x1edeep"])
+@pytest.mark.parametrize(
+    "data", [MARK + b"no json\n", MARK + b"[1]\n", MARK + b'{"other": 1}\nmore', MARK[:4], b"a\x1e\x1edeep"]
+)
 def test_what_only_looks_like_a_frame_is_output(data: bytes) -> None:
     frames = FrameFilter()
     output, found = frames.feed(data)

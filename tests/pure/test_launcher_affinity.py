@@ -33,7 +33,9 @@ def test_core_list() -> None:
     assert parse_core_list("7") == [7]
 
 
-@pytest.mark.parametrize("text", ["", " 1", "1, 2", "1,", "a", "3-1", "2,1", "0-3,3", "1-", "-1", "0x1", "1--2", "0-99999999", "\u0661"])
+@pytest.mark.parametrize(
+    "text", ["", " 1", "1, 2", "1,", "a", "3-1", "2,1", "0-3,3", "1-", "-1", "0x1", "1--2", "0-99999999", "\u0661"]
+)
 def test_malformed_core_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected ascending") as caught:
         parse_core_list(text)
@@ -61,9 +63,15 @@ def test_one_allowed_cpu_per_physical_core(two_sockets: str, tmp_path: Path) -> 
 def test_shares_and_memory_nodes(two_sockets: str) -> None:
     nodes = read_topology(two_sockets).nodes
     assert share_cores(range(8), 2, nodes) == [RankCores((0, 1, 2, 3), (0,)), RankCores((4, 5, 6, 7), (1,))]
-    assert share_cores(range(8), 3, nodes) == [RankCores((0, 1), (0,)), RankCores((2, 3), (0,)), RankCores((4, 5), (1,))]
+    assert share_cores(range(8), 3, nodes) == [
+        RankCores((0, 1), (0,)),
+        RankCores((2, 3), (0,)),
+        RankCores((4, 5), (1,)),
+    ]
     assert share_cores([2, 3, 4, 5], 1, nodes) == [RankCores((2, 3, 4, 5), ())]
-    assert share_cores([0, 1], 1, {0: (0, 1), 1: (0, 1)}) == [RankCores((0, 1), (0, 1))]  # memory tiers of the same cores
+    assert share_cores([0, 1], 1, {0: (0, 1), 1: (0, 1)}) == [
+        RankCores((0, 1), (0, 1))
+    ]  # memory tiers of the same cores
     with pytest.raises(AssertionError, match="3 ranks cannot be bound to 2 core"):
         share_cores([0, 1], 3, nodes)
 

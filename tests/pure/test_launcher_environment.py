@@ -6,7 +6,14 @@ import pytest
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher import runner
-from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name, exported, masked, parse_environment, read_environment_files
+from deepspeed.launcher.environment import (
+    EXPORT_ENVS,
+    environment_file_name,
+    exported,
+    masked,
+    parse_environment,
+    read_environment_files,
+)
 
 
 def export(env: dict[str, str], from_files: dict[str, str] | None = None) -> dict[str, str]:
@@ -14,7 +21,15 @@ def export(env: dict[str, str], from_files: dict[str, str] | None = None) -> dic
 
 
 def test_prefixes_of_clients_count() -> None:
-    env = {"NCCL_DEBUG": "INFO", "UCX_TLS": "tcp", "MV2_X": "1", "MLFLOW_RUN_ID": "r", "PYTHONHASHSEED": "0", "HOME": "/h", "MY_VAR": "1"}
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "UCX_TLS": "tcp",
+        "MV2_X": "1",
+        "MLFLOW_RUN_ID": "r",
+        "PYTHONHASHSEED": "0",
+        "HOME": "/h",
+        "MY_VAR": "1",
+    }
     env |= {"DS_ACCELERATOR": "cpu", "DS_SSH": "x", "PYTHON%%": "no name"}
     wanted = {"NCCL_DEBUG", "UCX_TLS", "MV2_X", "MLFLOW_RUN_ID", "PYTHONHASHSEED", "DS_ACCELERATOR", "PYTHONPATH"}
     assert export(env).keys() == wanted
@@ -27,8 +42,14 @@ def test_prefixes_of_clients_count() -> None:
 
 
 def test_what_users_set_for_torch_and_its_backends_reaches_other_hosts_and_what_machines_differ_in_does_not() -> None:
-    wanted = {name: "1" for name in ("GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
-    wanted |= {name: "1" for name in ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING")}
+    wanted = {
+        name: "1"
+        for name in ("GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    }
+    wanted |= {
+        name: "1"
+        for name in ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING")
+    }
     here = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_HOME": "/usr", "TORCHELASTIC_RUN_ID": "x"}
     assert export({**wanted, **here}).keys() == {*wanted, "PYTHONPATH"}
 
@@ -36,7 +57,10 @@ def test_what_users_set_for_torch_and_its_backends_reaches_other_hosts_and_what_
 def test_current_directory_leads_and_files_win() -> None:
     assert export({})["PYTHONPATH"] == "/cwd"
     assert export({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == "/cwd:/a:/b"
-    assert export({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "WARN", "PYTHONPATH": "/c"}) == {"NCCL_DEBUG": "WARN", "PYTHONPATH": "/c"}
+    assert export({"NCCL_DEBUG": "INFO"}, {"NCCL_DEBUG": "WARN", "PYTHONPATH": "/c"}) == {
+        "NCCL_DEBUG": "WARN",
+        "PYTHONPATH": "/c",
+    }
 
 
 def test_aisc_sets_two_by_itself() -> None:
@@ -51,7 +75,8 @@ def test_file_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "why"), [("NOTHING", "has no '='"), ("A-B=1", "not a variable name"), ("=1", "not a variable name"), ("A=\0", "zero byte")]
+    ("line", "why"),
+    [("NOTHING", "has no '='"), ("A-B=1", "not a variable name"), ("=1", "not a variable name"), ("A=\0", "zero byte")],
 )
 def test_bad_lines_name_file_and_line(line: str, why: str) -> None:
     with pytest.raises(ValueError, match=f"/x/.deepspeed_env, line 2.*{why}") as caught:

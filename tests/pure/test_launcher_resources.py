@@ -1,4 +1,6 @@
-"""Which hosts, devices and ranks a command line means: never fewer than asked, never outside what the user made visible."""
+"""Which hosts, devices and ranks a command line means: never fewer than asked, never outside what the user made
+visible.
+"""
 
 from pathlib import Path
 
@@ -17,8 +19,12 @@ SOME = LocalDevices(3, "CUDA_VISIBLE_DEVICES", "4,5,6")
 UUIDS = LocalDevices(2, "CUDA_VISIBLE_DEVICES", "GPU-aa, GPU-bb")
 
 
-def place(request: Request, hosts: dict[str, int] | None = None, *, devices: LocalDevices = GPUS, here: str = "localhost") -> Place:
-    return find_place(request, hosts, cpu_only=devices.count == 0, devices=lambda: devices, is_here=lambda host: host == here)
+def place(
+    request: Request, hosts: dict[str, int] | None = None, *, devices: LocalDevices = GPUS, here: str = "localhost"
+) -> Place:
+    return find_place(
+        request, hosts, cpu_only=devices.count == 0, devices=lambda: devices, is_here=lambda host: host == here
+    )
 
 
 # this machine, without a hostfile
@@ -36,7 +42,11 @@ def place(request: Request, hosts: dict[str, int] | None = None, *, devices: Loc
         (Request(num_gpus=2), SOME, (4, 5)),
         (Request(include="localhost:6"), SOME, (6,)),
         (Request(exclude="localhost:5"), SOME, (4, 6)),
-        (Request(), LocalDevices(2, "CUDA_VISIBLE_DEVICES", "7,2,9"), (7, 2)),  # a device that does not exist ends the list
+        (
+            Request(),
+            LocalDevices(2, "CUDA_VISIBLE_DEVICES", "7,2,9"),
+            (7, 2),
+        ),  # a device that does not exist ends the list
         (Request(), UUIDS, (0, 1)),
         (Request(num_gpus=1), UUIDS, (0,)),
         (Request(), CPU, (0,)),
@@ -140,7 +150,9 @@ def test_hostfile_worlds_have_what_was_asked_for(num_nodes: int, num_gpus: int) 
 
 
 def test_a_single_host_is_local_only_if_it_is_this_machine() -> None:
-    assert place(Request(include="worker-1"), TWO, here="worker-1") == Place({"worker-1": (0, 1)}, 0, on_devices=True, uses_devices=True)
+    assert place(Request(include="worker-1"), TWO, here="worker-1") == Place(
+        {"worker-1": (0, 1)}, 0, on_devices=True, uses_devices=True
+    )
     assert place(Request(include="worker-1"), TWO).node_rank is None
     assert place(Request(include="worker-1", force_multi=True), TWO, here="worker-1").node_rank is None
     assert place(Request(force_multi=True)).node_rank is None
@@ -149,7 +161,9 @@ def test_a_single_host_is_local_only_if_it_is_this_machine() -> None:
     with pytest.raises(DeepSpeedError, match="has no device 4, 5: this process sees 4 accelerator"):
         place(Request(), {"localhost": 6})
     assert place(Request(), {"localhost": 6}, devices=CPU).world == {"localhost": (0, 1, 2, 3, 4, 5)}
-    assert place(Request(), {"localhost": 2}, devices=UUIDS) == Place({"localhost": (0, 1)}, 0, on_devices=False, uses_devices=True)
+    assert place(Request(), {"localhost": 2}, devices=UUIDS) == Place(
+        {"localhost": (0, 1)}, 0, on_devices=False, uses_devices=True
+    )
 
 
 def test_nodes_by_hand() -> None:
@@ -157,11 +171,17 @@ def test_nodes_by_hand() -> None:
     alone = Request(node_rank=1, num_nodes=2, num_gpus=3, master_addr="10.0.0.1")
     world = {"node0": (0, 1, 2), "node1": (0, 1, 2)}
     assert place(alone) == Place(world, 1, on_devices=True, uses_devices=True)
-    assert place(alone, devices=SOME) == Place(world, 1, on_devices=False, uses_devices=True)  # the variable holds as it is
+    assert place(alone, devices=SOME) == Place(
+        world, 1, on_devices=False, uses_devices=True
+    )  # the variable holds as it is
     assert place(alone, devices=CPU) == Place(world, 1, on_devices=False, uses_devices=False)
     with pytest.raises(DeepSpeedError, match="2 accelerator"):
         place(alone, devices=UUIDS)
-    for incomplete in (Request(node_rank=0), Request(node_rank=0, num_nodes=2, num_gpus=2), Request(node_rank=0, num_nodes=1)):
+    for incomplete in (
+        Request(node_rank=0),
+        Request(node_rank=0, num_nodes=2, num_gpus=2),
+        Request(node_rank=0, num_nodes=1),
+    ):
         with pytest.raises(DeepSpeedError, match="needs --num_nodes, --num_gpus and --master_addr.*missing"):
             place(incomplete)
     with pytest.raises(DeepSpeedError, match="--node_rank 2 is not one of the 2"):
@@ -171,7 +191,9 @@ def test_nodes_by_hand() -> None:
 def test_master_address() -> None:
     def address(hosts: str, given: str = "", node_rank: int | None = None, here: str = "") -> str:
         found = Place({host: (0,) for host in hosts.split()}, node_rank, on_devices=True, uses_devices=True)
-        return master_address(found, given, is_here=lambda host: host == here, own_address=lambda toward: f"own-toward-{toward}")
+        return master_address(
+            found, given, is_here=lambda host: host == here, own_address=lambda toward: f"own-toward-{toward}"
+        )
 
     assert address("a") == "127.0.0.1"
     assert address("a", "x") == address("a b", "x") == "x"

@@ -17,8 +17,21 @@ import pytest
 from deepspeed.errors import UsageError
 from deepspeed.launcher import backend, cli, launcher_helper, runner
 from deepspeed.launcher.job import Job, decode_world, encode_world
-from deepspeed.launcher.launch import build_parser as node_parser, make_job as node_make_job, parse_args as node_parse_args
-from deepspeed.launcher.runners import RUNNERS, RunnerCommand, RunnerOptions, build, find_runner, node_command, split_arguments, ssh_command
+from deepspeed.launcher.launch import (
+    build_parser as node_parser,
+    make_job as node_make_job,
+    parse_args as node_parse_args,
+)
+from deepspeed.launcher.runners import (
+    RUNNERS,
+    RunnerCommand,
+    RunnerOptions,
+    build,
+    find_runner,
+    node_command,
+    split_arguments,
+    ssh_command,
+)
 from tests.harness.patience import too_long
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +41,15 @@ RANK = ("py", "-u", "t.py", "--x", "a b")
 
 
 def job(**fields: object) -> Job:
-    plain: dict = dict(world=WORLD, script="t.py", arguments=("--x", "a b"), master_addr="h1", master_port=1234, python="py", cwd="/c d")
+    plain: dict = dict(
+        world=WORLD,
+        script="t.py",
+        arguments=("--x", "a b"),
+        master_addr="h1",
+        master_port=1234,
+        python="py",
+        cwd="/c d",
+    )
     return Job(**{**plain, "exports": EXPORTS, **fields})
 
 
@@ -48,7 +69,8 @@ def test_ssh() -> None:
     quoted = "'a b $HOME '\"'\"'q'\"'\"' \"d\" 50%'"
     assert script == (
         f"cd '/c d' && export NCCL_DEBUG=INFO ODD={quoted} && exec py -u -m deepspeed.launcher.launch --from_runner "
-        f"--world_info={encode_world(WORLD)} --node_rank=1 --master_addr=h1 --master_port=1234 --log_level=info t.py --x 'a b'"
+        f"--world_info={encode_world(WORLD)} --node_rank=1 --master_addr=h1 --master_port=1234 "
+        "--log_level=info t.py --x 'a b'"
     )
 
 
@@ -58,7 +80,8 @@ def test_what_ssh_sends_survives_two_shells(tmp_path: Path, venv: str | None) ->
     nasty = ("a b", "$HOME", "it's", '"', "\\", "new\nline", "*", "", "--", "`id`", "!x", "50%n")
     program = tmp_path / "show"
     program.write_text(
-        f"#!{sys.executable}\nimport os, sys\nprint(sys.argv[1:], os.getcwd(), os.environ['ODD'], os.environ.get('SOURCED'))\n"
+        f"#!{sys.executable}\nimport os, sys\nprint(sys.argv[1:], os.getcwd(), os.environ['ODD'], "
+        "os.environ.get('SOURCED'))\n"
     )
     program.chmod(0o755)
     (tmp_path / "activate me").write_text("SOURCED=yes\nexport SOURCED\n")
@@ -84,19 +107,44 @@ def test_node_command_is_what_the_node_launcher_reads() -> None:
     options = node_parse_args(command[4:])
     assert options.from_runner and options.node_rank == 1
     read = node_make_job(options)
-    for field in ("world", "script", "arguments", "module", "local_rank_argument", "master_addr", "master_port", "on_devices", "log_dir"):
+    for field in (
+        "world",
+        "script",
+        "arguments",
+        "module",
+        "local_rank_argument",
+        "master_addr",
+        "master_port",
+        "on_devices",
+        "log_dir",
+    ):
         assert getattr(read, field) == getattr(given, field), field
-    assert (read.bind_cores, read.core_list, read.log_level, read.pid_file) == (True, "0-1", "debug", "/tmp/77.deepspeed")
-    assert node_parser().parse_args(node_command(job(no_python=True), 0, options=RunnerOptions(), from_runner=False)[4:]).no_python
+    assert (read.bind_cores, read.core_list, read.log_level, read.pid_file) == (
+        True,
+        "0-1",
+        "debug",
+        "/tmp/77.deepspeed",
+    )
+    assert (
+        node_parser()
+        .parse_args(node_command(job(no_python=True), 0, options=RunnerOptions(), from_runner=False)[4:])
+        .no_python
+    )
 
 
 def test_pdsh() -> None:
-    found = build(job(), RunnerOptions(launcher="pdsh", launcher_args=("-u", "9"), ssh_port=22, env={"PDSH_SSH_ARGS_APPEND": "-q"}))
+    found = build(
+        job(),
+        RunnerOptions(launcher="pdsh", launcher_args=("-u", "9"), ssh_port=22, env={"PDSH_SSH_ARGS_APPEND": "-q"}),
+    )
     assert found.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-q -p 22"}
     assert found.argv[:-1] == ("pdsh", "-S", "-b", "-f", "1024", "-w", "h1,h2", "-u", "9")
     text = found.argv[-1]
     assert text.count("--node_rank=%n ") == 1 and "50%%" in text
-    assert text.replace("%n", "1").replace("%%", "%").replace(" </dev/null", "") == ssh_command(job(), 1, options=RunnerOptions())[-1]
+    assert (
+        text.replace("%n", "1").replace("%%", "%").replace(" </dev/null", "")
+        == ssh_command(job(), 1, options=RunnerOptions())[-1]
+    )
 
 
 # MPI and Slurm
@@ -116,18 +164,37 @@ def test_openmpi() -> None:
         "MASTER_PORT=1234",
     ]
     head = ["mpirun", "-n", "4", "-hostfile", "hf", "--mca", "btl", "^openib"]
-    assert words("openmpi", hostfile="hf") == [*head, *exports, *RANK]  # no interface is named: few machines have an eth0
+    assert words("openmpi", hostfile="hf") == [
+        *head,
+        *exports,
+        *RANK,
+    ]  # no interface is named: few machines have an eth0
     own = ("--mca", "btl_tcp_if_include", "ib0")
     assert words("openmpi", hostfile="hf", launcher_args=own) == [*head, *own, *exports, *RANK]
     assert "-hostfile" not in words("openmpi")
     users = words("openmpi", job_=job(exports={"UCX_TLS": "rc"}))
     assert "UCX_TLS=rc" in users and "UCX_TLS=tcp" not in users
-    assert words("openmpi", job_=job(world={"h1": (0, 1, 2), "h2": (0,)}))[2] == "4"  # it reads unequal slots from the hostfile
+    assert (
+        words("openmpi", job_=job(world={"h1": (0, 1, 2), "h2": (0,)}))[2] == "4"
+    )  # it reads unequal slots from the hostfile
     assert words("openmpi", job_=job(module=True))[-6:] == ["py", "-u", "-m", "t.py", "--x", "a b"]
     assert words("openmpi", job_=job(no_python=True))[-4:] == ["MASTER_PORT=1234", "t.py", "--x", "a b"]
 
 
-GENV = ["-genv", "NCCL_DEBUG", "INFO", "-genv", "ODD", EXPORTS["ODD"], "-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "1234"]
+GENV = [
+    "-genv",
+    "NCCL_DEBUG",
+    "INFO",
+    "-genv",
+    "ODD",
+    EXPORTS["ODD"],
+    "-genv",
+    "MASTER_ADDR",
+    "h1",
+    "-genv",
+    "MASTER_PORT",
+    "1234",
+]
 SIZES = ["-genv", "WORLD_SIZE", "4", "-genv", "LOCAL_SIZE", "2"]
 
 
@@ -148,7 +215,9 @@ def test_mvapich() -> None:
     found = build(job(on_devices=True), RunnerOptions(launcher="mvapich", scratch="/s/ds_"))
     assert found.files == {"/s/ds_mvapich_hostfile": "h1\nh2\n"}
     argv = list(found.argv)
-    assert argv[:7] == ["mpirun", "-np", "4", "-ppn", "2", "--hostfile", "/s/ds_mvapich_hostfile"] and argv[-5:] == list(RANK)
+    assert argv[:7] == ["mpirun", "-np", "4", "-ppn", "2", "--hostfile", "/s/ds_mvapich_hostfile"] and argv[
+        -5:
+    ] == list(RANK)
     pairs = {argv[index + 1]: argv[index + 2] for index, word in enumerate(argv) if word == "-env"}
     assert pairs == {
         "MV2_SMP_USE_CMA": "0",
@@ -181,9 +250,19 @@ UNEQUAL = {"h1": (0, 1), "h2": (0,)}
 @pytest.mark.parametrize(
     ("launchers", "fields", "options", "sentence"),
     [
-        ("mpich impi mvapich slurm", {"world": UNEQUAL}, {}, "same number of slots on every host, but h1 has 2, h2 has 1"),
+        (
+            "mpich impi mvapich slurm",
+            {"world": UNEQUAL},
+            {},
+            "same number of slots on every host, but h1 has 2, h2 has 1",
+        ),
         ("openmpi mpich impi mvapich", {}, {"selected_by": ("--include",)}, "--include does not work with --launcher"),
-        ("openmpi mpich impi mvapich", {}, {"selected_by": ("--num_gpus",)}, "--num_gpus does not work with --launcher"),
+        (
+            "openmpi mpich impi mvapich",
+            {},
+            {"selected_by": ("--num_gpus",)},
+            "--num_gpus does not work with --launcher",
+        ),
         ("openmpi mpich impi mvapich", {"arguments": ("a", ":", "b")}, {}, "the argument ':'"),
         ("slurm", {"world": {"h1": (1, 2)}}, {}, "first devices of every host, but h1 is to use 1,2"),
         ("openmpi mpich impi mvapich slurm", {"log_dir": "l"}, {}, "--enable_each_rank_log has no effect"),
@@ -236,11 +315,14 @@ def test_helper_takes_the_rank_from_mpi() -> None:
 
 # the command
 
-FLAGS = """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank
---launcher --launcher_args --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid --enable_each_rank_log
+FLAGS = """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port
+--master_addr --node_rank
+--launcher --launcher_args --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid
+--enable_each_rank_log
 --autotuning --bind_cores_to_rank --bind_core_list --ssh_port --venv_script --log_level -q --quiet --elastic_training
 --min_elastic_nodes --max_elastic_nodes --dry_run --dry-run -h --help"""
-NODE_FLAGS = """--node_rank --master_addr --master_port --world_info --module --no_python --no_local_rank --save_pid --enable_each_rank_log
+NODE_FLAGS = """--node_rank --master_addr --master_port --world_info --module --no_python --no_local_rank --save_pid
+--enable_each_rank_log
 --bind_cores_to_rank --bind_core_list --log_level -q --quiet --on_devices --from_runner -h --help"""
 
 
@@ -253,7 +335,9 @@ def test_flags() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Current directory with ``t.py`` and ``hosts`` (h1, h2 with two slots), its ``bin`` in front of PATH, and no accelerator."""
+    """Current directory with ``t.py`` and ``hosts`` (h1, h2 with two slots), its ``bin`` in front of PATH, and no
+    accelerator.
+    """
     (tmp_path / "bin").mkdir()
     (tmp_path / "t.py").write_text("")
     (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2\n")
@@ -309,14 +393,18 @@ MULTI = ("--hostfile", "hosts", "--no_ssh_check")
         ("", "required"),
     ],
 )
-def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: str, sentence: str) -> None:
+def test_refusals(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: str, sentence: str
+) -> None:
     monkeypatch.setenv("PATH", str(folder / "bin"))  # no backend is installed
     assert status(*shlex.split(args)) == 2
     err = capsys.readouterr().err
     assert sentence in err and "Traceback" not in err
 
 
-def test_default_hostfile_may_be_absent(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_hostfile_may_be_absent(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cli, "DEFAULT_HOSTFILE", str(folder / "job"))
     assert status("-H", str(folder / "job"), "--num_gpus", "3", "--dry_run", "t.py") == 0
     out, err = capsys.readouterr()
@@ -325,15 +413,24 @@ def test_default_hostfile_may_be_absent(folder: Path, capsys: pytest.CaptureFixt
     assert status("-H", str(folder / "job"), "--dry_run", "t.py") == 2  # it is there, and wrong
 
 
-def test_dry_run_shows_all_and_starts_nothing(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_shows_all_and_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / ".deepspeed_env").write_text("HF_TOKEN=hidden\nPLAIN=a b\n")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("DS_ACCELERATOR")
     for launcher in ("", *RUNNERS):
         assert status("-H", "hosts", "--dry-run", *(("--launcher", launcher) if launcher else ()), "t.py", "it's") == 0
         out = capsys.readouterr().out
-        assert out.startswith("world: 4 rank(s) on 2 host(s)\n  h1: devices 0-1; ranks 0-1\n  h2: devices 0-1; ranks 2-3\nmeeting point: ")
-        assert "  HF_TOKEN=***\n" in out and "hidden" not in out and "  PLAIN=a b\n" in out and "  NCCL_DEBUG=INFO\n" in out
+        assert out.startswith(
+            "world: 4 rank(s) on 2 host(s)\n  h1: devices 0-1; ranks 0-1\n  h2: devices 0-1; ranks 2-3\nmeeting point: "
+        )
+        assert (
+            "  HF_TOKEN=***\n" in out
+            and "hidden" not in out
+            and "  PLAIN=a b\n" in out
+            and "  NCCL_DEBUG=INFO\n" in out
+        )
         assert f"  PYTHONPATH={folder}" in out
         start = {"": "ssh", "ssh": "ssh", "slurm": "", "pdsh": "PDSH_RCMD_TYPE=ssh pdsh"}.get(launcher, "mpirun")
         assert f":\n  {start}" in out
@@ -346,7 +443,20 @@ def test_dry_run_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert status("-H", "hosts", "--node_rank", "1", "--no_ssh", "--dry_run", "t.py") == 0
     assert "meeting point: h1, port 29500\nnode 1 runs in this process" in capsys.readouterr().out
     assert (
-        status("--node_rank", "0", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "m", "--master_port", "7", "--dry_run", "t.py")
+        status(
+            "--node_rank",
+            "0",
+            "--num_nodes",
+            "2",
+            "--num_gpus",
+            "1",
+            "--master_addr",
+            "m",
+            "--master_port",
+            "7",
+            "--dry_run",
+            "t.py",
+        )
         == 0
     )
     assert "node1: the CPU, slots 0; ranks 1\nmeeting point: m, port 7\nnode 0" in capsys.readouterr().out
@@ -364,7 +474,9 @@ def test_unreachable_hosts_are_named_at_once(folder: Path, capsys: pytest.Captur
     assert tests == [f"-o BatchMode=yes -o ConnectTimeout=5 {host} true" for host in ("h1", "h2")]
 
 
-def test_ssh_program_can_be_named(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh_program_can_be_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DS_SSH", "mine -F 'a b'")
     assert status("-H", "hosts", "--dry_run", "--ssh_port", "9", "t.py") == 0
     assert "\n  mine -F 'a b' -o BatchMode=yes -o ConnectTimeout=10 -p 9 h1 'exec" in capsys.readouterr().out
@@ -434,7 +546,9 @@ def _gone(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_reach_the_backend_once(folder: Path, number: signal.Signals) -> None:
     install(folder, "ompi_info", "")
-    install(folder, "mpirun", f"trap 'echo got >>got; exit 3' {number.name[3:]}\necho $$ >pid\nwhile :; do sleep 0.05; done")
+    install(
+        folder, "mpirun", f"trap 'echo got >>got; exit 3' {number.name[3:]}\necho $$ >pid\nwhile :; do sleep 0.05; done"
+    )
     job_ = _start(folder, "--launcher", "openmpi", "t.py")
     _await(folder / "pid")
     _listening(job_.pid)
@@ -473,7 +587,11 @@ for args in ("--help", "-H nowhere t.py", "-H hosts --dry_run t.py", "--dry_run 
 assert "torch" not in sys.modules
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert done.returncode == 0, done.stderr
 

@@ -74,6 +74,8 @@ def test_whole_tensors_are_balanced() -> None:
     ],
     ids=["overlap", "too long", "uneven shards", "cut tensor"],
 )
-def test_a_layout_proves_its_own_invariants(segments: tuple[Segment, ...], numel: int, shards: int, granularity: Granularity) -> None:
+def test_a_layout_proves_its_own_invariants(
+    segments: tuple[Segment, ...], numel: int, shards: int, granularity: Granularity
+) -> None:
     with pytest.raises(AssertionError):
         FlatLayout(segments, numel, shards, granularity)

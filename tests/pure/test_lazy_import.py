@@ -24,7 +24,9 @@ def _fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["deepspeed", "deepspeed.config", "deepspeed.config.cli", "deepspeed.launcher.cli", "deepspeed.errors"])
+@pytest.mark.parametrize(
+    "module", ["deepspeed", "deepspeed.config", "deepspeed.config.cli", "deepspeed.launcher.cli", "deepspeed.errors"]
+)
 def test_no_torch(module: str) -> None:
     assert _fresh(f"import sys, {module}; print('torch' in sys.modules)") == "False"
 
@@ -48,8 +50,10 @@ def words(text: str) -> list[str]:
 
 
 PATHS = words("""
-zero.Init zero.GatheredParameters comm.get_rank ops.adam.FusedAdam runtime.utils.see_memory_usage utils.logging.logger moe dist.barrier
-pipe.PipelineModule checkpointing.configure checkpoint.utils.clone_tensors_for_torch_save engine.DeepSpeedEngine config.load_config launcher
+zero.Init zero.GatheredParameters comm.get_rank ops.adam.FusedAdam runtime.utils.see_memory_usage utils.logging.logger
+moe dist.barrier
+pipe.PipelineModule checkpointing.configure checkpoint.utils.clone_tensors_for_torch_save engine.DeepSpeedEngine
+config.load_config launcher
 """)
 ORDERS = (
     *(f"import deepspeed; assert deepspeed.{path} is not None" for path in PATHS),
@@ -109,7 +113,9 @@ def test_no_value_hides_behind_a_submodule_of_its_name() -> None:
     for name in deepspeed.__all__:
         if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file():
             value, module = getattr(deepspeed, name), importlib.import_module(f"deepspeed.{name}")
-            assert value is module or name == "version", name  # ``version`` is bound before anyone can import the submodule
+            assert value is module or name == "version", (
+                name
+            )  # ``version`` is bound before anyone can import the submodule
 
 
 @pytest.mark.parametrize("name", ["foo", "initialise", "zero.Init", "", "__wrapped__", "__foo__", "x y"])

@@ -22,7 +22,9 @@ def _values(loader: DeepSpeedDataLoader) -> list[int]:
 
 
 def _loader(rank: int = 0, world: int = 2, **kwargs: object) -> DeepSpeedDataLoader:
-    return DeepSpeedDataLoader(DATA, 2, False, 0, None, data_parallel_world_size=world, data_parallel_rank=rank, **kwargs)
+    return DeepSpeedDataLoader(
+        DATA, 2, False, 0, None, data_parallel_world_size=world, data_parallel_rank=rank, **kwargs
+    )
 
 
 def test_ranks_share_the_data_and_epochs_differ() -> None:

@@ -30,7 +30,14 @@ def test_used_up_hysteresis_stays_used_up_until_a_doubling():
 
 
 def test_consecutive_hysteresis_is_given_back_by_every_good_step():
-    assert trace(DynamicLossScaler(64, scale_window=100, hysteresis=2, consecutive_hysteresis=True), "x.x.xx") == [64, 64, 64, 64, 64, 32]
+    assert trace(DynamicLossScaler(64, scale_window=100, hysteresis=2, consecutive_hysteresis=True), "x.x.xx") == [
+        64,
+        64,
+        64,
+        64,
+        64,
+        32,
+    ]
 
 
 def test_doubles_after_each_quiet_window():
@@ -110,7 +117,12 @@ def test_build_from_config():
         config(initial_scale_power=5, loss_scale_window=7, hysteresis=3, consecutive_hysteresis=True, min_loss_scale=2)
     )
     assert isinstance(dynamic, DynamicLossScaler) and dynamic.loss_scale == 32
-    assert (dynamic.scale_window, dynamic.delayed_shift, dynamic.consecutive_hysteresis, dynamic.min_scale) == (7, 3, True, 2)
+    assert (dynamic.scale_window, dynamic.delayed_shift, dynamic.consecutive_hysteresis, dynamic.min_scale) == (
+        7,
+        3,
+        True,
+        2,
+    )
     assert build_loss_scaler(config(loss_scale=512)).loss_scale == 512
     assert not build_loss_scaler(config(loss_scale=512)).dynamic
     for dtype in ("bf16", "fp32"):

@@ -1,4 +1,6 @@
-"""Learning-rate schedules: every value against a closed form written from the published formula, and how they are stepped."""
+"""Learning-rate schedules: every value against a closed form written from the published formula, and how they are
+stepped.
+"""
 
 import argparse
 import logging
@@ -52,7 +54,14 @@ def test_range_test_step_size(size):
 def test_one_cycle_climbs_falls_and_decays():
     opt = adam()
     schedule = OneCycle(
-        opt, 0.1, 0.5, decay_lr_rate=0.5, cycle_first_step_size=4, cycle_second_step_size=8, decay_step_size=2, decay_mom_rate=0.25
+        opt,
+        0.1,
+        0.5,
+        decay_lr_rate=0.5,
+        cycle_first_step_size=4,
+        cycle_second_step_size=8,
+        decay_step_size=2,
+        decay_mom_rate=0.25,
     )
     assert opt.param_groups[0]["betas"] == (0.8, 0.999) and schedule.get_mom() == [0.8]
     rates, momenta = [], []
@@ -78,7 +87,9 @@ def test_one_cycle_without_decay_stays():
 
 @pytest.mark.parametrize("counts", [(2, 4), (2, None), (0, 2)])
 def test_one_cycle_stairs(counts):
-    schedule = OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=counts[0], cycle_second_stair_count=counts[1])
+    schedule = OneCycle(
+        adam(), 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=counts[0], cycle_second_stair_count=counts[1]
+    )
     up = [0, 0, 0.5, 0.5, 1]
     down = [0.75, 0.5, 0.25] if counts[1] == 4 else [0.5, 0.5, 0.0]
     assert trace(schedule, 8) == pytest.approx([*up, *down])
@@ -148,7 +159,9 @@ def test_warmup_cosine(kind):
     opt = adam(0.5, 2.0)
     schedule = WarmupCosineLR(opt, 10, 0.2, 4, 0.05, kind)
     assert trace(schedule, 14) == pytest.approx([0.5 * ratio(i) for i in range(-1, 13)])
-    assert opt.param_groups[1]["lr"] == pytest.approx(2.0 * ratio(12)) and schedule.get_lr_ratio() == pytest.approx(ratio(12))
+    assert opt.param_groups[1]["lr"] == pytest.approx(2.0 * ratio(12)) and schedule.get_lr_ratio() == pytest.approx(
+        ratio(12)
+    )
 
 
 def test_zero_warmup_is_clamped_with_a_warning(log):
@@ -158,7 +171,10 @@ def test_zero_warmup_is_clamped_with_a_warning(log):
 
 @pytest.mark.parametrize("steps", [-1, 2.5, "10", True, None])
 def test_warmup_steps_must_be_a_whole_number(steps):
-    for build in (lambda: WarmupLR(adam(), warmup_num_steps=steps), lambda: WarmupCosineLR(adam(), 10, warmup_num_steps=steps)):
+    for build in (
+        lambda: WarmupLR(adam(), warmup_num_steps=steps),
+        lambda: WarmupCosineLR(adam(), 10, warmup_num_steps=steps),
+    ):
         with pytest.raises(ValueError, match="warmup_num_steps"):
             build()
 
@@ -239,7 +255,8 @@ def test_torch_schedulers_by_name_act_on_the_base_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("warmuplr", "WarmupLR"), ("StepLr", "StepLR"), ("OneCicle", "OneCycle"), ("LRScheduler", ""), ("Optimizer", "")]
+    ("name", "near"),
+    [("warmuplr", "WarmupLR"), ("StepLr", "StepLR"), ("OneCicle", "OneCycle"), ("LRScheduler", ""), ("Optimizer", "")],
 )
 def test_unknown_scheduler(name, near):
     with pytest.raises(OptimizerConfigError, match=f'"{name}" is unknown') as info:
@@ -310,7 +327,9 @@ def test_config_from_args_builds():
 
 def test_override_params():
     params = {"warmup_num_steps": 3, "warmup_min_lr": 0.5}
-    lr_schedules.override_params(argparse.Namespace(warmup_num_steps=9, warmup_min_lr=0, warmup_type="linear", other=1), params)
+    lr_schedules.override_params(
+        argparse.Namespace(warmup_num_steps=9, warmup_min_lr=0, warmup_type="linear", other=1), params
+    )
     assert params == {"warmup_num_steps": 9, "warmup_min_lr": 0.5, "warmup_type": "linear"}
 
 

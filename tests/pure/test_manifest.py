@@ -120,7 +120,9 @@ def test_runs_are_what_slicing_says(case: tuple[tuple[int, ...], Span, Span]) ->
     last = Run(0, 0, 0)
     for run in runs(shape, a, b):
         assert run.numel > 0 and run.first >= last.first + last.numel and run.second >= last.second + last.numel
-        mine, theirs = (x[at - lo : at - lo + run.numel] for x, at, lo in ((one, run.first, a.lo), (two, run.second, b.lo)))
+        mine, theirs = (
+            x[at - lo : at - lo + run.numel] for x, at, lo in ((one, run.first, a.lo), (two, run.second, b.lo))
+        )
         assert mine == theirs and len(mine) == run.numel
         found, last = found + mine, run
     assert found == sorted(set(one) & set(two))
@@ -131,7 +133,9 @@ def test_a_span_of_the_same_region_is_one_run() -> None:
     for region in (None, part):
         assert list(runs((3, 4, 4), Span(2, 7, region), Span(0, 8, region))) == [(2, 2, 5)]
         assert list(runs((3, 4, 4), Span(2, 2, region), Span(0, 8, region))) == []
-    assert list(runs((3, 4), Span(0, 12), Span(1, 7, Region((1, 0), (2, 4))))) == [(5, 1, 6)]  # whole rows follow each other
+    assert list(runs((3, 4), Span(0, 12), Span(1, 7, Region((1, 0), (2, 4))))) == [
+        (5, 1, 6)
+    ]  # whole rows follow each other
 
 
 @given(st.data())

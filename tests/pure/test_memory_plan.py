@@ -28,12 +28,14 @@ def sizes(plan: ZeroPlan, *numels: int, width: int = 2, frozen: tuple[int, ...] 
     return [UnitSize(n, width, plan.row(trainable=i not in frozen, persistent=False)) for i, n in enumerate(numels)]
 
 
-def lines(plan: ZeroPlan, units: list[UnitSize], ways: tuple[int, ...] = (1,), *, shared: bool = False, **widths: int) -> dict[str, Line]:
+def lines(
+    plan: ZeroPlan, units: list[UnitSize], ways: tuple[int, ...] = (1,), *, shared: bool = False, **widths: int
+) -> dict[str, Line]:
     found = memory_plan(units, ways, plan.offload, Widths(**widths), prefetch=plan.prefetch_numel, shared=shared)
     return {line.what: line for line in found.lines}
 
 
-# -- by hand -------------------------------------------------------------------------------------------------------------------------
+# -- by hand -------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_sharded_in_16_bit() -> None:
@@ -85,7 +87,9 @@ def test_only_gradients_and_state_are_sharded() -> None:
 
 
 def test_two_axes() -> None:
-    """Shard groups of two on four ranks: halves of everything. Secondary shards: halves of parameters, quarters of the rest."""
+    """Shard groups of two on four ranks: halves of everything. Secondary shards: halves of parameters, quarters of the
+    rest.
+    """
     plan = plan_of({"stage": 3, "mics_shard_size": 2}, 4)
     found = lines(plan, sizes(plan, N), (2, 2))
     assert [found[k].device for k in ("parameters", "gradients", "optimizer state")] == [N, 2 * N, 6 * N]
@@ -97,7 +101,11 @@ def test_two_axes() -> None:
 def test_frozen_units_have_parameters_only() -> None:
     plan = plan_of({"stage": 0})
     found = lines(plan, sizes(plan, N, 7, frozen=(0,)))
-    assert found["parameters"].device == (N + 7) * 2 and found["gradients"].device == 7 * 4 and found["optimizer state"].device == 7 * 12
+    assert (
+        found["parameters"].device == (N + 7) * 2
+        and found["gradients"].device == 7 * 4
+        and found["optimizer state"].device == 7 * 12
+    )
     found = lines(plan, sizes(plan, N, frozen=(0,)))
     assert set(found) == {"parameters"}
 
@@ -113,7 +121,9 @@ def test_offloaded_to_the_host() -> None:
 
 
 def test_offloaded_to_the_drive() -> None:
-    """A tile holds master and slots of 400 elements, three of them; parameters pass in pieces of 100 elements, two at once."""
+    """A tile holds master and slots of 400 elements, three of them; parameters pass in pieces of 100 elements, two at
+    once.
+    """
     zero = {
         "stage": 3,
         "sub_group_size": 400,
@@ -132,7 +142,9 @@ def test_offloaded_to_the_drive() -> None:
 def test_buffers_are_no_larger_than_what_passes_through_them() -> None:
     plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "offload_param": PARAMS})
     found = lines(plan, sizes(plan, N, 10))
-    assert found["staging buffers"].host == 4 * N * 12 + 4 * N * 2  # four of five buffers: three shards ahead and the one in use
+    assert (
+        found["staging buffers"].host == 4 * N * 12 + 4 * N * 2
+    )  # four of five buffers: three shards ahead and the one in use
 
 
 def test_gradients_on_the_drive_need_buffers_of_a_whole_shard() -> None:
@@ -173,7 +185,9 @@ def test_copies_for_asynchronous_saves_are_what_each_rank_writes() -> None:
     for stage in (0, 1, 3):
         plan = plan_of({"stage": stage}, 4, **background)
         found = lines(plan, sizes(plan, N, N, frozen=(1,)), (4,))
-        assert found["copies for asynchronous saves"] == Line("copies for asynchronous saves", host=N // 4 * 12 + N // 4 * 2)
+        assert found["copies for asynchronous saves"] == Line(
+            "copies for asynchronous saves", host=N // 4 * 12 + N // 4 * 2
+        )
     plan = plan_of({"stage": 3, "offload_optimizer": DRIVE, "offload_param": PARAMS}, 1, **background)
     assert "copies for asynchronous saves" not in lines(plan, sizes(plan, N, N, frozen=(1,)))
     assert "copies for asynchronous saves" not in lines(plan_of({"stage": 3}), sizes(plan_of({"stage": 3}), N))
@@ -201,10 +215,12 @@ def test_the_table_is_for_people() -> None:
     assert shared[2].split() == ["together", "-", "4", "MiB", "2,048", "MiB"]
 
 
-# -- limits --------------------------------------------------------------------------------------------------------------------------
+# -- limits --------------------------------------------------------------------------------------------------------
 
 
-def fitted(plan: ZeroPlan, units: list[UnitSize], limits: Limits, *, ways: tuple[int, ...] = (1,), shared: bool = True) -> Fitted:
+def fitted(
+    plan: ZeroPlan, units: list[UnitSize], limits: Limits, *, ways: tuple[int, ...] = (1,), shared: bool = True
+) -> Fitted:
     return fit(plan, units, ways, Widths(), limits, shared=shared)
 
 
@@ -243,7 +259,11 @@ def test_what_is_in_use_already_counts() -> None:
 _ADVICE = {
     "optimizer to the drive": ({"stage": 3}, 60_000_000, "offload_optimizer"),
     "both to the drive": ({"stage": 3}, 30_000_000, "offload_param"),
-    "the rest of max_in_cpu": ({"stage": 3, "offload_optimizer": DRIVE, "offload_param": DRIVE}, 25_000_000, "max_in_cpu 0"),
+    "the rest of max_in_cpu": (
+        {"stage": 3, "offload_optimizer": DRIVE, "offload_param": DRIVE},
+        25_000_000,
+        "max_in_cpu 0",
+    ),
 }
 
 
@@ -270,7 +290,11 @@ def settings_in(said: str, zero: dict[str, Any]) -> dict[str, Any]:
             if f'zero_optimization.{block}.device "{device}"' in advice:
                 changes[block] = {"device": device, **({"nvme_path": "/drive"} if device == "nvme" else {})}
     if "max_in_cpu 0" in advice:
-        changes["offload_param"] = {**zero.get("offload_param", {}), **changes.get("offload_param", {}), "max_in_cpu": 0}
+        changes["offload_param"] = {
+            **zero.get("offload_param", {}),
+            **changes.get("offload_param", {}),
+            "max_in_cpu": 0,
+        }
     if "sub_group_size 1048576" in advice:
         changes["sub_group_size"] = 1 << 20
     if "buffer_count 2" in advice:
@@ -311,7 +335,11 @@ def test_every_advice_fits(stage: int, width: int, start: str) -> None:
 def test_impossible_limits_say_the_least_that_is_possible() -> None:
     plan = plan_of({"stage": 3})
     said = refusal(plan, sizes(plan, 10**9), Limits(host=1 << 20))
-    assert "It fits with" not in said and "raise the limit or use more ranks" in said and "memory.host_limit is 1 MiB" in said
+    assert (
+        "It fits with" not in said
+        and "raise the limit or use more ranks" in said
+        and "memory.host_limit is 1 MiB" in said
+    )
 
 
 def test_the_device_has_its_own_limit() -> None:
@@ -320,7 +348,12 @@ def test_the_device_has_its_own_limit() -> None:
     said = refusal(plan, units, Limits(device=4_000_000, device_used=100), shared=False)
     assert "memory.device_limit" in said and 'offload_optimizer.device "cpu"' in said and "of the device" in said, said
     better = plan_of({"stage": 3, **settings_in(said, {})})
-    assert fitted(better, sizes(better, *[N] * 1000), Limits(device=4_000_000, device_used=100), shared=False).memory.device <= 4_000_000
+    assert (
+        fitted(
+            better, sizes(better, *[N] * 1000), Limits(device=4_000_000, device_used=100), shared=False
+        ).memory.device
+        <= 4_000_000
+    )
 
 
 def test_parameters_that_stay_whole_are_not_sent_away() -> None:
@@ -330,7 +363,7 @@ def test_parameters_that_stay_whole_are_not_sent_away() -> None:
     assert "offload_param" not in str(told.value)
 
 
-# -- limits that nobody stated ----------------------------------------------------------------------------------------------------------
+# -- limits that nobody stated -----------------------------------------------------------------------------------
 
 GROUP = "control group /job (memory.max 3 MiB)"
 BIG = (100_000,) * 30
@@ -354,20 +387,28 @@ def test_gradients_go_first_and_the_log_says_so() -> None:
     found = fitted(plan, units, present(whole.memory.host - 1))
     assert elements(found, "gradients") == (0, 12_000_000) and elements(found, "parameters") == (6_000_000, 0)
     assert found.offload is plan.offload, "parameters stay"
-    assert found.moved.startswith(f"{GROUP} leaves a rank") and "11 MiB of gradients rest on the drive" in found.moved, found.moved
+    assert (
+        found.moved.startswith(f"{GROUP} leaves a rank") and "11 MiB of gradients rest on the drive" in found.moved
+    ), found.moved
     assert "memory.host_limit" in found.moved
     assert fitted(plan, units, Limits(host=whole.memory.host - 1)).moved == "", "the user knows a limit of their own"
 
 
 def test_then_as_many_parameters_as_have_to() -> None:
-    """Every limit between the smallest plan and the one of gradients alone is kept, with no more on the drive than that takes."""
+    """Every limit between the smallest plan and the one of gradients alone is kept, with no more on the drive than that
+    takes.
+    """
     plan = plan_of({"stage": 3, "sub_group_size": 10_000, "offload_optimizer": DRIVE, "offload_param": DRIVE})
     units = sizes(plan, *BIG)
     before = elements(fitted(plan, units, present(8_000_000)), "parameters")[0]
     for limit in range(7_900_000, 3_400_000, -100_000):
         found = fitted(plan, units, present(limit))
         here, drive = elements(found, "parameters")
-        assert found.memory.host <= limit < found.memory.host + 2 * 200_000 and here + drive == 6_000_000 and here <= before
+        assert (
+            found.memory.host <= limit < found.memory.host + 2 * 200_000
+            and here + drive == 6_000_000
+            and here <= before
+        )
         assert "MiB of parameters and 11 MiB of gradients rest on the drive" in found.moved
         before = here
     assert before < 1_500_000
@@ -383,7 +424,9 @@ def test_parameters_use_the_folder_of_the_optimizer_state(param: dict[str, Any])
     # Parameters of an accelerator are not in host memory.
     apart = 5_000_000 if param else 2_000_000
     found = fitted(plan, units, present(apart), shared=False)
-    assert {row.param.tier for row in found.rows} == ({Tier.NVME} if param else {Tier.DEVICE}) and found.memory.host <= apart
+    assert {row.param.tier for row in found.rows} == (
+        {Tier.NVME} if param else {Tier.DEVICE}
+    ) and found.memory.host <= apart
 
 
 def test_parameters_that_every_rank_holds_whole_stay() -> None:
@@ -399,7 +442,12 @@ def test_parameters_that_every_rank_holds_whole_stay() -> None:
 def test_a_refusal_names_the_group_and_settings_that_fit() -> None:
     plan = plan_of({"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 10_000})
     said = refusal(plan, sizes(plan, *BIG), present(20_000_000))
-    assert GROUP in said and "It fits with" in said and 'offload_optimizer.device "nvme"' in said and "memory.host_limit" in said
+    assert (
+        GROUP in said
+        and "It fits with" in said
+        and 'offload_optimizer.device "nvme"' in said
+        and "memory.host_limit" in said
+    )
     better = plan_of({"stage": 3, "offload_optimizer": DRIVE, "sub_group_size": 10_000})
     assert fitted(better, sizes(better, *BIG), present(20_000_000)).memory.host <= 20_000_000
     said = refusal(plan, sizes(plan, *BIG), present(100_000))
@@ -414,18 +462,21 @@ def test_more_than_there_is_is_a_doubt() -> None:
     assert said.startswith(f"{GROUP} leaves a rank") and "may end the run" in said
 
 
-# -- configuration -------------------------------------------------------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [(3 << 30, 3 << 30), ("3GiB", 3 << 30), ("3 GiB", 3 << 30), ("500MB", 500_000_000), ("1.5gib", 3 << 29), ("7", 7)]
+    ("text", "nbytes"),
+    [(3 << 30, 3 << 30), ("3GiB", 3 << 30), ("3 GiB", 3 << 30), ("500MB", 500_000_000), ("1.5gib", 3 << 29), ("7", 7)],
 )
 def test_limits_may_be_text(text: str | int, nbytes: int) -> None:
     assert plan_of({"stage": 3}, memory={"host_limit": text}).offload.host_limit == nbytes
     assert plan_of({"stage": 3}, memory={"device_limit": text}).offload.device_limit == nbytes
 
 
-@pytest.mark.parametrize("text", ["three", "3 apples", -1, 0, "0GiB", True, [], "", "1e9GiB", "-3GiB", float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "text", ["three", "3 apples", -1, 0, "0GiB", True, [], "", "1e9GiB", "-3GiB", float("nan"), float("inf")]
+)
 def test_nonsense_limits_are_refused(text: Any) -> None:
     with pytest.raises(DeepSpeedConfigError, match="host_limit"):
         plan_of({"stage": 3}, memory={"host_limit": text})

@@ -1,4 +1,6 @@
-"""What may still be had of the memory that processes share: read from trees of control groups, and divided among the ranks."""
+"""What may still be had of the memory that processes share: read from trees of control groups, and divided among the
+ranks.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,9 @@ from deepspeed.zero.plan import OffloadPlan
 
 MIB = 1 << 20
 SECOND = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-MEMINFO = "MemTotal:       8388608 kB\nMemFree:        1048576 kB\nMemAvailable:   4194304 kB\nHugePages_Total:       0\n"
+MEMINFO = (
+    "MemTotal:       8388608 kB\nMemFree:        1048576 kB\nMemAvailable:   4194304 kB\nHugePages_Total:       0\n"
+)
 
 
 def tree(root: Path, files: dict[str, str | int]) -> Path:
@@ -37,7 +41,7 @@ def second(root: Path, **groups: dict[str, str | int]) -> Path:
     return tree(root, {**files, "proc/self/cgroup": f"0::{path}\n"})
 
 
-# -- reading -------------------------------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------------
 
 
 def test_page_cache_is_not_in_use(tmp_path: Path) -> None:
@@ -96,13 +100,17 @@ FIRST = (
         ("/", "/../other", ""),  # a group outside the namespace
     ],
 )
-def test_groups_of_the_first_kind_are_where_they_are_mounted(tmp_path: Path, within: str, path: str, folder: str) -> None:
+def test_groups_of_the_first_kind_are_where_they_are_mounted(
+    tmp_path: Path, within: str, path: str, folder: str
+) -> None:
     files: dict[str, str | int] = {
         "proc/self/mountinfo": FIRST.format(within=within),
         "proc/self/cgroup": f"9:name=systemd:/\n4:memory:{path}\n3:cpu,cpuacct:/\n0::/\n",
         f"mnt/memory/{folder}/memory.limit_in_bytes": 2048 * MIB,
         f"mnt/memory/{folder}/memory.usage_in_bytes": 600 * MIB,
-        f"mnt/memory/{folder}/memory.stat": stat(active_file=1, total_active_file=90 * MIB, total_inactive_file=10 * MIB),
+        f"mnt/memory/{folder}/memory.stat": stat(
+            active_file=1, total_active_file=90 * MIB, total_inactive_file=10 * MIB
+        ),
         "mnt/other/memory.limit_in_bytes": 1,
     }
     if folder:
@@ -130,7 +138,7 @@ def test_this_machine_can_be_read() -> None:
         assert 0 <= pool.free <= pool.limit and pool.name and pool.key, pool
 
 
-# -- dividing ------------------------------------------------------------------------------------------------------------------------
+# -- dividing ------------------------------------------------------------------------------------------------------
 
 
 def pool(name: str, free: int) -> Pool:

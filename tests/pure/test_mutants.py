@@ -17,7 +17,9 @@ def test_a_fault_still_has_its_place(mutant: Mutant) -> None:
 def test_the_tests_of_a_fault_exist(mutant: Mutant) -> None:
     for argument in mutant.tests:
         file, _, function = argument.partition("[")[0].partition("::")
-        assert f"def {function or 'test_'}" in (ROOT / file).read_text(), f"mutant {mutant.id} names {argument}, which does not exist"
+        assert f"def {function or 'test_'}" in (ROOT / file).read_text(), (
+            f"mutant {mutant.id} names {argument}, which does not exist"
+        )
 
 
 def test_ids_are_unique() -> None:

@@ -9,7 +9,14 @@ import torch
 from deepspeed.errors import DeepSpeedConfigError, OptimizerConfigError
 from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.muon import MuonWithAuxAdam
-from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
+from deepspeed.optim.named import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 from deepspeed.optim.registry import build_optimizer, granularity
 
 
@@ -58,11 +65,24 @@ def test_decoupled_decay_rule(name, cfg, decoupled, extra):
 
 def test_adam_defaults():
     group = build("AdamW", {"betas": [0, 0.99]}).param_groups[0]
-    assert group["weight_decay"] == 0.0 and group["lr"] == 1e-3 and group["betas"] == (0.0, 0.99) and group["fused"] is True
+    assert (
+        group["weight_decay"] == 0.0
+        and group["lr"] == 1e-3
+        and group["betas"] == (0.0, 0.99)
+        and group["fused"] is True
+    )
     theirs = build("AdamW", {"torch_adam": True})
-    assert type(theirs) is torch.optim.AdamW and theirs.param_groups[0]["weight_decay"] == 0.01 and theirs.param_groups[0]["fused"] is True
+    assert (
+        type(theirs) is torch.optim.AdamW
+        and theirs.param_groups[0]["weight_decay"] == 0.01
+        and theirs.param_groups[0]["fused"] is True
+    )
     amsgrad = build("AdamW", {"amsgrad": True, "bias_correction": True, "set_grad_none": True})
-    assert type(amsgrad) is torch.optim.AdamW and amsgrad.param_groups[0]["weight_decay"] == 0.0 and amsgrad.param_groups[0]["amsgrad"]
+    assert (
+        type(amsgrad) is torch.optim.AdamW
+        and amsgrad.param_groups[0]["weight_decay"] == 0.0
+        and amsgrad.param_groups[0]["amsgrad"]
+    )
     assert type(build("Adam", {"adam_w_mode": False, "fused": False})) is torch.optim.Adam
     foreach = build("AdamW", {"torch_adam": True, "foreach": True}).param_groups[0]
     assert foreach["foreach"] is True and not foreach["fused"]
@@ -72,7 +92,15 @@ def test_adam_defaults():
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("AdmW", "AdamW"), ("adamax", "Adamax"), ("sgd", "SGD"), ("Lamd", "Lamb"), ("Optimizer", ""), ("lr_scheduler", "")]
+    ("name", "near"),
+    [
+        ("AdmW", "AdamW"),
+        ("adamax", "Adamax"),
+        ("sgd", "SGD"),
+        ("Lamd", "Lamb"),
+        ("Optimizer", ""),
+        ("lr_scheduler", ""),
+    ],
 )
 def test_unknown_name(name, near):
     with pytest.raises(OptimizerConfigError, match=f'"{name}" is unknown') as info:
@@ -89,7 +117,9 @@ def test_removed_names(name):
 def test_unknown_key_names_optimizer_key_and_valid_keys():
     with pytest.raises(OptimizerConfigError, match="weight_decy") as info:
         build("AdamW", {"weight_decy": 0.1})
-    assert '"AdamW"' in str(info.value) and 'did you mean "weight_decay"' in str(info.value) and "betas" in str(info.value)
+    assert (
+        '"AdamW"' in str(info.value) and 'did you mean "weight_decay"' in str(info.value) and "betas" in str(info.value)
+    )
     with pytest.raises(OptimizerConfigError, match="momentum"):
         build("SGD", {"momentumm": 0.9})
 
@@ -113,7 +143,11 @@ def test_bad_values(cfg, words):
 
 def test_parameter_forms():
     first, second = param(), param(3)
-    opt = build("AdamW", {"lr": 0.1}, [{"params": iter([first]), "lr": 0.7}, {"params": []}, {"params": second, "weight_decay": 0.2}])
+    opt = build(
+        "AdamW",
+        {"lr": 0.1},
+        [{"params": iter([first]), "lr": 0.7}, {"params": []}, {"params": second, "weight_decay": 0.2}],
+    )
     assert [(g["lr"], g["weight_decay"], len(g["params"])) for g in opt.param_groups] == [(0.7, 0.0, 1), (0.1, 0.2, 1)]
     named = build("AdamW", {}, iter([("a", first), ("b", second)]))
     assert named.param_groups[0]["params"] == [first, second]
@@ -170,7 +204,9 @@ def test_granularity():
             granularity(cls([param()]))
 
 
-@pytest.mark.parametrize("cls", [*(getattr(torch.optim, n) for n in ELEMENT), FusedAdam, DeepSpeedCPUAdam, FusedLion, Adagrad])
+@pytest.mark.parametrize(
+    "cls", [*(getattr(torch.optim, n) for n in ELEMENT), FusedAdam, DeepSpeedCPUAdam, FusedLion, Adagrad]
+)
 def test_element_granularity_means_that_a_cut_changes_nothing(cls):
     gen = torch.Generator().manual_seed(0)
     start, grads = torch.randn(12, generator=gen), torch.randn(3, 12, generator=gen)

@@ -1,4 +1,6 @@
-"""Update rules: every optimizer of our own equals a reference written from its formula, element by element or in numpy-like torch."""
+"""Update rules: every optimizer of our own equals a reference written from its formula, element by element or in
+numpy-like torch.
+"""
 
 import copy
 import io
@@ -10,7 +12,14 @@ import torch
 from deepspeed.errors import NotYetError, OptimizerConfigError, UsageError
 from deepspeed.optim import host
 from deepspeed.optim.muon import MuonWithAuxAdam, mark_muon_parameters, orthogonalize
-from deepspeed.optim.named import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
+from deepspeed.optim.named import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 
 STEPS = 5
 
@@ -103,7 +112,14 @@ def test_cpu_adam_keeps_fp32_moments_of_bf16_parameters():
     result = run(opt, param, grads)
     assert opt.state[param]["exp_avg"].dtype == torch.float32 and result.dtype == torch.bfloat16
     expected = reference_adam(
-        start.double(), [g.double() for g in grads], lr=0.1, betas=(0.9, 0.999), eps=1e-8, wd=0, decoupled=True, bias_correction=True
+        start.double(),
+        [g.double() for g in grads],
+        lr=0.1,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        wd=0,
+        decoupled=True,
+        bias_correction=True,
     )
     torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.02)
     low = torch.nn.Parameter(start.clone())
@@ -127,7 +143,9 @@ def test_amsgrad_in_a_group_is_refused():
 @pytest.mark.parametrize("cls", [DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad])
 def test_host_classes_take_over_groups_and_the_kwargs_clients_send(cls):
     weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    source = torch.optim.AdamW([{"params": [weight], "weight_decay": 0.5, "lr": 0.3}, {"params": [bias], "weight_decay": 0.0}], lr=0.1)
+    source = torch.optim.AdamW(
+        [{"params": [weight], "weight_decay": 0.5, "lr": 0.3}, {"params": [bias], "weight_decay": 0.0}], lr=0.1
+    )
     opt = cls(source.param_groups, lr=0.1, weight_decay=0.01, adamw_mode=True)
     assert [(g["lr"], g["weight_decay"]) for g in opt.param_groups] == [(0.3, 0.5), (0.1, 0.0)]
     weight.grad, bias.grad = torch.zeros(2), torch.zeros(2)
@@ -171,7 +189,9 @@ def test_lion_follows_the_formula(cls, dtype):
             m = 0.9 * m + 0.1 * g
         out.append(p)
     close = 1e-6 if dtype is torch.float32 else 1e-9
-    torch.testing.assert_close(param.detach().flatten().double(), torch.tensor(out, dtype=torch.float64), rtol=close, atol=close)
+    torch.testing.assert_close(
+        param.detach().flatten().double(), torch.tensor(out, dtype=torch.float64), rtol=close, atol=close
+    )
 
 
 def test_lion_moves_nothing_without_a_gradient_signal():
@@ -184,7 +204,9 @@ def test_cpu_lion_keeps_fp32_moments_of_bf16_parameters():
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     opt = DeepSpeedCPULion([param], lr=0.5)
     run(opt, param, [torch.ones(3, dtype=torch.bfloat16)])
-    assert opt.state[param]["exp_avg"].dtype == torch.float32 and torch.equal(param.detach().float(), torch.full((3,), 0.5))
+    assert opt.state[param]["exp_avg"].dtype == torch.float32 and torch.equal(
+        param.detach().float(), torch.full((3,), 0.5)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -205,7 +227,14 @@ def test_lamb_follows_the_formula(inside, bias_correction):
     start, grads = make()
     lr, (b1, b2), eps, wd, low, high = 0.05, (0.8, 0.9), 1e-3, 0.1, 0.05, 2.0
     param = torch.nn.Parameter(start.clone())
-    settings = {"betas": (b1, b2), "eps": eps, "eps_inside_sqrt": inside, "weight_decay": wd, "min_coeff": low, "max_coeff": high}
+    settings = {
+        "betas": (b1, b2),
+        "eps": eps,
+        "eps_inside_sqrt": inside,
+        "weight_decay": wd,
+        "min_coeff": low,
+        "max_coeff": high,
+    }
     opt = FusedLamb([param], lr, bias_correction, **settings)
     assert opt.get_lamb_coeffs() == []
     p, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
@@ -269,7 +298,9 @@ def test_muon_follows_the_formula(shape):
     start, grads = make(shape)
     param = torch.nn.Parameter(start.clone())
     opt = MuonWithAuxAdam([param], lr=0.1, momentum=0.9, weight_decay=0.2)
-    torch.testing.assert_close(run(opt, param, grads), reference_muon(start, grads, lr=0.1, mu=0.9, wd=0.2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        run(opt, param, grads), reference_muon(start, grads, lr=0.1, mu=0.9, wd=0.2), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_muon_splits_every_group_and_keeps_its_settings():
@@ -290,7 +321,9 @@ def test_muon_auxiliary_half_is_adam_with_decoupled_decay():
     start, grads = make((6,))
     param = torch.nn.Parameter(start.clone())
     run(MuonWithAuxAdam([param], adam_lr=0.01, weight_decay=0.1), param, grads)
-    expected = reference_adam(start, grads, lr=0.01, betas=(0.9, 0.95), eps=1e-10, wd=0.1, decoupled=True, bias_correction=True)
+    expected = reference_adam(
+        start, grads, lr=0.01, betas=(0.9, 0.95), eps=1e-10, wd=0.1, decoupled=True, bias_correction=True
+    )
     torch.testing.assert_close(param.detach(), expected, rtol=1e-9, atol=1e-11)
 
 
@@ -316,7 +349,9 @@ def test_muon_settings_are_checked():
         MuonWithAuxAdam(params, per_head_muon=True)
 
 
-@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, FusedLamb, DeepSpeedCPUAdagrad, MuonWithAuxAdam])
+@pytest.mark.parametrize(
+    "cls", [FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, FusedLamb, DeepSpeedCPUAdagrad, MuonWithAuxAdam]
+)
 def test_state_dict_and_pickle_continue_exactly(cls):
     start, grads = make(dtype=torch.float32)
     straight, resumed = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())

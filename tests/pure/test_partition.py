@@ -80,7 +80,9 @@ def test_small_parameters_persist_up_to_the_model_threshold() -> None:
 
 def test_large_leftovers_are_units_of_their_own() -> None:
     with torch.device("meta"):
-        model = nn.ModuleDict({"embed": nn.Embedding(2_000_000, 1), "norm": nn.LayerNorm(8), "head": nn.Linear(1_500_000, 1)})
+        model = nn.ModuleDict(
+            {"embed": nn.Embedding(2_000_000, 1), "norm": nn.LayerNorm(8), "head": nn.Linear(1_500_000, 1)}
+        )
     names = [unit.names for unit in _parts(model).units]
     assert ["embed.weight"] in names
     assert ["head.weight", "head.bias"] in names, "weight and bias of one module are needed at the same time"
@@ -99,4 +101,7 @@ def test_what_is_only_reduced_is_cut_so_that_reductions_overlap_with_the_backwar
         units = _parts(model, stage).units
         assert max(u.numel for u in units if len(u.params) > 1) <= 1 << 25
         assert len(units) == 5, "whole buckets, and the large embedding alone"
-        assert max(u.numel for u in _parts(model, stage, reduce_bucket_size=10_000_000).units if len(u.params) > 1) <= 10_000_000
+        assert (
+            max(u.numel for u in _parts(model, stage, reduce_bucket_size=10_000_000).units if len(u.params) > 1)
+            <= 10_000_000
+        )

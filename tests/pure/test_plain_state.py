@@ -36,11 +36,18 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad and same(a.tolist(), b.tolist())
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.requires_grad == b.requires_grad
+            and same(a.tolist(), b.tolist())
+        )
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
-        return len(a) == len(b) and all(same(k, m) and same(v, w) for (k, v), (m, w) in zip(list(a.items()), list(b.items()), strict=True))
+        return len(a) == len(b) and all(
+            same(k, m) and same(v, w) for (k, v), (m, w) in zip(list(a.items()), list(b.items()), strict=True)
+        )
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(v, w) for v, w in zip(a, b, strict=True))
     if isinstance(a, set | frozenset):
@@ -174,7 +181,9 @@ LEAVES = (
     | st.binary()
     | st.sampled_from([torch.float32, torch.device("cpu"), PurePosixPath("a"), np.float32(2), np.int8(-1)])
 )
-HASHABLE = st.recursive(LEAVES.filter(lambda v: v == v), lambda s: st.tuples(s, s) | st.frozensets(s, max_size=3), max_leaves=5)
+HASHABLE = st.recursive(
+    LEAVES.filter(lambda v: v == v), lambda s: st.tuples(s, s) | st.frozensets(s, max_size=3), max_leaves=5
+)
 VALUES = st.recursive(
     LEAVES
     | st.binary(max_size=9).map(bytearray)
@@ -200,16 +209,26 @@ def test_any_nested_value_comes_back_exactly(value: Any) -> None:
 
 
 TAGS = (
-    "int float complex str bytes bytearray tuple set frozenset dict OrderedDict Namespace Path PurePosixPath tensor torch.dtype "
+    "int float complex str bytes bytearray tuple set frozenset dict OrderedDict Namespace Path PurePosixPath "
+    "tensor torch.dtype "
     "torch.device torch.Size numpy.ndarray numpy.scalar numpy.str numpy.bytes pickled eval os.system"
 )
 KEYS = "items value base64 tensor name dtype shape hex bits ref attributes requires_grad"
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["U", "O", "i4,i4", "AAAA", "1", "a"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["U", "O", "i4,i4", "AAAA", "1", "a"]),
     lambda s: (
         st.lists(s, max_size=3)
         | st.dictionaries(st.sampled_from(KEYS.split()), s)
-        | st.builds(lambda tag, rest: {**rest, "$": tag}, st.sampled_from(TAGS.split()), st.dictionaries(st.sampled_from(KEYS.split()), s))
+        | st.builds(
+            lambda tag, rest: {**rest, "$": tag},
+            st.sampled_from(TAGS.split()),
+            st.dictionaries(st.sampled_from(KEYS.split()), s),
+        )
     ),
     max_leaves=10,
 )
@@ -375,7 +394,9 @@ def test_a_cycle_is_named() -> None:
     assert through([shared, shared]) == [[1], [1]]
 
 
-@pytest.mark.parametrize("kind", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: Namespace(**{"$": v})])
+@pytest.mark.parametrize(
+    "kind", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: Namespace(**{"$": v})]
+)
 def test_deep_nesting_is_a_clean_error_and_what_is_allowed_comes_back(kind: Any) -> None:
     value: Any = 1
     for _ in range(DEEPEST):

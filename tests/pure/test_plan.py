@@ -37,7 +37,11 @@ def test_the_table(name: str) -> None:
     zero, param, grad, optim, small, each_backward = TABLE[name]
     plan = _plan(zero)
     assert [_say(s) for s in (plan.regular.param, plan.regular.grad, plan.regular.optim)] == [param, grad, optim]
-    assert [_say(s) for s in (plan.persistent.param, plan.persistent.grad, plan.persistent.optim)] == [small, grad, optim]
+    assert [_say(s) for s in (plan.persistent.param, plan.persistent.grad, plan.persistent.optim)] == [
+        small,
+        grad,
+        optim,
+    ]
     assert plan.regular.reduce_each_backward is plan.persistent.reduce_each_backward is each_backward
     for persistent in (False, True):
         frozen = plan.row(trainable=False, persistent=persistent)
@@ -56,7 +60,13 @@ def test_shard_groups_only_where_parameters_are_sharded() -> None:
 
 def test_sizes_come_from_the_configuration() -> None:
     plan = _plan(
-        {"stage": 3, "reduce_bucket_size": 11, "prefetch_bucket_size": 12, "param_persistence_threshold": 13, "max_live_parameters": 14}
+        {
+            "stage": 3,
+            "reduce_bucket_size": 11,
+            "prefetch_bucket_size": 12,
+            "param_persistence_threshold": 13,
+            "max_live_parameters": 14,
+        }
     )
     assert (plan.pack_numel, plan.prefetch_numel, plan.persistence_numel, plan.live_numel) == (11, 12, 13, 14)
     assert _plan({"stage": 3, "max_reuse_distance": 15}).reuse_numel == 15

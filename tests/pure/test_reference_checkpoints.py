@@ -40,14 +40,18 @@ def expected(root: Path, case: str) -> tuple[dict[Key, torch.Tensor], dict[str, 
     for key, array in np.load(root / case / "expected.npz").items():
         state, _, name = key.partition("|")
         value = torch.from_numpy(np.asarray(array))
-        tensors[state, name] = value.view(torch.bfloat16) if name in facts["bf16_names"] and value.dtype == torch.int16 else value
+        tensors[state, name] = (
+            value.view(torch.bfloat16) if name in facts["bf16_names"] and value.dtype == torch.int16 else value
+        )
     if facts["case"].get("exclude"):
         tensors = {k: v for k, v in tensors.items() if k[0] != "param"}
     return tensors, facts
 
 
 def opened(root: Path, case: str, suffix: str = "") -> ReferenceSource:
-    return open_reference(root / case / "saved" / f"{TAG}{suffix}").with_groups(GROUPS if "fused" not in case else [sum(GROUPS, [])])
+    return open_reference(root / case / "saved" / f"{TAG}{suffix}").with_groups(
+        GROUPS if "fused" not in case else [sum(GROUPS, [])]
+    )
 
 
 def agree(source: ReferenceSource, wanted: dict[Key, torch.Tensor]) -> None:
@@ -68,7 +72,9 @@ def test_every_tensor_is_the_one_that_was_trained(root: Path, case: str) -> None
 
 def converted() -> list[str]:
     with tarfile.open(ARCHIVE) as archive:
-        return sorted({Path(m.name).parts[0] for m in archive if m.name.endswith("_universal")} - {"s2_bf16_r2_round_robin"})
+        return sorted(
+            {Path(m.name).parts[0] for m in archive if m.name.endswith("_universal")} - {"s2_bf16_r2_round_robin"}
+        )
 
 
 @pytest.mark.parametrize("case", converted())
@@ -153,8 +159,16 @@ def test_unsharded_masters_are_named_by_their_values(root: Path) -> None:
 def test_unsharded_state_without_a_sure_name_is_never_given_one(root: Path) -> None:
     found = open_reference(root / "s0_fp32_r2" / "saved" / TAG)
     states = {name for state, name in found.entries if state == "optim.exp_avg"}
-    assert states == {"embed.weight", "scale", *(f"unnamed parameter {i} of group 1" for i in (1, 2, 3)), "unnamed parameter 1 of group 0"}
-    assert {name for state, name in found.entries if state in ("master", "param")} == set(sum(GROUPS, [])) | {"base.weight", "base.bias"}
+    assert states == {
+        "embed.weight",
+        "scale",
+        *(f"unnamed parameter {i} of group 1" for i in (1, 2, 3)),
+        "unnamed parameter 1 of group 0",
+    }
+    assert {name for state, name in found.entries if state in ("master", "param")} == set(sum(GROUPS, [])) | {
+        "base.weight",
+        "base.bias",
+    }
     with pytest.raises(CheckpointError, match=r"groups of \[2, 4\] parameters, this optimizer of \[6\]"):
         found.with_groups([sum(GROUPS, [])])
     with pytest.raises(CheckpointError, match=r"scale is \(1,\), and parameter 0 of optimizer group 0 is \(13, 7\)"):
@@ -166,7 +180,13 @@ def test_a_whole_model_in_one_group_is_named_by_its_order(tmp_path: Path) -> Non
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state = {"module": model.state_dict(), "buffer_names": [], "optimizer": optimizer.state_dict(), "global_steps": 1, "param_shapes": None}
+    state = {
+        "module": model.state_dict(),
+        "buffer_names": [],
+        "optimizer": optimizer.state_dict(),
+        "global_steps": 1,
+        "param_shapes": None,
+    }
     torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
     source = open_reference(tmp_path)
     for name, p in model.named_parameters():
@@ -192,7 +212,7 @@ def test_flat_unsharded_groups_are_cut(root: Path, tmp_path: Path, groups: list[
     assert sorted(source.facts["optimizer"]["groups"][0]["names"]) == sorted(names)
 
 
-# -- damage --------------------------------------------------------------------------------------------------------------------
+# -- damage ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -212,7 +232,9 @@ def test_a_missing_rank_is_named(copy: Any, case: str) -> None:
         open_reference(folder)
     (folder / "kept").rename(files[0])
     files[-1].unlink()
-    with pytest.raises(CheckpointError, match=f"has {len(files) - 1} optimizer state files, but was written by {len(files)} ranks"):
+    with pytest.raises(
+        CheckpointError, match=f"has {len(files) - 1} optimizer state files, but was written by {len(files)} ranks"
+    ):
         open_reference(folder)
     for file in files[:-1]:
         file.unlink()
@@ -278,7 +300,9 @@ def test_sizes_that_do_not_fit_are_named(copy: Any) -> None:
         state["param_shapes"][0]["body.weight"] = torch.Size([7, 70])
 
     rewrite(model, grow)
-    with pytest.raises(CheckpointError, match="group 0 has 140 elements in its optimizer state files, its parameters 581"):
+    with pytest.raises(
+        CheckpointError, match="group 0 has 140 elements in its optimizer state files, its parameters 581"
+    ):
         open_reference(folder)
     model.write_bytes(before)
 
@@ -287,13 +311,18 @@ def test_sizes_that_do_not_fit_are_named(copy: Any) -> None:
         slots["exp_avg"] = slots["exp_avg"][:-1].clone()
 
     rewrite(optim, shorten)
-    with pytest.raises(CheckpointError, match=rf"{optim.name} has optim.exp_avg of (embed|body).weight of shape \(69,\)"):
+    with pytest.raises(
+        CheckpointError, match=rf"{optim.name} has optim.exp_avg of (embed|body).weight of shape \(69,\)"
+    ):
         open_reference(folder)
 
 
 def test_frozen_parameters_without_a_slice_are_named(copy: Any) -> None:
     folder = copy("s3_fp32_r3")
-    rewrite(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda state: state["frozen_param_fragments"].pop("base.weight"))
+    rewrite(
+        folder / "zero_pp_rank_1_mp_rank_00_model_states.pt",
+        lambda state: state["frozen_param_fragments"].pop("base.weight"),
+    )
     with pytest.raises(CheckpointError, match="32 of the 49 elements of param of base.weight"):
         open_reference(folder)
 
@@ -330,7 +359,14 @@ def test_layouts_that_are_not_read_are_said(copy: Any) -> None:
 
 
 def test_other_files_of_torch_are_no_checkpoint(tmp_path: Path) -> None:
-    for content in ({}, [], {"module": {}}, {"module": 3, "global_steps": 1}, {"module": {}, "global_steps": "x"}, torch.ones(2)):
+    for content in (
+        {},
+        [],
+        {"module": {}},
+        {"module": 3, "global_steps": 1},
+        {"module": {}, "global_steps": "x"},
+        torch.ones(2),
+    ):
         torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
         with pytest.raises(CheckpointError):
             open_reference(tmp_path)
@@ -360,10 +396,17 @@ sys.stdout.write(str(peak() - before))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the peak of a process")
 def test_reading_needs_memory_for_what_is_asked_only(tmp_path: Path) -> None:
     big = {f"layer{i}.weight": torch.ones(1 << 22) for i in range(16)}
-    torch.save({"module": big, "buffer_names": [], "optimizer": None, "global_steps": 1}, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save(
+        {"module": big, "buffer_names": [], "optimizer": None, "global_steps": 1},
+        tmp_path / "mp_rank_00_model_states.pt",
+    )
     call = [sys.executable, "-c", READ_ENDS, str(tmp_path)]
     done = subprocess.run(
-        call, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        call,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 40 << 20  # of 256 MB

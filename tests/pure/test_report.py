@@ -44,7 +44,15 @@ def report() -> list[Section]:
 
 def test_sections_and_versions(report: list[Section]) -> None:
     assert [section.title for section in report] == [
-        *("versions", "platform", "device and communication", "launch tools", "build tools", "operators", "optional packages"),
+        *(
+            "versions",
+            "platform",
+            "device and communication",
+            "launch tools",
+            "build tools",
+            "operators",
+            "optional packages",
+        ),
         "environment",
     ]
     versions = _named(list(report[0].rows))
@@ -63,7 +71,9 @@ def test_required_packages_are_those_of_the_project() -> None:
     listed = re.search(r"\ndependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
     assert listed is not None
     requirements = re.findall(r'"([A-Za-z-]+)([^"]*)"', listed.group(1))
-    assert {name: (f">={first}" if first else "") for name, (first, _) in software.REQUIRED.items()} == dict(requirements)
+    assert {name: (f">={first}" if first else "") for name, (first, _) in software.REQUIRED.items()} == dict(
+        requirements
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +105,9 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_torch_is_a_line_and_the_report_goes_on(tmp_path: Path) -> None:
     _tree(tmp_path, {"torch/__init__.py": "raise OSError('libcudart.so.12: cannot open shared object file')\n"})
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-m", "deepspeed.report.cli"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed.report.cli"], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "cannot be imported: OSError: libcudart.so.12" in done.stdout
     assert "Traceback" not in done.stdout and "build tools" in done.stdout
@@ -110,9 +122,14 @@ def test_a_failing_probe_is_a_row() -> None:
 
 
 def test_processor(tmp_path: Path) -> None:
-    root = _tree(tmp_path, {"proc/cpuinfo": CPUINFO, "sys/devices/system/node/node0/x": "", "sys/devices/system/node/node1/x": ""})
+    root = _tree(
+        tmp_path,
+        {"proc/cpuinfo": CPUINFO, "sys/devices/system/node/node0/x": "", "sys/devices/system/node/node1/x": ""},
+    )
     rows = _named(machine.cpu_rows(root))
-    assert rows["CPU"].value == "Fast 9000" and rows["vector instructions"] == Row("vector instructions", "avx2 fma avx512f amx_bf16")
+    assert rows["CPU"].value == "Fast 9000" and rows["vector instructions"] == Row(
+        "vector instructions", "avx2 fma avx512f amx_bf16"
+    )
     assert machine.socket_row(root).value == "2, 2"
     _tree(tmp_path, {"proc/cpuinfo": CPUINFO.replace("avx2", "")})
     assert "AVX2" in _named(machine.cpu_rows(root))["vector instructions"].doubt
@@ -142,7 +159,9 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
     )
     assert cgroups.memory_groups(old)[0].limit == 2 << 30 and machine.cpu_quota(old) is None
     _tree(old, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
-    assert _named(machine.memory_rows(old))["memory limit (control group)"] == Row("memory limit (control group)", "none")
+    assert _named(machine.memory_rows(old))["memory limit (control group)"] == Row(
+        "memory limit (control group)", "none"
+    )
 
 
 def test_limits() -> None:
@@ -161,7 +180,9 @@ def _fake_torch(*, devices_seen: int, cuda: str | None = "12.8", says: str = "")
         return SimpleNamespace(type="cuda") if devices_seen else None
 
     properties = SimpleNamespace(name="H200", total_memory=140 << 30, major=9, minor=0)
-    module = SimpleNamespace(get_device_properties=lambda _index: properties, nccl=SimpleNamespace(version=lambda: (2, 27, 3)))
+    module = SimpleNamespace(
+        get_device_properties=lambda _index: properties, nccl=SimpleNamespace(version=lambda: (2, 27, 3))
+    )
     return SimpleNamespace(
         accelerator=SimpleNamespace(current_accelerator=current, device_count=lambda: devices_seen),
         get_device_module=lambda _kind: module,
@@ -228,15 +249,23 @@ def test_identity_and_threads() -> None:
     assert variables.identity_row({}).value == "alone (rank 0 of 1)"
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}
     assert variables.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
-    assert variables.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith("The environment variable RANK='x'")
-    assert "cores / ranks" in variables.threads_row({}).doubt and not variables.threads_row({"OMP_NUM_THREADS": "1"}).doubt
+    assert variables.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith(
+        "The environment variable RANK='x'"
+    )
+    assert (
+        "cores / ranks" in variables.threads_row({}).doubt and not variables.threads_row({"OMP_NUM_THREADS": "1"}).doubt
+    )
 
 
 def test_text_is_aligned_and_narrow() -> None:
     sections = [Section("one", (Row("a", "word " * 60), Row("longer", "2", "It matters. " * 20)))]
     text = cli.as_text(sections)
     lines = text.splitlines()
-    assert max(map(len, lines)) <= cli.WIDTH and lines[2].startswith("a       word") and lines[3].startswith("        word")
+    assert (
+        max(map(len, lines)) <= cli.WIDTH
+        and lines[2].startswith("a       word")
+        and lines[3].startswith("        word")
+    )
     assert "missing or doubtful" in text and "  longer: It matters." in text
     assert "missing or doubtful" not in cli.as_text(sections, verdict=False)
     assert cli.as_text([Section("t", (Row("a", "b"),))]).endswith("  nothing\n")
@@ -260,7 +289,10 @@ def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: l
 def test_it_takes_less_than_five_seconds() -> None:
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, ROOT / "bin" / "dsr"], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60
+        [sys.executable, ROOT / "bin" / "dsr"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=60,
     )
     late = too_long(start, 5)
     assert done.returncode == 0 and done.stderr == b""

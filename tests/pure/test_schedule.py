@@ -98,11 +98,15 @@ def test_ahead_fills_a_window_with_distinct_units() -> None:
     assert schedule.ahead(sizes, window_numel=100) == [1, 2, 0, 3]
     assert schedule.ahead(sizes, window_numel=50) == [1, 2]
     assert schedule.ahead(sizes, window_numel=100, most=3) == [1, 2, 0]
-    assert schedule.ahead(sizes, window_numel=100, besides=(0, 1)) == [2, 3], "what is here is neither named nor counted"
+    assert schedule.ahead(sizes, window_numel=100, besides=(0, 1)) == [2, 3], (
+        "what is here is neither named nor counted"
+    )
 
 
 def test_the_next_unit_comes_early_however_large_it_is() -> None:
-    """A block of width 2048 has more elements than the default prefetch_bucket_size: then nothing was ever fetched early."""
+    """A block of width 2048 has more elements than the default prefetch_bucket_size: then nothing was ever fetched
+    early.
+    """
     schedule = Schedule()
     block = 12 * 2048**2
     _record(schedule, "train", [*range(8), *range(7, -1, -1)])
@@ -200,7 +204,9 @@ def test_an_interval_that_is_not_learnt_breaks_the_chain() -> None:
 
 
 def test_random_walks_never_fail_and_forecasts_only_move_on_along_the_trace() -> None:
-    """What is foreseen is what the trace has behind this very use, and nothing that an earlier forecast of the pass had left behind."""
+    """What is foreseen is what the trace has behind this very use, and nothing that an earlier forecast of the pass had
+    left behind.
+    """
     draw = random.Random(0)
     schedule = Schedule()
     trace: list[int] = []

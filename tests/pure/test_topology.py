@@ -49,7 +49,17 @@ SIZES = [(1, 1, 1, 1), (2, 2, 2, 1), (1, 2, 1, 4), (2, 1, 4, 1), (8, 1, 1, 1), (
 @pytest.mark.parametrize(("pp", "sp", "tp", "inner"), SIZES)
 def test_the_groups_of_every_axis_hold_every_rank_once(pp: int, sp: int, tp: int, inner: int) -> None:
     topology = dense_topology(EIGHT, pp=pp, sp=sp, tp=tp, inner_size=inner)
-    for names in (("pp",), ("dp_outer",), ("dp",), ("sp",), ("tp",), ("dp", "sp"), ("dp_outer", "dp"), ("pp", "tp"), topology.names):
+    for names in (
+        ("pp",),
+        ("dp_outer",),
+        ("dp",),
+        ("sp",),
+        ("tp",),
+        ("dp", "sp"),
+        ("dp_outer", "dp"),
+        ("pp", "tp"),
+        topology.names,
+    ):
         groups = topology.groups(*names)
         assert sorted(r for members in groups for r in members) == list(EIGHT)
         assert {len(members) for members in groups} == {topology.size(*names)}
@@ -72,7 +82,12 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None
 def test_experts_factorise_the_same_ranks() -> None:
     dense = dense_topology(EIGHT, pp=2, tp=2)
     experts = expert_topology(dense, 2)
-    assert experts.groups("ep") == [(0, 1), (2, 3), (4, 5), (6, 7)] and experts.groups("edp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert experts.groups("ep") == [(0, 1), (2, 3), (4, 5), (6, 7)] and experts.groups("edp") == [
+        (0, 2),
+        (1, 3),
+        (4, 6),
+        (5, 7),
+    ]
     assert experts.groups("pp") == dense.groups("pp")
     for rank in EIGHT:
         assert set(experts.axis(rank, "edp", "ep").ranks) == set(dense.axis(rank, "dp", "sp", "tp").ranks)

@@ -1,4 +1,6 @@
-"""A file filled tensor by tensor is what torch.save would have written, as far as torch.load can tell; and holds one tensor in memory."""
+"""A file filled tensor by tensor is what torch.save would have written, as far as torch.load can tell; and holds one
+tensor in memory.
+"""
 
 import subprocess
 import sys
@@ -57,7 +59,8 @@ import resource, torch
 from pathlib import Path
 from deepspeed.checkpoint.torch_file import TorchFile
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with TorchFile(Path({str(tmp_path)!r}) / "m.bin", {{f"w{{i}}": (torch.float32, (4 << 20,)) for i in range(16)}}) as file:
+tensors = {{f"w{{i}}": (torch.float32, (4 << 20,)) for i in range(16)}}
+with TorchFile(Path({str(tmp_path)!r}) / "m.bin", tensors) as file:
     for i in range(16):
         file.write(f"w{{i}}", torch.full((4 << 20,), float(i)))
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10

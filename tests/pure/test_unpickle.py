@@ -58,14 +58,21 @@ class Calls:
         return self.call
 
 
-# -- what is plain -------------------------------------------------------------------------------------------------------------
+# -- what is plain -----------------------------------------------------------------------------------------------
 
 PLAIN = [
     {"a": [1, 2.5, True, None, "x", b"y", b"", 2**80, -1, 3 + 4j], 1: (1, (2,), ()), "s": {1, 2}, "f": frozenset({3})},
     OrderedDict([("b", 1), ("a", OrderedDict())]),
     {"args": Namespace(lr=0.1, inner=Namespace(x=[1])), "path": Path("a/b"), "pure": PurePosixPath("c")},
     [torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1), torch.Size([1, 2])],
-    [np.float32(1.5), np.int64(3), np.bool_(True), np.arange(6.0).reshape(2, 3), np.array(["a", "bc"]), np.array([1], ">i4")],
+    [
+        np.float32(1.5),
+        np.int64(3),
+        np.bool_(True),
+        np.arange(6.0).reshape(2, 3),
+        np.array(["a", "bc"]),
+        np.array([1], ">i4"),
+    ],
     [np.asfortranarray(np.arange(6).reshape(2, 3)), np.zeros((0, 2)), np.array(7), np.arange(3, dtype=np.uint8)],
     Counter({3: 2}),
     bytearray(b"abc"),
@@ -93,7 +100,9 @@ def test_plain_values_come_back(tmp_path: Path, value: Any) -> None:
 @pytest.mark.parametrize("protocol", [0, 4, 5])
 def test_a_protocol_that_torch_does_not_read_safely_is_refused_with_what_to_do(tmp_path: Path, protocol: int) -> None:
     torch.save({"a": 1}, tmp_path / "file.pt", pickle_protocol=protocol)
-    with pytest.raises(CheckpointError, match=r"file\.pt cannot be read .* save it with torch.save's own pickle_protocol=2"):
+    with pytest.raises(
+        CheckpointError, match=r"file\.pt cannot be read .* save it with torch.save's own pickle_protocol=2"
+    ):
         load_restricted(tmp_path / "file.pt")
 
 
@@ -131,7 +140,9 @@ def test_threads_that_read_at_once_leave_the_process_as_it_was(tmp_path: Path, m
     with torch.serialization.safe_globals([Mine]):
         before = set(torch.serialization.get_safe_globals()), list(warnings.filters), dict(table)
         monkeypatch.setattr(torch, "load", load)
-        threads = [threading.Thread(target=lambda: done.append(load_restricted(tmp_path / "file.pt"))) for _ in range(3)]
+        threads = [
+            threading.Thread(target=lambda: done.append(load_restricted(tmp_path / "file.pt"))) for _ in range(3)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -241,7 +252,7 @@ def test_foreign_objects_are_only_their_attributes(tmp_path: Path) -> None:
     assert load_restricted(packed(tmp_path / "level.pt", level)) == 3
 
 
-# -- what is not ---------------------------------------------------------------------------------------------------------------
+# -- what is not -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", [1, 2, 3])  # in the others no class is reached
@@ -337,7 +348,12 @@ def test_calls_and_states_of_the_wrong_things_are_refused(tmp_path: Path) -> Non
         scaler + b")\x81N}" + text("a") + b"K\x01s\x86b.": "attributes that are no dict",
         scaler + b")\x81}K\x01K\x02sb.": "attributes that are no dict",
         b"cnumpy\ndtype\n" + text("O8") + b"\x85R(K\x03" + text("|") + state + b"?tb.": "numpy dtype .* is refused",
-        b"cnumpy\ndtype\n" + text("i4,O") + b"\x85R(K\x03" + text("<") + state + b"\x00tb.": "numpy dtype .* is refused",
+        b"cnumpy\ndtype\n"
+        + text("i4,O")
+        + b"\x85R(K\x03"
+        + text("<")
+        + state
+        + b"\x00tb.": "numpy dtype .* is refused",
         array + b"(K\x01K\x01\x85ctorch\nfloat32\n\x89" + text("x") + b"tb.": "expected _Dtype",
         array + b".": "cannot be read",
         b"}]K\x01s.": "cannot be read",
@@ -350,7 +366,10 @@ def call(name: str, args: bytes) -> bytes:
 
 
 def test_a_few_bytes_cannot_ask_for_any_amount_of_memory(tmp_path: Path) -> None:
-    count, scaled = b"J" + struct.pack("<i", 1 << 30), b"ctorch\nfloat32\n(J" + struct.pack("<i", 1 << 30) + b"t(K\x00t\x89"
+    count, scaled = (
+        b"J" + struct.pack("<i", 1 << 30),
+        b"ctorch\nfloat32\n(J" + struct.pack("<i", 1 << 30) + b"t(K\x00t\x89",
+    )
     repeated = call("torch._utils\n_rebuild_meta_tensor_no_storage", scaled)  # one element, 2**30 times
     through = b"cbuiltins\nbytearray\nctorch\nTensor\n(" + count + b"tN"
     doubled = call("_codecs\nencode", text("x") + text("latin1")) + text("hex")
@@ -366,7 +385,8 @@ def test_a_few_bytes_cannot_ask_for_any_amount_of_memory(tmp_path: Path) -> None
         call("collections\nCounter", repeated): "expected dict, found Tensor",
         call("collections\nOrderedDict", repeated): "expected list, found Tensor",
         call(
-            "torch._utils\n_rebuild_device_tensor_from_cpu_tensor", repeated + b"ctorch\nfloat64\n" + text("cpu") + b"\x89"
+            "torch._utils\n_rebuild_device_tensor_from_cpu_tensor",
+            repeated + b"ctorch\nfloat64\n" + text("cpu") + b"\x89",
         ): "not callable",
     }.items():
         refused(tmp_path, b"\x80\x02" + content + b".", words)
@@ -377,7 +397,14 @@ def storage(count: bytes = b"K\x04", kind: bytes = b"ctorch\nFloatStorage\n", ke
 
 
 def tensor(held: bytes, offset: bytes = b"K\x00", shape: bytes = b"K\x04\x85", stride: bytes = b"K\x01\x85") -> bytes:
-    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + held + offset + shape + stride + b"\x89ccollections\nOrderedDict\n)RtR."
+    return (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("
+        + held
+        + offset
+        + shape
+        + stride
+        + b"\x89ccollections\nOrderedDict\n)RtR."
+    )
 
 
 def test_tensors_that_do_not_fit_their_bytes_are_refused(tmp_path: Path) -> None:
@@ -396,7 +423,9 @@ def test_tensors_that_do_not_fit_their_bytes_are_refused(tmp_path: Path) -> None
         tensor(storage(), shape=b"K\x05\x85"): "does not fit",
         tensor(storage(), stride=b"K\x02\x85"): "does not fit",
         tensor(storage(), shape=minus + b"\x85"): "cannot be read",
-        tensor(storage(), shape=huge + b"\x85", stride=b"K\x00\x85"): "does not fit",  # a few bytes that ask for exabytes
+        tensor(
+            storage(), shape=huge + b"\x85", stride=b"K\x00\x85"
+        ): "does not fit",  # a few bytes that ask for exabytes
         tensor(storage(), shape=b"K\x02K\x02\x86"): "cannot be read",
         tensor(b"N"): "cannot be read",
     }.items():
@@ -424,8 +453,25 @@ def test_a_bare_storage_is_refused(tmp_path: Path, kind: Any) -> None:
 
 def test_broken_streams_are_refused(tmp_path: Path) -> None:
     for content in (
-        *(b"", b".", b"\x80\x02", b"\x80\x02K\x01", b"\x80\x02t.", b"\x80\x02h\x05.", b"\x80\x02q\x00.", b"\x80\x02R.", b"\x80\x02b."),
-        *(b"\x80\x02(K\x01K\x02R.", b"\x80\x02}(K\x01u.", b"\xff", b"\x80\x02]}\x85R.", b"\x80\x02}]K\x01s.", b"\x80\x02}(]K\x01u."),
+        *(
+            b"",
+            b".",
+            b"\x80\x02",
+            b"\x80\x02K\x01",
+            b"\x80\x02t.",
+            b"\x80\x02h\x05.",
+            b"\x80\x02q\x00.",
+            b"\x80\x02R.",
+            b"\x80\x02b.",
+        ),
+        *(
+            b"\x80\x02(K\x01K\x02R.",
+            b"\x80\x02}(K\x01u.",
+            b"\xff",
+            b"\x80\x02]}\x85R.",
+            b"\x80\x02}]K\x01s.",
+            b"\x80\x02}(]K\x01u.",
+        ),
         *(b"\x80\x02X\xff\xff\xff\x7fabc.", b"\x80\x02Q.", b"\x80\x04\x93.", b"\x80\x02(q\x00h\x00."),
     ):
         refused(tmp_path, content, "cannot be read")
@@ -448,7 +494,9 @@ REAL = pickle.dumps(PARTS, protocol=2)
 
 @given(st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=6))
 @settings(max_examples=400, deadline=None)
-def test_a_mutated_pickle_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]) -> None:
+def test_a_mutated_pickle_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
+) -> None:
     content = bytearray(REAL)
     for at, value in changes:
         content[at] = value
@@ -469,7 +517,7 @@ def test_random_bytes_are_refused_or_plain(tmp_path_factory: pytest.TempPathFact
         assert str(error)
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------
 
 
 def test_files_that_torch_does_not_write_today_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -477,7 +525,11 @@ def test_files_that_torch_does_not_write_today_are_refused_with_the_reason(tmp_p
     torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"file\.pt is in torch's format from before 1\.6"):
         load_restricted(path)
-    for content, words in {b"": "is empty", b"PK\3\4 and no more": "is truncated or damaged", b"{}": "is not a file of torch.save"}.items():
+    for content, words in {
+        b"": "is empty",
+        b"PK\3\4 and no more": "is truncated or damaged",
+        b"{}": "is not a file of torch.save",
+    }.items():
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=rf"file\.pt {words}"):
             load_restricted(path)

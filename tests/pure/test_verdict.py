@@ -90,7 +90,9 @@ def test_failure_stops_all_once_and_the_earliest_decides(wire: Wire) -> None:
     wire.report(0, RankEnd(0, 10, 1, time.time(), raised_at=time.time(), traceback="connection closed"))
     wire.report(1, RankEnd(1, 11, -signal.SIGKILL, time.time() - 1))
     _, verdict = wire.sent[-1]
-    assert verdict["status"] == 137 and verdict["text"].startswith("deepspeed: rank 1 on b (pid 11) failed first, with signal SIGKILL")
+    assert verdict["status"] == 137 and verdict["text"].startswith(
+        "deepspeed: rank 1 on b (pid 11) failed first, with signal SIGKILL"
+    )
 
 
 def test_signal_is_passed_on_and_a_second_leaves_no_time(wire: Wire) -> None:

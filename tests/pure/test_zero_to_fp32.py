@@ -51,7 +51,17 @@ def own(folder: Path) -> Path:
 def reference(level: int) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         checkpoint(folder / "own")
-        args = ["export", str(folder / "own"), str(folder / "ref"), "--format", "deepspeed", "--stage", str(level), "--world", "3"]
+        args = [
+            "export",
+            str(folder / "own"),
+            str(folder / "ref"),
+            "--format",
+            "deepspeed",
+            "--stage",
+            str(level),
+            "--world",
+            "3",
+        ]
         assert tool(args) == 0
         return folder / "ref"
 
@@ -134,7 +144,11 @@ def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path) -> None:
     folder = own(tmp_path / "a")
     script = folder / "zero_to_fp32.py"
     assert script.read_text() == script_text() and os.access(script, os.X_OK)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     done = subprocess.run([script, folder, tmp_path / "out"], capture_output=True, text=True, timeout=90, env=env)
     assert done.returncode == 0, done.stderr
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), wanted())
@@ -142,7 +156,16 @@ def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path) -> None:
 
 def test_the_command_line_takes_every_option_of_the_original(tmp_path: Path) -> None:
     folder = own(tmp_path / "a")
-    args = [folder, tmp_path / "o", "--max_shard_size", "300B", "--safe_serialization", "-t", "global_step3", "--exclude_frozen_parameters"]
+    args = [
+        folder,
+        tmp_path / "o",
+        "--max_shard_size",
+        "300B",
+        "--safe_serialization",
+        "-t",
+        "global_step3",
+        "--exclude_frozen_parameters",
+    ]
     assert main([str(a) for a in args]) == 0
     index = json.loads((tmp_path / "o" / "model.safetensors.index.json").read_text())
     assert "frozen.weight" not in index["weight_map"] and set(SHAPES) <= set(index["weight_map"])
@@ -192,7 +215,11 @@ def test_file_lookups_by_rank(tmp_path: Path) -> None:
     assert [Path(p).name.split("_")[4] for p in get_optim_files(folder)] == ["0", "9", "10"]
     assert get_model_state_file(folder, 2) == str(folder / "mp_rank_00_model_states.pt")
     assert get_checkpoint_files(folder, "*_model_states.pt") == [str(folder / "mp_rank_00_model_states.pt")]
-    for missing in (lambda: get_model_state_file(folder, 3), lambda: get_optim_files(tmp_path), lambda: get_model_state_file("nowhere", 0)):
+    for missing in (
+        lambda: get_model_state_file(folder, 3),
+        lambda: get_optim_files(tmp_path),
+        lambda: get_model_state_file("nowhere", 0),
+    ):
         with pytest.raises(FileNotFoundError):
             missing()
 
@@ -206,7 +233,12 @@ def test_stubs_of_a_checkpoint_answer_the_lookups(tmp_path: Path) -> None:
 
 def test_stubs_hold_the_client_state_without_what_needs_code_to_load() -> None:
     big = torch.zeros(5 << 20)
-    state = {"epoch": 2, "best": torch.ones(2), "hyper": {"rate": 0.1, "to": Path("x"), "deep": {"a": range(2)}}, "when": {1, range(3)}}
+    state = {
+        "epoch": 2,
+        "best": torch.ones(2),
+        "hyper": {"rate": 0.1, "to": Path("x"), "deep": {"a": range(2)}},
+        "when": {1, range(3)},
+    }
     found = copy_for_later({**state, "big": big, "list": [1, Path("y")]})
     assert torch.equal(found.pop("best"), torch.ones(2))
     assert found == {"epoch": 2, "hyper": {"rate": 0.1, "deep": {}}}
@@ -222,6 +254,8 @@ def test_names_of_files() -> None:
 def test_ds_to_universal_writes_a_checkpoint_that_loads_anywhere(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     folder = make(tmp_path)
     before = (folder / "latest").read_text()
-    to_universal(parse_arguments(["--input_folder", str(folder / "global_step3"), "--output_folder", str(folder / "universal")]))
+    to_universal(
+        parse_arguments(["--input_folder", str(folder / "global_step3"), "--output_folder", str(folder / "universal")])
+    )
     assert (folder / "latest_universal").read_text() == "universal" and (folder / "latest").read_text() == before
     assert_same(get_fp32_state_dict_from_zero_checkpoint(folder, "universal"), wanted())

@@ -18,7 +18,10 @@ _VALUES = frozenset(
         "torch Size",
         "torch._utils _rebuild_tensor_v2",
         "torch._utils _rebuild_parameter",
-        *(f"torch {kind}Storage" for kind in ["Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"]),
+        *(
+            f"torch {kind}Storage"
+            for kind in ["Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"]
+        ),
     }
 )
 _HEAD_BYTES = 512
@@ -38,7 +41,9 @@ class Pickle:
 
 
 def scan(path: Path) -> Pickle | None:
-    """Every pickle in ``path`` (a torch archive, or a bare stream), disassembled and never run; None when there is none."""
+    """Every pickle in ``path`` (a torch archive, or a bare stream), disassembled and never run; None when there is
+    none.
+    """
     streams: list[bytes] = []
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -75,7 +80,9 @@ def _disassembled(stream: bytes) -> Pickle | None:
 
 @dataclass(frozen=True)
 class Finding:
-    """One file. ``part``: "loading" reads it always, "opt-in" only when asked to, "others" are for other programs, "extra" is unknown."""
+    """One file. ``part``: "loading" reads it always, "opt-in" only when asked to, "others" are for other programs,
+    "extra" is unknown.
+    """
 
     file: str
     part: str
@@ -100,22 +107,35 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _own(folder: Path, manifest: Manifest) -> Iterator[Finding]:
-    pickled = {str(r["pickled"]["file"]) for r in manifest.facts.get("ranks") or [] if isinstance(r, dict) and r.get("pickled")}
+    pickled = {
+        str(r["pickled"]["file"]) for r in manifest.facts.get("ranks") or [] if isinstance(r, dict) and r.get("pickled")
+    }
     for path in _files(folder):
         name, held = str(path.relative_to(folder)), scan(path) if path.is_file() else None
         opcodes = held.opcodes if held else 0
         if name == MANIFEST:
             yield Finding(name, "loading", "JSON with a checksum", opcodes)
         elif name in manifest.files:
-            # These bytes are never unpickled; an archive in their place would not match the checksums, but is no tensor file either.
-            yield Finding(name, "loading", "raw tensors with checksums" if held is None else "a pickle where tensors should be", opcodes)
+            # These bytes are never unpickled; an archive in their place would not match the checksums, but is no tensor
+            # file either.
+            yield Finding(
+                name,
+                "loading",
+                "raw tensors with checksums" if held is None else "a pickle where tensors should be",
+                opcodes,
+            )
         elif name in pickled or name.startswith("pickled_client_state"):
-            yield Finding(name, "opt-in", f"pickled client state; names {_some(held.names if held else frozenset())}", opcodes)
+            yield Finding(
+                name, "opt-in", f"pickled client state; names {_some(held.names if held else frozenset())}", opcodes
+            )
         elif name.endswith("_states.pt"):
             yield Finding(name, "others", _stub(held), opcodes)
         else:
             yield Finding(
-                name, "extra", "not part of the checkpoint, never read" if held is None else "holds a pickle, never read", opcodes
+                name,
+                "extra",
+                "not part of the checkpoint, never read" if held is None else "holds a pickle, never read",
+                opcodes,
             )
 
 
@@ -134,12 +154,19 @@ def _some(names: frozenset[str]) -> str:
 def run(folder: Path) -> int:
     """Print the report; 1 when loading would execute a pickle, or a file for other programs is not plain."""
     found = audit(folder)
-    for part, title in (("loading", "read when loading"), ("opt-in", "read only with allow_pickle"), ("extra", "not read")):
+    for part, title in (
+        ("loading", "read when loading"),
+        ("opt-in", "read only with allow_pickle"),
+        ("extra", "not read"),
+    ):
         rows = [f for f in found if f.part == part]
         if rows:
             say(f"{title}:")
         for row in rows:
-            say(f"  {row.file:<44} {sized((folder / row.file).stat().st_size):>10}  {row.what}; pickle opcodes: {row.opcodes}")
+            say(
+                f"  {row.file:<44} {sized((folder / row.file).stat().st_size):>10}  {row.what}; pickle "
+                f"opcodes: {row.opcodes}"
+            )
     stubs = [f for f in found if f.part == "others"]
     odd = [f for f in stubs if f.what.startswith("NOT")]
     if stubs:

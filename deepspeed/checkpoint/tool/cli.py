@@ -1,4 +1,5 @@
-"""``ds_checkpoint``: look into checkpoints, check them, and get them in and out. Needs no process group and no accelerator.
+"""``ds_checkpoint``: look into checkpoints, check them, and get them in and out. Needs no process group and no
+accelerator.
 
     ds_checkpoint verify CKPT                         read every byte; name every damaged tensor
     ds_checkpoint info CKPT --tensors                 what is in it
@@ -31,9 +32,9 @@ _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the
     ds_checkpoint diff CKPT OTHER                                    OTHER: a checkpoint or a model file
     ds_checkpoint diff live CKPT --model pkg.mod:build [--config c]  the model that build() returns, and CKPT
 
-With "live" nothing is trained, names and shapes are compared, and what agrees "fits"; values of a fresh model are random, and those of the
-checkpoint are not read ("ds_checkpoint verify" does). On a running engine, deepspeed.checkpoint.diff_live(engine, folder) compares values.
-A folder of the name is ./live.
+With "live" nothing is trained, names and shapes are compared, and what agrees "fits"; values of a fresh model are
+random, and those of the checkpoint are not read ("ds_checkpoint verify" does). On a running engine,
+deepspeed.checkpoint.diff_live(engine, folder) compares values. A folder of the name is ./live.
 Exit code: 0 no difference, 1 a difference, 2 wrong input."""
 
 
@@ -53,7 +54,10 @@ def _size(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ds_checkpoint", allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="ds_checkpoint",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -62,11 +66,15 @@ def _parser() -> argparse.ArgumentParser:
         for word in positional:
             sub.add_argument(word, metavar={"checkpoint": "CKPT"}.get(word, word.upper()))
         if name != "prune":
-            sub.add_argument("--tag", default=None, help="which checkpoint of the folder (default: what 'latest' names)")
+            sub.add_argument(
+                "--tag", default=None, help="which checkpoint of the folder (default: what 'latest' names)"
+            )
         return sub
 
     command("verify", "read every byte; check sizes, checksums and coverage", "checkpoint")
-    command("info", "what a checkpoint holds", "checkpoint").add_argument("--tensors", action="store_true", help="list every tensor")
+    command("info", "what a checkpoint holds", "checkpoint").add_argument(
+        "--tensors", action="store_true", help="list every tensor"
+    )
     two = command("diff", "compare with another checkpoint or a model file, tensor by tensor", "checkpoint", "other")
     _live_options(two)
     two.add_argument("--tag-b", default=None, help="which checkpoint of OTHER (default: as --tag)")
@@ -84,23 +92,45 @@ def _parser() -> argparse.ArgumentParser:
 def _live_options(parser: argparse.ArgumentParser) -> None:
     parser.description = _DIFF_HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", metavar="MODULE:BUILD", help="live: a function that returns the model, or a tuple that begins with it")
-    parser.add_argument("--config", metavar="FILE", help="live: also compare the state that the optimizer of this configuration keeps")
-    parser.add_argument("--values", action="store_true", help="live: also compare values of weights, for a build() that loads them")
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:BUILD",
+        help="live: a function that returns the model, or a tuple that begins with it",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="live: also compare the state that the optimizer of this configuration keeps"
+    )
+    parser.add_argument(
+        "--values", action="store_true", help="live: also compare values of weights, for a build() that loads them"
+    )
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=export.FORMATS, required=True, help="hf: safetensors; fp32: as zero_to_fp32.py; torch: .bin")
     parser.add_argument(
-        "--dtype", choices=sorted(export.DTYPES), default=None, help="of the weights (default keep: what training computes in)"
+        "--format", choices=export.FORMATS, required=True, help="hf: safetensors; fp32: as zero_to_fp32.py; torch: .bin"
     )
-    parser.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)")
     parser.add_argument(
-        "--stage", dest="zero", type=int, choices=(0, 1, 2, 3), default=None, help="deepspeed: its layout (default: as saved)"
+        "--dtype",
+        choices=sorted(export.DTYPES),
+        default=None,
+        help="of the weights (default keep: what training computes in)",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)"
+    )
+    parser.add_argument(
+        "--stage",
+        dest="zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=None,
+        help="deepspeed: its layout (default: as saved)",
     )
     parser.add_argument("--world", type=_count, default=None, metavar="N", help="deepspeed: ranks (default: as saved)")
     parser.add_argument("--exclude-frozen", action="store_true", help="leave frozen weights out")
-    parser.add_argument("--allow-pickle", action="store_true", help="dcp, deepspeed: unpickle client state, which can run any code")
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="dcp, deepspeed: unpickle client state, which can run any code"
+    )
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
 
 
@@ -129,8 +159,17 @@ def _diff_live(args: argparse.Namespace) -> int:
     from deepspeed.checkpoint.tool import live  # noqa: PLC0415 - the only command that needs the whole package
 
     if not args.model:
-        raise UsageError("diff live needs --model MODULE:BUILD, a function that returns the model; a folder of that name is ./live")
-    return live.run(Path(args.other), args.model, config=args.config, tag=args.tag_b or args.tag, values=args.values, quiet=args.quiet)
+        raise UsageError(
+            "diff live needs --model MODULE:BUILD, a function that returns the model; a folder of that name is ./live"
+        )
+    return live.run(
+        Path(args.other),
+        args.model,
+        config=args.config,
+        tag=args.tag_b or args.tag,
+        values=args.values,
+        quiet=args.quiet,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

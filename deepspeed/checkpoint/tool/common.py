@@ -24,7 +24,9 @@ def opened(path: Path, tag: str | None = None, *, allow_pickle: bool = False) ->
 
 @contextlib.contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out``; what it holds moves into ``out`` at the end, and vanishes when something goes wrong."""
+    """A hidden folder beside ``out``; what it holds moves into ``out`` at the end, and vanishes when something goes
+    wrong.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     with folders.temporary_for(out) as hidden:
         hidden.mkdir()

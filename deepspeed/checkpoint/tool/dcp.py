@@ -1,4 +1,6 @@
-"""Checkpoints in the format of torch.distributed.checkpoint, written without a process group, one tensor in memory at a time."""
+"""Checkpoints in the format of torch.distributed.checkpoint, written without a process group, one tensor in memory at a
+time.
+"""
 
 import os
 import warnings
@@ -39,7 +41,8 @@ def _expanded(stream: Stream) -> torch.Tensor:
 def write_dcp(out: Path, tree: dict[str, Any], told: Callable[[int], None]) -> None:
     """Write ``tree`` (nested dicts of Stream, numbers, str, lists) to the folder ``out``.
 
-    Nested names are joined by dots, as torch.distributed.checkpoint does. Holds up to three times the largest tensor. Raises OSError.
+    Nested names are joined by dots, as torch.distributed.checkpoint does. Holds up to three times the largest tensor.
+    Raises OSError.
     """
     streams: dict[str, Stream] = {}
 
@@ -53,7 +56,9 @@ def write_dcp(out: Path, tree: dict[str, Any], told: Callable[[int], None]) -> N
 
     state = stand_in(tree, "")
     # One file per tensor: the writer keeps everything that goes into a file until the file is complete.
-    writer = torch_checkpoint.FileSystemWriter(os.fspath(out), single_file_per_rank=False, sync_files=True, thread_count=1)
+    writer = torch_checkpoint.FileSystemWriter(
+        os.fspath(out), single_file_per_rank=False, sync_files=True, thread_count=1
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is intended
         torch_checkpoint.save(state, storage_writer=writer, planner=StreamPlanner(streams, told), no_dist=True)

@@ -18,7 +18,9 @@ def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
 
 
 def rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> Iterator[Row]:
-    """Every tensor of either side; ``mine`` and ``other`` by name. A tied weight may be there once, or by each of its names."""
+    """Every tensor of either side; ``mine`` and ``other`` by name. A tied weight may be there once, or by each of its
+    names.
+    """
     shared = shared_names(source)
     with progress("diff", sum(s.nbytes for s in mine.values())) as told:
         for name, values in mine.items():
@@ -49,7 +51,9 @@ def run(path_a: Path, path_b: Path, *, tag: str | None, tag_b: str | None, quiet
 
 
 def tell(found: Iterable[Row], well: str, *, quiet: bool) -> int:
-    """Print a line per row, of those whose verdict is ``well`` only if not ``quiet``, and the sums; 0 when all are ``well``, else 1."""
+    """Print a line per row, of those whose verdict is ``well`` only if not ``quiet``, and the sums; 0 when all are
+    ``well``, else 1.
+    """
     counts = dict.fromkeys((well, "different", "missing", "extra"), 0)
     for row in found:
         counts[row.verdict] += 1

@@ -1,4 +1,6 @@
-"""``ds_checkpoint export``: weights, or everything, for other programs; no process group, pieces of tensors in memory."""
+"""``ds_checkpoint export``: weights, or everything, for other programs; no process group, pieces of tensors in
+memory.
+"""
 
 from argparse import Namespace
 from pathlib import Path
@@ -25,7 +27,9 @@ def run(args: Namespace) -> int:
     check_empty(out, overwrite=args.overwrite)
     wanted = args.dtype or ("fp32" if args.format == "fp32" else "keep")
     if args.format in ("fp32", "deepspeed") and args.dtype not in (None, "fp32" if args.format == "fp32" else "keep"):
-        raise CheckpointError(f"--format {args.format} has its own dtypes; leave --dtype {args.dtype} out, or choose another format")
+        raise CheckpointError(
+            f"--format {args.format} has its own dtypes; leave --dtype {args.dtype} out, or choose another format"
+        )
     with opened(Path(args.checkpoint), args.tag, allow_pickle=args.allow_pickle) as source:
         if args.format == "deepspeed":
             return _deepspeed(source, out, args)
@@ -37,7 +41,9 @@ def run(args: Namespace) -> int:
         kind = SAFETENSORS if args.format == "hf" else TORCH
         limit = byte_count(args.max_shard_size)
         with progress("export", total_bytes(streams)) as told:
-            written = write_weights(streams, out, kind, max_shard_bytes=limit, shared=shared_names(source), progress=told)
+            written = write_weights(
+                streams, out, kind, max_shard_bytes=limit, shared=shared_names(source), progress=told
+            )
     say(f"wrote {len(streams)} tensors, {sized(total_bytes(streams))}, to {', '.join(str(p) for p in _ends(written))}")
     return 0
 
@@ -49,8 +55,13 @@ def _ends(paths: list[Path]) -> list[Path]:
 def _deepspeed(source: Source, out: Path, args: Namespace) -> int:
     world = args.world or int((open_facts(source).get("world") or {}).get("size") or 1)
     with appearing(out) as hidden:
-        folder = reference_layout.write(source, hidden, level=args.zero, world=world, exclude_frozen=args.exclude_frozen)
-    say(f"wrote {out / folder.name} for {world} ranks; load it with engine.load_checkpoint({str(out)!r}) under the same configuration")
+        folder = reference_layout.write(
+            source, hidden, level=args.zero, world=world, exclude_frozen=args.exclude_frozen
+        )
+    say(
+        f"wrote {out / folder.name} for {world} ranks; load it with engine.load_checkpoint({str(out)!r}) under "
+        "the same configuration"
+    )
     return 0
 
 
@@ -59,7 +70,9 @@ def optimizer_tree(source: Source) -> dict[str, Any]:
     facts = source.facts.get("optimizer") or {}
     state: dict[str, dict[str, Any]] = {}
     for name, scalars in (facts.get("scalars") or {}).items():
-        state[name] = {slot: v if isinstance(v, torch.Tensor) else torch.tensor(float(v)) for slot, v in scalars.items()}
+        state[name] = {
+            slot: v if isinstance(v, torch.Tensor) else torch.tensor(float(v)) for slot, v in scalars.items()
+        }
     for key in source.entries:
         if key[0].startswith("optim."):
             state.setdefault(key[1], {})[key[0].removeprefix("optim.")] = stream(source, key)

@@ -29,7 +29,12 @@ def _config_line(config: dict[str, Any]) -> str:
         block = zero.get(name) if isinstance(zero, dict) else None
         if isinstance(block, dict) and block.get("device", "none") != "none":
             words.append(f"{name} {block['device']}")
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+    for name in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
         if config.get(name) is not None:
             words.append(f"{name} {config[name]}")
     return ", ".join(words)
@@ -45,7 +50,9 @@ def lines(source: Source, *, tensors: bool) -> list[str]:
         found.append("saved       " + ", ".join(f"{k} {v}" for k, v in saved.items()))
     if engine:
         found.append("counters    " + ", ".join(f"{k} {v}" for k, v in engine.items()))
-    found.append(f"world       {(facts.get('world') or {}).get('size', '?')} ranks, trained in {_dtype(compute_dtype(facts))}")
+    found.append(
+        f"world       {(facts.get('world') or {}).get('size', '?')} ranks, trained in {_dtype(compute_dtype(facts))}"
+    )
     if facts.get("config"):
         found.append(f"config      {_config_line(facts['config'])}")
     if optimizer:

@@ -1,7 +1,7 @@
 """``ds_checkpoint diff live``: would a checkpoint load completely into a model, and into its optimizer?
 
-The model is built in this process, on the meta device where it can be (no memory, no values), and nothing is trained. What state the
-optimizer keeps is found by letting the configured one take a step on stand-ins.
+The model is built in this process, on the meta device where it can be (no memory, no values), and nothing is trained.
+What state the optimizer keeps is found by letting the configured one take a step on stand-ins.
 """
 
 import itertools
@@ -48,7 +48,9 @@ def run(path: Path, reference: str, *, config: str | None, tag: str | None, valu
 
 
 def build(reference: str, *, meta: bool) -> nn.Module:
-    """The model of ``module:build``; with ``meta`` on the meta device, unless its own code needs values. Raises UsageError."""
+    """The model of ``module:build``; with ``meta`` on the meta device, unless its own code needs values. Raises
+    UsageError.
+    """
     for device in ("meta", "cpu") if meta else ("cpu",):
         try:
             function = resolve(reference)
@@ -61,13 +63,19 @@ def build(reference: str, *, meta: bool) -> nn.Module:
             if device == "cpu":
                 said = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 raise UsageError(f"no model can be had from {reference}: {said}") from error
-    lazy = [name for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]
+    lazy = [
+        name for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)
+    ]
     if lazy:
-        raise UsageError(f"tensor {lazy[0]!r} of a lazy module has no shape yet; run one forward of the model in {reference}")
+        raise UsageError(
+            f"tensor {lazy[0]!r} of a lazy module has no shape yet; run one forward of the model in {reference}"
+        )
     return model
 
 
-def _rows(model: nn.Module, source: Source, wanted: dict[Key, tuple[int, ...]] | None, *, values: bool) -> Iterator[Row]:
+def _rows(
+    model: nn.Module, source: Source, wanted: dict[Key, tuple[int, ...]] | None, *, values: bool
+) -> Iterator[Row]:
     found = match(model, source)
     with progress("diff", sum(t.nbytes for t in found.tensors.values()) if values else 0) as told:
         for name, tensor in found.tensors.items():
@@ -82,13 +90,19 @@ def _optimizer(model: nn.Module, config: str) -> torch.optim.Optimizer:
     """What ``deepspeed.initialize`` would build for the configuration; the other blocks of that have no say in it."""
     given = read_config_source(config)
     blocks = {key: dict(given[key]) for key in _BLOCKS if isinstance(given.get(key), dict)}
-    if isinstance(params := blocks.get("optimizer", {}).get("params"), dict):  # what an integration fills in later are rates and the like
+    if isinstance(
+        params := blocks.get("optimizer", {}).get("params"), dict
+    ):  # what an integration fills in later are rates and the like
         blocks["optimizer"]["params"] = {key: value for key, value in params.items() if value != "auto"}
     if zero := blocks.get("zero_optimization"):  # nothing that asks for a number of ranks
         blocks["zero_optimization"] = {key: zero[key] for key in ("stage", "offload_optimizer") if key in zero}
-    optimizer = choose_optimizer(load_config({"train_micro_batch_size_per_gpu": 1, **blocks}, world_size=1), model, None, None)
+    optimizer = choose_optimizer(
+        load_config({"train_micro_batch_size_per_gpu": 1, **blocks}, world_size=1), model, None, None
+    )
     if optimizer is None:
-        raise UsageError(f"{config} has no 'optimizer' block, so what state yours keeps is not known; leave --config out")
+        raise UsageError(
+            f"{config} has no 'optimizer' block, so what state yours keeps is not known; leave --config out"
+        )
     return optimizer
 
 
@@ -107,7 +121,8 @@ def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterato
 
 
 def slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[Key, tuple[int, ...]]:
-    """Shapes of the optimizer's state in a checkpoint by state and parameter (``groups``: their names), after a step of it.
+    """Shapes of the optimizer's state in a checkpoint by state and parameter (``groups``: their names), after a step of
+    it.
 
     Raises UsageError when it cannot take a step on stand-ins.
     """
@@ -121,12 +136,20 @@ def slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[
                 known[index, seen] = _step(optimizer, group, seen, ("meta", "cpu") if whole else ("cpu",))
             kept = known[index, seen]
             # Of an optimizer that sees elements, other tensors belong to a layout and have no parameter's name.
-            found |= {(f"optim.{slot}", name): own if whole else shape for slot, own in kept.items() if (own if whole else own == seen)}
+            found |= {
+                (f"optim.{slot}", name): own if whole else shape
+                for slot, own in kept.items()
+                if (own if whole else own == seen)
+            }
     return found
 
 
-def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], devices: tuple[str, ...]) -> dict[str, Any]:
-    """Shapes of the tensors that the optimizer keeps for a parameter of ``group``; whole matrices are tried without values first."""
+def _step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], devices: tuple[str, ...]
+) -> dict[str, Any]:
+    """Shapes of the tensors that the optimizer keeps for a parameter of ``group``; whole matrices are tried without
+    values first.
+    """
     params = group["params"]
     for device in devices:
         stand_in = nn.Parameter(torch.zeros(shape, device=device))
@@ -134,7 +157,9 @@ def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[
         group["params"] = [stand_in]
         try:
             optimizer.step()
-            return {slot: tuple(v.shape) for slot, v in optimizer.state[stand_in].items() if isinstance(v, torch.Tensor)}
+            return {
+                slot: tuple(v.shape) for slot, v in optimizer.state[stand_in].items() if isinstance(v, torch.Tensor)
+            }
         except Exception as error:  # of any optimizer
             if device == devices[-1]:
                 what = f"{type(optimizer).__name__} cannot take a step on a parameter of shape {list(shape)}"
@@ -148,7 +173,9 @@ def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[
 def _slot_rows(found: Match, source: Source, wanted: dict[Key, tuple[int, ...]]) -> Iterator[Row]:
     there = [key for key in source.entries if key[0].startswith("optim.")]
     saved = open_facts(source).get("optimizer") or {}
-    begun = not saved or bool(there) or bool(saved.get("scalars"))  # else it was saved before the first step, and loads as it is
+    begun = (
+        not saved or bool(there) or bool(saved.get("scalars"))
+    )  # else it was saved before the first step, and loads as it is
     opaque = any(state.startswith(("opaque.", "part.")) for state, _ in source.entries)
     taken: set[Key] = set()
     for (state, name), shape in wanted.items():

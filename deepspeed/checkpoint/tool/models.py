@@ -23,7 +23,9 @@ def model_file(path: Path) -> Path | None:
 
 
 def open_model(path: Path) -> dict[str, Stream]:
-    """The tensors of a model file or folder, by name. Pickled files are opened with weights_only. Raises CheckpointError."""
+    """The tensors of a model file or folder, by name. Pickled files are opened with weights_only. Raises
+    CheckpointError.
+    """
     first = model_file(path)
     if first is None:
         raise CheckpointError(f"{path} is neither a checkpoint nor a model: no {', no '.join((*_INDEXES, *_SINGLE))}")
@@ -41,7 +43,9 @@ def open_model(path: Path) -> dict[str, Stream]:
         found |= _file(first.with_name(name))
     missing = sorted(set(where) - set(found))
     if missing:
-        raise CheckpointError(f"{first} promises {missing[0]} and {len(missing) - 1} more tensors that its shards do not have")
+        raise CheckpointError(
+            f"{first} promises {missing[0]} and {len(missing) - 1} more tensors that its shards do not have"
+        )
     return found
 
 

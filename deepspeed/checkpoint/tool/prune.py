@@ -12,7 +12,9 @@ def _bytes(folder: Path) -> int:
 
 
 def doomed(save_dir: Path, keep_last: int) -> list[Path]:
-    """Complete checkpoints that would go, newest first: all but the newest ``keep_last``, never the one that ``latest`` names."""
+    """Complete checkpoints that would go, newest first: all but the newest ``keep_last``, never the one that ``latest``
+    names.
+    """
     named = folders.read_latest(save_dir)
     return [p for p in folders.complete_tags(save_dir)[keep_last:] if p.name != named]
 

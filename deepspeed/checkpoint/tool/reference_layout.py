@@ -1,7 +1,8 @@
 """``export --format deepspeed``: DeepSpeed's own layout, for going back to it. Holds one of its files at a time.
 
-A level is DeepSpeed's number for what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Levels 1 and 2 cut each
-optimizer group, laid end to end, into one slice per rank; level 3 cuts every parameter for itself.
+A level is DeepSpeed's number for what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+Levels 1 and 2 cut each optimizer group, laid end to end, into one slice per rank; level 3 cuts every parameter for
+itself.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ _CLIP = 1.0
 
 @dataclass(frozen=True)
 class Cut:
-    """Elements of one parameter in one rank's flat tensor: ``numel`` from ``start`` of the parameter on, at ``at`` of the flat tensor."""
+    """Elements of one parameter in one rank's flat tensor: ``numel`` from ``start`` of the parameter on, at ``at`` of
+    the flat tensor.
+    """
 
     name: str
     start: int
@@ -50,7 +53,9 @@ class Flat:
 
 
 def whole_group_cuts(members: Sequence[tuple[str, int]], rank: int, world: int) -> Flat:
-    """Levels 1 and 2: rank ``rank``'s slice of a group (name, numel) laid end to end and padded to a multiple of 2 x world."""
+    """Levels 1 and 2: rank ``rank``'s slice of a group (name, numel) laid end to end and padded to a multiple of 2 x
+    world.
+    """
     total = sum(numel for _, numel in members)
     part = -(-total // (2 * world)) * 2
     lo, hi = rank * part, (rank + 1) * part
@@ -115,7 +120,9 @@ class Layout:
 
     @cached_property
     def groups(self) -> list[list[tuple[str, int]]]:
-        """(name, numel) of every optimizer group in flattening order, less the frozen ones, which an optimizer of the user may list."""
+        """(name, numel) of every optimizer group in flattening order, less the frozen ones, which an optimizer of the
+        user may list.
+        """
         shapes = {key[1]: d.shape for key, d in self.source.entries.items() if key[0] == "master"}
         return [[(n, prod(shapes[n])) for n in group if n in shapes] for group in self.listed]
 
@@ -126,13 +133,16 @@ class Layout:
 
     @cached_property
     def slots(self) -> list[str]:
-        """Optimizer slots, all of their parameter's shape. Raises CheckpointError for others, which that layout cannot hold."""
+        """Optimizer slots, all of their parameter's shape. Raises CheckpointError for others, which that layout cannot
+        hold.
+        """
         entries = self.source.entries
         odd = [k for k in entries if k[0].startswith(("opaque.", "part."))]
         odd += [k for k, d in entries.items() if k[0].startswith("optim.") and d.shape != entries["master", k[1]].shape]
         if odd and self.level:
             raise CheckpointError(
-                f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter, which DeepSpeed's "
+                f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter, "
+                "which DeepSpeed's "
                 "sharded layout cannot hold; export with --stage 0"
             )
         return list(dict.fromkeys(k[0].removeprefix("optim.") for k in entries if k[0].startswith("optim.")))
@@ -165,7 +175,11 @@ class Layout:
             key = (state, cut.name)
             if cut.numel and key in self.source.entries:
                 target = out[cut.at : cut.at + cut.numel]
-                stored = target if self.source.entries[key].dtype == target.dtype else target.to(self.source.entries[key].dtype)
+                stored = (
+                    target
+                    if self.source.entries[key].dtype == target.dtype
+                    else target.to(self.source.entries[key].dtype)
+                )
                 self.source.read(key, stored, start=cut.start)
                 if stored is not target:
                     target.copy_(stored)
@@ -278,9 +292,13 @@ def _fragment(layout: Layout, key: Key, rank: int) -> torch.Tensor:
 
 
 def _whole_state(layout: Layout) -> dict[str, Any]:
-    """Level 0: the optimizer's state dict over whole parameters, wrapped where DeepSpeed keeps fp32 copies of a low-precision model."""
+    """Level 0: the optimizer's state dict over whole parameters, wrapped where DeepSpeed keeps fp32 copies of a
+    low-precision model.
+    """
     trained = [[name for name, _ in group] for group in layout.groups]
-    members = layout.listed if layout.dtype == torch.float32 else trained  # torch's own state dict counts frozen ones too
+    members = (
+        layout.listed if layout.dtype == torch.float32 else trained
+    )  # torch's own state dict counts frozen ones too
     flat = [name for group in members for name in group]
     number = {name: i for i, name in enumerate(flat)}
     entries = layout.source.entries
@@ -295,12 +313,19 @@ def _whole_state(layout: Layout) -> dict[str, Any]:
     if layout.dtype == torch.float32:
         return found
     scaler = layout.source.facts.get("loss_scaler") or {}
-    head: dict[str, Any] = {"dynamic_loss_scale": bool(scaler.get("dynamic")), "cur_scale": float(scaler.get("cur_scale", 1.0))}
+    head: dict[str, Any] = {
+        "dynamic_loss_scale": bool(scaler.get("dynamic")),
+        "cur_scale": float(scaler.get("cur_scale", 1.0)),
+    }
     head["cur_iter"] = int(scaler.get("cur_iter", (layout.source.facts.get("engine") or {}).get("global_steps", 0)))
     if head["dynamic_loss_scale"]:
         known = vars(_scaler(layout))
         head |= {k: known[k] for k in ("last_overflow_iter", "scale_factor", "scale_window")}
-    return {**head, "optimizer_state_dict": found, "fp32_groups": [[whole(layout.source, ("master", n)) for n in g] for g in members]}
+    return {
+        **head,
+        "optimizer_state_dict": found,
+        "fp32_groups": [[whole(layout.source, ("master", n)) for n in g] for g in members],
+    }
 
 
 def model_file(layout: Layout, rank: int) -> dict[str, Any]:
@@ -309,7 +334,9 @@ def model_file(layout: Layout, rank: int) -> dict[str, Any]:
     engine = facts.get("engine") or {}
     with_frozen = layout.level >= 2 and not layout.exclude_frozen
     shapes = [OrderedDict((n, layout.shape(n)) for n, _ in group) for group in layout.groups] if sharded else None
-    frozen = OrderedDict((k[1], torch.Size(layout.source.entries[k].shape)) for k in layout.frozen) if with_frozen else None
+    frozen = (
+        OrderedDict((k[1], torch.Size(layout.source.entries[k].shape)) for k in layout.frozen) if with_frozen else None
+    )
     fragments = OrderedDict((k[1], _fragment(layout, k, rank)) for k in layout.frozen) if with_frozen else None
     return {
         **(facts.get("client_state") or {}),
@@ -345,13 +372,16 @@ def _files(layout: Layout) -> Iterator[tuple[str, Callable[[Layout, int], dict[s
 
 
 def write(source: Source, out: Path, *, level: int | None, world: int, exclude_frozen: bool) -> Path:
-    """Write ``source`` into ``out`` as DeepSpeed would with ``world`` ranks; the tag's folder. ``level`` None: as it was saved.
+    """Write ``source`` into ``out`` as DeepSpeed would with ``world`` ranks; the tag's folder. ``level`` None: as it
+    was saved.
 
     Raises CheckpointError when there is no optimizer, or state that the layout cannot hold; OSError.
     """
     facts = source.facts
     if not (facts.get("optimizer") or {}).get("groups"):
-        raise CheckpointError(f"{source.path} holds no optimizer, which DeepSpeed's layout needs; export the weights with --format torch")
+        raise CheckpointError(
+            f"{source.path} holds no optimizer, which DeepSpeed's layout needs; export the weights with --format torch"
+        )
     zero = (facts.get("config") or {}).get("zero_optimization")
     saved = int((zero or {}).get("stage") or 0) if isinstance(zero, dict) else 0
     layout = Layout(source, saved if level is None else level, world, exclude_frozen)
@@ -359,7 +389,8 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
     if layout.level in (1, 2) and layout.zero.get("round_robin_gradients"):
         # Weights in the wrong order would load without a word.
         raise CheckpointError(
-            "under round_robin_gradients DeepSpeed's order of parameters depends on the machine; export with --stage 3 or 0"
+            "under round_robin_gradients DeepSpeed's order of parameters depends on the machine; export with "
+            "--stage 3 or 0"
         )
     tag = check_tag(source.path.name)
     folder = out / tag

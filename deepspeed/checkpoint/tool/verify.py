@@ -22,7 +22,8 @@ _LISTED = 50
 
 
 def verify(folder: Path) -> list[str]:
-    """Everything that is wrong with the checkpoint in the tag's folder ``folder``, a sentence each; empty when nothing is.
+    """Everything that is wrong with the checkpoint in the tag's folder ``folder``, a sentence each; empty when nothing
+    is.
 
     Raises CheckpointError when it cannot be understood at all.
     """
@@ -156,7 +157,13 @@ def run(folder: Path) -> int:
     if folders.is_complete(folder):
         manifest = read_manifest(folder)
         total, pieces = sum(manifest.files.values()), sum(len(b.crcs) for b, _ in _boxes(manifest))
-        say(f"ok {folder}: {len(manifest.entries)} tensors, {len(manifest.files)} files, {sized(total)}, {pieces} checksums match")
+        say(
+            f"ok {folder}: {len(manifest.entries)} tensors, {len(manifest.files)} files, {sized(total)}, "
+            f"{pieces} checksums match"
+        )
     else:
-        say(f"ok {folder}: every tensor can be read (files in DeepSpeed's layout; only the checksums of their archives exist)")
+        say(
+            f"ok {folder}: every tensor can be read (files in DeepSpeed's layout; only the checksums of their "
+            "archives exist)"
+        )
     return 0

@@ -1,6 +1,9 @@
 """Import path of the kernel builders."""
 
-from deepspeed.errors import CUDAMismatchException as CUDAMismatchException, MissingCUDAException as MissingCUDAException
+from deepspeed.errors import (
+    CUDAMismatchException as CUDAMismatchException,
+    MissingCUDAException as MissingCUDAException,
+)
 from deepspeed.native.builders import (
     ALL_OPS as ALL_OPS,
     AsyncIOBuilder as AsyncIOBuilder,

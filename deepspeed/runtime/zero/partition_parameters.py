@@ -1,4 +1,6 @@
-"""Import path of parameter sharding. Clients replace ``zero_wrapper_for_fp_tensor_constructor`` here; Init looks it up here."""
+"""Import path of parameter sharding. Clients replace ``zero_wrapper_for_fp_tensor_constructor`` here; Init looks it up
+here.
+"""
 
 from deepspeed.device import get_accelerator as get_accelerator
 from deepspeed.zero.access import (
