@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine
     from deepspeed.observe.log import log_dist, logger
     from deepspeed.pipe import PipelineModule
-    from deepspeed.zero.optimizer import DeepSpeedOptimizer
+    from deepspeed.zero.client.client_optimizer import DeepSpeedOptimizer
 
 # Clients compare ``deepspeed.version`` as a string. The submodule of that name is loaded above, so that nothing binds
 # it here later.
@@ -61,7 +61,7 @@ _LAZY: Mapping[str, tuple[str, str]] = MappingProxyType(
         "DeepSpeedConfigError": ("deepspeed.config", "DeepSpeedConfigError"),
         "DeepSpeedDataLoader": ("deepspeed.data.loader", "DeepSpeedDataLoader"),
         "DeepSpeedEngine": ("deepspeed.engine", "DeepSpeedEngine"),
-        "DeepSpeedOptimizer": ("deepspeed.zero.optimizer", "DeepSpeedOptimizer"),
+        "DeepSpeedOptimizer": ("deepspeed.zero.client.client_optimizer", "DeepSpeedOptimizer"),
         "OnDevice": ("deepspeed.device", "OnDevice"),
         "PipelineModule": ("deepspeed.pipe", "PipelineModule"),
         "add_config_arguments": ("deepspeed.api", "add_config_arguments"),

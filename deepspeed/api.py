@@ -14,8 +14,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.config.dtypes import dtype_policy
-from deepspeed.config.features import inert_notes
+from deepspeed.config.model.dtypes import dtype_policy
+from deepspeed.config.model.features import inert_notes
 from deepspeed.device import device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.engine_info import DTYPES
@@ -31,12 +31,12 @@ from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.zero.build import BuildRules, build, group_index
+from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
+from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.zero.facts import UnitFacts, castable
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import hold_clipping
-from deepspeed.zero.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.layout import Granularity
-from deepspeed.zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.zero.optim_view import attach, build_views, check_fresh
 from deepspeed.zero.partition import statistics_dtypes
 from deepspeed.zero.plan import make_plan

@@ -25,16 +25,16 @@ from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
-from deepspeed.zero.access import GatheredParameters
-from deepspeed.zero.budget import MemoryPlan
 from deepspeed.zero.build import ZeroParts, dismantle
+from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
+from deepspeed.zero.client.consolidate import consolidated_state_dict
+from deepspeed.zero.client.offload_states import Relocation
+from deepspeed.zero.client.safe_state import GatheredParameters
 from deepspeed.zero.hooks import inside_backward
+from deepspeed.zero.memory.budget import MemoryPlan
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
-from deepspeed.zero.optimizer import DeepSpeedZeRoOffload, wrap_optimizer
-from deepspeed.zero.relocate import Relocation
 from deepspeed.zero.step import StepRules, take_step
-from deepspeed.zero.weights import consolidated_state_dict
 
 
 class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming, nn.Module):

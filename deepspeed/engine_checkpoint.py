@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint import folders
 from deepspeed.checkpoint.agree import gather, through, together
-from deepspeed.checkpoint.client_files import copy_for_later, write_client_files
-from deepspeed.checkpoint.collect import States
-from deepspeed.checkpoint.contents import Extras, content_of
-from deepspeed.checkpoint.loader import Loaded, load_into, open_everywhere
-from deepspeed.checkpoint.restore import LoadRules
-from deepspeed.checkpoint.saver import SaveOrder, Saver
-from deepspeed.checkpoint.source import Source
-from deepspeed.checkpoint.torch_file import TorchFile
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.load.loader import Loaded, load_into, open_everywhere
+from deepspeed.checkpoint.load.restore import LoadRules
+from deepspeed.checkpoint.load.source import Source
+from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_files
+from deepspeed.checkpoint.save.collect import States
+from deepspeed.checkpoint.save.contents import Extras, content_of
+from deepspeed.checkpoint.save.saver import SaveOrder, Saver
+from deepspeed.checkpoint.weights.torch_file import TorchFile
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.observe.log import log_dist, logger
+from deepspeed.zero.client.consolidate import state_names, whole_weights
 from deepspeed.zero.hooks import inside_backward
-from deepspeed.zero.weights import state_names, whole_weights
 
 if TYPE_CHECKING:
     from deepspeed.mesh.groups import Mesh

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed.comm import trace
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.settings import declared_fields, settings
+from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.memory import see_memory_usage

@@ -121,8 +121,8 @@ class Rank:
         """This rank's fp32 weights and optimizer slots, the engine's own memory, under names that no other rank
         uses.
         """
-        from deepspeed.checkpoint.collect import weight_parts
-        from deepspeed.checkpoint.held import Reader
+        from deepspeed.checkpoint.save.collect import weight_parts
+        from deepspeed.checkpoint.save.held import Reader
 
         parts = weight_parts(self.engine._states(), Reader(self.engine.basic_optimizer, None), without=set())
         return {f"{p.state}/{p.name}@{self.rank}+{p.lo}": p.values for p in parts}

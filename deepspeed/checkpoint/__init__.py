@@ -4,7 +4,7 @@ is first used.
 
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.names import (
+from deepspeed.checkpoint.format.names import (
     get_layer_ckpt_name_for_rank,
     get_model_ckpt_name_for_rank,
     get_zero_ckpt_name_for_rank,
@@ -12,7 +12,7 @@ from deepspeed.checkpoint.names import (
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 if TYPE_CHECKING:
-    from deepspeed.checkpoint.compare import diff_live
+    from deepspeed.checkpoint.load.compare import diff_live
 
 __all__ = [
     "clone_tensors_for_torch_save",
@@ -26,6 +26,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "diff_live":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    from deepspeed.checkpoint.compare import diff_live  # noqa: PLC0415 - lower layers import modules of this package
+    from deepspeed.checkpoint.load.compare import diff_live  # noqa: PLC0415 - lower layers import modules of this package
 
     return diff_live

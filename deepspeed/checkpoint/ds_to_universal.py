@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.checkpoint.folders import LATEST_UNIVERSAL, write_atomically
-from deepspeed.checkpoint.opening import open_checkpoint
-from deepspeed.checkpoint.rewrite import write_checkpoint
+from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
+from deepspeed.checkpoint.format.folders import LATEST_UNIVERSAL, write_atomically
+from deepspeed.checkpoint.load.opening import open_checkpoint
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.log import logger
 

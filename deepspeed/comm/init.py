@@ -15,7 +15,7 @@ import psutil
 import torch.distributed as dist
 
 from deepspeed.comm import trace
-from deepspeed.comm.rendezvous import LOOPBACK, Rendezvous, adopted, discover, from_scheduler, interface_with, is_azure
+from deepspeed.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, from_scheduler, interface_with, is_azure
 from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -170,7 +170,7 @@ def init_distributed(
     ``world_size``, else RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT, else MPI or Slurm variables, else
     the process is alone; what was found is written to those variables where they are unset. Without MASTER_PORT and
     with the default ``distributed_port`` the port follows from Slurm's or Open MPI's job id
-    (:func:`deepspeed.comm.rendezvous.job_port`), so that two jobs on one machine do not meet. ``timeout`` defaults to
+    (:func:`deepspeed.comm.discovery.job_port`), so that two jobs on one machine do not meet. ``timeout`` defaults to
     ``DEEPSPEED_TIMEOUT`` minutes, or 10. Where the backend is a device's, the local rank's device becomes the current
     one, unless another one is already. Where ranks are on several machines, GLOO_SOCKET_IFNAME is set, unless it is, to
     the interface that leads to rank 0. ``config`` (dict or parsed) may hold a ``comms_logger`` block.

@@ -2,9 +2,8 @@
 
 from types import ModuleType as _Module
 
-from deepspeed.config.parse import read_config_source as read_config_source
-from deepspeed.config.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
-from deepspeed.config.training import (
+from deepspeed.config.model.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
+from deepspeed.config.model.training import (
     ActivationCheckpointingConfig as ActivationCheckpointingConfig,
     Bf16Config as Bf16Config,
     DataTypesConfig as DataTypesConfig,
@@ -13,7 +12,7 @@ from deepspeed.config.training import (
     SchedulerConfig as SchedulerConfig,
     TorchAutocastConfig as TorchAutocastConfig,
 )
-from deepspeed.config.zero import (
+from deepspeed.config.model.zero import (
     LeafModuleConfig as LeafModuleConfig,
     OffloadConfig as OffloadConfig,
     OffloadDeviceEnum as OffloadDeviceEnum,
@@ -23,6 +22,7 @@ from deepspeed.config.zero import (
     ZenFlowConfig as ZenFlowConfig,
     ZeroConfig as ZeroConfig,
 )
+from deepspeed.config.parse import read_config_source as read_config_source
 from deepspeed.errors import BatchConfigError as BatchConfigError, DeepSpeedConfigError as DeepSpeedConfigError
 
 __all__ = [name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, _Module))]

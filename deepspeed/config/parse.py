@@ -11,7 +11,7 @@ from typing import Any
 
 import hjson
 
-from deepspeed.config.lines import key_lines, plain_json
+from deepspeed.config.explain.lines import key_lines, plain_json
 from deepspeed.errors import DeepSpeedConfigError
 
 

@@ -11,13 +11,14 @@ from importlib.machinery import PathFinder
 from typing import NoReturn
 
 from deepspeed.errors import DeepSpeedError, NotYetError, UsageError
-from deepspeed.launcher.backend import run_backend
+from deepspeed.launcher.cluster.backend import run_backend
+from deepspeed.launcher.cluster.fanout import run_over_ssh
+from deepspeed.launcher.cluster.runners import RUNNERS, RunnerOptions, build, find_runner, split_arguments
 from deepspeed.launcher.dry_run import describe
 from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name, exported, read_environment_files
-from deepspeed.launcher.fanout import run_over_ssh
 from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, load_hostfile, nearest_hint
 from deepspeed.launcher.job import Job, arguments_of_script
-from deepspeed.launcher.machine import (
+from deepspeed.launcher.node.machine import (
     check_programs,
     check_reachable,
     is_this_machine,
@@ -26,7 +27,6 @@ from deepspeed.launcher.machine import (
     remove_stale_pid_file,
 )
 from deepspeed.launcher.resources import BY_HAND_PORT, Place, Request, find_place, master_address
-from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, find_runner, split_arguments
 from deepspeed.observe.log import logger
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -318,7 +318,7 @@ def _run_here(job: Job, node_rank: int, *, on_cpu: bool) -> int:
     if job.pid_file is not None:
         remove_stale_pid_file(job.pid_file)
     # Needs torch; a wrong command line is refused at once.
-    from deepspeed.launcher.node import node_job, run_node  # noqa: PLC0415
+    from deepspeed.launcher.node.supervisor import node_job, run_node  # noqa: PLC0415
 
     logger.debug("starting %s", job)
     return run_node(node_job(job, node_rank))

@@ -3,10 +3,10 @@
 import shlex
 from dataclasses import replace
 
+from deepspeed.launcher.cluster.runners import RunnerCommand, RunnerOptions, build, node_command, ssh_command
 from deepspeed.launcher.environment import masked
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.resources import Place
-from deepspeed.launcher.runners import RunnerCommand, RunnerOptions, build, node_command, ssh_command
 
 
 def _numbers(numbers: tuple[int, ...] | range) -> str:

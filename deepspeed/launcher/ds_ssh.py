@@ -24,7 +24,7 @@ from typing import IO, TextIO
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, UsageError
 from deepspeed.launcher.cli import DEFAULT_HOSTFILE
 from deepspeed.launcher.hostfile import filter_hosts, read_hostfile
-from deepspeed.launcher.verdict import shell_status
+from deepspeed.launcher.node.verdict import shell_status
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 FANOUT = 64  # ssh processes at a time: each costs three file descriptors, and 1024 is a usual limit

@@ -103,7 +103,7 @@ def main(args: Sequence[str] | None = None) -> None:
     logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
     try:
         job = make_job(options)
-        from deepspeed.launcher.node import node_job, run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
+        from deepspeed.launcher.node.supervisor import node_job, run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
 
         status = run_node(node_job(job, options.node_rank, from_runner=options.from_runner))
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Import path of asynchronous IO."""
 
 from deepspeed.native.builders import AsyncIOBuilder
-from deepspeed.tier.handle import aio_handle
+from deepspeed.tier.aio_handle import aio_handle
 
 __all__ = ["AsyncIOBuilder", "aio_handle"]

@@ -52,7 +52,7 @@ def threads_row(env: Mapping[str, str]) -> Row:
 
 def identity_row(env: Mapping[str, str]) -> Row:
     """Who a script started from here would take itself for."""
-    from deepspeed.comm.rendezvous import discover  # noqa: PLC0415 - its package imports torch, which may fail
+    from deepspeed.comm.discovery import discover  # noqa: PLC0415 - its package imports torch, which may fail
     from deepspeed.errors import DeepSpeedConfigError  # noqa: PLC0415
 
     try:

@@ -12,7 +12,17 @@ from deepspeed.observe.log_tools import (
 from deepspeed.observe.memory import see_memory_usage as see_memory_usage
 from deepspeed.observe.timers import instrument_w_nvtx as instrument_w_nvtx
 from deepspeed.utils import groups as groups, logging as logging, timer as timer, zero_to_fp32 as zero_to_fp32
-from deepspeed.zero.access import (
+from deepspeed.zero.client.leaf import (
+    get_z3_leaf_modules as get_z3_leaf_modules,
+    set_z3_leaf_module as set_z3_leaf_module,
+    set_z3_leaf_modules as set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules as unset_z3_leaf_modules,
+    z3_leaf_module as z3_leaf_module,
+    z3_leaf_parameter as z3_leaf_parameter,
+)
+from deepspeed.zero.client.safe_state import (
     safe_get_full_fp32_param as safe_get_full_fp32_param,
     safe_get_full_grad as safe_get_full_grad,
     safe_get_full_optimizer_state as safe_get_full_optimizer_state,
@@ -26,16 +36,6 @@ from deepspeed.zero.access import (
     safe_set_local_grad as safe_set_local_grad,
     safe_set_local_optimizer_state as safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized as safe_update_full_grad_vectorized,
-)
-from deepspeed.zero.leaf import (
-    get_z3_leaf_modules as get_z3_leaf_modules,
-    set_z3_leaf_module as set_z3_leaf_module,
-    set_z3_leaf_modules as set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules as unset_z3_leaf_modules,
-    z3_leaf_module as z3_leaf_module,
-    z3_leaf_parameter as z3_leaf_parameter,
 )
 
 __all__ = [name for name in globals() if not name.startswith("_")]

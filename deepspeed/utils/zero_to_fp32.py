@@ -1,6 +1,6 @@
 """Import path of the checkpoint consolidation."""
 
-from deepspeed.checkpoint.zero_to_fp32 import (
+from deepspeed.checkpoint.weights.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict as convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict as convert_zero_checkpoint_to_state_dict,
     get_checkpoint_files as get_checkpoint_files,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.config.dtypes import dtype_policy
+from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.engine_info import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad

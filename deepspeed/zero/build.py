@@ -16,12 +16,12 @@ from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import cgroups, hostmem
 from deepspeed.observe.log import log_dist, logger
-from deepspeed.zero.budget import MemoryPlan, UnitSize, Widths
 from deepspeed.zero.facts import UnitFacts, castable
-from deepspeed.zero.fit import Fitted, RankMemory, doubt, fit, limits_of, limits_present
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
+from deepspeed.zero.memory.budget import MemoryPlan, UnitSize, Widths
+from deepspeed.zero.memory.fit import Fitted, RankMemory, doubt, fit, limits_of, limits_present
 from deepspeed.zero.param import expose, local_of, mark_zero_parameter
 from deepspeed.zero.partition import UnitSpec, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan

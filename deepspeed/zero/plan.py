@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from deepspeed.config.model.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 
 class InFlight:

@@ -11,7 +11,7 @@ from deepspeed.tier.drive import AioSettings, Drive
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import Memory, TierStore
 from deepspeed.tier.stored import Stored
-from deepspeed.zero.budget import MemoryPlan
+from deepspeed.zero.memory.budget import MemoryPlan
 from deepspeed.zero.plan import InFlight, OffloadPlan, StateKind, Tier, UnitPlan
 
 

@@ -4,15 +4,47 @@ from tests.budget.source import PACKAGE, ROOT, functions, modules
 
 FILE_LINES = 600
 FUNCTION_LINES = 60
-# The design aims at 15,000. Typed keys and the launcher are 6,500 lines of these; native builds, IO, tiers and their
-# tools 4,500; checkpoints, the formats of others that are read and written, and the tool 8,700; what users measure with
-# (ds_bench) 450.
-PACKAGE_LINES = 40_700
+# Lines of the package, in three rings. A number that is reached is a question about the design; raising one takes a
+# commit of its own that says why.
+CORE_LINES = 20_000
+SURFACE_LINES = 15_000
+TOOLS_LINES = 7_300
+# What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
+# see: import paths, wrappers, formats of others, the launcher, native builds.
+CORE = (
+    "api",
+    "engine",
+    "engine_checkpoint",
+    "config",
+    "mesh",
+    "comm.collectives",
+    "zero",
+    "tier",
+    "optim",
+    "precision",
+    "checkpoint.agree",
+    "checkpoint.format",
+    "checkpoint.save",
+    "checkpoint.load",
+)
+TOOLS = ("verify", "bench", "nvme", "report", "checkpoint.tool", "config.tool")
+SURFACE = ("zero.client", "checkpoint.save.client_files", "tier.aio_handle")
+# Files a folder, sub-folders not counted.
+FOLDER_FILES = 15
 
 # "path": (lines allowed, reason)
-LONG_FILES: dict[str, tuple[int, str]] = {}
+LONG_FILES: dict[str, tuple[int, str]] = {
+    "deepspeed/engine.py": (630, "since lines have 120 columns; parts of it are on their way out"),
+    "deepspeed/zero/unit.py": (640, "since lines have 120 columns; parts of it are on their way out"),
+}
 # "path::function": (lines allowed, reason)
-LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
+LONG_FUNCTIONS: dict[str, tuple[int, str]] = {
+    "deepspeed/api.py::_assemble": (63, "since lines have 120 columns; parts of it are on their way out"),
+}
+# "path": (files allowed, reason)
+LARGE_FOLDERS: dict[str, tuple[int, str]] = {
+    "deepspeed/zero": (17, "the runtime and its nouns; streams and tiers are on their way out"),
+}
 
 
 def _lines(path: object) -> int:
@@ -39,12 +71,37 @@ def test_functions() -> None:
     assert not needless, "these exceptions are no longer needed"
 
 
-def test_package() -> None:
-    assert sum(_lines(path) for path in PACKAGE.rglob("*.py")) <= PACKAGE_LINES
+def _ring(module: str) -> str:
+    rings = {**dict.fromkeys(CORE, "core"), **dict.fromkeys(TOOLS, "tools"), **dict.fromkeys(SURFACE, "surface")}
+    homes = [name for name in rings if f"{module}.".startswith(f"deepspeed.{name}.")]
+    return rings[max(homes, key=len)] if homes else "surface"
+
+
+def test_rings() -> None:
+    lines = {"core": 0, "surface": 0, "tools": 0}
+    for module, path in modules().items():
+        lines[_ring(module)] += _lines(path)
+    limits = {"core": CORE_LINES, "surface": SURFACE_LINES, "tools": TOOLS_LINES}
+    assert all(lines[ring] <= limits[ring] for ring in limits), f"{lines}, limits {limits}"
+    assert sum(lines.values()) == sum(_lines(path) for path in PACKAGE.rglob("*.py"))
+
+
+def test_rings_name_what_exists() -> None:
+    for name in (*CORE, *TOOLS, *SURFACE):
+        assert f"deepspeed.{name}" in modules(), name
+
+
+def test_folders_can_be_read_from_their_listing() -> None:
+    folders = {path.parent for path in modules().values()}
+    files = {str(f.relative_to(ROOT)): len([p for p in f.glob("*.py") if p.name != "__init__.py"]) for f in folders}
+    too_many = {name: n for name, n in files.items() if n > LARGE_FOLDERS.get(name, (FOLDER_FILES, ""))[0]}
+    assert not too_many
 
 
 def test_exceptions_have_reasons() -> None:
-    assert all(len(reason) > 10 for _, reason in [*LONG_FILES.values(), *LONG_FUNCTIONS.values()])
+    assert all(
+        len(reason) > 10 for _, reason in [*LONG_FILES.values(), *LONG_FUNCTIONS.values(), *LARGE_FOLDERS.values()]
+    )
 
 
 def test_sources_are_ascii() -> None:

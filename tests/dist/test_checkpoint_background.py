@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.checkpoint import files, folders, saver
-from deepspeed.checkpoint.opening import find_and_open, open_checkpoint
-from deepspeed.checkpoint.save import RankFile
-from deepspeed.checkpoint.source import whole
+from deepspeed.checkpoint.format import files, folders
+from deepspeed.checkpoint.load.opening import find_and_open, open_checkpoint
+from deepspeed.checkpoint.load.source import whole
+from deepspeed.checkpoint.save.save import RankFile, saver
 from deepspeed.verify.ranks import _context, _enter_world, _free_port
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
@@ -313,7 +313,7 @@ def test_a_process_that_never_heard_of_a_failed_save_does_not_end_with_status_ze
     script = f"""
 import atexit, deepspeed, torch
 from unittest import mock
-from deepspeed.checkpoint import saver
+from deepspeed.checkpoint.save import saver
 atexit.register(print, "other handlers run")
 adamw = {{"type": "AdamW", "params": {{"lr": 0.1}}}}
 config = {{"train_batch_size": 2, "optimizer": adamw, "checkpoint": {{"async": True}}}}

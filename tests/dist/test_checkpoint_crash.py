@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.checkpoint import folders
+from deepspeed.checkpoint.format import folders
 from deepspeed.verify.cli import main
 from deepspeed.verify.crash import CrashFailure, Job, Message, Witness, live
 

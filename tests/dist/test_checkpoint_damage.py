@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint.checksum import crc32c
-from deepspeed.checkpoint.manifest import _head
-from deepspeed.checkpoint.opening import find_and_open, open_checkpoint
-from deepspeed.checkpoint.own import OwnSource, read_manifest
-from deepspeed.checkpoint.source import whole
+from deepspeed.checkpoint.format.checksum import crc32c
+from deepspeed.checkpoint.format.manifest import _head
+from deepspeed.checkpoint.load.opening import find_and_open, open_checkpoint
+from deepspeed.checkpoint.load.own import OwnSource, read_manifest
+from deepspeed.checkpoint.load.source import whole
 from deepspeed.errors import CheckpointError, PlainStateError
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from tests.harness.patience import too_long

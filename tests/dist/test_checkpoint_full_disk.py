@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint import folders, saver
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.save import saver
 from deepspeed.verify.ranks import RankPool as OwnPool
 from tests.dist.test_checkpoint_damage import engine_of, same, state, train
 from tests.dist.test_offload_faults import file_size_limit

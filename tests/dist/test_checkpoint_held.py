@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.checkpoint import folders
-from deepspeed.checkpoint.files import ChunkWriter
-from deepspeed.checkpoint.opening import find_and_open
-from deepspeed.checkpoint.own import read_manifest
-from deepspeed.checkpoint.save import RankFile, Snapshots
-from deepspeed.checkpoint.saver import Content, SaveOrder, Saver
-from deepspeed.checkpoint.source import whole
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.format.files import ChunkWriter
+from deepspeed.checkpoint.load.opening import find_and_open
+from deepspeed.checkpoint.load.own import read_manifest
+from deepspeed.checkpoint.load.source import whole
+from deepspeed.checkpoint.save.save import RankFile, Snapshots
+from deepspeed.checkpoint.save.saver import Content, SaveOrder, Saver
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.stored import Held

@@ -16,13 +16,13 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.checkpoint import diff_live
-from deepspeed.checkpoint.boxes import Region
-from deepspeed.checkpoint.own import OwnSource
-from deepspeed.checkpoint.source import whole
+from deepspeed.checkpoint.format.boxes import Region
+from deepspeed.checkpoint.load.own import OwnSource
+from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool.diff import run as diff
 from deepspeed.checkpoint.tool.verify import verify
-from deepspeed.checkpoint.weights import weight_streams
-from deepspeed.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.weights.weights import weight_streams
+from deepspeed.checkpoint.weights.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero.layout import Granularity
 from tests.dist.parallel_parts import LAYOUTS, SHAPES, rank_of, value, world_of
 from tests.dist.test_checkpoint_format_doc import reader

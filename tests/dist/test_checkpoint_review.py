@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint import client_files, folders, save
-from deepspeed.checkpoint.manifest import Manifest
-from deepspeed.checkpoint.saver import _join_facts
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.format.manifest import Manifest
+from deepspeed.checkpoint.save import client_files, save
+from deepspeed.checkpoint.save.saver import _join_facts
 from deepspeed.errors import CheckpointError
 from deepspeed.tier import aio
 from tests.dist.test_checkpoint_damage import Net, engine_of, train

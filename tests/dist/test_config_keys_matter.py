@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed.config.keys import KEYS, Support
-from deepspeed.config.root import DeepSpeedConfig
-from deepspeed.config.settings import declared_fields
+from deepspeed.config.explain.keys import KEYS, Support
+from deepspeed.config.model.root import DeepSpeedConfig
+from deepspeed.config.model.settings import declared_fields
 from tests.dist.config_probes import INERT_PROBES, PROBES, Probe, changed_by_type
 from tests.harness.fingerprint import Fingerprint, run_all
 from tests.harness.pool import RankPool

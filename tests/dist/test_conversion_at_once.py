@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint.folders import temporary_for, write_atomically
+from deepspeed.checkpoint.format.folders import temporary_for, write_atomically
 from deepspeed.checkpoint.tool.cli import main as tool
-from deepspeed.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from deepspeed.checkpoint.weights.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from tests.harness.pool import RankPool
 from tests.pure.checkpoint_samples import checkpoint
 

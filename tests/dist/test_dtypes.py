@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint.tool.cli import main as tool
-from deepspeed.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.weights.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.grads import Cell, full_gradients, full_parameters, run_cell, scaled_error
 from deepspeed.verify.models import IN_FEATURES, Stack, case_named, seeded

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deepspeed.launcher import rank_exec, runner
+from deepspeed.launcher import runner
+from deepspeed.launcher.node import rank_exec
 from tests.harness.patience import slowdown, too_long
 
 ROOT = Path(__file__).resolve().parents[2]

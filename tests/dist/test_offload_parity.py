@@ -32,7 +32,7 @@ from deepspeed.verify.models import (
     squared_error,
 )
 from deepspeed.verify.reference import trainable
-from deepspeed.zero import fit
+from deepspeed.zero.memory import fit
 from deepspeed.zero.plan import StateKind
 from tests.harness.lockstep import not_at_rest
 from tests.harness.plain_optim import PlainOptimizer, UserElementwise, UserWholeTensor

@@ -146,7 +146,7 @@ _PURE = (
     ),
     Mutant(
         "H2",
-        "deepspeed/launcher/verdict.py",
+        "deepspeed/launcher/node/verdict.py",
         "else 128 - exitcode",
         "else -exitcode",
         ("tests/pure/test_verdict.py",),
@@ -154,7 +154,7 @@ _PURE = (
     ),
     Mutant(
         "F1",
-        "deepspeed/config/rules.py",
+        "deepspeed/config/explain/rules.py",
         "if cfg.gradient_clipping > 0:",
         "if False:",
         _RULES,
@@ -162,7 +162,7 @@ _PURE = (
     ),
     Mutant(
         "F2",
-        "deepspeed/config/rules.py",
+        "deepspeed/config/explain/rules.py",
         '    "prefetch_bucket_size",\n',
         "",
         _RULES,
@@ -170,7 +170,7 @@ _PURE = (
     ),
     Mutant(
         "K4",
-        "deepspeed/checkpoint/files.py",
+        "deepspeed/checkpoint/format/files.py",
         "if checked != (piece.start, piece.crc):",
         "if checked == (-1, -1):",
         ("tests/pure/test_chunk_files.py",),
@@ -315,8 +315,8 @@ _WEIGHTS = (
     Mutant(
         "R1",
         "deepspeed/zero/runtime.py",
-        " or self._live_numel() > self.plan.live_numel:",
-        ":",
+        "            or self._live_numel() > self.plan.live_numel\n",
+        "",
         ("tests/dist/test_gathers_and_memory.py::test_what_stays_for_its_reuse_keeps_to_max_live_parameters",),
         "max_live_parameters bounds what stays gathered",
     ),
@@ -348,7 +348,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "I1",
-        "deepspeed/zero/init.py",
+        "deepspeed/zero/client/init.py",
         "collectives.broadcast(unit.full,",
         "(lambda *_: None)(unit.full,",
         _ZERO_INIT,
@@ -356,7 +356,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "I2",
-        "deepspeed/zero/init.py",
+        "deepspeed/zero/client/init.py",
         "collectives.broadcast(values,",
         "(lambda *_: None)(values,",
         _ZERO_INIT,
@@ -364,7 +364,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "X1",
-        "deepspeed/zero/access.py",
+        "deepspeed/zero/client/safe_state.py",
         "if both and lo < hi:",
         "if False:",
         ("tests/dist/test_offload_state_access.py::test_as_in_memory[edit_local-fp32]",),
@@ -372,7 +372,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "X3",
-        "deepspeed/zero/access.py",
+        "deepspeed/zero/client/safe_state.py",
         "value.reshape(-1)).wait()",
         "value.reshape(-1))",
         ("tests/dist/test_offload_state_access.py::test_a_local_value_belongs_to_the_caller_again",),
@@ -380,7 +380,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "X2",
-        "deepspeed/zero/access.py",
+        "deepspeed/zero/client/safe_state.py",
         "if unit.full.untyped_storage().nbytes():",
         "if False:",
         ("tests/dist/test_access.py::test_a_master_written_while_gathered_is_seen_and_stays",),
@@ -391,7 +391,7 @@ _WEIGHTS = (
 _CHECKPOINTS = (
     Mutant(
         "K1",
-        "deepspeed/checkpoint/restore.py",
+        "deepspeed/checkpoint/load/restore.py",
         "pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)))",
         "pieces.append((sum(p[1] - p[0] for p in pieces), sum(p[1] - p[0] for p in pieces) + hi - lo, key, lo "
         "- segment.offset, None))",
@@ -400,7 +400,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "K2",
-        "deepspeed/checkpoint/restore.py",
+        "deepspeed/checkpoint/load/restore.py",
         "found.missing.append(name)\n            continue",
         "continue",
         ("tests/dist/test_checkpoint_damage.py::test_a_checkpoint_without_some_of_the_weights_is_refused_with_names",),
@@ -408,7 +408,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "K3",
-        "deepspeed/checkpoint/saver.py",
+        "deepspeed/checkpoint/save/saver.py",
         "final = publish(",
         "if order.latest:\n            folders.write_latest(order.save_dir, order.tag)\n        final = publish(",
         ("tests/dist/test_checkpoint_crash.py::test_killed_at_a_turning_point_of_a_save",),
@@ -440,7 +440,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "H1",
-        "deepspeed/launcher/member.py",
+        "deepspeed/launcher/cluster/member.py",
         "Verdict(128 + number)",
         "Verdict(1)",
         ("tests/dist/test_launcher.py::test_interrupt_while_looking_for_the_first_node",),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint import checksum
-from deepspeed.checkpoint.checksum import combine, copy_with_crc32c, crc32c
+from deepspeed.checkpoint.format import checksum
+from deepspeed.checkpoint.format.checksum import combine, copy_with_crc32c, crc32c
 from deepspeed.native import ops
 from deepspeed.native.build import try_load
 
@@ -155,7 +155,7 @@ def test_what_is_not_plain_host_memory_is_refused(way: str) -> None:
 
 CHILD = """
 import sys, torch
-from deepspeed.checkpoint.checksum import _native, crc32c
+from deepspeed.checkpoint.format.checksum import _native, crc32c
 assert crc32c(b"123456789") == 0xE3069283
 values = torch.arange(100_003, dtype=torch.int32)
 sys.stdout.write(f"{_native() is not None} {crc32c(values)}")

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.rewrite import write_checkpoint
-from deepspeed.checkpoint.safetensors_file import read_safetensors
-from deepspeed.checkpoint.source import whole
+from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
+from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool import export
 from deepspeed.checkpoint.tool.cli import main
 from deepspeed.checkpoint.tool.common import appearing, opened
 from deepspeed.checkpoint.tool.reference_layout import each_cuts, sub_groups, whole_group_cuts
-from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, plan_shards, write_weights
-from deepspeed.checkpoint.weights import Stream, stream
+from deepspeed.checkpoint.weights.safetensors_file import read_safetensors
+from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, plan_shards, write_weights
+from deepspeed.checkpoint.weights.weights import Stream, stream
 from deepspeed.errors import CheckpointError
 from tests.pure.checkpoint_samples import SHAPES, Memory, checkpoint, sample
 

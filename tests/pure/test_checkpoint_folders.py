@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.checkpoint import folders
+from deepspeed.checkpoint.format import folders
 from deepspeed.errors import CheckpointError
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.checksum import crc32c
-from deepspeed.checkpoint.manifest import MANIFEST, Box, Manifest
-from deepspeed.checkpoint.own import read_manifest
-from deepspeed.checkpoint.pickled import save_pickled
-from deepspeed.checkpoint.plain import split
-from deepspeed.checkpoint.rewrite import write_checkpoint
+from deepspeed.checkpoint.foreign.pickled import save_pickled
+from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
+from deepspeed.checkpoint.format.checksum import crc32c
+from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Manifest
+from deepspeed.checkpoint.format.plain import split
+from deepspeed.checkpoint.load.own import read_manifest
 from deepspeed.checkpoint.tool.audit import scan
 from deepspeed.checkpoint.tool.cli import main
 from deepspeed.checkpoint.tool.verify import verify
-from deepspeed.config.values import byte_count
+from deepspeed.config.model.values import byte_count
 from tests.pure.checkpoint_samples import checkpoint, sample
 
 ROOT = Path(__file__).parents[2]
@@ -305,7 +305,7 @@ def test_prune_keeps_the_newest_and_what_latest_names(tmp_path: Path, capsys: py
 def test_prune_removes_what_a_dead_save_left_and_not_what_a_live_one_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from deepspeed.checkpoint import folders
+    from deepspeed.checkpoint.format import folders
 
     checkpoint(tmp_path)
     live = folders.begin(tmp_path, "global_step9")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint import checksum, files
-from deepspeed.checkpoint.checksum import crc32c
-from deepspeed.checkpoint.files import ChunkReader, ChunkWriter, Placement
+from deepspeed.checkpoint.format import checksum, files
+from deepspeed.checkpoint.format.checksum import crc32c
+from deepspeed.checkpoint.format.files import ChunkReader, ChunkWriter, Placement
 from deepspeed.errors import CheckpointError
 from deepspeed.tier import aio
 

@@ -13,7 +13,7 @@ import pytest
 
 import deepspeed.comm as ds_comm
 from deepspeed.comm import init, trace
-from deepspeed.comm.rendezvous import Rendezvous, adopted, discover, first_host, interface_with, job_port, local_rank_of
+from deepspeed.comm.discovery import Rendezvous, adopted, discover, first_host, interface_with, job_port, local_rank_of
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness.devices import two_devices
 

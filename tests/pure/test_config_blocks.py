@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 import deepspeed
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
-from deepspeed.config.keys import EXTENSIONS, KEYS as TABLE, Support
-from deepspeed.config.parallel import LayerSpec
-from deepspeed.config.values import FrozenDict, dtype_name
+from deepspeed.config.explain.keys import EXTENSIONS, KEYS as TABLE, Support
+from deepspeed.config.model.parallel import LayerSpec
+from deepspeed.config.model.values import FrozenDict, dtype_name
 
 BLOCKS = {
     *(

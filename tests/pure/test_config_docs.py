@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from deepspeed.config import DeepSpeedConfigError, load_config
-from deepspeed.config.keys import KEYS
-from deepspeed.config.lines import plain_json
-from deepspeed.config.manual import main, manual_text, type_text
-from deepspeed.config.removed import REMOVED_KEYS
-from deepspeed.config.root import TOP_LEVEL_KEYS, DeepSpeedConfig
-from deepspeed.config.schema import config_schema, schema_text
-from deepspeed.config.settings import declared_fields
-from deepspeed.config.starters import GOALS, starter
+from deepspeed.config.explain.keys import KEYS
+from deepspeed.config.explain.lines import plain_json
+from deepspeed.config.model.removed import REMOVED_KEYS
+from deepspeed.config.model.root import TOP_LEVEL_KEYS, DeepSpeedConfig
+from deepspeed.config.model.settings import declared_fields
+from deepspeed.config.tool.manual import main, manual_text, type_text
+from deepspeed.config.tool.schema import config_schema, schema_text
+from deepspeed.config.tool.starters import GOALS, starter
 from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3
 from tests.pure.test_config_table import SPELLINGS
 
 ROOT = Path(__file__).parents[2]
-REMAKE = "run: python -m deepspeed.config.manual docs"
+REMAKE = "run: python -m deepspeed.config.tool.manual docs"
 SCHEMA = config_schema()
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.config import DeepSpeedConfigError, load_config
-from deepspeed.config.explain import nearest
-from deepspeed.config.keys import KEYS
+from deepspeed.config.explain.keys import KEYS
+from deepspeed.config.explain.messages import nearest
+from deepspeed.config.model.removed import REMOVED_KEYS
+from deepspeed.config.model.root import TOP_LEVEL_KEYS, DeepSpeedConfig
+from deepspeed.config.model.settings import Setting, settings as flat
+from deepspeed.config.model.values import DTYPE_NAMES
+from deepspeed.config.model.zero import LEGACY_OFFLOAD, ZERO_ALIASES
 from deepspeed.config.parse import parse_text
-from deepspeed.config.removed import REMOVED_KEYS
-from deepspeed.config.root import TOP_LEVEL_KEYS, DeepSpeedConfig
-from deepspeed.config.settings import Setting, settings as flat
-from deepspeed.config.values import DTYPE_NAMES
-from deepspeed.config.zero import LEGACY_OFFLOAD, ZERO_ALIASES
 from deepspeed.observe.log import logger
 
 # The same cases at every run, so more of them find nothing new; a search for counterexamples takes more.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
-from deepspeed.config.optim_params import (
+from deepspeed.config.model.optim_params import (
     OPTIMIZER_ACCEPTS,
     OPTIMIZER_NAMES,
     PARAM_SPECS,

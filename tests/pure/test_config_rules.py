@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed.config import BatchConfigError, DeepSpeedConfig, DeepSpeedConfigError, load_config
-from deepspeed.config.rules import inert_under
-from deepspeed.config.settings import settings
+from deepspeed.config.explain.rules import inert_under
+from deepspeed.config.model.settings import settings
 
 CPU = {"device": "cpu"}
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.config.features import support_faults
-from deepspeed.config.keys import EXTENSIONS, KEYS, Support
-from deepspeed.config.optim_params import PARAM_SPECS
+from deepspeed.config.explain.keys import EXTENSIONS, KEYS, Support
+from deepspeed.config.model.features import support_faults
+from deepspeed.config.model.optim_params import PARAM_SPECS
+from deepspeed.config.model.root import DeepSpeedConfig, load_config
+from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.config.parse import read_source
-from deepspeed.config.root import DeepSpeedConfig, load_config
-from deepspeed.config.settings import declared_fields, settings
 
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())
 CURRENT = {entry["path"] for entry in DOCUMENTED if entry["status"] in ("current", "docs-only")}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
-from deepspeed.config.optim_params import OPTIMIZER_ACCEPTS, PARAM_SPECS, SCHEDULER_ACCEPTS
-from deepspeed.config.settings import declared_fields, default_of, settings
+from deepspeed.config.model.optim_params import OPTIMIZER_ACCEPTS, PARAM_SPECS, SCHEDULER_ACCEPTS
+from deepspeed.config.model.settings import declared_fields, default_of, settings
 
 GROUPS = (
     "batch",

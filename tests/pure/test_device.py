@@ -25,7 +25,7 @@ from deepspeed.moe import layer as moe_layer
 from deepspeed.observe import hostmem, log_tools, memory, timers
 from deepspeed.precision import legacy
 from deepspeed.tier.aligned import aligned_empty
-from deepspeed.zero import tiling
+from deepspeed.zero.client import tiling
 
 
 @pytest.fixture

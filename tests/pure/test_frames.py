@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from deepspeed.launcher.frames import MARK, FrameFilter, LinePrefixer, encode_frame
+from deepspeed.launcher.cluster.frames import MARK, FrameFilter, LinePrefixer, encode_frame
 
 FRAME = {"event": "verdict", "status": 1, "text": "line\nline\n\u00e9"}
 

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.launcher.affinity import RankCores, parse_core_list, plan_cores, read_topology, share_cores, usable_cores
 from deepspeed.launcher.job import Job
+from deepspeed.launcher.node.affinity import (
+    RankCores,
+    parse_core_list,
+    plan_cores,
+    read_topology,
+    share_cores,
+    usable_cores,
+)
 
 
 def job(**fields: object) -> Job:

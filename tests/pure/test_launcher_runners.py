@@ -15,14 +15,9 @@ from unittest import mock
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher import backend, cli, launcher_helper, runner
-from deepspeed.launcher.job import Job, decode_world, encode_world
-from deepspeed.launcher.launch import (
-    build_parser as node_parser,
-    make_job as node_make_job,
-    parse_args as node_parse_args,
-)
-from deepspeed.launcher.runners import (
+from deepspeed.launcher import cli, launcher_helper, runner
+from deepspeed.launcher.cluster import backend
+from deepspeed.launcher.cluster.runners import (
     RUNNERS,
     RunnerCommand,
     RunnerOptions,
@@ -31,6 +26,12 @@ from deepspeed.launcher.runners import (
     node_command,
     split_arguments,
     ssh_command,
+)
+from deepspeed.launcher.job import Job, decode_world, encode_world
+from deepspeed.launcher.launch import (
+    build_parser as node_parser,
+    make_job as node_make_job,
+    parse_args as node_parse_args,
 )
 from tests.harness.patience import too_long
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from deepspeed.checkpoint.boxes import Gap, Region, Run, Span, faults, runs, uncovered
-from deepspeed.checkpoint.checksum import crc32c
-from deepspeed.checkpoint.manifest import MANIFEST, Box, Entry, Manifest
+from deepspeed.checkpoint.format.boxes import Gap, Region, Run, Span, faults, runs, uncovered
+from deepspeed.checkpoint.format.checksum import crc32c
+from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Manifest
 from deepspeed.errors import CheckpointError
 
 

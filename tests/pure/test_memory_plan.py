@@ -7,8 +7,8 @@ import pytest
 
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.budget import Line, MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
-from deepspeed.zero.fit import Fitted, Limits, doubt, fit
+from deepspeed.zero.memory.budget import Line, MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
+from deepspeed.zero.memory.fit import Fitted, Limits, doubt, fit
 from deepspeed.zero.plan import Tier, ZeroPlan, make_plan
 
 N = 1000  # elements of a unit

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.observe import cgroups
 from deepspeed.observe.cgroups import Pool
-from deepspeed.zero.fit import Limits, RankMemory, limits_of, limits_present
+from deepspeed.zero.memory.fit import Limits, RankMemory, limits_of, limits_present
 from deepspeed.zero.plan import OffloadPlan
 
 MIB = 1 << 20

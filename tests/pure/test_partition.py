@@ -8,7 +8,7 @@ from torch import nn
 
 from deepspeed.config import load_config
 from deepspeed.verify.models import Stack, Tied, all_cases
-from deepspeed.zero.leaf import set_z3_leaf_modules
+from deepspeed.zero.client.leaf import set_z3_leaf_modules
 from deepspeed.zero.partition import Partition, find_blocks, partition
 from deepspeed.zero.plan import make_plan
 

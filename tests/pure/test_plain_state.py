@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from deepspeed.checkpoint.plain import DEEPEST, decode, encode, split
+from deepspeed.checkpoint.format.plain import DEEPEST, decode, encode, split
 from deepspeed.errors import CheckpointError, PlainStateError
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed.checkpoint.legacy import ReferenceSource, open_reference
-from deepspeed.checkpoint.source import Key, whole
-from deepspeed.checkpoint.unpickle import load_restricted, materialize
+from deepspeed.checkpoint.foreign.legacy import ReferenceSource, open_reference
+from deepspeed.checkpoint.foreign.unpickle import load_restricted, materialize
+from deepspeed.checkpoint.load.source import Key, whole
 from deepspeed.errors import CheckpointError
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "reference_checkpoints.tar.xz"
@@ -378,7 +378,7 @@ READ_ENDS = """
 import sys
 from pathlib import Path
 import torch
-from deepspeed.checkpoint.legacy import open_reference
+from deepspeed.checkpoint.foreign.legacy import open_reference
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.torch_file import TorchFile
+from deepspeed.checkpoint.weights.torch_file import TorchFile
 
 STATE = {
     "a": torch.randn(3, 5),
@@ -57,7 +57,7 @@ def test_a_large_file_costs_the_memory_of_one_tensor(tmp_path: Path) -> None:
     script = f"""
 import resource, torch
 from pathlib import Path
-from deepspeed.checkpoint.torch_file import TorchFile
+from deepspeed.checkpoint.weights.torch_file import TorchFile
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 tensors = {{f"w{{i}}": (torch.float32, (4 << 20,)) for i in range(16)}}
 with TorchFile(Path({str(tmp_path)!r}) / "m.bin", tensors) as file:

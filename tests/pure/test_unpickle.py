@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from deepspeed.checkpoint.unpickle import Record, Stored, load_restricted, materialize
+from deepspeed.checkpoint.foreign.unpickle import Record, Stored, load_restricted, materialize
 from deepspeed.errors import CheckpointError
 
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from deepspeed.launcher.hub import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Hub, Message
-from deepspeed.launcher.verdict import TRACEBACK_CHARACTERS, HostLoss, RankEnd, Verdict, first_failure, judge
+from deepspeed.launcher.cluster.hub import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Hub, Message
+from deepspeed.launcher.node.verdict import TRACEBACK_CHARACTERS, HostLoss, RankEnd, Verdict, first_failure, judge
 
 KILLED = RankEnd(1, 11, -signal.SIGKILL, 10.0)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from deepspeed.checkpoint import get_layer_ckpt_name_for_rank, get_model_ckpt_name_for_rank, get_zero_ckpt_name_for_rank
-from deepspeed.checkpoint.client_files import copy_for_later
 from deepspeed.checkpoint.ds_to_universal import main as to_universal, parse_arguments
-from deepspeed.checkpoint.recovery_script import script_text
+from deepspeed.checkpoint.save.client_files import copy_for_later
+from deepspeed.checkpoint.save.recovery_script import script_text
 from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.errors import CheckpointError
 from deepspeed.utils.zero_to_fp32 import (

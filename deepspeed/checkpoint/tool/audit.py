@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.checkpoint import folders
-from deepspeed.checkpoint.manifest import MANIFEST, Manifest
-from deepspeed.checkpoint.own import read_manifest
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.format.manifest import MANIFEST, Manifest
+from deepspeed.checkpoint.load.own import read_manifest
 from deepspeed.checkpoint.tool.common import say, sized
 
 # Classes and functions that torch.load(weights_only=True) knows and that hold only values.

@@ -21,9 +21,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.checkpoint.opening import located
+from deepspeed.checkpoint.load.opening import located
 from deepspeed.checkpoint.tool import audit, diff, export, importing, info, prune, verify
-from deepspeed.config.values import byte_count
+from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 
 BAD_INPUT = 2

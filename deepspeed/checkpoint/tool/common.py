@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed.checkpoint import folders
-from deepspeed.checkpoint.opening import located, open_checkpoint
-from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.load.opening import located, open_checkpoint
+from deepspeed.checkpoint.load.source import Source
 
 
 @contextlib.contextmanager

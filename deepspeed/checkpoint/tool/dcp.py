@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from deepspeed.checkpoint.weights import Stream
+from deepspeed.checkpoint.weights.weights import Stream
 
 
 class StreamPlanner(DefaultSavePlanner):

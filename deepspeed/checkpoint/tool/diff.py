@@ -4,12 +4,12 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deepspeed.checkpoint.compare import Row, compare
-from deepspeed.checkpoint.saver import progress
-from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.load.compare import Row, compare
+from deepspeed.checkpoint.load.source import Source
+from deepspeed.checkpoint.save.saver import progress
 from deepspeed.checkpoint.tool.common import opened, say
 from deepspeed.checkpoint.tool.models import model_file, open_model
-from deepspeed.checkpoint.weights import Stream, shared_names, stream, weight_keys
+from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys
 
 
 def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:

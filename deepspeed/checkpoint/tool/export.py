@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.saver import progress
-from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.load.source import Source
+from deepspeed.checkpoint.save.saver import progress
 from deepspeed.checkpoint.tool import reference_layout
 from deepspeed.checkpoint.tool.common import appearing, opened, say, sized
-from deepspeed.checkpoint.weight_files import SAFETENSORS, TORCH, check_empty, write_weights
-from deepspeed.checkpoint.weights import Stream, open_facts, shared_names, stream, total_bytes, weight_streams
-from deepspeed.config.values import byte_count
+from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, check_empty, write_weights
+from deepspeed.checkpoint.weights.weights import Stream, open_facts, shared_names, stream, total_bytes, weight_streams
+from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError
 
 FORMATS = ("hf", "fp32", "dcp", "deepspeed", "torch")

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from deepspeed.checkpoint.rewrite import write_checkpoint
-from deepspeed.checkpoint.saver import progress
+from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
+from deepspeed.checkpoint.save.saver import progress
 from deepspeed.checkpoint.tool.common import opened, say
-from deepspeed.checkpoint.weights import stream, total_bytes
+from deepspeed.checkpoint.weights.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError
 
 

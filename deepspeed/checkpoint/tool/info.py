@@ -4,9 +4,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.tool.common import opened, say, sized
-from deepspeed.checkpoint.weights import compute_dtype, open_facts, shared_names
+from deepspeed.checkpoint.weights.weights import compute_dtype, open_facts, shared_names
 from deepspeed.errors import CheckpointError
 
 

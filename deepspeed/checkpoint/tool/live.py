@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed.api import choose_optimizer, names_by_group
-from deepspeed.checkpoint.compare import Match, Row, compared, match, shape_row
-from deepspeed.checkpoint.legacy import ReferenceSource
-from deepspeed.checkpoint.restore import optimizer_kind
-from deepspeed.checkpoint.saver import progress
-from deepspeed.checkpoint.source import Key, Source
+from deepspeed.checkpoint.foreign.legacy import ReferenceSource
+from deepspeed.checkpoint.load.compare import Match, Row, compared, match, shape_row
+from deepspeed.checkpoint.load.restore import optimizer_kind
+from deepspeed.checkpoint.load.source import Key, Source
+from deepspeed.checkpoint.save.saver import progress
 from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.tool.diff import tell
-from deepspeed.checkpoint.weights import open_facts
+from deepspeed.checkpoint.weights.weights import open_facts
 from deepspeed.config import load_config, read_config_source
 from deepspeed.errors import UsageError
 from deepspeed.optim.registry import granularity

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.compare import held
-from deepspeed.checkpoint.safetensors_file import read_safetensors
-from deepspeed.checkpoint.weights import Stream
+from deepspeed.checkpoint.load.compare import held
+from deepspeed.checkpoint.weights.safetensors_file import read_safetensors
+from deepspeed.checkpoint.weights.weights import Stream
 from deepspeed.errors import CheckpointError
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

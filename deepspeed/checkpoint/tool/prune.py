@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from deepspeed.checkpoint import folders
+from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.tool.common import say, sized
 from deepspeed.errors import CheckpointError
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint import names
-from deepspeed.checkpoint.client_files import write_script
-from deepspeed.checkpoint.folders import check_tag, write_latest
-from deepspeed.checkpoint.saver import progress
-from deepspeed.checkpoint.source import Key, Source, whole
+from deepspeed.checkpoint.format import names
+from deepspeed.checkpoint.format.folders import check_tag, write_latest
+from deepspeed.checkpoint.load.source import Key, Source, whole
+from deepspeed.checkpoint.save.client_files import write_script
+from deepspeed.checkpoint.save.saver import progress
 from deepspeed.checkpoint.tool import reference_pickles
-from deepspeed.checkpoint.weight_files import save_file
-from deepspeed.checkpoint.weights import compute_dtype, shared_names, stream, weight_keys
+from deepspeed.checkpoint.weights.weight_files import save_file
+from deepspeed.checkpoint.weights.weights import compute_dtype, shared_names, stream, weight_keys
 from deepspeed.errors import CheckpointError
 from deepspeed.version import __version__
 

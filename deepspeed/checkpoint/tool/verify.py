@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint import folders
-from deepspeed.checkpoint.checksum import crc32c
-from deepspeed.checkpoint.manifest import MANIFEST, PIECE_BYTES, Box, Entry, Manifest
-from deepspeed.checkpoint.opening import open_checkpoint
-from deepspeed.checkpoint.own import OwnSource, read_manifest
-from deepspeed.checkpoint.safetensors_file import as_bytes
-from deepspeed.checkpoint.saver import progress
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.format.checksum import crc32c
+from deepspeed.checkpoint.format.manifest import MANIFEST, PIECE_BYTES, Box, Entry, Manifest
+from deepspeed.checkpoint.load.opening import open_checkpoint
+from deepspeed.checkpoint.load.own import OwnSource, read_manifest
+from deepspeed.checkpoint.save.saver import progress
 from deepspeed.checkpoint.tool.common import say, sized
-from deepspeed.checkpoint.weight_files import Progress
-from deepspeed.checkpoint.weights import stream, total_bytes
+from deepspeed.checkpoint.weights.safetensors_file import as_bytes
+from deepspeed.checkpoint.weights.weight_files import Progress
+from deepspeed.checkpoint.weights.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError
 
 _LISTED = 50

@@ -1,5 +1,5 @@
 """Import path of tiled layers."""
 
-from deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias
+from deepspeed.zero.client.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = ["TiledLinear", "TiledLinearReturnBias"]

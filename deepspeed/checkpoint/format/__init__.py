@@ -1,0 +1,1 @@
+"""The checkpoint's own format: manifest, boxes, checksums, folders, files of tensors."""

@@ -1,0 +1,308 @@
+"""Where checkpoints lie: tags, the one that ``latest`` names, and how a new one takes its place in one step.
+
+A save fills ``.TAG.saving-HOST-PID-BORN-NONCE`` beside the final folder and renames it when every byte is on the disk,
+so a folder with a manifest is complete. What a dead process has left behind is ignored by readers and removed by the
+next save. Small files are replaced through files named in the same way.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+import socket
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from deepspeed.checkpoint.format.manifest import MANIFEST
+from deepspeed.errors import CheckpointError
+from deepspeed.observe.log import logger
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+_SAVING = re.compile(r"\.(?P<tag>.+)\.saving-(?P<host>[^-]*)-(?P<pid>\d+)-((?P<born>\d+)-)?[0-9a-f]+")
+_REPLACED = re.compile(r"\.(?P<tag>.+)\.replaced-[0-9a-f]+")
+_REMOVED = re.compile(r"\..+\.removed-[0-9a-f]+")
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
+_AT_FDCWD = -100
+
+
+def check_tag(tag: str) -> str:
+    """``tag`` itself. Raises CheckpointError unless it can be the name of a visible folder."""
+    foreign = {"/", os.sep, "\0"} & set(tag) or tag.startswith(".")
+    if not tag or foreign or tag != tag.strip() or tag in (LATEST, LATEST_UNIVERSAL):
+        raise CheckpointError(
+            f"checkpoint tag {tag!r} cannot be a folder name: no slash, no leading dot, no blanks around, not 'latest'"
+        )
+    return tag
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a save into ``folder`` was finished (its contents may still be damaged)."""
+    return (folder / MANIFEST).is_file()
+
+
+def is_any(folder: Path) -> bool:
+    """Whether ``folder`` looks like a complete checkpoint, of this package or in DeepSpeed's own layout (universal ones
+    too).
+    """
+    return (
+        is_complete(folder) or folder.is_dir() and any(folder.glob("*_model_states.pt")) or (folder / "zero").is_dir()
+    )
+
+
+def begin(save_dir: Path, tag: str) -> Path:
+    """Make the folder that a save fills, after removing those of dead processes. Raises OSError."""
+    save_dir.mkdir(parents=True, exist_ok=True)
+    repair(save_dir)
+    for left in left_behind(save_dir):
+        logger.warning("removing %s, which a process that died while saving has left behind", left)
+        discard(left)
+    folder = _hidden_name(save_dir / tag)
+    folder.mkdir()
+    return folder
+
+
+def publish(folder: Path, tag: str) -> Path:
+    """Make the finished ``folder`` the checkpoint ``tag``; one of that name is replaced. The final path."""
+    final = folder.parent / tag
+    sync_folder(folder)
+    if not final.exists() and not final.is_symlink():
+        os.rename(folder, final)
+        sync_folder(final.parent)
+        return final
+    _exchange(folder, final)
+    sync_folder(final.parent)
+    return final
+
+
+def _exchange(folder: Path, final: Path) -> None:
+    """Put ``folder`` in the place of ``final`` and remove what was there."""
+    old = folder.with_name(f".{final.name}.replaced-{uuid.uuid4().hex[:12]}")
+    if _swap(folder, final):
+        os.rename(folder, old)
+    else:
+        # Between the two renames only the old one exists, under its other name: readers look there too (repair).
+        os.rename(final, old)
+        os.rename(folder, final)
+    sync_folder(final.parent)
+    discard(old)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder or file as far as that is possible; a folder's manifest first, so that half a folder never looks
+    complete.
+    """
+    with contextlib.suppress(OSError):
+        if not path.is_dir() or path.is_symlink():
+            path.unlink()
+            return
+        (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _swap(a: Path, b: Path) -> bool:
+    """Exchange two names in one step, where the kernel and the filesystem can."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (
+        errno.EINVAL,
+        errno.ENOSYS,
+        errno.ENOTSUP,
+        errno.EPERM,
+    ):  # the last: sandboxes that do not know the call
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def repair(save_dir: Path) -> None:
+    """Give a checkpoint its name back whose replacement died between two renames."""
+    for path in _hidden(save_dir):
+        match = _REPLACED.fullmatch(path.name)
+        if match and is_complete(path) and not (save_dir / match["tag"]).exists():
+            with contextlib.suppress(OSError):
+                os.rename(path, save_dir / match["tag"])
+
+
+def unfinished(save_dir: Path) -> list[Path]:
+    """Folders of saves that have not ended (yet)."""
+    return sorted(p for p in _hidden(save_dir) if _SAVING.fullmatch(p.name) and p.is_dir())
+
+
+def left_behind(save_dir: Path) -> list[Path]:
+    """Folders and files that nobody will finish: of dead processes of this host, and what was replaced or removed."""
+    found = []
+    for path in _hidden(save_dir):
+        match = _SAVING.fullmatch(path.name)
+        dead = match is not None and match["host"] == _host() and not _lives(int(match["pid"]), int(match["born"] or 0))
+        if dead or _REPLACED.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
+            found.append(path)
+    return found
+
+
+def _hidden(save_dir: Path) -> list[Path]:
+    try:
+        return [p for p in save_dir.iterdir() if p.name.startswith(".")]
+    except OSError:
+        return []
+
+
+def _owner() -> str:
+    """Part of a temporary name that tells whose it is, and is never the same twice."""
+    return f"{_host()}-{os.getpid()}-{_stat(os.getpid())[1]}-{uuid.uuid4().hex[:12]}"
+
+
+def _hidden_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.saving-{_owner()}")
+
+
+@contextlib.contextmanager
+def temporary_for(path: Path) -> Iterator[Path]:
+    """A hidden name beside ``path``, never the same twice, for what gets its name when it is complete; what has it at
+    the end is removed.
+
+    So is, before, what dead processes of this host have left of ``path``.
+    """
+    for left in left_behind(path.parent):
+        if left.name.startswith(f".{path.name}.saving-"):
+            discard(left)
+    hidden = _hidden_name(path)
+    try:
+        yield hidden
+    finally:
+        discard(hidden)
+
+
+def _lives(pid: int, born: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    state, began = _stat(pid)
+    # Numbers are used again, in containers by the very next run: a process that began at another time is another one.
+    return state not in ("Z", "X") and (not born or began in (0, born))
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State of a process, and when it began, in clock ticks since this machine started; ("", 0) where that cannot be
+    known.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return "", 0
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Replace ``path`` by a file with ``content`` that is on the disk when this returns."""
+    with temporary_for(path) as temporary:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in ``folder`` to the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_latest(save_dir: Path, tag: str) -> None:
+    """Make ``latest`` name ``tag``."""
+    write_atomically(save_dir / LATEST, tag.encode())
+
+
+def read_latest(save_dir: Path) -> str | None:
+    """The tag in ``latest``; None when there is no such file."""
+    try:
+        return (save_dir / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{save_dir / LATEST} cannot be read: {error}; pass tag=") from error
+
+
+def complete_tags(save_dir: Path) -> list[Path]:
+    """Complete checkpoints of this package in ``save_dir``, newest first by the time of their manifests."""
+    try:
+        found = [p for p in save_dir.iterdir() if p.is_dir() and not p.name.startswith(".") and is_complete(p)]
+    except OSError:
+        return []
+    return sorted(found, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, p.name), reverse=True)
+
+
+def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
+    """The folder to load: ``tag``, else what ``latest`` names, else (``latest`` was never written) the newest complete
+    one.
+
+    None when there is no tag, no ``latest`` and no checkpoint. Raises CheckpointError when what is named is not there
+    or unfinished.
+    """
+    repair(load_dir)
+    waiting = unfinished(load_dir)
+    if waiting:
+        logger.warning("%s: skipping saves that were never finished: %s", load_dir, ", ".join(p.name for p in waiting))
+    named = tag if tag is not None else read_latest(load_dir)
+    if named is None:
+        newest = next(iter(complete_tags(load_dir)), None)
+        if newest is not None:
+            logger.warning("%s has no file 'latest'; loading its newest complete checkpoint, %s", load_dir, newest.name)
+        return newest
+    folder = load_dir / check_tag(named)
+    if is_any(folder):
+        _say_skipped(load_dir, folder, explicit=tag is not None)
+        return folder
+    others = [p.name for p in complete_tags(load_dir)]
+    what = "is not there" if not folder.exists() else f"is not a complete checkpoint (it has no {MANIFEST})"
+    advice = f"complete ones here: {', '.join(others)}" if others else "there is no complete checkpoint here"
+    whose = "" if tag is not None else f", which {load_dir / LATEST} names,"
+    raise CheckpointError(f"checkpoint {folder}{whose} {what}; {advice}")
+
+
+def _say_skipped(load_dir: Path, folder: Path, *, explicit: bool) -> None:
+    if explicit or not is_complete(folder):
+        return
+    newer = [
+        p.name
+        for p in complete_tags(load_dir)
+        if (p / MANIFEST).stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns
+    ]
+    if newer:
+        logger.warning("'latest' names %s; complete and newer, but not named: %s", folder.name, ", ".join(newer))
+
+
+def prune(save_dir: Path, keep: int, *, protect: Iterable[str] = ()) -> list[str]:
+    """Remove all but the newest ``keep`` complete checkpoints, never one in ``protect`` or in ``latest``; the tags
+    removed.
+    """
+    safe = {*protect, read_latest(save_dir)}
+    removed = []
+    for path in complete_tags(save_dir)[keep:]:
+        if path.name not in safe:
+            # It loses its name in one step: a reader must never meet half a checkpoint.
+            gone = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex[:12]}")
+            with contextlib.suppress(OSError):
+                os.rename(path, gone)
+                removed.append(path.name)
+                discard(gone)
+    return removed

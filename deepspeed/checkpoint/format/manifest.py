@@ -1,0 +1,179 @@
+"""``manifest.json``: what a checkpoint holds and where its bytes lie. Pure; docs/checkpoint-format.md is the
+specification.
+
+The first line has the format's name, its version and the crc32c of every byte after that line, so that no byte of the
+file can change unnoticed. Tensors are identified by (state, name).
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.format.boxes import Gap, Region, Span, uncovered
+from deepspeed.errors import CheckpointError
+
+FORMAT = "deepspeed-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+PIECE_BYTES = 4 << 20  # what one checksum covers
+ALIGN_BYTES = 64  # boxes begin there
+_LARGEST = 1 << 59  # elements of a tensor or bytes of a file; what torch can count, whatever the dtype
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements [lo, hi) of ``region`` (None: the whole tensor), at byte ``offset`` of ``file``.
+
+    ``extent``: bytes up to the next box, zeros behind the values included. ``crcs``: one crc32c per 4 MiB of the
+    extent.
+    """
+
+    file: str
+    offset: int
+    extent: int
+    lo: int
+    hi: int
+    crcs: tuple[int, ...]
+    region: Region | None = None
+
+    @property
+    def span(self) -> Span:
+        return Span(self.lo, self.hi, self.region)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One global tensor."""
+
+    state: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @property
+    def key(self) -> Key:
+        return self.state, self.name
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def faults(self) -> list[Gap]:
+        """Where the boxes do not cover the tensor exactly once."""
+        return uncovered(self.shape, (box.span for box in self.boxes))
+
+
+@dataclass
+class Manifest:
+    """Everything but the bytes. ``files``: length of each in bytes; ``facts``: plain JSON, see the specification."""
+
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self, checksum: Callable[[bytes], int]) -> bytes:
+        """The file. ``checksum`` is crc32c."""
+        body = ",\n".join(
+            [
+                f'"facts":{json.dumps(self.facts, separators=(",", ":"), allow_nan=False)}',
+                f'"files":{json.dumps(self.files, separators=(",", ":"))}',
+                '"tensors":[\n' + ",\n".join(_entry_text(e) for e in self.entries.values()) + "\n]}\n",
+            ]
+        ).encode()
+        return _head(checksum(body)) + body
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, where: str, checksum: Callable[[bytes], int]) -> "Manifest":
+        """Parse and check a file. Raises CheckpointError when it is not such a file, of another version, or damaged."""
+        head, newline, body = content.partition(b"\n")
+        version = _version(head, where)
+        if version != VERSION:
+            raise CheckpointError(
+                f"{where} is of version {version} of the checkpoint format; this release reads version {VERSION}"
+            )
+        if not newline or head + newline != _head(checksum(body)):
+            raise CheckpointError(
+                f"{where} is damaged: its checksum does not match; use another checkpoint, or a copy of this one"
+            )
+        try:
+            text = json.loads(b"{" + body)
+            entries = [_entry(row) for row in text["tensors"]]
+            files = {_file(name): _sizes([nbytes])[0] for name, nbytes in text["files"].items()}
+            if not isinstance(text["facts"], dict) or len({e.key for e in entries}) != len(entries):
+                raise ValueError("the facts are no object, or a tensor is there twice")
+            return cls({e.key: e for e in entries}, files, text["facts"])
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise CheckpointError(
+                f"{where} is not a manifest this release understands: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _head(crc: int) -> bytes:
+    return f'{{"format":"{FORMAT}","version":{VERSION},"crc32c":"{crc:08x}",\n'.encode()
+
+
+def _version(head: bytes, where: str) -> int:
+    try:
+        line = json.loads(head.rstrip(b",") + b"}")
+        if line["format"] == FORMAT:
+            return int(line["version"])
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise CheckpointError(f"{where} does not begin like a manifest of this package; it is damaged or something else")
+
+
+def _entry_text(entry: Entry) -> str:
+    boxes = []
+    for b in entry.boxes:
+        row: list[Any] = [b.file, b.offset, b.extent, b.lo, b.hi, " ".join(f"{c:08x}" for c in b.crcs)]
+        boxes.append([*row, *(b.region or ())])
+    found = {
+        "state": entry.state,
+        "name": entry.name,
+        "dtype": str(entry.dtype).removeprefix("torch."),
+        "shape": entry.shape,
+        "boxes": boxes,
+    }
+    return json.dumps(found, separators=(",", ":"))
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    dtype = getattr(torch, row["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{row['dtype']!r} is no dtype")
+    state, name = row["state"], row["name"]
+    if not isinstance(state, str) or not isinstance(name, str):
+        raise TypeError(f"{state!r} of {name!r} is no tensor's name")
+    return Entry(state, name, dtype, _sizes(row["shape"]), tuple(_box(*b) for b in row["boxes"]))
+
+
+def _box(file: str, offset: int, extent: int, lo: int, hi: int, crcs: str, start: Any = None, shape: Any = None) -> Box:
+    numbers = (offset, extent, lo, hi)
+    if any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(f"no box: {file!r} {numbers}")
+    region = None if start is None else Region(_sizes(start), _sizes(shape))
+    return Box(_file(file), offset, extent, lo, hi, tuple(int(c, 16) for c in crcs.split()), region)
+
+
+def _file(name: Any) -> str:
+    """``name``, which must be that of a visible file in the checkpoint's own folder."""
+    if not isinstance(name, str) or not name or "/" in name or "\0" in name or name.startswith("."):
+        raise ValueError(f"{name!r} is no file of this folder")
+    return name
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if any(type(v) is not int or v < 0 for v in values) or prod(max(v, 1) for v in values) >= _LARGEST:
+        raise ValueError(f"no shape: {values}")
+    return tuple(values)

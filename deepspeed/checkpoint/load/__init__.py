@@ -1,0 +1,1 @@
+"""Loading: opening a folder, comparing it with the engine, filling the engine."""

@@ -1,0 +1,179 @@
+"""Reading this package's own format: any range of any tensor, checksums verified, without a process group."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.foreign.pickled import load_pickled
+from deepspeed.checkpoint.format.boxes import Region, Span, runs
+from deepspeed.checkpoint.format.checksum import crc32c
+from deepspeed.checkpoint.format.files import ChunkReader, Wanted
+from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
+from deepspeed.checkpoint.format.plain import decode
+from deepspeed.checkpoint.load.source import Described, Wish, outside, whole
+from deepspeed.checkpoint.save.collect import unpack_scalar
+from deepspeed.errors import CheckpointError
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises CheckpointError when it is missing, damaged or of another version."""
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {folder} is no complete checkpoint") from error
+    return Manifest.from_bytes(content, where=str(path), checksum=crc32c)
+
+
+class OwnSource:
+    """A checkpoint of this package. ``rank``: whose client state ``facts`` shows, where ranks saved different ones.
+
+    ``allow_pickle``: load what the saver chose to pickle; else needing it is an error.
+    """
+
+    kind = "deepspeed-checkpoint"
+
+    def __init__(self, folder: Path, *, rank: int = 0, allow_pickle: bool = False) -> None:
+        self.path = folder
+        self.manifest = read_manifest(folder)
+        self._rank, self._allow_pickle = rank, allow_pickle
+        self._of_ranks: dict[tuple[int, str], Any] = {}
+        self._check_files()
+        self._reader = ChunkReader(folder)
+
+    @cached_property
+    def entries(self) -> dict[Key, Described]:
+        return {key: Described(e.dtype, e.shape) for key, e in self.manifest.entries.items()}
+
+    def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
+        """See ``Source.read``."""
+        self.read_many([Wish(key, out, start, region)])
+
+    def read_many(self, wishes: Iterable[Wish]) -> None:
+        """Many reads, in the order of the files. Raises CheckpointError as ``read``."""
+        self._reader.read_many([w for wish in wishes for w in self._wanted(wish)])
+
+    def _wanted(self, wish: Wish) -> list[Wanted]:
+        (state, name), out, start, region = wish
+        entry = self.manifest.entries.get(wish.key)
+        what = f"{state} of {name}"
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no {what}")
+        if wrong := outside(wish, entry.dtype, entry.shape):
+            raise ValueError(wrong)
+        width, raw, found, covered = entry.dtype.itemsize, out.view(torch.uint8), [], 0
+        for box in entry.boxes:
+            for run in runs(entry.shape, Span(start, start + out.numel(), region), box.span):
+                target = raw[(run.first - start) * width : (run.first - start + run.numel) * width]
+                found.append(Wanted(box, (run.second - box.lo) * width, target, what))
+                covered += run.numel
+        if covered != out.numel():
+            raise CheckpointError(f"{self.path / MANIFEST} has no bytes for part of {what}")
+        return found
+
+    def _check_files(self) -> None:
+        """Sizes, and that every tensor is covered exactly once: a manifest that contradicts itself is refused before
+        anything is read.
+        """
+        for name, nbytes in self.manifest.files.items():
+            path = self.path / name
+            if not path.is_file():
+                raise CheckpointError(
+                    f"{path} is missing: {_tensors_in(self.manifest, name)}; fetch it again, or use another checkpoint"
+                )
+            if path.stat().st_size != nbytes:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes, not {nbytes}: cut or replaced; it holds "
+                    f"{_tensors_in(self.manifest, name)}"
+                )
+        for entry in self.manifest.entries.values():
+            for box in entry.boxes:
+                _check_box(entry, box, self.manifest.files, self.path)
+            wrong = entry.faults()
+            if wrong:
+                what = "no bytes for" if wrong[0].times == 0 else "several places for"
+                raise CheckpointError(
+                    f"{self.path / MANIFEST} has {what} elements {wrong[0].lo} to {wrong[0].hi} of "
+                    f"{entry.state} of {entry.name}"
+                )
+
+    # -- facts ----------------------------------------------------------------------------------------------------
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Decoded; see ``Source``. Raises CheckpointError when they are not what this release writes."""
+        try:
+            return self._facts()
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            where = self.path / MANIFEST
+            raise CheckpointError(
+                f"{where} has facts this release does not understand: {type(error).__name__}: {error}"
+            ) from error
+
+    def _facts(self) -> dict[str, Any]:
+        raw = self.manifest.facts
+        found = {k: raw.get(k) for k in ("saved", "engine", "config", "world", "lr_scheduler_type")}
+        found["shared"] = raw.get("shared") or {}
+        found["optimizer"] = self._optimizer(raw.get("optimizer"))
+        for name in ("lr_scheduler", "loss_scaler", "extra_state"):
+            found[name] = self._plain(raw.get(name))
+        ranks = raw.get("ranks") or []
+        own = ranks[self._rank] if self._rank < len(ranks) else {}
+        found["client_state"] = (
+            self._client_state(own) if "client_state" in own else self._client_state(ranks[0] if ranks else {})
+        )
+        found["ranks"] = ranks
+        # Read now: what is damaged here must be refused before anything has changed, and while the ranks still compare
+        # their errors.
+        for rank in {0, self._rank}:
+            for name in ("rng", "data", "odd"):
+                self.rank_fact(rank, name)
+        return found
+
+    def rank_fact(self, rank: int, name: str) -> Any:
+        """What one rank saved under ``name`` ("rng", "data"), decoded; None when there is none."""
+        if (rank, name) not in self._of_ranks:
+            ranks = self.manifest.facts.get("ranks") or []
+            self._of_ranks[rank, name] = self._plain(ranks[rank].get(name)) if rank < len(ranks) else None
+        return self._of_ranks[rank, name]
+
+    def _optimizer(self, raw: dict[str, Any] | None) -> dict[str, Any]:
+        if raw is None:
+            return {}
+        groups = [{"names": g["names"], "options": self._plain(g["options"])} for g in raw["groups"]]
+        scalars = {
+            name: {k: unpack_scalar(v) for k, v in row["values"].items()}
+            for row in raw["scalars"]
+            for name in row["names"]
+        }
+        return {"type": raw["type"], "groups": groups, "scalars": scalars, "odd": self._plain(raw.get("odd"))}
+
+    def _plain(self, value: Any) -> Any:
+        return decode(value, lambda name: whole(self, ("plain", name)))
+
+    def _client_state(self, own: dict[str, Any]) -> dict[str, Any]:
+        pickled = None
+        if own.get("pickled"):
+            pickled = load_pickled(self.path, own["pickled"], allow=self._allow_pickle)
+        return decode(own.get("client_state"), lambda name: whole(self, ("plain", name)), pickled=pickled) or {}
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _tensors_in(manifest: Manifest, file: str) -> str:
+    names = [f"{e.state} of {e.name}" for e in manifest.entries.values() if any(b.file == file for b in e.boxes)]
+    return f"{', '.join(names[:4])}{f' and {len(names) - 4} more tensors' if len(names) > 4 else ''}" or "no tensor"
+
+
+def _check_box(entry: Entry, box: Box, files: dict[str, int], folder: Path) -> None:
+    nbytes = (box.hi - box.lo) * entry.dtype.itemsize
+    if box.file not in files or box.offset + box.extent > files[box.file] or nbytes > box.extent or box.lo > box.hi:
+        raise CheckpointError(f"{folder / MANIFEST} places {entry.state} of {entry.name} outside of {box.file}")
+    values = torch.empty(box.hi - box.lo, dtype=entry.dtype, device="meta")
+    if wrong := box.region and outside(Wish(entry.key, values, box.lo, box.region), entry.dtype, entry.shape):
+        raise CheckpointError(f"{folder / MANIFEST} has a part outside of its tensor: {wrong}")

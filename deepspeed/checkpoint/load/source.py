@@ -1,0 +1,80 @@
+"""A checkpoint opened for reading, whoever wrote it."""
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from deepspeed.checkpoint.format.boxes import Region
+
+Key = tuple[str, str]
+
+
+class Described(NamedTuple):
+    """What is known of a tensor before it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Source(Protocol):
+    """Tensors by (state, name), and facts; see docs/checkpoint-format.md for the names of both.
+
+    ``kind``: "deepspeed-checkpoint" (this package's), "deepspeed-0.19" or "universal".
+    """
+
+    path: Path
+    kind: str
+
+    @property
+    def entries(self) -> Mapping[Key, Described]: ...
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+    def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
+        """Fill ``out`` (flat, on the host, of the entry's dtype) with elements from ``start`` on, in the row-major
+        order of ``region``.
+
+        None is the whole tensor. What is read is verified. Raises CheckpointError naming the tensor when its bytes are
+        missing or damaged, ValueError when it has no such elements.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Wish(NamedTuple):
+    """One read: what ``Source.read`` is asked for."""
+
+    key: Key
+    out: torch.Tensor
+    start: int = 0
+    region: Region | None = None
+
+
+def outside(wish: Wish, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """Why a tensor of ``dtype`` and ``shape`` cannot be read so; empty when it can."""
+    (state, name), out, start, region = wish
+    within = region is None or (
+        len(region.start) == len(region.shape) == len(shape)
+        and all(0 <= s <= s + n <= size for s, n, size in zip(*region, shape, strict=True))
+    )
+    numel = prod(shape if region is None else region.shape)
+    if within and out.dtype == dtype and out.dim() == 1 and 0 <= start <= start + out.numel() <= numel:
+        return ""
+    part = "" if region is None else f" of the part {list(region.shape)} at {list(region.start)}"
+    return (
+        f"{state} of {name} is {prod(shape)} elements of {dtype}, not {out.numel()} of {out.dtype} from {start} "
+        f"on{part}"
+    )
+
+
+def whole(source: Source, key: Key) -> torch.Tensor:
+    """One tensor in its logical shape."""
+    described = source.entries[key]
+    values = torch.empty(described.shape, dtype=described.dtype, device="cpu")
+    source.read(key, values.view(-1))
+    return values

@@ -1,0 +1,1 @@
+"""Saving: what an engine puts into a checkpoint, and how it gets onto the disk whole."""

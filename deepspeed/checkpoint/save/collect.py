@@ -1,0 +1,384 @@
+"""What one rank writes of an engine's state: parts of global tensors under their own names, each written by exactly one
+rank.
+
+Nothing here depends on the optimizer's class: every tensor slot it keeps is saved by its own name.
+"""
+
+import base64
+import bisect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.format.boxes import Region
+from deepspeed.checkpoint.save.held import Read, Reader, Slot
+from deepspeed.mesh.groups import Mesh
+from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
+from deepspeed.zero.optim_tiles import OptimTiles
+from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.plan import Spread, StateKind, StatePlan
+from deepspeed.zero.unit import Unit
+
+Place = tuple[str, Region | None]  # a parameter's name, and where the local tensor sits in the global one
+_PART_NUMEL = 8 << 20  # elements that are in memory at once, for what comes from a drive
+
+
+@dataclass(frozen=True)
+class Part:
+    """``values`` (flat) are the elements from ``lo`` on, in row-major order, of ``region`` of the global tensor (state,
+    name).
+
+    ``shape`` is the global tensor's; no region: the whole of it.
+    """
+
+    state: str
+    name: str
+    shape: tuple[int, ...]
+    lo: int
+    values: torch.Tensor
+    region: Region | None = None
+
+
+@dataclass(frozen=True)
+class States:
+    """The state of one engine, wherever it rests. ``attached(view)`` brings a view's optimizer state into memory for a
+    while.
+
+    ``groups``: names of the parameters of every optimizer group, in the order the user gave them in. ``tiles``: what
+    rests on a drive.
+    """
+
+    module: nn.Module
+    mesh: Mesh
+    units: list[Unit]
+    views: list[OptimView]
+    optimizer: torch.optim.Optimizer | None
+    attached: Callable[..., AbstractContextManager[None]]
+    groups: list[list[str]]
+    tiles: OptimTiles | None = None
+
+    def state_of(self, view: OptimView) -> dict[str, Any]:
+        """What the optimizer holds for ``view``."""
+        return self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
+
+    def views_of(self, unit: Unit) -> list[OptimView]:
+        return self._by_unit.get(id(unit), [])
+
+    @cached_property
+    def _by_unit(self) -> dict[int, list[OptimView]]:
+        found: dict[int, list[OptimView]] = {}
+        for view in self.views:
+            found.setdefault(id(view.unit), []).append(view)
+        return found
+
+
+def region_of(segment: Segment) -> Region | None:
+    """Where the local tensor sits in the global one; None: it is the whole."""
+    if segment.global_start is None or segment.global_shape == segment.shape:
+        return None
+    return Region(segment.global_start, segment.shape)
+
+
+def shape_of(segment: Segment) -> tuple[int, ...]:
+    """The global tensor's."""
+    return segment.shape if segment.global_shape is None else segment.global_shape
+
+
+def weights_of(unit: Unit) -> tuple[StateKind, str]:
+    """Which state holds the authoritative weights of a unit, and its name in a checkpoint."""
+    return (StateKind.OPTIM, "master") if unit.master is not None else (StateKind.PARAM, "param")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a state this rank writes: ranks that hold the same range divide it among themselves."""
+
+    start: int
+    stop: int
+    replicas: int
+    index: int
+
+    def takes(self, position: int) -> bool:
+        """Whether an indivisible thing with that number is this rank's to write."""
+        return position % self.replicas == self.index
+
+
+def share_of(unit: Unit, kind: StateKind) -> Share:
+    """This rank's share of its resting range. Whole parameters are dealt out one by one instead (``takes``)."""
+    plan: StatePlan = getattr(unit.plan, kind.value)
+    replicas, index = 1, 0
+    for way, axis in zip(plan.spread, unit.mesh.axes, strict=True):
+        if way is Spread.REPLICATED:
+            index = index * axis.size + axis.index
+            replicas *= axis.size
+    start, stop = unit.range_of(kind)
+    if unit.layout.granularity is Granularity.PARAMETER:
+        return Share(start, stop, replicas, index)
+    each = -(-(stop - start) // (replicas * ALIGNMENT_NUMEL)) * ALIGNMENT_NUMEL
+    return Share(min(stop, start + index * each), min(stop, start + (index + 1) * each), replicas, index)
+
+
+Overlap = tuple[int, Segment, int, int]
+
+
+def overlaps(unit: Unit, share: Share) -> Iterator[Overlap]:
+    """(position, segment, lo, hi) in flat indices of everything in ``share`` that this rank writes."""
+    whole = unit.layout.granularity is Granularity.PARAMETER
+    for position, segment in enumerate(unit.layout.segments):
+        lo, hi = unit.layout.overlap(segment, share.start, share.stop)
+        if lo < hi and (not whole or share.takes(position)):
+            yield position, segment, lo, hi
+
+
+def frozen_names(states: States) -> set[str]:
+    """Parameters without fp32 weights of their own that are not trained."""
+    units = [u for u in states.units if weights_of(u)[0] is StateKind.PARAM]
+    return {s.name for u in units for s, p in zip(u.layout.segments, u.params, strict=True) if not p.requires_grad}
+
+
+def weight_parts(states: States, reader: Reader, *, without: set[str]) -> Iterator[Part]:
+    """Weights and optimizer slots of every unit, but for the parameters ``without``; a part is valid until the next one
+    is asked for.
+    """
+    for unit in states.units:
+        kind, state = weights_of(unit)
+        share, base = share_of(unit, kind), unit.range_of(kind)[0]
+        ours = [o for o in overlaps(unit, share) if o[1].name not in without]
+        with reader.values(unit, kind) as read:
+            for _, segment, lo, hi in ours:
+                yield from _pieces(state, segment, read, lo, hi, base=base)
+            if unit.mesh.zero.index == 0:  # in nobody's range, but a complete checkpoint names them
+                for segment in unit.layout.segments:
+                    if not prod(shape_of(segment)) and segment.name not in without:
+                        yield Part(state, segment.name, shape_of(segment), 0, read(0, 0))
+        if kind is StateKind.OPTIM:
+            for view in states.views_of(unit):
+                with reader.slots(view) as slots:
+                    yield from _slot_parts(view, slots, share, _met(ours, view))
+
+
+def _pieces(state: str, segment: Segment, read: Read, lo: int, hi: int, *, base: int) -> Iterator[Part]:
+    """Flat indices [lo, hi) of a unit, of which ``read`` knows those from ``base`` on, in parts of bounded size."""
+    for at in range(lo, hi, _PART_NUMEL):
+        values = read(at - base, min(hi, at + _PART_NUMEL) - base)
+        yield Part(state, segment.name, shape_of(segment), at - segment.offset, values, region_of(segment))
+
+
+def is_elementwise(view: OptimView, value: Any) -> bool:
+    """Whether an optimizer slot has one element for every element of the view's weights."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.layout is not torch.strided:
+        return False
+    if view.unit.layout.granularity is Granularity.PARAMETER:
+        return value.shape == view.param.shape
+    return value.numel() == view.stop - view.start and value.dim() == 1
+
+
+def _met(ours: list[Overlap], view: OptimView) -> list[Overlap]:
+    """Those of ``ours`` (ascending) that ``view`` meets. A unit may have a thousand of both."""
+    first = bisect.bisect_right(ours, view.start, key=lambda o: o[3])
+    return ours[first : bisect.bisect_left(ours, view.stop, key=lambda o: o[2])]
+
+
+def _slot_parts(view: OptimView, slots: dict[str, Slot], share: Share, ours: list[Overlap]) -> Iterator[Part]:
+    for name, slot in slots.items():
+        shape, numel = tuple(slot.like.shape), slot.like.numel()
+        if is_elementwise(view, slot.like):
+            for _, segment, lo, hi in ours:
+                lo, hi = max(lo, view.start), min(hi, view.stop)
+                yield from _pieces(f"optim.{name}", segment, slot.read, lo, hi, base=view.start)
+        elif view.unit.layout.granularity is Granularity.PARAMETER:
+            for _, segment, _, _ in ours:
+                region = region_of(segment)
+                state, key = ("optim", view.name) if region is None else ("part", part_key(view.name, region))
+                yield Part(f"{state}.{name}", key, shape, 0, slot.read(0, numel))
+        elif share.index == 0:
+            yield Part(f"opaque.{name}", view_key(view), shape, 0, slot.read(0, numel))
+
+
+def view_key(view: OptimView) -> str:
+    """Name of a view for state that only the very same layout can take back; other ranks' parameters may have units of
+    that name.
+    """
+    job, zero = view.unit.mesh.job, view.unit.mesh.zero
+    whose = "" if zero.size == job.size else f"@{job.ranks.index(zero.ranks[0])}"
+    return f"{view.unit.name}:{view.group}:{view.start}-{view.stop}/{view.unit.layout.numel}{whose}"
+
+
+def part_key(name: str, region: Region) -> str:
+    """Name of a part of a parameter for state that only the very same part can take back."""
+    return f"{name}@{','.join(map(str, region.start))}+{','.join(map(str, region.shape))}"
+
+
+def covered(view: OptimView) -> list[str]:
+    """Names of the parameters that a view has a part of."""
+    return [s.name for s in segments_of(view)]
+
+
+def segments_of(view: OptimView) -> list[Segment]:
+    """The parameters that a view has a part of; they lie in ascending order."""
+    segments = view.unit.layout.segments
+    first = bisect.bisect_right(segments, view.start, key=lambda s: s.stop)
+    last = bisect.bisect_left(segments, view.stop, key=lambda s: s.offset)
+    return [s for s in segments[first:last] if s.numel]
+
+
+def scalar_state(states: States) -> dict[str, dict[str, Any]]:
+    """Numbers the optimizer keeps per parameter (a step count), as JSON by parameter and slot; from the first of equal
+    replicas.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for view in states.views:
+        if share_of(view.unit, StateKind.OPTIM).index and view.unit.layout.granularity is Granularity.ELEMENT:
+            continue
+        own = {
+            slot: pack_scalar(value)
+            for slot, value in states.state_of(view).items()
+            if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (bool, int, float))
+        }
+        for name in covered(view):
+            if own:
+                found[name] = own
+    return found
+
+
+def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Packed numbers by parameter as rows of equal ones: {"values": ..., "names": [...]}; a name counts once."""
+    rows: dict[str, tuple[dict[str, Any], dict[str, None]]] = {}
+    for name, values in scalars:
+        rows.setdefault(repr(sorted(values.items(), key=str)), (values, {}))[1][name] = None
+    return [{"values": values, "names": list(names)} for values, names in rows.values()]
+
+
+def odd_state(states: States) -> dict[str, Any]:
+    """Whatever else the optimizer keeps: per view neither tensors nor numbers, and entries that belong to no tensor."""
+    assert states.optimizer is not None
+    found: dict[str, Any] = {}
+    for view in states.views:
+        rest = {k: v for k, v in states.state_of(view).items() if not isinstance(v, (torch.Tensor, bool, int, float))}
+        if rest:
+            found[view_key(view)] = rest
+    shared = {k: v for k, v in states.optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    return {"views": found, "shared": shared} if found or shared else {}
+
+
+def pack_scalar(value: Any) -> Any:
+    """A number, or a tensor without dimensions, as JSON that keeps every bit."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().contiguous().view(1).view(torch.uint8).numpy().tobytes()
+        return {"dtype": str(value.dtype).removeprefix("torch."), "bytes": base64.b64encode(raw).decode()}
+    return value.hex() if isinstance(value, float) else value
+
+
+def unpack_scalar(packed: Any) -> Any:
+    """The inverse of ``pack_scalar``."""
+    if isinstance(packed, dict):
+        dtype = getattr(torch, packed["dtype"])
+        return torch.frombuffer(bytearray(base64.b64decode(packed["bytes"])), dtype=dtype).clone().view(())
+    return float.fromhex(packed) if isinstance(packed, str) else packed
+
+
+def gradient_parts(states: States, reader: Reader, *, without: set[str]) -> Iterator[Part]:
+    """Gradients of an accumulation window that is open, as far as they are reduced; every unit has some."""
+    for unit in states.units:
+        base = unit.range_of(StateKind.GRAD)[0]
+        with reader.values(unit, StateKind.GRAD) as read:
+            for _, segment, lo, hi in overlaps(unit, share_of(unit, StateKind.GRAD)):
+                if segment.name not in without:
+                    yield from _pieces("grad", segment, read, lo, hi, base=base)
+
+
+def partial_parts(states: States, *, without: set[str]) -> Iterator[Part]:
+    """This rank's own sums of gradients that are not reduced yet, by its number among the ranks that will reduce
+    them.
+    """
+    for unit in states.units:
+        for position in sorted(unit.fired) if unit.partial is not None else ():
+            segment = unit.layout.segments[position]
+            if segment.numel and segment.name not in without and unit.partial is not None:
+                values = unit.partial[segment.offset : segment.stop]
+                yield Part(
+                    f"grad_partial@{unit.mesh.zero.index}",
+                    segment.name,
+                    shape_of(segment),
+                    0,
+                    values,
+                    region_of(segment),
+                )
+
+
+def places(states: States) -> list[Place]:
+    """The parameters that other ranks than those of their unit's ``zero`` may hold too, as told by the first of
+    these.
+    """
+    units = [u for u in states.units if u.mesh.zero.index == 0 and u.mesh.zero.size < u.mesh.job.size]
+    return [(s.name, region_of(s)) for u in units for s in u.layout.segments]
+
+
+def written_elsewhere(states: States, first: dict[Place, int]) -> set[str]:
+    """Parameters that are other ranks' to write; ``first``: which rank of the job was the first to name each of its
+    ``places``.
+    """
+    ranks, units = states.mesh.job.ranks, [u for u in states.units if u.mesh.zero.size < u.mesh.job.size]
+    return {
+        s.name for u in units for s in u.layout.segments if ranks[first[s.name, region_of(s)]] != u.mesh.zero.ranks[0]
+    }
+
+
+def buffer_parts(buffers: dict[str, torch.Tensor], state: str) -> Iterator[Part]:
+    for name, buffer in buffers.items():
+        yield Part(state, name, tuple(buffer.shape), 0, buffer.detach().contiguous().view(-1))
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """``get_extra_state()`` of the modules that have one, by module path."""
+    return {path: m.get_extra_state() for path, m in extra_modules(module).items()}
+
+
+def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules with an extra state of their own, by path."""
+    return {path: m for path, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
+
+
+@dataclass
+class Names:
+    """Global shapes of the parameters by name; tied names and the one they are stored under."""
+
+    shapes: dict[str, tuple[int, ...]]
+    aliases: dict[str, str]
+
+
+def names_of(states: States) -> Names:
+    """Every parameter that this rank has a part of, whole or not."""
+    names, stored = Names({}, {}), dict[int, str]()
+    for unit in states.units:
+        for param, segment in zip(unit.params, unit.layout.segments, strict=True):
+            names.shapes[segment.name] = shape_of(segment)
+            stored[id(param)] = segment.name
+    for name, param in states.module.named_parameters(remove_duplicate=False):
+        if stored.get(id(param), name) != name:
+            names.aliases[name] = stored[id(param)]
+    return names
+
+
+def nbytes_of(states: States) -> int:
+    """Bytes of weights and slots that this rank will write, about: for progress."""
+    total = 0
+    for unit in states.units:
+        kind, _ = weights_of(unit)
+        share = share_of(unit, kind)
+        dtype = unit.master.dtype if unit.master is not None else unit.full.dtype
+        dealt = share.replicas if unit.layout.granularity is Granularity.PARAMETER else 1
+        slots = sum(
+            v.nbytes
+            for view in states.views_of(unit)
+            for v in states.state_of(view).values()
+            if isinstance(v, torch.Tensor)
+        )
+        total += (share.stop - share.start) * dtype.itemsize // dealt + slots // share.replicas
+    return total

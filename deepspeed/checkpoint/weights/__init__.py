@@ -1,0 +1,1 @@
+"""Weights in and out: one file or several, of safetensors or of torch."""

@@ -1,0 +1,1 @@
+"""The configuration's keys as frozen models, and what they mean together."""

@@ -1,0 +1,1 @@
+"""Several nodes: how they are reached, find each other and end together."""

@@ -1,0 +1,330 @@
+"""How a job reaches its hosts, as pure functions from a job to command lines.
+
+Two kinds of runner. *ssh* and *pdsh* start one launcher per host (``deepspeed.launcher.launch``), which starts and
+watches its ranks. *MPI* (openmpi, mpich, impi, mvapich) and *Slurm* start the ranks themselves; each rank learns from
+their variables who it is (``deepspeed.comm.discovery``), and flags that need a launcher on every host are refused.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deepspeed.errors import UsageError
+from deepspeed.launcher.hostfile import nearest_hint
+from deepspeed.launcher.job import Job, encode_world
+
+CONNECT_TIMEOUT_S = 10
+_PDSH_FANOUT = 1024
+# Values that MVAPICH needs for buffers on devices and for a launcher that does not bind ranks itself.
+_MVAPICH = {
+    "MV2_SMP_USE_CMA": "0",
+    "MV2_DEBUG_SHOW_BACKTRACE": "1",
+    "MV2_SUPPORT_DL": "1",
+    "MV2_ENABLE_AFFINITY": "0",
+    "MV2_INTER_ALLGATHER_TUNING": "5",
+    "MV2_CUDA_USE_NAIVE": "0",
+}
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """What the command line says about reaching the hosts.
+
+    ``selected_by`` names the flags that chose hosts or devices; ``scratch`` is what the paths of files that a
+    backend reads begin with;
+    ``env`` are this process's variables; ``save_pid`` is the process id that names the pid files, 0 for none.
+    """
+
+    launcher: str = "ssh"
+    launcher_args: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ("ssh",)
+    ssh_port: int | None = None
+    venv_script: str | None = None
+    save_pid: int = 0
+    hostfile: str | None = None
+    selected_by: tuple[str, ...] = ()
+    scratch: str = "/tmp/deepspeed_"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class RunnerCommand(NamedTuple):
+    """One process to start: its arguments, variables on top of this process's own, and files (path -> text) to write
+    first.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    files: Mapping[str, str]
+
+
+class Runner(NamedTuple):
+    """One backend. ``programs`` must be on PATH; ``install`` says where they come from; ``per_host`` runners start
+    launchers.
+    """
+
+    programs: tuple[str, ...]
+    install: str
+    build: Callable[[Job, RunnerOptions], RunnerCommand]
+    per_host: bool = False
+
+
+def split_arguments(text: str, *, source: str = "--launcher_args") -> tuple[str, ...]:
+    """Words of ``text`` as a shell would split them. Raises UsageError naming ``source`` for a quote that is not
+    closed.
+    """
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{source} {text!r} cannot be split into words: {error}") from error
+
+
+def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, from_runner: bool = True) -> list[str]:
+    """Arguments of the launcher of one node. ``node_rank`` may be a placeholder that the runner fills in."""
+    flags = {
+        "--from_runner": from_runner,
+        "--on_devices": job.on_devices,
+        "--module": job.module,
+        "--no_python": job.no_python,
+        "--no_local_rank": not job.local_rank_argument,
+        "--bind_cores_to_rank": job.bind_cores,
+    }
+    values = {
+        "--world_info": encode_world(job.world),
+        "--node_rank": node_rank,
+        "--master_addr": job.master_addr,
+        "--master_port": job.master_port,
+        "--log_level": job.log_level,
+        "--save_pid": options.save_pid or None,
+        "--enable_each_rank_log": job.log_dir,
+        "--bind_core_list": job.core_list,
+    }
+    words = [flag for flag, given in flags.items() if given]
+    words += [f"{flag}={value}" for flag, value in values.items() if value is not None]
+    return [job.python, "-u", "-m", "deepspeed.launcher.launch", *words, job.script, *job.arguments]
+
+
+def _remote_text(job: Job, command: str, options: RunnerOptions) -> str:
+    """The one text that a host's login shell is given: an ordinary shell (users' own may not know ``export``) becomes
+    ``command``.
+    """
+    steps = [f"cd {shlex.quote(job.cwd)}"]
+    if options.venv_script:
+        script = options.venv_script if "/" in options.venv_script else f"./{options.venv_script}"
+        steps.append(f". {shlex.quote(script)}")
+    if job.exports:
+        steps.append("export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in job.exports.items()))
+    steps.append(f"exec {command}")
+    # Scripts that set up an environment are written for bash.
+    shell = "bash" if options.venv_script else "/bin/sh"
+    return f"exec {shell} -c {shlex.quote(' && '.join(steps))}"
+
+
+def ssh_prefix(host: str, *, options: RunnerOptions, connect_timeout_s: int = CONNECT_TIMEOUT_S) -> list[str]:
+    """The ssh command line up to and with ``host``. Nobody can answer a question of ssh's, so it must not ask any."""
+    port = ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
+    own = options.launcher_args if options.launcher == "ssh" else ()
+    return [*options.ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *port, *own, host]
+
+
+def ssh_command(job: Job, node_rank: int, *, options: RunnerOptions) -> list[str]:
+    """The local ssh process that runs node ``node_rank``; ``job.master_port`` 0 passes through for node 0 to choose."""
+    command = shlex.join(node_command(job, node_rank, options=options))
+    return [*ssh_prefix(job.hosts[node_rank], options=options), _remote_text(job, command, options)]
+
+
+def _ssh(job: Job, options: RunnerOptions) -> RunnerCommand:
+    raise AssertionError("ssh has one command per host, see ssh_command")
+
+
+def _pdsh(job: Job, options: RunnerOptions) -> RunnerCommand:
+    # Its ssh processes keep an input open on which nothing ever comes.
+    command = f"{shlex.join(node_command(job, 'PDSH_RANK', options=options))} </dev/null"
+    text = _remote_text(job, command, options)
+    # pdsh replaces %n by the number of the host, and expects percent signs that mean themselves twice.
+    text = text.replace("%", "%%").replace("--node_rank=PDSH_RANK", "--node_rank=%n", 1)
+    env = {"PDSH_RCMD_TYPE": "ssh"}
+    if options.ssh_port is not None:
+        env["PDSH_SSH_ARGS_APPEND"] = f"{options.env.get('PDSH_SSH_ARGS_APPEND', '')} -p {options.ssh_port}".strip()
+    # -S: the largest status of all hosts; -b: one Ctrl-C ends it.
+    head = ("pdsh", "-S", "-b", "-f", str(_PDSH_FANOUT), "-w", ",".join(job.hosts))
+    return RunnerCommand((*head, *options.launcher_args, text), env, {})
+
+
+def _refuse_launcher_flags(job: Job, options: RunnerOptions) -> None:
+    """Raise UsageError for what only a launcher on every host could do."""
+    name = options.launcher
+    given = {
+        "--enable_each_rank_log": job.log_dir is not None,
+        "--bind_cores_to_rank": job.bind_cores,
+        "--bind_core_list": job.core_list is not None,
+        "--save_pid": options.save_pid != 0,
+        "--venv_script": options.venv_script is not None,
+        "--ssh_port": options.ssh_port is not None,
+    }
+    for flag, wanted in given.items():
+        if wanted:
+            raise UsageError(
+                f"{flag} has no effect with --launcher {name}, which starts the ranks itself; use {name}'s own "
+                "option through "
+                "--launcher_args, or --launcher ssh"
+            )
+
+
+def _refuse_selection(options: RunnerOptions) -> None:
+    if options.selected_by:
+        raise UsageError(
+            f"{options.selected_by[0]} does not work with --launcher {options.launcher}, which takes the hosts "
+            "and slots of the "
+            "hostfile as they are; write a hostfile with just those, or use --launcher ssh"
+        )
+
+
+def _refuse_separator(job: Job, options: RunnerOptions) -> None:
+    if ":" in job.arguments:
+        raise UsageError(
+            f"the script has the argument ':', which {options.launcher}'s mpirun takes for the start of another program"
+        )
+
+
+def _equal_slots(job: Job, options: RunnerOptions) -> int:
+    counts = {host: len(slots) for host, slots in job.world.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{host} has {count}" for host, count in counts.items())
+        raise UsageError(
+            f"--launcher {options.launcher} needs the same number of slots on every host, but {listed}; use "
+            "--launcher ssh"
+        )
+    return next(iter(counts.values()))
+
+
+def _rank_command(job: Job) -> tuple[str, ...]:
+    head = () if job.no_python else (job.python, "-u", *(("-m",) if job.module else ()))
+    return (*head, job.script, *job.arguments)
+
+
+def _meeting_point(job: Job) -> dict[str, str]:
+    return {"MASTER_ADDR": job.master_addr, "MASTER_PORT": str(job.master_port)} if job.master_addr else {}
+
+
+def _variables(flag: str, variables: Mapping[str, str]) -> list[str]:
+    return [word for name, value in variables.items() for word in (flag, name, value)]
+
+
+def _openmpi(job: Job, options: RunnerOptions) -> RunnerCommand:
+    _refuse_launcher_flags(job, options)
+    _refuse_selection(options)
+    _refuse_separator(job, options)
+    hostfile = ("-hostfile", options.hostfile) if options.hostfile else ()
+    variables = {"UCX_TLS": "tcp", **job.exports, **_meeting_point(job)}
+    exports = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
+    head = ("mpirun", "-n", str(job.world_size), *hostfile, "--mca", "btl", "^openib", *options.launcher_args)
+    return RunnerCommand((*head, *exports, *_rank_command(job)), {}, {})
+
+
+def _mpich(job: Job, options: RunnerOptions) -> RunnerCommand:
+    _refuse_launcher_flags(job, options)
+    _refuse_selection(options)
+    _refuse_separator(job, options)
+    each = _equal_slots(job, options)
+    sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": str(each)}
+    variables = _variables("-genv", {**job.exports, **_meeting_point(job), **sizes})
+    head = (
+        "mpirun",
+        "-n",
+        str(job.world_size),
+        "-ppn",
+        str(each),
+        *options.launcher_args,
+        *variables,
+        "-hosts",
+        ",".join(job.hosts),
+    )
+    helper = (job.python, "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", "mpich")
+    kind = (("--module",) if job.module else ()) + (("--no_python",) if job.no_python else ())
+    return RunnerCommand((*head, *helper, *kind, job.script, *job.arguments), {}, {})
+
+
+def _impi(job: Job, options: RunnerOptions) -> RunnerCommand:
+    _refuse_launcher_flags(job, options)
+    _refuse_selection(options)
+    _refuse_separator(job, options)
+    each = _equal_slots(job, options)
+    sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": str(each)}
+    # Its pinning would confine all threads of a rank to one core.
+    variables = _variables("-genv", {**job.exports, **_meeting_point(job), **sizes, "I_MPI_PIN": "0"})
+    words = ["mpirun", "-ppn", str(each), *options.launcher_args, *variables, "-hosts", ",".join(job.hosts)]
+    for rank in range(job.world_size):
+        words += [":"] if rank else []
+        words += [
+            "-n",
+            "1",
+            *_variables("-env", {"RANK": str(rank), "LOCAL_RANK": str(rank % each)}),
+            *_rank_command(job),
+        ]
+    return RunnerCommand(tuple(words), {}, {})
+
+
+def _mvapich(job: Job, options: RunnerOptions) -> RunnerCommand:
+    _refuse_launcher_flags(job, options)
+    _refuse_selection(options)
+    _refuse_separator(job, options)
+    each = _equal_slots(job, options)
+    hostfile = f"{options.scratch}mvapich_hostfile"
+    on_devices = {"MV2_USE_CUDA": "1"} if job.on_devices else {}
+    variables = _variables("-env", {**_MVAPICH, **on_devices, **job.exports, **_meeting_point(job)})
+    head = ("mpirun", "-np", str(job.world_size), "-ppn", str(each), "--hostfile", hostfile, *options.launcher_args)
+    return RunnerCommand(
+        (*head, *variables, *_rank_command(job)), {}, {hostfile: "".join(f"{host}\n" for host in job.hosts)}
+    )
+
+
+def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
+    _refuse_launcher_flags(job, options)
+    each = _equal_slots(job, options)
+    for host, slots in job.world.items():
+        if slots != tuple(range(each)):
+            raise UsageError(
+                f"--launcher slurm can only use the first devices of every host, but {host} is to use "
+                f"{','.join(map(str, slots))}; "
+                "use --num_gpus, or --launcher ssh"
+            )
+    devices = ("--gpus-per-node", str(each)) if "--num_gpus" in options.selected_by else ()
+    hosts = (
+        "--nodelist",
+        ",".join(job.hosts),
+        "--nodes",
+        str(len(job.hosts)),
+        "--ntasks-per-node",
+        str(each),
+        *devices,
+    )
+    # --export separates values with commas and cannot quote them, so they travel in srun's own environment.
+    head = ("srun", "-n", str(job.world_size), *options.launcher_args, *hosts, "--export=ALL")
+    return RunnerCommand((*head, *_rank_command(job)), {**job.exports, **_meeting_point(job)}, {})
+
+
+RUNNERS: Mapping[str, Runner] = {
+    "ssh": Runner(("ssh",), "an ssh client (OpenSSH)", _ssh, per_host=True),
+    "pdsh": Runner(("pdsh",), "pdsh (package pdsh)", _pdsh, per_host=True),
+    "openmpi": Runner(("mpirun", "ompi_info"), "Open MPI", _openmpi),
+    "mpich": Runner(("mpirun",), "MPICH", _mpich),
+    "impi": Runner(("mpirun",), "Intel MPI", _impi),
+    "mvapich": Runner(("mpirun", "mpiname"), "MVAPICH", _mvapich),
+    "slurm": Runner(("srun", "sinfo"), "the Slurm client programs", _slurm),
+}
+
+
+def find_runner(name: str) -> str:
+    """Canonical name of a runner. Raises UsageError, with the nearest one, for an unknown name."""
+    found = name.lower()
+    if found not in RUNNERS:
+        raise UsageError(f"--launcher {name!r} is unknown; {nearest_hint(found, RUNNERS)}")
+    return found
+
+
+def build(job: Job, options: RunnerOptions) -> RunnerCommand:
+    """The one process that starts ``job`` through a backend other than ssh. Raises UsageError for what the backend
+    cannot do.
+    """
+    return RUNNERS[options.launcher].build(job, options)

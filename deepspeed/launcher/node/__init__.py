@@ -1,0 +1,1 @@
+"""One node: its ranks, their cores and environment, and what became of them."""

@@ -1,0 +1,130 @@
+"""What the launcher asks the machine it runs on, and ssh: names, addresses, devices, programs, reachability."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from deepspeed.errors import UsageError
+from deepspeed.launcher.cluster.runners import RUNNERS, RunnerOptions, ssh_prefix
+from deepspeed.launcher.resources import LocalDevices
+
+_CHECK_S = 10.0
+_CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual limit
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether ``host``, as a hostfile names it, is this machine: by name, or because an address of it is one of
+    ours.
+    """
+    name = host.rpartition("@")[2].lower()
+    own = socket.gethostname().lower()
+    if name in ("localhost", own) or name == own.partition(".")[0] or name.partition(".")[0] == own:
+        return True
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)  # only an address of this machine can be bound
+            return True
+    return False
+
+
+def own_address(toward: str) -> str:
+    """The address from which this machine reaches host ``toward``, or this machine's name when that cannot be told."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
+        return socket.gethostname()
+
+
+def local_devices(env: Mapping[str, str]) -> LocalDevices:
+    """Accelerators of this machine; none when ``DS_ACCELERATOR=cpu``, which needs no torch."""
+    if env.get("DS_ACCELERATOR") == "cpu":
+        return LocalDevices(0)
+    import torch  # noqa: PLC0415 - takes about a second, and a wrong command line should be refused at once
+
+    from deepspeed.device import get_accelerator  # noqa: PLC0415 - imports torch
+
+    count = torch.accelerator.device_count()
+    variable = next(iter(get_accelerator().visible_devices_envs()), "") if count else ""
+    return LocalDevices(count, variable, env.get(variable) if variable else None)
+
+
+def _unreachable(host: str, options: RunnerOptions) -> str | None:
+    """Why ``host`` cannot be reached, None when it can."""
+    command = [*ssh_prefix(host, options=options, connect_timeout_s=5), "true"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_CHECK_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_CHECK_S:g} s"
+    except OSError as error:
+        return f"{command[0]} cannot be started: {error.strerror}"
+    said = next((line.strip() for line in done.stderr.splitlines() if line.strip()), "")
+    return None if done.returncode == 0 else said or f"ssh ended with status {done.returncode}"
+
+
+def check_reachable(hosts: Sequence[str], options: RunnerOptions) -> None:
+    """Run ``true`` on all ``hosts`` at once. Raises UsageError naming those that ssh does not reach, with ssh's first
+    words.
+    """
+    with ThreadPoolExecutor(max_workers=min(len(hosts), _CHECKS_AT_A_TIME)) as threads:
+        answers = dict(zip(hosts, threads.map(lambda host: _unreachable(host, options), hosts), strict=True))
+    failed = {host: why for host, why in answers.items() if why is not None}
+    if failed:
+        first, why = next(iter(failed.items()))
+        others = f" (nor are {len(failed) - 1} more: {', '.join(list(failed)[1:6])})" if len(failed) > 1 else ""
+        raise UsageError(
+            f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' "
+            "work without a password, "
+            "or skip this test with --no_ssh_check"
+        )
+
+
+def check_programs(options: RunnerOptions) -> None:
+    """Raise UsageError when a program of the runner is not installed here, or is another backend's."""
+    runner = RUNNERS[options.launcher]
+    programs = (options.ssh[0],) if options.launcher == "ssh" else runner.programs
+    for program in programs:
+        if shutil.which(program) is None:
+            raise UsageError(
+                f"--launcher {options.launcher} needs the program {program!r}, which is not on PATH; install "
+                f"{runner.install}, "
+                "or choose another --launcher"
+            )
+    if options.launcher == "mvapich":
+        said = subprocess.run(
+            ["mpiname"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        ).stdout
+        if "MVAPICH" not in said.upper():
+            raise UsageError(
+                f"the mpiname on PATH reports {said.strip()[:80]!r}, which is not MVAPICH; put MVAPICH first on PATH"
+            )
+
+
+def remove_stale_pid_file(path: str) -> None:
+    """Remove ``path`` when the process it names, other than this one, has ended."""
+    try:
+        with open(path, encoding="ascii") as file:
+            pid = int(file.read())
+        if pid != os.getpid():
+            os.kill(pid, 0)
+            return
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        return  # it runs, as somebody else
+    except (ValueError, OSError):
+        pass  # no such process, or nothing that names one
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,233 @@
+"""Runs the ranks of one node and answers with the exit status of the whole job, which is the same on every node.
+
+The parts: ``rendezvous`` (the launchers find each other), ``hub`` and ``peers`` (they stay in touch), ``ranks``
+(processes), ``member`` (what happens when), ``verdict`` (what was to blame). This module turns a job into the ranks'
+commands and environments.
+"""
+
+import contextlib
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.device import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.launcher import crash_report
+from deepspeed.launcher.cluster.frames import RunnerLink
+from deepspeed.launcher.cluster.member import Event, Member
+from deepspeed.launcher.cluster.rendezvous import Link, host_job, seek_job
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.node import rank_exec
+from deepspeed.launcher.node.affinity import RankCores, plan_cores
+from deepspeed.launcher.node.interrupts import signals_to
+from deepspeed.launcher.node.machine import remove_stale_pid_file
+from deepspeed.launcher.node.ranks import Guard, RankCommand, Ranks
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """One node's part of a job. ``cores`` has one entry per rank of the node, or is None where ranks are not pinned.
+
+    ``from_runner``: the ``deepspeed`` command on another machine started this node and reads its output; see
+    ``frames``.
+    """
+
+    job: Job
+    node_rank: int
+    from_runner: bool = False
+    cores: tuple[RankCores, ...] | None = None
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Device ids that all ranks of this node may use; there are as many as ranks."""
+        return self.job.world[self.job.hosts[self.node_rank]]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on this node."""
+        return len(self.devices)
+
+
+def node_job(job: Job, node_rank: int, *, from_runner: bool = False) -> NodeJob:
+    """The part of ``job`` that node ``node_rank`` runs. Raises UsageError when there is no such node, or no way to
+    reach node 0.
+    """
+    nodes = len(job.hosts)
+    if not 0 <= node_rank < nodes:
+        raise UsageError(
+            f"--node_rank {node_rank} is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
+        )
+    if nodes > 1 and job.master_port == 0 and not from_runner:
+        raise UsageError(
+            "--master_port is needed when nodes are started one by one: the others cannot know a port that "
+            "node 0 chooses"
+        )
+    cores = plan_cores(job, len(job.world[job.hosts[node_rank]]))
+    return NodeJob(job, node_rank, from_runner, None if cores is None else tuple(cores))
+
+
+def default_omp_threads(ranks: int) -> int:
+    """Cores this process may use, shared out over ``ranks``; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def _omp_threads(node: NodeJob, local: int) -> str:
+    if node.cores is not None:
+        return str(len(node.cores[local].cores))
+    return os.environ.get("OMP_NUM_THREADS") or str(default_omp_threads(node.ranks))
+
+
+def rank_environment(node: NodeJob, local: int, *, port: int, run_id: str, report_file: str) -> dict[str, str]:
+    """Variables that rank ``local`` of this node gets in addition to this process's own.
+
+    The names of DeepSpeed, the names of torchrun (so that libraries recognise an elastic launch and use the launcher's
+    store), the visible devices, and those by which ``crash_report`` is loaded and told where to write.
+    """
+    job = node.job
+    rank = str(job.first_rank(node.node_rank) + local)
+    world, on_node, nodes = str(job.world_size), str(node.ranks), str(len(job.hosts))
+    user_path = os.environ.get("PYTHONPATH")
+    report_path = os.path.dirname(os.path.abspath(crash_report.__file__))
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": world,
+        "LOCAL_SIZE": on_node,
+        "CROSS_RANK": str(node.node_rank),
+        "CROSS_SIZE": nodes,
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(port),
+        "LOCAL_WORLD_SIZE": on_node,
+        "GROUP_RANK": str(node.node_rank),
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_RANK": rank,
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": world,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "OMP_NUM_THREADS": _omp_threads(node, local),
+        "PYTHONPATH": os.pathsep.join([report_path, user_path]) if user_path else report_path,
+        "DS_CRASH_REPORT": report_file,
+    }
+    if user_path:
+        environment["DS_USER_PYTHONPATH"] = user_path
+    if job.on_devices:
+        get_accelerator().set_visible_devices_envs(environment, list(node.devices))
+    return environment
+
+
+def rank_arguments(node: NodeJob, local: int, log_file: str) -> tuple[str, ...]:
+    """The command line that starts rank ``local`` of this node through ``rank_exec``."""
+    job, cores = node.job, node.cores[local] if node.cores is not None else None
+    pinned = ",".join(map(str, cores.cores)) if cores is not None else ""
+    command: tuple[str, ...] = (job.script,)
+    if not job.no_python:
+        command = (sys.executable, "-u", *(("-m",) if job.module else ()), job.script)
+    if cores is not None and cores.memory_nodes and (numactl := shutil.which("numactl")):
+        command = (numactl, "-m", ",".join(map(str, cores.memory_nodes)), *command)
+    local_rank = (f"--local_rank={local}",) if job.local_rank_argument else ()
+    head = (sys.executable, "-I", "-S", rank_exec.__file__, str(os.getpid()), log_file, pinned)
+    return (*head, *command, *local_rank, *job.arguments)
+
+
+def rank_log_files(node: NodeJob) -> list[str]:
+    """One log file per local rank (empty without a log directory); creates the directory. Raises UsageError when a file
+    exists.
+    """
+    folder = node.job.log_dir
+    if folder is None:
+        return [""] * node.ranks
+    os.makedirs(folder, exist_ok=True)
+    stamp, first = time.strftime("%Y%m%d%H%M%S"), node.job.first_rank(node.node_rank)
+    files = [os.path.abspath(os.path.join(folder, f"{stamp}_rank{first + local}.log")) for local in range(node.ranks)]
+    for file in files:
+        if os.path.exists(file):
+            raise UsageError(f"log file {file} exists already; name another directory with --enable_each_rank_log")
+    return files
+
+
+@contextlib.contextmanager
+def _pid_file(path: str | None) -> Iterator[None]:
+    """Keep this process's id in ``path``. Raises UsageError when the file names another living process."""
+    if path is None:
+        yield
+        return
+    remove_stale_pid_file(path)
+    try:
+        with open(path, "x", encoding="ascii") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        raise UsageError(f"pid file {path} exists already; another job uses it, or remove it if none does") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def run_node(node: NodeJob) -> int:
+    """Run this node's part of the job to the job's end and return the job's exit status, equal on all nodes.
+
+    0 when every rank on every node returned 0; otherwise the status of the rank that failed first, 128 + S for one
+    ended by signal S; the same for a signal S that a launcher received; 1 when a host was lost or the nodes did not
+    find each other. When it returns, no process of the job is left on this node.
+    Raises UsageError when the port is taken or a log or pid file exists; no rank has been started then.
+    """
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # its put may be called from a signal handler
+
+    def post(kind: str, value: Any) -> None:
+        events.put((kind, value))
+
+    log_files = rank_log_files(node)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_to(lambda number: post("signal", number)))
+        stack.enter_context(_pid_file(node.job.pid_file))
+        runner = RunnerLink(post) if node.from_runner else None
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
+        guardian = Guard([scratch, *([os.path.abspath(node.job.pid_file)] if node.job.pid_file else [])])
+        stack.callback(guardian.dismiss)
+
+        def start(link: Link) -> Ranks:
+            commands = [_command(node, local, link, log_files[local], scratch) for local in range(node.ranks)]
+            stdin = subprocess.DEVNULL if node.from_runner else None
+            return Ranks(commands, guardian, lambda index: post("rank", index), stdin=stdin)
+
+        announce = runner.announce if runner is not None else _nobody
+        member = Member(events, start, first_host=node.job.hosts[0], announce=announce)
+        if node.node_rank == 0:
+            link = host_job(node.job, post)
+            announce("port", port=link.port)
+            # In front of what the hub has posted already.
+            member.link = link
+        else:
+            seek_job(node.job, node.node_rank, member.port, post)
+        verdict = member.run()
+        if runner is not None and runner.framed:
+            announce("verdict", status=verdict.status, text=verdict.text)
+        elif runner is None or node.node_rank == 0 or not member.from_hub:  # one terminal shows all nodes: say it once
+            sys.stdout.flush()
+            sys.stderr.write(verdict.text)
+            sys.stderr.flush()
+    return verdict.status
+
+
+def _nobody(event: str, **content: Any) -> None:
+    """Announce to nobody: this node was started by hand."""
+
+
+def _command(node: NodeJob, local: int, link: Link, log_file: str, scratch: str) -> RankCommand:
+    report_file = os.path.join(scratch, f"rank{local}")
+    environment = rank_environment(node, local, port=link.port, run_id=link.run_id, report_file=report_file)
+    rank = node.job.first_rank(node.node_rank) + local
+    return RankCommand(rank, rank_arguments(node, local, log_file), environment, report_file)

@@ -1,0 +1,1 @@
+"""What users and clients call: gathering, reading and editing, building sharded, lending memory."""

@@ -1,0 +1,332 @@
+"""zero.Init: build a model that never exists whole on any rank.
+
+A module's parameters are cut into shards as soon as the module is attached to its parent (torch's global registration
+hooks tell when), so at most one small subtree is whole at a time. Inside the context a sharded parameter that code
+touches again, such as ``self.apply(init_weights)`` at the end of a constructor, is gathered on demand and cut again
+afterwards; values come from rank 0.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from deepspeed.comm import collectives
+from deepspeed.comm.init import init_distributed
+from deepspeed.config import DeepSpeedConfig, load_config
+from deepspeed.device import get_accelerator, take_device
+from deepspeed.errors import NotYetError, UsageError
+from deepspeed.mesh.groups import plain_mesh
+from deepspeed.observe import hostmem
+from deepspeed.observe.log import logger
+from deepspeed.zero.build import memory_of_ranks
+from deepspeed.zero.facts import UnitFacts, UnitState, castable
+from deepspeed.zero.layout import element_layout
+from deepspeed.zero.memory.fit import limits_present
+from deepspeed.zero.param import mark_zero_parameter
+from deepspeed.zero.partition import statistics_dtypes
+from deepspeed.zero.plan import OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
+from deepspeed.zero.tiers import Tiers
+from deepspeed.zero.unit import Unit
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CONSTRUCTORS = ("empty", "zeros", "ones", "full", "arange", "eye")
+_LEAST_AWAY = 1 << 14
+_orig_torch_arange = torch.arange
+# Single-parameter units get ascending numbers in construction order, which is the same on every rank.
+_numbers = count()
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Any, target_fp_dtype: torch.dtype | None, *, target_device: Any = None
+) -> Any:
+    """Wrap a tensor constructor so that floating results are made in ``target_fp_dtype`` (None: as ever) on
+    ``target_device``.
+
+    ``torch.arange`` is left alone: positions and ids computed in 16 bits are silently wrong. Clients replace this
+    function on ``deepspeed.runtime.zero.partition_parameters`` while they build a model.
+    """
+    if fn is _orig_torch_arange:
+        return fn
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if target_device is not None and kwargs.get("device") is None and not _device_mode_active():
+            kwargs["device"] = target_device
+        asked = kwargs.get("dtype")
+        if asked is None and target_fp_dtype not in (None, torch.get_default_dtype()):
+            made = fn(*args, **kwargs)
+            return made.to(target_fp_dtype) if made.is_floating_point() else made
+        return fn(*args, **kwargs)
+
+    return wrapped
+
+
+def _device_mode_active() -> bool:
+    return torch.get_default_device().type == "meta"
+
+
+class Init:
+    """Context manager; see the module's docstring. ``module`` given: its parameters are cut at once.
+
+    ``config_dict_or_path`` decides the dtype (bf16 or fp16 when enabled, else fp32) unless ``dtype`` is given. The
+    shards rest where ``remote_device`` ("cpu", "nvme") says, else where the configuration's ``offload_param`` does;
+    "nvme" takes the folder from there. ``enabled=False`` does nothing at all. Nested uses keep the outer one.
+    Collective: every rank constructs the same model.
+    """
+
+    # How much of what constructors touched again may stay gathered: this many parameters, and more up to this many
+    # elements.
+    kept_units = 4
+    kept_numel = 1 << 24
+    # The context in force. Construction hooks are global by nature, so there can be one only.
+    _active: "Init | None" = None
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        self._enabled = enabled
+        if not enabled:
+            return
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise NotYetError("quantized weights in zero.Init are not in this release")
+        init_distributed(verbose=False)
+        group = (
+            sequence_data_parallel_group
+            or data_parallel_group
+            or (mpu.get_data_parallel_group() if mpu is not None else None)
+        )
+        self._mesh = plain_mesh(get_accelerator().communication_backend_name(), group=group)
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        cfg = load_config(source, world_size=self._mesh.data.size, lenient=True) if source else None
+        if dtype is None:
+            dtype = _DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32
+        self.dtype = dtype
+        self.device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
+        if (
+            self._tier is Tier.NVME
+            and not offload.host_limit
+            and (present := limits_present(memory_of_ranks(self._mesh))).host
+        ):
+            # No more than half of what there is waits in memory: initialize needs some too.
+            room = (present.host - present.host_used) // 2 // dtype.itemsize
+            offload = replace(offload, host_param_numel=min(offload.host_param_numel, room))
+        self._tiers = Tiers(offload, self.device)
+        if self.device.type == "cpu":
+            hostmem.return_large_blocks()
+        self._heap = hostmem.HeapTrimmer()
+        self._open: dict[int, nn.Module] = {}
+        self._dirty: list[Unit] = []
+        self._hooks: list[Any] = []
+        self._saved: dict[str, Any] = {}
+        self._without_values: list[str] = []
+        self._inside = False
+        if module is not None:
+            self._cut_tree(module)
+            self._say_missing()
+
+    # -- context --------------------------------------------------------------------------------------------------
+    def __enter__(self) -> "Init":
+        if self._enabled and Init._active is None:
+            Init._active = self
+            self._start()
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if not self._enabled or Init._active is not self:
+            return
+        Init._active = None
+        try:
+            if kind is None:
+                for module in list(self._open.values()):
+                    self._cut_tree(module)
+                self._cut_dirty()
+                self._say_missing()
+        finally:
+            self._open.clear()
+            self._stop()
+
+    def _start(self) -> None:
+        self._inside = True
+        self._hooks = [
+            register_module_module_registration_hook(self._submodule_attached),
+            register_module_parameter_registration_hook(self._parameter_registered),
+        ]
+        # Clients patch the wrapper on this module (and only there) before entering, so it is looked up there, now.
+        public = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+        wrapper = getattr(public, "zero_wrapper_for_fp_tensor_constructor", zero_wrapper_for_fp_tensor_constructor)
+        # torch.device contexts list torch's constructors once, at their first use; that must not be a list of our
+        # wrappers.
+        with torch.device("cpu"):
+            torch.empty(0)
+        for name in _CONSTRUCTORS:
+            original = getattr(torch, name)
+            self._saved[name] = original
+            # No dtype: what becomes a parameter is rounded when it is cut, and what becomes a buffer never.
+            setattr(torch, name, wrapper(original, None, target_device=self.device))
+
+    def _stop(self) -> None:
+        self._inside = False
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        for name, original in self._saved.items():
+            setattr(torch, name, original)
+        self._saved.clear()
+
+    # -- construction events --------------------------------------------------------------------------------------
+    def _parameter_registered(self, module: nn.Module, _: str, param: nn.Parameter | None) -> None:
+        if param is not None and not hasattr(param, "_ds_unit"):
+            self._open[id(module)] = module
+
+    def _submodule_attached(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self._cut_dirty()
+            self._cut_tree(child)
+
+    def _cut_tree(self, module: nn.Module) -> None:
+        beside = statistics_dtypes(module)
+        for name, part in module.named_modules():
+            self._open.pop(id(part), None)
+            if any(p.is_meta and not hasattr(p, "_ds_unit") for p in part.parameters(recurse=False)):
+                self._materialise(part, name)
+            for leaf, param in part.named_parameters(recurse=False):
+                if not hasattr(param, "_ds_unit"):
+                    dtype = beside.get(param, self.dtype) if castable(param.dtype) else param.dtype
+                    self._cut(param, f"{type(part).__name__}.{leaf}", dtype)
+
+    def _materialise(self, module: nn.Module, name: str) -> None:
+        """Give a meta module memory and its own initial values."""
+        with torch.device(self.device):
+            module.to_empty(device=self.device, recurse=False)
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+                return
+        for leaf, param in module.named_parameters(recurse=False):
+            nn.init.zeros_(param)
+            self._without_values.append(f"{type(module).__name__}.{leaf}" if not name else f"{name}.{leaf}")
+
+    def _say_missing(self) -> None:
+        if self._without_values:
+            logger.warning(
+                "zero.Init met %d meta parameters whose modules have no reset_parameters(); they are zero "
+                "until weights are loaded: %s",
+                len(self._without_values),
+                ", ".join(self._without_values[:8]),
+            )
+            self._without_values.clear()
+
+    def _cut(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> None:
+        """Turn one whole parameter into this rank's shard of it, in ``dtype``."""
+        layout = element_layout([(name, tuple(param.shape), 0)], self._mesh.zero.size)
+        # A drive transfers pages: what is smaller than a few of them stays in memory.
+        tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
+        plan = UnitPlan(StatePlan((Spread.SHARDED,), tier), None, None)
+        unit = Unit(next(_numbers), name, [param], layout=layout, plan=plan, facts=UnitFacts(self._mesh))
+        with torch.no_grad():
+            values = torch.zeros(layout.numel, dtype=dtype, device=self.device)
+            Unit.view(values, layout.segments[0]).copy_(param)
+            collectives.broadcast(values, self._mesh.zero)
+            unit.adopt(values, dtype, keep_master=False, tiers=self._tiers)
+        if self.device.type == "cpu":
+            self._heap.passed(2 * values.nbytes)
+        unit.keep_by(lambda: self)
+        mark_zero_parameter(param, unit, 0, name=name)
+
+    # -- Fetcher: parameters touched again while the model is being built -----------------------------------------
+    def may_fetch_on_demand(self, unit: Unit) -> bool:
+        return self._inside
+
+    def fetch_on_demand(self, unit: Unit) -> bool:
+        if not self._inside:
+            return False
+        unit.fetch_whole()
+        self._dirty.append(unit)
+        # One walk over the whole tree, as apply(init_weights) is, must not leave the whole model behind it. The latest
+        # few stay: code may hold views of several parameters at once.
+        while len(self._dirty) > self.kept_units and sum(u.layout.numel for u in self._dirty) > self.kept_numel:
+            self._cut_again(self._dirty.pop(0))
+        return True
+
+    def _cut_dirty(self) -> None:
+        dirty, self._dirty = self._dirty, []
+        for unit in dirty:
+            self._cut_again(unit)
+
+    def _cut_again(self, unit: Unit) -> None:
+        if unit.params and unit.pins == 0 and unit.state is UnitState.READY:
+            with torch.no_grad():
+                collectives.broadcast(unit.full, self._mesh.zero)
+                unit.absorb(0)
+            unit.release()
+
+    def pin(self, unit: Unit) -> None:
+        unit.fetch_whole()
+        unit.add_pin()
+
+    def meet(self) -> int:
+        return 0  # constructors gather in one order
+
+    def unpin(self, unit: Unit) -> None:
+        unit.drop_pin()
+        if unit.pins == 0 and unit.state is UnitState.READY and unit not in self._dirty:
+            unit.release()
+
+
+def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_size: int) -> tuple[Tier, OffloadPlan]:
+    """Where shards wait for ``initialize``, and the sizes that belong to it."""
+    offload = make_plan(cfg, world_size).offload if cfg is not None else OffloadPlan()
+    block = cfg.zero.offload_param if cfg is not None else None
+    wanted = remote_device or (block.device.value if block is not None else "none")
+    tiers = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+    if wanted not in tiers:
+        raise UsageError(f"zero.Init(remote_device={remote_device!r}): the places are 'cpu' and 'nvme'")
+    if wanted == "nvme" and not offload.param_folder:
+        raise UsageError(
+            "zero.Init(remote_device='nvme') needs a folder on the drive: pass config_dict_or_path with "
+            "zero_optimization.offload_param.nvme_path"
+        )
+    # Where the device is the host, its shards are in host memory anyway.
+    on_cpu = get_accelerator().device_name() == "cpu"
+    return (Tier.DEVICE if wanted == "cpu" and on_cpu else tiers[wanted]), offload
+
+
+def shutdown_init_context() -> Init | None:
+    """Suspend the context in force (initialize does this); returns it for ``restore_init_context``."""
+    active = Init._active
+    if active is not None:
+        active._stop()
+        Init._active = None
+    return active
+
+
+def restore_init_context(active: Init | None = None) -> None:
+    """Resume what ``shutdown_init_context`` suspended."""
+    if active is not None and Init._active is None:
+        Init._active = active
+        active._start()

@@ -1,0 +1,1 @@
+"""Memory planned before the first step."""
