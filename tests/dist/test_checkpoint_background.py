@@ -18,7 +18,8 @@ import torch
 from deepspeed.checkpoint.format import files, folders
 from deepspeed.checkpoint.load.opening import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.checkpoint.save.save import RankFile, saver
+from deepspeed.checkpoint.save import saver
+from deepspeed.checkpoint.save.save import RankFile
 from deepspeed.verify.ranks import _context, _enter_world, _free_port
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
