@@ -1,4 +1,4 @@
-# make train | train-nvme | test | lint | bench   each sets up .venv first, once.
+# make train | train-nvme | test | test-all | lint | bench   each sets up .venv first, once.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -7,11 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RANKS ?= 2
 CONFIG ?= examples/configs/zero3.json
-# Wall-clock bound of the whole test run; single tests are bounded in pyproject.toml.
+# Wall-clock bound of a whole test run; single tests are bounded in pyproject.toml.
 TEST_LIMIT ?= 3600
+# Test files run side by side in so many processes; the tests of one file stay together.
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: venv train train-nvme test lint bench clean
+.PHONY: venv train train-nvme test test-all lint bench clean
 
 venv: $(STAMP)
 
@@ -31,8 +33,14 @@ train: venv
 train-nvme: venv
 	$(BIN)/python benchmarks/nvme.py train $(if $(NVME),--folder $(NVME))
 
+PYTEST = OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest tests -n $(WORKERS) --dist loadfile
+
+# Every guarantee, on the settings that differ most; all corners of the matrices are in test-all.
 test: venv
-	OMP_NUM_THREADS=1 timeout $(TEST_LIMIT) $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)
+
+test-all: venv
+	$(PYTEST) $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

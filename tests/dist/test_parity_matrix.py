@@ -45,13 +45,15 @@ CORNERS = (
 )
 
 
-def sweep(
-    case: str, stage: int, *, buckets: tuple[str, ...] = tuple(BUCKETS), overlaps: tuple[bool, ...] = (False, True)
-) -> list[CellResult]:
-    """Run one model at one stage under every bucket and overlap setting on the ranks of this process group."""
-    return [
-        run_cell(Cell(case, stage=stage, bucket=bucket, overlap=overlap)) for bucket in buckets for overlap in overlaps
-    ]
+# Bucket and overlap. Every commit runs the two that differ most; the other two add least.
+APART = (("tiny", True), ("huge", False))
+BETWEEN = (("tiny", False), ("huge", True))
+OVERLAPPED = tuple((bucket, True) for bucket in BUCKETS)
+
+
+def sweep(case: str, stage: int, settings: tuple[tuple[str, bool], ...]) -> list[CellResult]:
+    """Run one model at one stage under each (bucket, overlap) of ``settings`` on the ranks of this process group."""
+    return [run_cell(Cell(case, stage=stage, bucket=bucket, overlap=overlap)) for bucket, overlap in settings]
 
 
 def check(per_rank: list[list[CellResult]]) -> None:
@@ -71,14 +73,21 @@ def check(per_rank: list[list[CellResult]]) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", MATRIX)
 def test_parity(pool2: RankPool, case: str, stage: int) -> None:
-    check(pool2.run(sweep, case, stage))
+    check(pool2.run(sweep, case, stage, APART))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", MATRIX)
+def test_parity_of_the_settings_between(pool2: RankPool, case: str, stage: int) -> None:
+    check(pool2.run(sweep, case, stage, BETWEEN))
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CORNERS)
 def test_corner(pool2: RankPool, case: str, stage: int) -> None:
-    check(pool2.run(sweep, case, stage, overlaps=(True,)))
+    check(pool2.run(sweep, case, stage, OVERLAPPED))
 
 
 @pytest.mark.timeout(120)
@@ -86,14 +95,14 @@ def test_corner(pool2: RankPool, case: str, stage: int) -> None:
 @pytest.mark.parametrize("case", ["conditional", "unused", "everything", "tied"])
 def test_three_ranks(pool3: RankPool, case: str, stage: int) -> None:
     """Nothing divides by three: every shard is padded."""
-    check(pool3.run(sweep, case, stage, overlaps=(True,)))
+    check(pool3.run(sweep, case, stage, OVERLAPPED))
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", ["plain", "everything"])
 def test_one_rank(pool1: RankPool, case: str, stage: int) -> None:
-    check(pool1.run(sweep, case, stage, overlaps=(True,)))
+    check(pool1.run(sweep, case, stage, OVERLAPPED))
 
 
 @pytest.mark.timeout(120)
