@@ -9,6 +9,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_LOG_LEVEL", "WARNING")
 
+from tests.harness.exhaustive import corner, unmatched
 from tests.harness.pool import RankPool
 
 # The same commit gives the same verdict; HYPOTHESIS_PROFILE=search looks for new counterexamples.
@@ -47,3 +48,12 @@ def pool3() -> Iterator[RankPool]:
 def pool4() -> Iterator[RankPool]:
     """Four ranks."""
     yield from _pool(4)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the corners of matrices; a pattern that no test of a whole run answers to is an error."""
+    for item in items:
+        if corner(item.nodeid):
+            item.add_marker("exhaustive")
+    if config.args == ["tests"] and (stale := unmatched(item.nodeid for item in items)):
+        raise pytest.UsageError(f"tests/harness/exhaustive.py names tests that do not exist: {sorted(stale)}")

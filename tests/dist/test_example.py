@@ -50,23 +50,23 @@ def _run(command: tuple[str, ...], level: int, out: Path, *more: str) -> list[fl
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The curve of two ranks under level 2, without an interruption."""
-    return _run(LAUNCHER, 2, tmp_path_factory.mktemp("straight"))
+    """The curve of two ranks under level 3, without an interruption."""
+    return _run(LAUNCHER, 3, tmp_path_factory.mktemp("straight"))
 
 
 def test_an_interrupted_run_goes_on_to_the_same_curve_on_other_ranks_and_another_level(
     tmp_path: Path, straight: list[float]
 ) -> None:
     save = ("--save", str(tmp_path / "ckpt"), "--eval-interval", "2")
-    _run(LAUNCHER, 2, tmp_path / "first", *save, "--steps", "2")
-    assert _run(LAUNCHER, 2, tmp_path / "second", *save) == straight
+    _run(LAUNCHER, 3, tmp_path / "first", *save, "--steps", "2")
+    assert _run(LAUNCHER, 3, tmp_path / "second", *save) == straight
     (tmp_path / "ckpt" / "latest").write_text("global_step2")
-    alone = _run((sys.executable,), 3, tmp_path / "alone", *save)
+    alone = _run((sys.executable,), 2, tmp_path / "alone", *save)
     assert max(abs(a - b) for a, b in zip(alone, straight, strict=True)) < 5e-6
 
 
 def test_every_level_gives_the_same_curve_and_two_ranks_equal_one(tmp_path: Path, straight: list[float]) -> None:
-    curves = {2: straight, **{level: _run(LAUNCHER, level, tmp_path / str(level)) for level in (0, 3)}}
+    curves = {3: straight, **{level: _run(LAUNCHER, level, tmp_path / str(level)) for level in (0, 2)}}
     curves[-1] = _run((sys.executable,), 3, tmp_path / "alone")
     assert all(len(curve) == STEPS for curve in curves.values())
     assert 5.0 < curves[0][0] < 6.5
