@@ -4,7 +4,7 @@ saved.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -13,24 +13,21 @@ from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed.comm import get_rank, get_world_size, is_initialized
 from deepspeed.data.position import (
-    Order,
     Position,
-    SamplerOrder,
+    ResumableSampler,
     Share,
     SharedOrder,
-    StreamOrder,
+    SourceOrder,
     check_position,
     drop_batches,
+    is_stateful,
     refuse_drawn,
     worker_seed,
 )
-from deepspeed.data.sampler import ResumableSampler, WatchedSampler, is_stateful, length_of
 from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 
-# The original default of two processes for each accelerator. Here loading stays in this process unless workers are
-# asked for: forked workers and device contexts do not mix, and a dataset in memory is slower through them.
-_DEFAULT_WORKERS = 0
+_END = object()
 
 
 class RepeatingLoader:
@@ -41,10 +38,10 @@ class RepeatingLoader:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self._epoch = 0
-        self._batches = 0  # of the running round
-        self._skip = 0
+        self.loader: Any = loader
+        self._round = 0
+        self._batches = 0  # handed out of the running round
+        self._skip = 0  # of them, still to be read past
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> "RepeatingLoader":
@@ -52,47 +49,37 @@ class RepeatingLoader:
 
     def __len__(self) -> int:
         """Batches of one round."""
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)
 
     def __next__(self) -> Any:
-        if self._iterator is None:
-            self._begin()
-        for last in (False, True):
-            try:
-                batch = next(self._iterator)  # type: ignore[arg-type]
-            except StopIteration:
-                if last:
-                    break
-                self._epoch += 1
-                self._begin()
-            else:
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = self._begin()
+            batch = next(self._iterator, _END)
+            if batch is not _END:
                 self._batches += 1
                 return batch
+            self._round, self._batches, self._iterator = self._round + 1, 0, None
         raise DeepSpeedConfigError(
             "RepeatingLoader: the loader has no batch at all; give it data or set drop_last to false."
         )
 
-    def _begin(self) -> None:
+    def _begin(self) -> Iterator[Any]:
         # our own loader advances its sampler itself; a plain DataLoader would repeat one shuffle for ever
         sampler = None if isinstance(self.loader, DeepSpeedDataLoader) else getattr(self.loader, "sampler", None)
-        if self._epoch and isinstance(sampler, DistributedSampler):
-            sampler.set_epoch(self._epoch)
-        self._iterator = iter(self.loader)
-        drop_batches(self._iterator, self._skip)
-        self._batches, self._skip = self._skip, 0
+        if self._round and isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(self._round)
+        batches = iter(self.loader)
+        drop_batches(batches, self._skip)
+        self._skip = 0
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out: the loader's own, or round and batches, in plain values."""
         if isinstance(self.loader, DeepSpeedDataLoader):
             return self.loader.state_dict()
-        inner = self.loader.state_dict() if is_stateful(self.loader) else None  # type: ignore[attr-defined]
-        waiting = self._iterator is None
-        return {
-            "round": self._epoch,
-            "batches": self._skip if waiting else self._batches,
-            "world_size": _ranks(),
-            "loader": inner,
-        }
+        inner = self.loader.state_dict() if is_stateful(self.loader) else None
+        return {"round": self._round, "batches": self._batches, "world_size": _ranks(), "loader": inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at ``state``, also in the middle of an iteration; raises CheckpointError where that cannot be exact."""
@@ -104,21 +91,19 @@ class RepeatingLoader:
                 "This is no position of a RepeatingLoader over a plain loader; wrap the loader that saved it."
             )
         stateful = is_stateful(self.loader) and state["loader"] is not None
-        if state["batches"] and not stateful:
+        if stateful:
+            self.loader.load_state_dict(state["loader"])
+        elif state["batches"]:
             refuse_drawn(getattr(self.loader, "sampler", None))
             refuse_drawn(getattr(getattr(self.loader, "batch_sampler", None), "sampler", None))
             if state["world_size"] != _ranks():
                 raise CheckpointError(
-                    f"The data position was saved on {state['world_size']} ranks and here are {_ranks()}; a "
-                    "plain loader can only be "
-                    "continued on as many. Pass training_data to deepspeed.initialize for a loader that any "
-                    "number of ranks can continue."
+                    f"The data position was saved on {state['world_size']} ranks and here are {_ranks()}; a plain "
+                    "loader can only be continued on as many. Pass training_data to deepspeed.initialize for a loader "
+                    "that any number of ranks can continue."
                 )
-        if stateful:
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        self._epoch, self._batches = state["round"], state["batches"]
-        self._skip = 0 if stateful else state["batches"]
-        self._iterator = None
+        self._round, self._batches, self._iterator = state["round"], state["batches"], None
+        self._skip = 0 if stateful else self._batches
 
 
 class DeepSpeedDataLoader:
@@ -161,28 +146,28 @@ class DeepSpeedDataLoader:
         self.tput_timer = tput_timer
         self.collate_fn = collate_fn
         self.deepspeed_dataloader_config = deepspeed_dataloader_config or {}
-        workers = _DEFAULT_WORKERS if num_local_io_workers is None else num_local_io_workers
+        # Two processes an accelerator were the original default; forked workers and device contexts do not mix.
+        workers = num_local_io_workers or 0
         world_size = _ranks() if data_parallel_world_size is None else data_parallel_world_size
         rank = (get_rank() if is_initialized() else 0) if data_parallel_rank is None else data_parallel_rank
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = ResumableSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
-        self.data_sampler = data_sampler
+        self.data_sampler: Any = data_sampler
         self._share = Share(world_size, rank, batch_size)
-        self._order, sampler = _order(dataset, data_sampler, self._share, workers)
+        self._order = self._order_of(workers)
         self._seed = torch.initial_seed()
         # of its own, so that beginning a pass (anew, after loading) never draws from the global generator
         self._generator = torch.Generator()
         self._next = Position()
         self._running: Position | None = None
         self._loads = 0
-        # A sampler's or dataset's own state between two epochs may mean "nothing left": an empty first pass is then
-        # made again.
+        # A user's state between two epochs may mean "nothing left": an empty first pass is then made again.
         self._maybe_spent = False
         self._stream: Iterator[Any] | None = None
         self.dataloader = DataLoader(
             dataset,
             batch_size=batch_size,
-            sampler=sampler,
+            sampler=self._order if data_sampler is not None and isinstance(self._order, SourceOrder) else data_sampler,
             num_workers=workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory and get_accelerator().device_name() != "cpu",
@@ -190,13 +175,22 @@ class DeepSpeedDataLoader:
             generator=self._generator,
         )
 
+    def _order_of(self, workers: int) -> SharedOrder | SourceOrder:
+        sampler, share = self.data_sampler, self._share
+        if isinstance(sampler, ResumableSampler):
+            return SharedOrder(sampler, Share(sampler.num_replicas, sampler.rank, share.batch_size))
+        if sampler is None:
+            return SourceOrder(self.dataset, share, {"kind": "stream", "workers": workers})
+        length = len(self.dataset) if isinstance(self.dataset, Sized) else None
+        return SourceOrder(sampler, share, {"kind": "sampler", "samples": length})
+
     @property
     def sampler(self) -> Any:
         """The sampler in use, None for an iterable dataset."""
         return self.data_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Number of the epoch that the next pass begins; it decides the shuffle. The epoch of a loaded position goes on
+        """Number of the epoch that the next pass begins, which decides the shuffle; a loaded position of it goes on
         where it was.
         """
         if epoch != self._next.epoch:
@@ -209,27 +203,24 @@ class DeepSpeedDataLoader:
     def __iter__(self) -> Iterator[Any]:
         """A pass over the next epoch, or over the rest of the one whose position was loaded."""
         batches: Iterator[Any] | None = None
-        position, loads = Position(), self._loads
+        position, loads = Position(), -1
         while True:
             if self.tput_timer is not None:
                 self.tput_timer.start()
             if batches is None or loads != self._loads:  # a position loaded meanwhile holds for passes that already run
-                batches = None  # first end the old workers
-                loads = self._loads
+                batches, loads = None, self._loads  # first end the old workers
                 position, batches = self._begin()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                if self._maybe_spent and self._running is position:
-                    self._maybe_spent = False
-                    batches = self._fetch()
-                    continue
+            batch = next(batches, _END)
+            spent, self._maybe_spent = self._maybe_spent and self._running is position, False
+            if batch is not _END:
+                self._order.handed_out(position)
+                yield batch
+            elif spent:
+                batches = self._fetch()
+            else:
                 if self._running is position:
                     self._running = None
                 return
-            self._maybe_spent = False
-            self._order.handed_out(position)
-            yield batch
 
     def _begin(self) -> tuple[Position, Iterator[Any]]:
         self._running = position = self._next
@@ -258,10 +249,9 @@ class DeepSpeedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch handed out by the pass begun last, in plain values.
 
-        ``epoch`` and ``samples`` (handed out of it by all ranks together; every rank hands out equally many batches)
-        are the same on every rank. So is all else, except ``inner``, the state of a sampler or iterable dataset of the
-        user's, where that differs. After the last batch but before the pass has ended the position is the end of that
-        epoch: the pass to come is empty.
+        ``epoch`` and ``samples`` (handed out of it by all ranks together) are the same on every rank, and so is all
+        else, except ``inner``, the state of a sampler or dataset of the user's. After the last batch but before the
+        pass has ended the position is the end of that epoch: the pass to come is empty.
         """
         position = self._running or self._next
         return {
@@ -278,8 +268,8 @@ class DeepSpeedDataLoader:
         """Go on at ``state``: the next pass, or one that runs now, is the rest of that epoch.
 
         With the default sampler any rank's state does for every rank of any number. Raises CheckpointError, and changes
-        nothing, when the rest cannot be exact: another dataset or sampler, or another layout where only the user's own
-        code knows how data are split.
+        nothing, when the rest cannot be exact: another dataset or sampler, or another layout where only the user's code
+        knows how data are split.
         """
         check_position(state, self._order)
         self._order.load(state)
@@ -288,16 +278,6 @@ class DeepSpeedDataLoader:
         self._running = None
         self._maybe_spent = state["inner"] is not None and not state["samples"]
         self._loads += 1
-
-
-def _order(dataset: Any, sampler: Any, share: Share, workers: int) -> tuple[Order, Any]:
-    """Who decides the order, and the sampler for torch's DataLoader."""
-    if isinstance(sampler, ResumableSampler):
-        return SharedOrder(sampler, Share(sampler.num_replicas, sampler.rank, share.batch_size)), sampler
-    if sampler is None:
-        return StreamOrder(dataset, share, workers), None
-    watched = WatchedSampler(sampler, share.batch_size)
-    return SamplerOrder(watched, share, length_of(dataset)), watched
 
 
 def _ranks() -> int:

@@ -32,5 +32,5 @@ def move_to_device(
     item: Any, device: str | torch.device, criterion_func: Callable[[torch.Tensor], bool] | None = None
 ) -> Any:
     """Copy of the nested ``item`` with its tensors on ``device``; ``criterion_func`` selects which (all by default)."""
-    wanted = criterion_func or (lambda _tensor: True)
-    return map_tensors(item, lambda tensor: tensor.to(device) if wanted(tensor) else tensor)
+    chosen = criterion_func or (lambda _tensor: True)
+    return map_tensors(item, lambda tensor: tensor.to(device) if chosen(tensor) else tensor)

@@ -1,29 +1,30 @@
 """Where a data loader stands, and what it takes to go on there, perhaps with another number of ranks.
 
 A position is an epoch and the number of its samples that all ranks together have handed out. What can be done with it
-depends on who decides the order of the samples; there is one class for each: our sampler (``SharedOrder``), a sampler
-of the user's (``SamplerOrder``), or an iterable dataset itself (``StreamOrder``).
+depends on who decides the order of the samples: our sampler (``SharedOrder``), or a sampler or iterable dataset of the
+user's (``SourceOrder``).
 """
 
 import contextlib
+import copy
 import hashlib
 import random
 import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from deepspeed.data.sampler import ResumableSampler, WatchedSampler, is_stateful
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import log_dist
 
 _DRAWN_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_HINT = "Give it state_dict and load_state_dict, or use the loader's own sampler."
+_KEYS = {"epoch", "samples", "seed", "world_size", "batch_size", "order", "inner"}
 
 
 @dataclass
@@ -48,9 +49,38 @@ class Share:
         return self.world_size * self.batch_size
 
 
+class ResumableSampler(DistributedSampler[Any]):
+    """torch's ``DistributedSampler`` that can leave out the first ``start`` samples of an epoch.
+
+    The order of an epoch depends on ``seed``, the epoch and the length of the dataset only, not on the number of ranks,
+    and the ranks take turns in it. So what all ranks together have handed out after equally many batches is a prefix of
+    the order, and any number of ranks can share the rest. With ``start`` 0 every rank gets what torch's sampler gives,
+    index for index.
+
+    Padding: every rank gets equally many indices. Where the (rest of the) epoch does not divide by ``num_replicas``,
+    the last round is filled with up to ``num_replicas - 1`` samples from the beginning of the order, as torch does;
+    with ``drop_last`` the uneven samples are left out instead. ``len`` is that of a whole epoch, whatever ``start`` is.
+    """
+
+    start: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
+        order = torch.arange(length, device="cpu")
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(length, generator=generator, device="cpu")
+        rest = order[self.start :]
+        if self.drop_last:
+            rest = rest[: len(rest) // ranks * ranks]
+        elif missing := -len(rest) % ranks:
+            rest = torch.cat([rest, order.repeat(-(-missing // length))[:missing]])
+        return iter(rest[self.rank :: ranks].tolist())
+
+
 class SharedOrder:
-    """Our sampler: the handed-out samples are a prefix of an order that knows no ranks, so any number of ranks can take
-    the rest.
+    """Our sampler: what was handed out is a prefix of an order that knows no ranks, so any number of ranks can take the
+    rest.
     """
 
     def __init__(self, sampler: ResumableSampler, share: Share) -> None:
@@ -73,7 +103,7 @@ class SharedOrder:
         position.samples = min(position.samples + self.share.step, len(self.sampler.dataset))  # type: ignore[arg-type]
 
     def state(self, *, running: bool) -> Any:
-        """What the sampler or dataset says of itself; here nothing."""
+        """What the user's own code says of its place; here nothing."""
         return None
 
     def load(self, state: dict[str, Any]) -> None:
@@ -83,174 +113,130 @@ class SharedOrder:
         """Raise CheckpointError when ``state`` cannot be continued exactly."""
 
 
-class SamplerOrder:
-    """A sampler of the user's: restored by its own state; without one its first indices are left out again on as many
-    ranks.
+class SourceOrder(Sampler[int]):
+    """A sampler or iterable dataset of the user's: restored by its own state; without one it is read past what was
+    handed out.
+
+    Of a sampler it is what the ``DataLoader`` sees: workers fetch ahead, so the state is noted after each batch that is
+    drawn.
     """
 
-    def __init__(self, sampler: WatchedSampler, share: Share, length: int | None) -> None:
-        self.watched = sampler
-        self.share = share
-        self.length = length
-        self._last: Any = None
+    def __init__(self, source: Any, share: Share, facts: dict[str, Any]) -> None:
+        self.source, self.share = source, share
+        self._facts = facts
+        self._sampler = facts["kind"] == "sampler"
+        # a worker process iterates over its own copy of a dataset, whose state is out of reach
+        self._stateful = is_stateful(source) and not facts.get("workers")
+        self._skip = 0  # indices of a sampler that are left out
+        self._drawn: deque[Any] = deque()  # states after batches that were not yet handed out, oldest first
+        self._last: Any = None  # state after the last batch handed out
         self._loaded: Any = None  # until the pass begins; a sampler need not tell what it was told
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = self._drawn = deque()
+        for count, index in enumerate(islice(self.source, self._skip, None), 1):
+            if self._stateful and count % self.share.batch_size == 0:
+                drawn.append(copy.deepcopy(self.source.state_dict()))
+            yield index
+        if self._stateful:
+            drawn.append(copy.deepcopy(self.source.state_dict()))
 
     def facts(self) -> dict[str, Any]:
         """What must be the same where the position is loaded."""
-        return {"kind": "sampler", "samples": self.length}
+        return self._facts
 
     def begin(self, position: Position) -> int:
         """Prepare the pass that starts at ``position``; the number of batches to drop from it."""
-        sampler: Any = self.watched.sampler
-        if isinstance(sampler, DistributedSampler):
-            sampler.set_epoch(position.epoch)
-        self.watched.start = 0 if is_stateful(sampler) else position.samples // self.share.world_size
-        self.watched.states = deque()
-        self._last = self.state(running=False)
-        self._loaded = None
-        return 0
+        if (isinstance(self.source, DistributedSampler) or not self._sampler) and hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(position.epoch)
+        self._last, self._loaded = self.state(running=False), None
+        self._skip = position.samples // self.share.world_size if self._sampler and not self._stateful else 0
+        return 0 if self._sampler or self._stateful else position.samples // self.share.step
 
     def handed_out(self, position: Position) -> None:
         """Count one more batch on every rank; a short last one counts as whole, since nothing comes after it."""
         position.samples += self.share.step
-        if self.watched.states:
-            self._last = self.watched.states.popleft()
+        if self._drawn:
+            self._last = self._drawn.popleft()
 
     def state(self, *, running: bool) -> Any:
-        """The sampler's state after the last batch handed out, not after the last one that a worker asked for."""
-        sampler: Any = self.watched.sampler
-        if not is_stateful(sampler):
-            return None
-        if running:
-            return self._last
-        return sampler.state_dict() if self._loaded is None else self._loaded
+        """The user's state after the last batch handed out; of a dataset nothing is fetched ahead where it is asked."""
+        if self._loaded is not None or not self._stateful:
+            return self._loaded
+        return self._last if running and self._sampler else self.source.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` gave."""
-        sampler: Any = self.watched.sampler
-        self._loaded = state["inner"] if is_stateful(sampler) else None
+        self._loaded = state["inner"] if self._stateful else None
         if self._loaded is not None:
-            sampler.load_state_dict(self._loaded)
+            self.source.load_state_dict(self._loaded)
         elif state["samples"]:
             log_dist(
-                f"The data position leaves out the first indices of {_name(sampler)}: its order must be that "
-                "of the run that saved."
+                f"The data position reads past the first samples of {_name(self.source)}: its order must be the saved "
+                "one."
             )
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise CheckpointError when ``state`` cannot be continued exactly."""
-        sampler = self.watched.sampler
-        refuse_drawn(sampler)
-        if is_stateful(sampler) and state["inner"] is None:
+        name, share = _name(self.source), self.share
+        refuse_drawn(self.source)
+        if self._stateful and state["inner"] is None:
+            raise CheckpointError(f"The data position holds no state for {name}; it was saved with one that has none.")
+        if state["world_size"] != share.world_size and not (
+            self._stateful and getattr(self.source, "resizable", False)
+        ):
             raise CheckpointError(
-                f"The data position holds no state for {_name(sampler)}; it was saved with a sampler that has none."
+                f"The data position was saved on {state['world_size']} data-parallel ranks; here are "
+                f"{share.world_size}, and only {name} knows how it splits the data. Resume on {state['world_size']} "
+                "ranks, use the loader's own sampler, or, if the state_dict of rank 0 is right for any number of "
+                "ranks, say so by an attribute resizable = True."
             )
-        _same_ranks(state, self.share, sampler)
-
-
-class StreamOrder:
-    """An iterable dataset: restored by its own state; without one its first batches are read again and dropped, in the
-    same layout.
-    """
-
-    def __init__(self, dataset: Any, share: Share, workers: int) -> None:
-        self.dataset = dataset
-        self.share = share
-        self.workers = workers
-        self._loaded: Any = None
-
-    def facts(self) -> dict[str, Any]:
-        """What must be the same where the position is loaded."""
-        return {"kind": "stream", "workers": self.workers}
-
-    @property
-    def _keeps_state(self) -> bool:
-        # a worker process iterates over its own copy, whose state is out of reach
-        return self.workers == 0 and is_stateful(self.dataset)
-
-    def begin(self, position: Position) -> int:
-        """Prepare the pass that starts at ``position``; the number of batches to drop from it."""
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(position.epoch)
-        loaded, self._loaded = self._loaded, None
-        return 0 if loaded is not None else position.samples // self.share.step
-
-    def handed_out(self, position: Position) -> None:
-        """Count one more batch on every rank."""
-        position.samples += self.share.step
-
-    def state(self, *, running: bool) -> Any:
-        """The dataset's state; nothing is fetched ahead where it is asked."""
-        if not self._keeps_state:
-            return None
-        return self.dataset.state_dict() if self._loaded is None else self._loaded
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave."""
-        self._loaded = state["inner"] if self._keeps_state else None
-        if self._loaded is not None:
-            self.dataset.load_state_dict(self._loaded)
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError when ``state`` cannot be continued exactly."""
-        _same_ranks(state, self.share, self.dataset)
-        if state["batch_size"] != self.share.batch_size and not (self._keeps_state and state["inner"] is not None):
+        if not self._sampler and not self._stateful and state["batch_size"] != share.batch_size:
             raise CheckpointError(
-                f"The data position counts batches of {state['batch_size']} samples of an iterable dataset; "
-                "this loader has batches of "
-                f"{self.share.batch_size}. Load it with the same batch size, or give {_name(self.dataset)} "
-                "state_dict and load_state_dict."
+                f"The data position counts batches of {state['batch_size']} samples of an iterable dataset, this "
+                f"loader {share.batch_size}. Load it with the same batch size, or give {name} state_dict and "
+                "load_state_dict."
             )
 
 
-Order = SharedOrder | SamplerOrder | StreamOrder
-
-
-def check_position(state: dict[str, Any], order: Order) -> None:
+def check_position(state: dict[str, Any], order: SharedOrder | SourceOrder) -> None:
     """Raise CheckpointError, before anything was changed, when ``state`` cannot be continued by a loader with
     ``order``.
 
     At the beginning of an epoch nothing was handed out, and every loader can begin there.
     """
-    missing = {"epoch", "samples", "seed", "world_size", "batch_size", "order", "inner"} - set(state)
-    if missing:
+    if missing := _KEYS - set(state):
         raise CheckpointError(
             f"This is no data position of DeepSpeedDataLoader: it lacks {', '.join(sorted(missing))}."
         )
     if not state["samples"]:
         return
-    saved, here = state["order"], order.facts()
-    names = [name for name in sorted({*saved, *here}) if saved.get(name) != here.get(name)]
+    saved, ours = state["order"], order.facts()
+    names = [name for name in sorted({*saved, *ours}) if saved.get(name) != ours.get(name)]
     if names:
-        told = ", ".join(f"{name} {saved.get(name)!r} (here {here.get(name)!r})" for name in names)
+        differences = ", ".join(f"{name} {saved.get(name)!r} (here {ours.get(name)!r})" for name in names)
         raise CheckpointError(
             f"The data position is that of other data: saved after {state['samples']} samples of epoch "
-            f"{state['epoch']} with {told}. "
-            "Load it with the same dataset and sampler, or start its epoch anew."
+            f"{state['epoch']} with {differences}. Load it with the same dataset and sampler, or start its epoch anew."
         )
     order.check(state)
 
 
 def refuse_drawn(sampler: Any) -> None:
-    """Raise CheckpointError for a sampler of torch's whose order is drawn anew from random numbers, and so cannot be
-    replayed.
-    """
+    """Raise CheckpointError for a sampler of torch's that draws a new order each time, which cannot be replayed."""
     if isinstance(sampler, _DRAWN_SAMPLERS) and not is_stateful(sampler):
         raise CheckpointError(
-            f"The data position cannot be restored: {_name(sampler)} draws a new order each time. {_HINT}"
+            f"The data position cannot be restored: {_name(sampler)} draws a new order each time. Give it state_dict "
+            "and load_state_dict, or use the loader's own sampler."
         )
 
 
-def _same_ranks(state: dict[str, Any], share: Share, source: Any) -> None:
-    if state["world_size"] == share.world_size or (is_stateful(source) and getattr(source, "resizable", False)):
-        return
-    raise CheckpointError(
-        f"The data position was saved on {state['world_size']} data-parallel ranks; here are "
-        f"{share.world_size}, and only {_name(source)} "
-        f"knows how it splits the data. Resume on {state['world_size']} ranks, use the loader's own sampler, "
-        "or, if the state_dict of "
-        "rank 0 is right for any number of ranks, say so by an attribute resizable = True."
-    )
+def is_stateful(thing: Any) -> bool:
+    """Whether ``thing`` keeps its own position: it has both ``state_dict`` and ``load_state_dict``."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 def _name(thing: Any) -> str:
@@ -266,24 +252,20 @@ def worker_seed(seed: int, position: Position, rank: int) -> int:
 
 def drop_batches(batches: Iterator[Any], count: int) -> None:
     """Read ``count`` batches and forget them, leaving the random numbers of this process as they were."""
-    if not count:
-        return
-    with kept_random_numbers():
-        for _ in range(count):
-            if next(batches, StopIteration) is StopIteration:
-                return
+    if count:
+        with kept_random_numbers():
+            deque(islice(batches, count), maxlen=0)
 
 
 @contextlib.contextmanager
 def kept_random_numbers() -> Iterator[None]:
     """Restores the host random number generators of torch, Python and (where it is loaded) numpy at the end."""
-    numpy = sys.modules.get("numpy")
-    theirs = numpy.random.get_state() if numpy is not None else None
-    ours, python = torch.get_rng_state(), random.getstate()
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    array = numpy.random.get_state() if numpy is not None else None
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
-        torch.set_rng_state(ours)
         random.setstate(python)
         if numpy is not None:
-            numpy.random.set_state(theirs)
+            numpy.random.set_state(array)

@@ -139,8 +139,8 @@ _PURE = (
     Mutant(
         "D2",
         "deepspeed/data/position.py",
-        "return self._last\n",
-        "return sampler.state_dict()\n",
+        "return self._last if running and self._sampler else",
+        "return self._last if False else",
         _POSITION,
         "a sampler's state is that of the last batch handed out, not of the last one fetched",
     ),

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader
-from deepspeed.data.sampler import ResumableSampler
+from deepspeed.data.position import ResumableSampler
 from deepspeed.errors import CheckpointError
 
 
