@@ -1,3 +1,3 @@
-"""Measuring on the user's machine: ``ds_bench ckpt`` and ``ds_bench cpu-adam`` (``ds_bench io`` is in
-``deepspeed.nvme``).
+"""Measuring on the user's machine: ``ds_bench`` (drive, checkpoints, optimizer on the host), ``ds_io`` and
+``ds_nvme_tune``.
 """

@@ -4,11 +4,9 @@ folder.
 A synthetic model is trained on CPU ranks of this machine with ZeRO-3, bf16 and AdamW, and saved every few steps, in the
 background unless ``--sync`` is given. Beside it: a plain copy of the same bytes, into fresh memory and into memory that
 is there already. What is written lies in one folder ``ds_bench_ckpt_*``, which is gone when the command ends or is
-interrupted; only after kill
--9 it stays.
+interrupted; only after kill -9 it stays.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -23,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
@@ -33,7 +32,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.bench.common import check_memory, count_of, params_of, spread
+from deepspeed.bench.common import CommandLine, check_memory, count_of, params_of, spread
 from deepspeed.checkpoint.tool.common import sized
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
@@ -51,7 +50,7 @@ _COPIES = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class Saves:
     """What the ranks do; ``background``: saves are written while training goes on."""
 
     params: int
@@ -86,7 +85,7 @@ class _Watch(threading.Thread):
 # -- in the ranks --------------------------------------------------------------------------------------------------
 
 
-def on_rank(plan: Plan, folder: str) -> dict[str, Any] | str:
+def on_rank(plan: Saves, folder: str) -> dict[str, Any] | str:
     """Train and save; what was measured, or the sentence of an error that all ranks have."""
     set_accelerator(Accelerator("cpu"))  # whatever there is: several ranks share this machine
     try:
@@ -95,7 +94,7 @@ def on_rank(plan: Plan, folder: str) -> dict[str, Any] | str:
         return str(error)
 
 
-def _engine(plan: Plan) -> Any:
+def _engine(plan: Saves) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": _ROWS,
         "bf16": {"enabled": True},
@@ -120,7 +119,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _train(plan: Plan, folder: Path) -> dict[str, Any]:
+def _train(plan: Saves, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(plan.threads)
     engine, width = _engine(plan)
 
@@ -129,10 +128,7 @@ def _train(plan: Plan, folder: Path) -> dict[str, Any]:
         engine.step()
 
     step()  # kernels are built, the optimizer's state is made
-    held: list[float] = []
-    named: list[float] = []
-    quiet: list[float] = []
-    busy: list[float] = []
+    holds, named, quiet, busy = list[float](), list[float](), list[float](), list[float]()
     watch: _Watch | None = None
     tag = ""
     comm.barrier()
@@ -143,11 +139,11 @@ def _train(plan: Plan, folder: Path) -> dict[str, Any]:
             continue
         tag, begin = f"step{number}", time.perf_counter()
         last, watch = watch, _Watch(folder / tag, begin) if plan.background else None
-        held.append(_timed(lambda tag=tag: engine.save_checkpoint(folder, tag=tag)))  # type: ignore[misc]
+        holds.append(_timed(partial(engine.save_checkpoint, folder, tag=tag)))
         if last is not None:
             named.append(last.end())  # a save waits for the one before it
         if not plan.background:
-            named.append(held[-1])
+            named.append(holds[-1])
     wall = time.perf_counter() - begun
     engine.wait_for_checkpoint()
     if watch is not None:
@@ -159,7 +155,7 @@ def _train(plan: Plan, folder: Path) -> dict[str, Any]:
         "params": _LAYERS * width * width,
         "bytes": nbytes,
         "wall_s": wall,
-        "held_s": spread(held),
+        "held_s": spread(holds),
         "named_s": spread(named),
         "step_s": statistics.median(quiet or busy),
         "step_while_saving_s": statistics.median(busy) if busy else None,
@@ -169,29 +165,25 @@ def _train(plan: Plan, folder: Path) -> dict[str, Any]:
 
 def _copies(engine: Any) -> dict[str, float]:
     """Seconds to copy what a save copies, by no other means than a copy."""
-    params = [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
-    slots = [
-        v for p in params for v in engine.basic_optimizer.state[p].values() if isinstance(v, torch.Tensor) and v.dim()
-    ]
-    tensors = [*(p.detach() for p in params), *slots]
-    fresh, there = [], []
+    params = [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]]
+    slots = [v for state in engine.basic_optimizer.state.values() for v in state.values()]
+    tensors = [*params, *(v for v in slots if isinstance(v, torch.Tensor) and v.dim())]
+    times: dict[str, list[float]] = {"fresh": [], "there": []}
     for _ in range(_COPIES):
-        kept: list[torch.Tensor] = []
+        room: list[torch.Tensor] = []
 
-        def copy(kept: list[torch.Tensor] = kept) -> None:
-            kept.extend(_fresh(tensors) if not kept else ())
-            for to, t in zip(kept, tensors, strict=True):
-                to.copy_(t)
+        def copy(room: list[torch.Tensor] = room) -> None:
+            room.extend(_fresh(tensors) if not room else ())
+            for to, tensor in zip(room, tensors, strict=True):
+                to.copy_(tensor)
 
-        fresh.append(_timed(copy))
-        there.append(_timed(copy))
-    return {"fresh": statistics.median(fresh), "there": statistics.median(there)}
+        for seconds in times.values():
+            seconds.append(_timed(copy))
+    return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
 def _fresh(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Room for ``tensors`` (at least one) in pages that nobody has touched: the allocator would hand out again what was
-    freed.
-    """
+    """Room for ``tensors`` (at least one) in pages nobody has touched; the allocator would hand out what was freed."""
     pages = mmap.mmap(-1, sum(t.nbytes for t in tensors), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     parts = torch.frombuffer(pages, dtype=torch.uint8).split([t.nbytes for t in tensors])
     return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
@@ -222,35 +214,29 @@ def _place(folder: str, nbytes: float) -> Iterator[str]:
     try:
         yield top
     finally:
-        before[signal.SIGINT] = signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # who presses Ctrl-C twice wants no half of it to stay
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C leaves no half of it
         shutil.rmtree(top, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _start(pool: RankPool) -> None:
-    """Start the ranks so that none hears an interrupt at the terminal: it is for this process, which ends them, once
-    they are there.
-    """
-    heard: list[int] = []
+    """Start ranks that do not hear an interrupt at the terminal: it is for this process, which ends them."""
+    interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         if "forkserver" in multiprocessing.get_all_start_methods():
             forkserver.ensure_running()  # it and its children go on to ignore the signal
-        signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+        signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
         pool.start()
     finally:
         signal.signal(signal.SIGINT, before)
-    if heard:
+    if interrupts:
         raise KeyboardInterrupt
 
 
-def measure(plan: Plan, folder: str) -> dict[str, Any]:
-    """Start the ranks and let them; what they measured. Raises UsageError for wrong input, DeepSpeedError when a save
-    fails.
-    """
+def measure(plan: Saves, folder: str) -> dict[str, Any]:
+    """What the ranks measured. Raises UsageError for wrong input, DeepSpeedError when a save fails."""
     if plan.steps < plan.every:
         raise UsageError(f"--steps {plan.steps} are fewer than --every {plan.every}, so nothing would be saved")
     each = _TRAINING + _SAVED * (1 + plan.background)
@@ -258,74 +244,66 @@ def measure(plan: Plan, folder: str) -> dict[str, Any]:
     with _place(folder, 2 * _SAVED * plan.params * _ALLOWED) as top, RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
         try:
             _start(pool)
-            answers = pool.run(on_rank, plan, top)
+            facts = pool.run(on_rank, plan, top)[0]
         except RankFailure as failure:
             raise DeepSpeedError(str(failure)) from failure
         except BaseException:
-            pool._kill()  # at once: nobody may write any more when the folder is removed
+            pool.kill()  # at once: nobody may write any more when the folder is removed
             raise
-    if isinstance(answers[0], str):
-        raise DeepSpeedError(answers[0])
-    found: dict[str, Any] = answers[0]
-    held, named = found["held_s"], found["named_s"]
+    if isinstance(facts, str):
+        raise DeepSpeedError(facts)
+    holds, named = facts["held_s"], facts["named_s"]
     return {
         "folder": os.path.abspath(folder),
         **asdict(plan),
-        **found,
-        "ratio": {way: held["median"] / seconds for way, seconds in found["copy_s"].items()},
-        "share": sum(held["all"]) / found["wall_s"],
-        "gb_per_s": found["bytes"] / named["median"] / 1e9,
+        **facts,
+        "ratio": {way: holds["median"] / seconds for way, seconds in facts["copy_s"].items()},
+        "share": sum(holds["all"]) / facts["wall_s"],
+        "gb_per_s": facts["bytes"] / named["median"] / 1e9,
     }
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """What was measured, for people."""
-    held, named, copies, ratio = found["held_s"], found["named_s"], found["copy_s"], found["ratio"]
-    how = "in the background" if found["background"] else "while training waits"
-    saving = found["step_while_saving_s"]
+def _as_text(facts: dict[str, Any]) -> str:
+    holds, named, copies, ratio = facts["held_s"], facts["named_s"], facts["copy_s"], facts["ratio"]
+    how = "in the background" if facts["background"] else "while training waits"
+    busy = facts["step_while_saving_s"]
+
+    def row(name: str, median: float, most: str = "", note: str = "") -> str:
+        return f"{name:<46} {median:>8.3f} {most:>8}   {note}".rstrip()
+
     lines = [
-        f"{found['folder']}: {found['params']:,} parameters on {found['ranks']} ranks, ZeRO-3, bf16, AdamW",
-        f"{len(held['all'])} saves of {sized(found['bytes'])}, one after every {found['every']} steps, {how}",
+        f"{facts['folder']}: {facts['params']:,} parameters on {facts['ranks']} ranks, ZeRO-3, bf16, AdamW",
+        f"{len(holds['all'])} saves of {sized(facts['bytes'])}, one after every {facts['every']} steps, {how}",
         "",
         f"{'seconds':<46} {'median':>8} {'max':>8}",
-        f"{'training held by a save':<46} {held['median']:>8.3f} {held['max']:>8.3f}   (the first "
-        f"{held['all'][0]:.3f})",
-        f"{'until the checkpoint has its name':<46} {named['median']:>8.3f} {named['max']:>8.3f}   "
-        f"{found['gb_per_s']:.2f} GB/s",
-        f"{'a plain copy of the same bytes, fresh memory':<46} {copies['fresh']:>8.3f} {'':>8}   held / it "
-        f"{ratio['fresh']:.2f}",
-        f"{'a plain copy into memory that is there':<46} {copies['there']:>8.3f} {'':>8}   held / it "
-        f"{ratio['there']:.2f}",
-        f"{'a step':<46} {found['step_s']:>8.3f}"
-        + (f" {'':>8}   while a save is written {saving:.3f}" if saving is not None else ""),
+        row("training held by a save", holds["median"], f"{holds['max']:.3f}", f"(the first {holds['all'][0]:.3f})"),
+        row(
+            "until the checkpoint has its name", named["median"], f"{named['max']:.3f}", f"{facts['gb_per_s']:.2f} GB/s"
+        ),
+        row("a plain copy of the same bytes, fresh memory", copies["fresh"], note=f"held / it {ratio['fresh']:.2f}"),
+        row("a plain copy into memory that is there", copies["there"], note=f"held / it {ratio['there']:.2f}"),
+        row("a step", facts["step_s"], note="" if busy is None else f"while a save is written {busy:.3f}"),
         "",
-        f"saves held training for {100 * found['share']:.1f} % of {found['wall_s']:.1f} s",
+        f"saves held training for {100 * facts['share']:.1f} % of {facts['wall_s']:.1f} s",
     ]
     return "\n".join(lines)
 
 
 def run(argv: list[str], *, prog: str) -> str:
     """Measure as the command line says; a table, or JSON. Raises UsageError, DeepSpeedError, SystemExit."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandLine(prog, __doc__)
     parser.add_argument("--folder", required=True, help="where to save: a folder on the drive to be measured")
-    parser.add_argument(
-        "--params", type=params_of, default=134_000_000, metavar="N", help="about, for example 8M or 1e9 (default 134M)"
-    )
-    parser.add_argument(
-        "--every", type=count_of, default=5, metavar="N", help="steps from one save to the next (default 5)"
-    )
-    parser.add_argument("--steps", type=count_of, default=20, metavar="N", help="steps in all (default 20)")
-    parser.add_argument("--ranks", type=count_of, default=2, metavar="N", help="processes (default 2)")
+    parser.option("--params", params_of, 134_000_000, "N", "about, for example 8M or 1e9 (default 134M)")
+    parser.option("--every", count_of, 5, "N", "steps from one save to the next (default 5)")
+    parser.option("--steps", count_of, 20, "N", "steps in all (default 20)")
+    parser.option("--ranks", count_of, 2, "N", "processes (default 2)")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--async", dest="background", action="store_true", default=True, help="save in the background (default)"
-    )
+    text = "save in the background (default)"
+    kind.add_argument("--async", dest="background", action="store_true", default=True, help=text)
     kind.add_argument("--sync", dest="background", action="store_false", help="training waits until a save has ended")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.switches(json="one JSON object instead of a table")
     options = parser.parse_args(argv)
     threads = max(1, torch.get_num_threads() // options.ranks)
-    plan = Plan(options.params, options.ranks, options.steps, options.every, options.background, threads)
-    found = measure(plan, options.folder)
-    return json.dumps(found, indent=1) if options.json else as_text(found)
+    plan = Saves(options.params, options.ranks, options.steps, options.every, options.background, threads)
+    facts = measure(plan, options.folder)
+    return json.dumps(facts, indent=1) if options.json else _as_text(facts)

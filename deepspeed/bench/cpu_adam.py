@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.bench.common import check_memory, count_of, params_of, spread
+from deepspeed.bench.common import CommandLine, check_memory, count_of, params_of, spread
 from deepspeed.errors import BuildError
 from deepspeed.native.build import load
 from deepspeed.native.ops import CPU_ADAM
@@ -30,7 +30,7 @@ ROUNDS = 9
 _MOST_THREADS = 4096
 OURS, TORCH, LOOP = "ours", "torch fused", "plain loop"
 _STREAM = OpSpec("bench_stream", ("cpu/stream.cpp",))
-_HELD = 3 * 16  # bytes of memory an element: four tensors of each contender
+_RESIDENT = 3 * 16  # bytes of memory an element: four tensors of each contender
 
 Contenders = dict[str, Callable[[], float]]
 
@@ -48,13 +48,13 @@ def contenders(numel: int, threads: int) -> Iterator[tuple[Contenders, str]]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = {OURS: _optimizer(DeepSpeedCPUAdam, numel), TORCH: _optimizer(torch.optim.AdamW, numel, fused=True)}
+        updates = {OURS: _optimizer(DeepSpeedCPUAdam, numel), TORCH: _optimizer(torch.optim.AdamW, numel, fused=True)}
         with ThreadPoolExecutor(threads) as pool:
             try:
-                found[LOOP] = loop([torch.randn(numel) for _ in range(4)], threads, pool)
-                yield found, ""
+                updates[LOOP] = loop([torch.randn(numel) for _ in range(4)], threads, pool)
+                yield updates, ""
             except BuildError as error:
-                yield found, str(error)
+                yield updates, str(error)
     finally:
         torch.set_num_threads(before)
 
@@ -79,11 +79,11 @@ def loop(buffers: list[torch.Tensor], threads: int, pool: ThreadPoolExecutor) ->
     return lambda: rate(lambda: list(pool.map(piece, range(0, numel, each))), numel)
 
 
-def measure(found: Contenders, rounds: int = ROUNDS) -> dict[str, list[float]]:
+def measure(updates: Contenders) -> dict[str, list[float]]:
     """GB/s of every round; within one, contenders take turns."""
-    rates: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(rounds):
-        for name, update in found.items():
+    rates: dict[str, list[float]] = {name: [] for name in updates}
+    for _ in range(ROUNDS):
+        for name, update in updates.items():
             rates[name].append(update())
     return rates
 
@@ -97,29 +97,15 @@ def _threads(text: str) -> int:
 
 def run(argv: list[str], *, prog: str) -> str:
     """Measure as the command line says; a table, or JSON. Raises UsageError, SystemExit."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--params",
-        type=params_of,
-        default=50_000_000,
-        metavar="N",
-        help="elements, for example 8M or 1e9 (default 50M)",
-    )
     threads = torch.get_num_threads()
-    parser.add_argument(
-        "--threads",
-        type=_threads,
-        default=threads,
-        metavar="N",
-        help=f"of every contender (default {threads}, torch's)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser = CommandLine(prog, __doc__)
+    parser.option("--params", params_of, 50_000_000, "N", "elements, for example 8M or 1e9 (default 50M)")
+    parser.option("--threads", _threads, threads, "N", f"of every contender (default {threads}, torch's)")
+    parser.switches(json="one JSON object instead of a table")
     options = parser.parse_args(argv)
-    check_memory(_HELD * options.params, "--params")
-    with contenders(options.params, options.threads) as (found, missing):
-        results = {name: spread(values) for name, values in measure(found).items()}
+    check_memory(_RESIDENT * options.params, "--params")
+    with contenders(options.params, options.threads) as (updates, missing):
+        results = {name: spread(values) for name, values in measure(updates).items()}
     ratio = {name: results[OURS]["median"] / row["median"] for name, row in results.items() if name != OURS}
     kernel = "native" if usable(CPU_ADAM, torch.empty(1)) else "none: torch's own code runs (ds_report says why)"
     facts = {"params": options.params, "threads": options.threads, "bytes_per_element": BYTES, "kernel": kernel}

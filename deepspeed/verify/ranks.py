@@ -102,9 +102,7 @@ def _serve(rank: int, world: int, folder: str, port: int, connection: Connection
 
 
 def _end_with_starter() -> None:
-    """Inside a call a rank does not see its pipe end: of a killed command it would go on for as long as there is to
-    do.
-    """
+    """Inside a call a rank does not see its pipe end: of a killed command it would go on until it is done."""
     if (starter := multiprocessing.parent_process()) is not None:
         starter.join()
         os._exit(1)
@@ -178,7 +176,7 @@ class RankPool:
         if all(answer is not None and answer[0] for answer in answers):
             return [answer[1] for answer in answers if answer is not None]
         failure = self._failure(answers, function)
-        self._kill()
+        self.kill()
         raise failure
 
     def _collect(self, limit: float) -> list[tuple[Any, ...] | None]:
@@ -228,7 +226,8 @@ class RankPool:
         lines = written.decode("utf-8", errors="replace").splitlines()
         return "\n".join(["... log of this rank:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End the ranks at once."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()

@@ -61,7 +61,6 @@ LAYERS = {
     "deepspeed.launcher": 9,
     "deepspeed.verify": 9,
     "deepspeed.checkpoint.tool": 9,
-    "deepspeed.nvme": 9,
     "deepspeed.bench": 9,
     "deepspeed.report": 9,
     "deepspeed": 9,

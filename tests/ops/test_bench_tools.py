@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.bench import ckpt, common, cpu_adam
+from deepspeed.bench import ckpt, cli, common, cpu_adam
 from deepspeed.errors import BuildError
-from deepspeed.nvme import cli
 from tests.budget.source import ROOT
 
 SMALL = ["--params", "20K", "--steps", "4", "--every", "2"]
@@ -43,7 +42,7 @@ def test_numbers_of_parameters() -> None:
 
 def test_adam_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
-    assert cli.bench(["cpu-adam", "--params", "50K", "--threads", "2", "--json"]) == 0
+    assert cli.main(["cpu-adam", "--params", "50K", "--threads", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["params"], found["threads"], found["unit"], found["bytes_per_element"]) == (50_000, 2, "GB/s", 28)
     assert {"ours", "torch fused"} <= set(found["results"]) <= {"ours", "torch fused", "plain loop"}
@@ -71,14 +70,14 @@ def test_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         raise BuildError("no C++ compiler")
 
     monkeypatch.setattr(cpu_adam, "load", none)
-    assert cli.bench(["cpu-adam", "--params", "5K"]) == 0
+    assert cli.main(["cpu-adam", "--params", "5K"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("AdamW on 5,000 fp32 elements") and lines[-1] == "plain loop: left out, no C++ compiler"
     assert [line.split("  ")[0] for line in lines[3:-1]] == ["ours", "torch fused"]
 
 
 def test_checkpoints_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL, "--json"]) == 0
+    assert cli.main(["ckpt", "--folder", str(tmp_path), *SMALL, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["params"] == pytest.approx(20_000, rel=0.02) and found["background"] is True
     assert (found["ranks"], found["steps"], found["every"]) == (2, 4, 2)
@@ -90,7 +89,7 @@ def test_checkpoints_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_checkpoints_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL, "--ranks", "1", "--sync"]) == 0
+    assert cli.main(["ckpt", "--folder", str(tmp_path), *SMALL, "--ranks", "1", "--sync"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "on 1 ranks" in lines[0] and "2 saves" in lines[1] and lines[1].endswith("while training waits")
     held, named = (line.split() for line in lines[4:6])
@@ -111,7 +110,7 @@ def test_checkpoints_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_faults_are_sentences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert cli.bench(["ckpt", "--params", "1K", *(each.format(tmp_path) for each in arguments)]) == 2
+    assert cli.main(["ckpt", "--params", "1K", *(each.format(tmp_path) for each in arguments)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("ds_bench ckpt: ") and said.format(tmp_path) in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -119,10 +118,10 @@ def test_faults_are_sentences(
 
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: argparse.Namespace(free=1000))
-    assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
+    assert cli.main(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
     assert "two checkpoints take" in capsys.readouterr().err and not list(tmp_path.iterdir())
     monkeypatch.setattr(common, "host_available_bytes", lambda: 1000)
-    assert cli.bench(["cpu-adam", "--params", "1M"]) == 2
+    assert cli.main(["cpu-adam", "--params", "1M"]) == 2
     assert "give fewer --params" in capsys.readouterr().err
 
 
@@ -134,7 +133,7 @@ def test_a_save_that_fails_is_a_sentence(
     monkeypatch.setattr(
         tempfile, "mkdtemp", lambda *a, **k: str(lost) if "ckpt" in str(k.get("prefix")) else real(*a, **k)
     )
-    assert cli.bench(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
+    assert cli.main(["ckpt", "--folder", str(tmp_path), *SMALL]) == 2
     err = capsys.readouterr().err
     assert str(lost) in err and "Traceback" not in err
 
@@ -151,12 +150,12 @@ def test_a_save_that_fails_is_a_sentence(
 )
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.bench(arguments)
+        cli.main(arguments)
     assert caught.value.code == 2 and f"ds_bench {arguments[0]}: error:" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
-    endings = {signal.SIGINT: cli.INTERRUPTED, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
+    endings = {signal.SIGINT: common.INTERRUPTED, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
     runs = {}
     for ending in endings:
         (tmp_path / ending.name).mkdir()

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed.bench import cli, common, drive, io, tune
+from deepspeed.bench.drive import Load, Target, WrongBytesError
+from deepspeed.bench.tune import Sweep, Trial, aio_block, best_of, with_block
 from deepspeed.config import load_config
 from deepspeed.errors import UsageError
-from deepspeed.nvme import bench, cli, tune
-from deepspeed.nvme.bench import Load, Speeds, Target, WrongBytesError
-from deepspeed.nvme.tune import Sweep, Trial, aio_block, best_of, with_block
 from deepspeed.tier.aio import AioEngine
 from tests.budget.source import ROOT
 
@@ -41,20 +41,20 @@ def small_sweep(folder: Path) -> str:
 
 
 def test_sizes() -> None:
-    assert [cli.size_of(text) for text in ("4096", "16K", "2m", "1G", "3MiB")] == [
+    assert [common.size_of(text) for text in ("4096", "16K", "2m", "1G", "3MiB")] == [
         4096,
         16 * KIB,
         2 * MIB,
         1 << 30,
         3 * MIB,
     ]
-    assert cli.block_of("8M") == 8 * MIB
+    assert common.block_of("8M") == 8 * MIB
     for read, text in (
-        (cli.size_of, "0"),
-        (cli.size_of, "-1"),
-        (cli.size_of, "1.5G"),
-        (cli.block_of, "1000"),
-        (cli.count_of, "0"),
+        (common.size_of, "0"),
+        (common.size_of, "-1"),
+        (common.size_of, "1.5X"),
+        (common.block_of, "1000"),
+        (common.count_of, "0"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             read(text)
@@ -62,7 +62,7 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("chosen", [(), ("--read",), ("--write",), ("--read", "--write")])
 def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: tuple[str, ...]) -> None:
-    assert cli.main(["--folder", str(tmp_path), *SMALL, "--validate", *chosen]) == 0
+    assert io.main(["--folder", str(tmp_path), *SMALL, "--validate", *chosen]) == 0
     lines = capsys.readouterr().out.splitlines()
     expected = [flag[2:] for flag in ("--write", "--read") if flag in chosen or not chosen]
     assert [line.split()[0] for line in lines[4:]] == [name for name in expected for _ in range(2)]
@@ -85,7 +85,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--backend",
         "threads",
     ]
-    assert cli.bench(["io", "--folder", str(tmp_path), *SMALL, *options, "--threads", "3", "--json"]) == 0
+    assert cli.main(["io", "--folder", str(tmp_path), *SMALL, *options, "--threads", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["io_size"], found["block_size"], found["queue_depth"], found["io_parallel"]) == (
         256 * KIB,
@@ -100,28 +100,28 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_both_ways_move_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "PIECE_BYTES", 64 * KIB)
-    monkeypatch.setattr(bench.os, "unlink", lambda path: None)  # so that the file can be looked at
+    monkeypatch.setattr(drive, "PIECE_BYTES", 64 * KIB)
+    monkeypatch.setattr(drive.os, "unlink", lambda path: None)  # so that the file can be looked at
     target = Target(str(tmp_path), 200 * KIB)
     (path,) = tmp_path.iterdir()
     whole = (target.pattern.numpy().tobytes() * 4)[: 200 * KIB]
     with AioEngine(block_bytes=16 * KIB) as engine:
-        for way in (lambda: bench.through_engine(target, engine, write=True, window=1), lambda: write_plainly(target)):
+        for way in (lambda: drive.through_engine(target, engine, Load(), write=True), lambda: write_plainly(target)):
             path.write_bytes(b"\0" * 200 * KIB)
             way()
             assert path.read_bytes() == whole
-            bench.check(target, engine)
-        bench.through_loop(target, write=False, block_bytes=12 * KIB)
+            drive.check(target, engine)
+        drive.through_loop(target, Load(12 * KIB), write=False)
         assert torch.equal(target.scratch, target.pattern)
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         with pytest.raises(WrongBytesError, match="between 196608 and 204800"):
-            bench.check(target, engine)
+            drive.check(target, engine)
     target.close()
 
 
 def write_plainly(target: Target) -> None:
     """The loop, with blocks that do not divide the memory."""
-    bench.through_loop(target, write=True, block_bytes=24 * KIB)
+    drive.through_loop(target, Load(24 * KIB), write=True)
 
 
 def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         return real(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refusing)
-    assert cli.main(["--folder", str(tmp_path), *SMALL]) == 0
+    assert io.main(["--folder", str(tmp_path), *SMALL]) == 0
     assert "has no O_DIRECT" in capsys.readouterr().out
     assert tune.main(["--nvme_dir", str(tmp_path), *TUNE_SMALL, "--json"]) == 0
     trials = json.loads(capsys.readouterr().out)["trials"]
@@ -142,7 +142,7 @@ def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs")
 def test_memory_filesystem(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--folder", "/dev/shm", *SMALL, "--validate"]) == 0
+    assert io.main(["--folder", "/dev/shm", *SMALL, "--validate"]) == 0
     assert "/dev/shm" in capsys.readouterr().out
     assert not list(Path("/dev/shm").glob("ds_io.*"))
 
@@ -162,7 +162,7 @@ def test_faults_are_sentences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     (tmp_path / "file").touch()
-    assert cli.main([each.format(tmp_path) for each in arguments]) == 2
+    assert io.main([each.format(tmp_path) for each in arguments]) == 2
     assert said.format(tmp_path) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -178,7 +178,7 @@ def test_a_folder_that_may_not_be_written(
         return real(path, flags, *more)
 
     monkeypatch.setattr(os, "open", refusing)
-    assert cli.main(["--folder", str(tmp_path), *SMALL]) == 2
+    assert io.main(["--folder", str(tmp_path), *SMALL]) == 2
     assert f"no file can be made in {tmp_path}: Read-only file system" in capsys.readouterr().err
 
 
@@ -186,7 +186,7 @@ def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
-        assert cli.main(["--folder", str(tmp_path), "--io_size", "4M"]) == 2
+        assert io.main(["--folder", str(tmp_path), "--io_size", "4M"]) == 2
         assert tune.main(["--nvme_dir", str(tmp_path), "--io_size", "4M"]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -200,21 +200,21 @@ def test_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_flags_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--folder", str(tmp_path), *arguments])
+        io.main(["--folder", str(tmp_path), *arguments])
     assert caught.value.code == 2
     assert arguments[0] in capsys.readouterr().err
 
 
 def test_bench_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.bench(["--help"]) == 0
+    assert cli.main(["--help"]) == 0
     assert "ds_bench io" in capsys.readouterr().out
-    assert cli.bench(["all_reduce"]) == cli.bench([]) == 2
+    assert cli.main(["all_reduce"]) == cli.main([]) == 2
     assert "'all_reduce' is not in this release" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [(signal.SIGINT, cli.INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+    [(signal.SIGINT, common.INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
 )
 @pytest.mark.parametrize("name", ["ds_io", "ds_nvme_tune"])
 def test_an_interrupted_run_leaves_no_file(tmp_path: Path, name: str, ending: signal.Signals, status: int) -> None:
@@ -353,7 +353,7 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(tune.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        tune.write_atomically(path, "other")
+        tune._replace(path, "other")
     assert path.read_text() == "{}" and [each.name for each in tmp_path.iterdir()] == ["config.json"]
 
 
@@ -381,7 +381,7 @@ def test_tune_faults_are_sentences(
 
 def test_the_best_is_the_cheapest_of_the_good() -> None:
     def trial(block: int, depth: int, write: list[float], read: list[float]) -> Trial:
-        return Trial(Load(block, depth), {"write": Speeds(write), "read": Speeds(read)})
+        return Trial(Load(block, depth), {"write": write, "read": read})
 
     fast, nearly, slow = (
         trial(MIB, 128, [2.0], [3.0]),

@@ -15,19 +15,19 @@ import itertools
 import json
 import os
 import re
+import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed.bench.common import count_of
+from deepspeed.bench.common import CommandLine, block_of, count_of, guarded, size_of
+from deepspeed.bench.drive import Load, Target, speed, through_engine
+from deepspeed.checkpoint.format.folders import write_atomically
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.nvme.bench import Load, Speeds, Target, fill, speed
-from deepspeed.nvme.cli import block_of, guarded, refuse, size_of
 from deepspeed.tier.aligned import ALIGN
 
 CLOSE = 0.98  # of the best: measured again, either could be ahead
@@ -39,15 +39,15 @@ _REFUSED = {"--gpu": "buffers are in host memory", "--gds": "there is no GPU dir
 
 @dataclass
 class Trial:
-    """One setting, and what was measured with it."""
+    """One setting, and the GB/s of every repetition with it, of writes and reads."""
 
     load: Load
-    speeds: dict[str, Speeds] = field(default_factory=dict)
+    rates: dict[str, list[float]]
 
     @property
     def score(self) -> float:
         """Harmonic mean of the medians, in GB/s: bytes over the time to move them once each way."""
-        return len(self.speeds) / sum(1 / found.median for found in self.speeds.values())
+        return statistics.harmonic_mean([statistics.median(values) for values in self.rates.values()])
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -93,119 +93,93 @@ def read_sweep(path: str) -> Sweep:
     except (OSError, UnicodeDecodeError, DeepSpeedConfigError) as error:
         raise UsageError(f"the sweep {path} cannot be read: {error}") from error
     readers = {"block_size": block_of, "queue_depth": count_of, "io_parallel": count_of}
-    found: dict[str, tuple[int, ...]] = {}
+    lists: dict[str, tuple[int, ...]] = {}
     for key, values in tree.items():
         if key in _IDLE_KEYS:
             continue
         if key not in readers or not isinstance(values, list) or not values:
             raise UsageError(f"the sweep {path} has lists under {', '.join(readers)}; {key}: {values!r} is none")
         try:
-            found[key] = tuple(readers[key](str(value)) for value in values)
+            lists[key] = tuple(readers[key](str(value)) for value in values)
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"the sweep {path}: {key}: {error}") from error
-    return Sweep(**found)
+    return Sweep(**lists)
 
 
 def affordable(nbytes: int, *, measured_gbps: float, seconds: float, passes: int) -> int:
-    """As much of ``nbytes`` as lets ``passes`` passes over the file end within half of the time; at least 16 MiB, if
-    there is as much.
-    """
+    """As much of ``nbytes``, at least 16 MiB of it, as lets ``passes`` passes over the file end in half of the time."""
     most = int(measured_gbps * 1e9 * seconds / 2 / passes)
     return min(nbytes, max(LEAST_BYTES, most) // ALIGN * ALIGN)
 
 
-def _round(trials: Iterable[Trial], target: Target, *, until: float) -> None:
+def _repeat(trials: list[Trial], target: Target, until: float) -> None:
     for trial in trials:
         with trial.load.engine() as engine:
-            for operation, found in trial.speeds.items():
-                if found.values and time.monotonic() > until:
+            for operation, values in trial.rates.items():
+                if values and time.monotonic() > until:
                     return
-                found.values.append(speed(target, engine, trial.load, write=operation == "write"))
+                values.append(speed(target, engine, trial.load, write=operation == "write"))
 
 
 def tune(
     folder: str, sweep: Sweep, *, nbytes: int, seconds: float, operations: tuple[str, ...], loops: int = 1
 ) -> list[Trial]:
-    """Measure all settings of ``sweep`` for ``seconds``, at least ``loops`` times each. Errors as :class:`Target`, and
-    OSError.
-    """
+    """Measure all settings of ``sweep`` for ``seconds``, at least ``loops`` times each. Raises as Target; OSError."""
     until = time.monotonic() + seconds
     first = Load()
     with first.engine() as engine, contextlib.closing(Target(folder, min(nbytes, LEAST_BYTES))) as probe:
-        fill(probe, engine, first)
+        through_engine(probe, engine, first, write=True)
         gbps = min(speed(probe, engine, first, write=operation == "write") for operation in operations)
         threads_matter = not probe.file.direct or engine.backend in ("threads", "python")
-    trials = [
-        Trial(load, {operation: Speeds() for operation in operations})
-        for load in sweep.loads(threads_matter=threads_matter)
-    ]
+    trials = [Trial(load, {name: [] for name in operations}) for load in sweep.loads(threads_matter=threads_matter)]
     size = affordable(nbytes, measured_gbps=gbps, seconds=seconds, passes=len(trials) * len(operations) * loops)
     with contextlib.closing(Target(folder, size)) as target:
         with first.engine() as engine:
-            fill(target, engine, first)
-        for turn in itertools.count():
-            if turn >= loops and time.monotonic() > until:
-                return trials
-            _round(
-                trials if turn % 2 == 0 else reversed(trials), target, until=until if turn >= loops else float("inf")
-            )
-    raise AssertionError("unreachable")
+            through_engine(target, engine, first, write=True)
+        turn = 0
+        while turn < loops or time.monotonic() <= until:
+            _repeat(trials[:: -1 if turn % 2 else 1], target, until if turn >= loops else float("inf"))
+            turn += 1
+    return trials
 
 
 def as_text(trials: Sequence[Trial], best: Trial) -> str:
     """The table, fastest first, and the block."""
-    operations = list(best.speeds)
-    lines = [
-        "  ".join(
-            [
-                f"{'block_size':>10}",
-                "queue_depth",
-                "intra_op_parallelism",
-                *(f"{name + ' GB/s':>10}" for name in operations),
-                "times",
-            ]
-        )
-    ]
+    names = [f"{name} GB/s" for name in best.rates]
+    lines = [f"block_size  queue_depth  intra_op_parallelism  {'  '.join(f'{name:>10}' for name in names)}  times"]
     for trial in sorted(trials, key=lambda each: -each.score):
-        load = trial.load
-        columns = [f"{load.block_bytes:>10}", f"{load.queue_depth:>11}", f"{load.threads:>20}"]
-        columns += [f"{trial.speeds[name].median:>10.3f}" for name in operations]
-        columns.append(f"{min(len(found.values) for found in trial.speeds.values()):>5}")
-        lines.append("  ".join(columns) + ("  best" if trial is best else ""))
+        load, values = trial.load, trial.rates.values()
+        medians = "  ".join(f"{statistics.median(each):>10.3f}" for each in values)
+        settings = f"{load.block_bytes:>10}  {load.queue_depth:>11}  {load.threads:>20}"
+        lines.append(f"{settings}  {medians}  {min(map(len, values)):>5}{'  best' if trial is best else ''}")
     return "\n".join([*lines, "", json.dumps({"aio": aio_block(best.load)}, indent=2)])
 
 
 def as_json(trials: Sequence[Trial], best: Trial) -> str:
     """The same for programs."""
-    rows = [{**aio_block(each.load), **{name: found.values for name, found in each.speeds.items()}} for each in trials]
+    rows = [{**aio_block(each.load), **each.rates} for each in trials]
     return json.dumps({"aio": aio_block(best.load), "unit": "GB/s", "trials": rows}, indent=1)
 
 
 def _members(text: str) -> dict[str, tuple[int, int]]:
     """Where the value of each key of the JSON object ``text`` begins and ends."""
-    decoder, found = json.JSONDecoder(), {}
-    at = text.index("{") + 1
-    space = re.compile(r"[\s,:]*")
+    decoder, spots = json.JSONDecoder(), {}
 
     def skip(start: int) -> int:
-        match = space.match(text, start)
-        assert match is not None
-        return match.end()
+        return len(text) - len(text[start:].lstrip(" \t\r\n,:"))
 
-    at = skip(at)
+    at = skip(text.index("{") + 1)
     while text[at] != "}":
         key, at = decoder.raw_decode(text, at)
         begin = skip(at)
         _, end = decoder.raw_decode(text, begin)
-        found[str(key)] = (begin, end)
+        spots[str(key)] = (begin, end)
         at = skip(end)
-    return found
+    return spots
 
 
 def with_block(text: str, block: dict[str, Any]) -> str:
-    """The JSON object ``text`` with ``block`` merged into its ``aio``; every other character stays. Raises ValueError
-    for other text.
-    """
+    """The JSON object ``text`` with ``block`` merged into its ``aio``, all else as it is. Raises ValueError."""
     tree = json.loads(text)
     if not isinstance(tree, dict) or not isinstance(tree.get("aio", {}), dict):
         raise ValueError("it is no JSON object, or its aio is none")
@@ -224,29 +198,16 @@ def with_block(text: str, block: dict[str, Any]) -> str:
     return text[:at] + f'{lead}"aio": {merged}' + text[at:]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Put ``text`` in the place of ``path`` in one step; its mode and the link that leads to it stay. Raises
-    OSError.
-    """
+def _replace(path: Path, text: str) -> None:
+    """Put ``text`` in the place of ``path`` in one step; its mode and the link to it stay. Raises OSError."""
     path = path.resolve()
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fchmod(file.fileno(), path.stat().st_mode & 0o7777 if path.exists() else 0o644)
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
+    write_atomically(path, text.encode(), mode=mode)
+    path.chmod(mode)  # whatever the umask
 
 
 def merged_config(path: Path, block: dict[str, Any]) -> str:
-    """Text of the configuration ``path`` with ``block``. Raises UsageError when it is no strict JSON, which would lose
-    its comments.
-    """
+    """Text of the configuration ``path`` with ``block``. Raises UsageError, also for comments, which would be lost."""
     try:
         return with_block(path.read_bytes().decode("utf-8"), block)
     except OSError as error:
@@ -257,45 +218,25 @@ def merged_config(path: Path, block: dict[str, Any]) -> str:
         ) from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ds_nvme_tune",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> CommandLine:
+    parser = CommandLine("ds_nvme_tune", __doc__)
     parser.add_argument("--nvme_dir", required=True, metavar="DIR", help="folder on the drive")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="time to spend, about (default 60)")
-    parser.add_argument(
-        "--sweep_config", metavar="FILE", help="JSON with lists under block_size, queue_depth and io_parallel"
+    parser.option("--seconds", float, 60.0, "N", "time to spend, about (default 60)")
+    parser.option("--sweep_config", str, None, "FILE", "JSON with lists under block_size, queue_depth and io_parallel")
+    parser.option("--io_size", size_of, 400 << 20, "BYTES", "size of the file at most (default 400M)")
+    parser.option("--loops", count_of, 1, "N", "measure each setting N times, whatever the time (default 1)")
+    config = "training configuration (strict JSON) that gets the block; nothing else in it changes"
+    parser.option("--config", str, None, "FILE", config)
+    parser.option("--output", str, None, "FILE", 'write {"aio": ...} to FILE')
+    parser.option("--log_dir", str, None, "DIR", "accepted; no logs are written, --json has everything")
+    parser.switches(
+        no_read="do not measure reads",
+        no_write="do not measure writes",
+        json="one JSON object with all measurements instead of a table",
+        flush_page_cache="accepted; nothing is measured through the page cache if it can be helped",
+        verbose="accepted",
     )
-    parser.add_argument("--no_read", action="store_true", help="do not measure reads")
-    parser.add_argument("--no_write", action="store_true", help="do not measure writes")
-    parser.add_argument(
-        "--io_size", type=size_of, default=400 << 20, metavar="BYTES", help="size of the file at most (default 400M)"
-    )
-    parser.add_argument(
-        "--loops",
-        type=count_of,
-        default=1,
-        metavar="N",
-        help="measure each setting N times, whatever the time (default 1)",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="training configuration (strict JSON) that gets the block; nothing else in it changes",
-    )
-    parser.add_argument("--output", metavar="FILE", help='write {"aio": ...} to FILE')
-    parser.add_argument("--json", action="store_true", help="one JSON object with all measurements instead of a table")
-    parser.add_argument(
-        "--flush_page_cache",
-        action="store_true",
-        help="accepted; nothing is measured through the page cache if it can be helped",
-    )
-    parser.add_argument("--log_dir", metavar="DIR", help="accepted; no logs are written, --json has everything")
-    parser.add_argument("--verbose", action="store_true", help="accepted")
-    refuse(parser, _REFUSED)
+    parser.refuse(_REFUSED)
     return parser
 
 
@@ -315,32 +256,26 @@ def _check_options(options: argparse.Namespace) -> None:
             raise UsageError(f"{name} cannot be written: {folder} is no folder that you may write")
 
 
-def _run(options: argparse.Namespace) -> str:
+def _run(argv: Sequence[str] | None) -> str:
+    options = _parser().parse_args(argv)
     _check_options(options)
     sweep = read_sweep(options.sweep_config) if options.sweep_config else Sweep()
     operations = tuple(name for name in ("write", "read") if not getattr(options, f"no_{name}"))
     sys.stderr.write(f"ds_nvme_tune: measuring in {options.nvme_dir} for about {options.seconds:.0f} s\n")
-    trials = tune(
-        options.nvme_dir,
-        sweep,
-        nbytes=options.io_size,
-        seconds=options.seconds,
-        operations=operations,
-        loops=options.loops,
-    )
+    extent = {"nbytes": options.io_size, "seconds": options.seconds, "loops": options.loops}
+    trials = tune(options.nvme_dir, sweep, operations=operations, **extent)
     best = best_of(trials)
     block = aio_block(best.load)
     if options.config:
-        write_atomically(Path(options.config), merged_config(Path(options.config), block))
+        _replace(Path(options.config), merged_config(Path(options.config), block))
     if options.output:
-        write_atomically(Path(options.output), json.dumps({"aio": block}, indent=2) + "\n")
+        _replace(Path(options.output), json.dumps({"aio": block}, indent=2) + "\n")
     return as_json(trials, best) if options.json else as_text(trials, best)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_nvme_tune``; returns the exit status."""
-    options = _parser().parse_args(argv)
-    return guarded("ds_nvme_tune", lambda: _run(options))
+    return guarded("ds_nvme_tune", lambda: _run(argv))
 
 
 if __name__ == "__main__":

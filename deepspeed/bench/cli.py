@@ -1,0 +1,35 @@
+"""``ds_bench``: the measurements under one name."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from deepspeed.bench.common import BAD_INPUT, guarded
+
+_HELP = """ds_bench io         throughput of a folder's drive; the same as ds_io, and as ds_bench nvme
+ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive
+ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
+
+Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
+the collectives of a training run.
+"""
+_MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "cpu-adam": "cpu_adam"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``ds_bench``; returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    what = words[0] if words else ""
+    if what in _MODULES:
+        name, module = f"ds_bench {what}", f"deepspeed.bench.{_MODULES[what]}"  # imported only now: some bring torch
+        return guarded(name, lambda: importlib.import_module(module).run(words[1:], prog=name))
+    if what in ("-h", "--help"):
+        sys.stdout.write(_HELP)
+        return 0
+    fault = f"{what!r} is not in this release" if what else "nothing to measure was named"
+    sys.stderr.write(f"ds_bench: {fault}\n{_HELP}")
+    return BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
