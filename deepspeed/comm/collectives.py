@@ -18,8 +18,8 @@ from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import Transfer
 
 # torch 2.13 renamed the tensor collectives; older releases in our range have only the first names.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ _KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64,
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes where a backend may not know the dtype (8-bit floats, complex, bool, int16): it is only
-    moved.
-    """
+    """The same memory as bytes where a backend may not know the dtype (8-bit floats, ...): it is only moved."""
     return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
 
@@ -114,9 +112,7 @@ class Collective(Transfer):
 def _exchange(
     send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor], group: AxisGroup
 ) -> list[Any]:
-    """Post one receive from and one send to every other member; peers are visited in a rotated order to avoid hot
-    spots.
-    """
+    """Post one receive from and one send to every other member, in a rotated order that avoids hot spots."""
     works: list[Any] = []
     for k in range(1, group.size):
         source, target = (group.index - k) % group.size, (group.index + k) % group.size
@@ -133,15 +129,13 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
     ends = group.note("all_gather", full)
     full, shard = _bytes(full), _bytes(shard)
     piece = shard.numel()
-    own = full[group.index * piece : (group.index + 1) * piece]
+    mine = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
-        works = (
-            [] if group.size == 1 else _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
-        )
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+        works = _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
         return Collective(works, full, shard, ends=ends)
-    return Collective([_all_gather_flat(full, shard, group=group.pg, async_op=True)], full, shard, ends=ends)
+    return Collective([gather_flat(full, shard, group=group.pg, async_op=True)], full, shard, ends=ends)
 
 
 def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Collective:
@@ -152,21 +146,20 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
     """
     piece = full.numel() // group.size
     ends = group.note("reduce_scatter", full)
-    own = full[group.index * piece : (group.index + 1) * piece]
+    mine = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
         inbox = {r: fresh(piece, full.dtype, full.device) for r in range(group.size) if r != group.index}
-        works = _exchange(lambda r: full[r * piece : (r + 1) * piece], lambda r: inbox[r], group) if inbox else []
+        works = _exchange(lambda r: full[r * piece : (r + 1) * piece], inbox.__getitem__, group)
 
         def finish() -> None:
             for position in range(group.size):
-                source = own if position == group.index else inbox[position]
-                _store(out, source, accumulate or position > 0)
+                _store(out, mine if position == group.index else inbox[position], accumulate or position > 0)
 
         return Collective(works, full, finish=finish, ends=ends)
     if out.dtype == full.dtype and not accumulate:
-        return Collective([_reduce_scatter_flat(out, full, group=group.pg, async_op=True)], full, out, ends=ends)
-    result = torch.empty_like(own)
-    work = _reduce_scatter_flat(result, full, group=group.pg, async_op=True)
+        return Collective([scatter_flat(out, full, group=group.pg, async_op=True)], full, out, ends=ends)
+    result = torch.empty_like(mine)
+    work = scatter_flat(result, full, group=group.pg, async_op=True)
     return Collective([work], full, result, finish=lambda: _store(out, result, accumulate), ends=ends)
 
 
@@ -186,10 +179,8 @@ def _store(out: torch.Tensor, value: torch.Tensor, accumulate: bool) -> None:  #
 def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Collective:
     """Sum ``full`` over the members into (or onto) ``out`` of the same numel; ``full`` is overwritten."""
     ends = group.note("all_reduce", full)
-    if group.size == 1:
-        return Collective([], full, finish=lambda: _store(out, full, accumulate), ends=ends)
-    work = dist.all_reduce(full, group=group.pg, async_op=True)
-    return Collective([work], full, finish=lambda: _store(out, full, accumulate), ends=ends)
+    works = [dist.all_reduce(full, group=group.pg, async_op=True)] if group.size > 1 else []
+    return Collective(works, full, finish=lambda: _store(out, full, accumulate), ends=ends)
 
 
 def sum_scalars(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
@@ -236,7 +227,7 @@ def exchange_ints(values: list[int], group: AxisGroup) -> list[list[int]]:
     mine = torch.tensor(values, dtype=torch.int64)
     everyone = torch.empty(group.size * len(values), dtype=torch.int64)
     ends = group.note("rows", everyone)
-    _all_gather_flat(everyone, mine, group=group.pg)
+    gather_flat(everyone, mine, group=group.pg)
     for end in ends:
         end()
     return everyone.view(group.size, len(values)).tolist()
@@ -258,15 +249,10 @@ def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[
     ``depth``: called before each exchange, how deep this rank is in nested calls. The outer ones repeat theirs until
     all are out.
     """
-    text = (
-        None
-        if fault is None
-        else f"{fault}"
-        if isinstance(fault, DeepSpeedError)
-        else f"{type(fault).__name__}: {fault}"
-    )
+    named = f"{type(fault).__name__}: {fault}"
+    text = None if fault is None else str(fault) if isinstance(fault, DeepSpeedError) else named
     while True:
-        own = depth()
-        depths, texts = zip(*gather_objects((own, text), group), strict=True)
-        if own == max(depths):
+        deep = depth()
+        depths, texts = zip(*gather_objects((deep, text), group), strict=True)
+        if deep == max(depths):
             return {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}

@@ -51,9 +51,14 @@ class _Scheduler(NamedTuple):
     world_size: str
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
-    nodes: tuple[str, ...]
-    job: tuple[str, ...]
+    job: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ("SLURM_JOB_NODELIST",)
     machines: str = ""
+
+
+def _mpi(name: str, prefix: str, *job: str) -> _Scheduler:
+    variables = [f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    return _Scheduler(name, variables[0], variables[1], (variables[2],), (variables[3],), job)
 
 
 # Slurm comes behind MPI because mpirun starts its helpers through srun, whose variables the ranks then inherit: they
@@ -61,59 +66,22 @@ class _Scheduler(NamedTuple):
 # The Slurm row asks for a STEP variable, which exists only under srun: a batch script run once has SLURM_PROCID=0 and
 # the job's SLURM_NTASKS, and would wait for ranks that never come. PMIx states no size; WORLD_SIZE must.
 _SCHEDULERS = (
+    _mpi("Open MPI", "OMPI_COMM_WORLD", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    _mpi("MVAPICH", "MV2_COMM_WORLD"),
     _Scheduler(
-        name="Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        nodes=("SLURM_JOB_NODELIST",),
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    _Scheduler(
-        name="MVAPICH",
-        rank="MV2_COMM_WORLD_RANK",
-        world_size="MV2_COMM_WORLD_SIZE",
-        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
-        nodes=("SLURM_JOB_NODELIST",),
-        job=(),
-    ),
-    _Scheduler(
-        name="MPI (PMI)",
-        rank="PMI_RANK",
-        world_size="PMI_SIZE",
+        *("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
         local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-        nodes=("SLURM_JOB_NODELIST",),
         job=("PMI_JOBID", "PALS_APID"),
     ),
     _Scheduler(
-        name="Slurm",
-        rank="SLURM_PROCID",
-        world_size="SLURM_STEP_NUM_TASKS",
-        local_rank=("SLURM_LOCALID",),
-        local_size=(),
-        nodes=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        *("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ()),
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        nodes=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
         machines="SLURM_STEP_NUM_NODES",
     ),
-    _Scheduler(
-        name="PMIx",
-        rank="PMIX_RANK",
-        world_size="WORLD_SIZE",
-        local_rank=(),
-        local_size=(),
-        nodes=("SLURM_JOB_NODELIST",),
-        job=("PMIX_NAMESPACE",),
-    ),
+    _Scheduler("PMIx", "PMIX_RANK", "WORLD_SIZE", (), (), ("PMIX_NAMESPACE",)),
 )
-# A rank without a size, where it is no sign of a batch script.
-_NEVER_ALONE = tuple(scheduler for scheduler in _SCHEDULERS if scheduler.name != "Slurm")
-
-
-def _first(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if env.get(name)), None)
 
 
 def _integer(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
@@ -122,16 +90,13 @@ def _integer(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise DeepSpeedConfigError(
-            f"the environment variable {name}={env[name]!r} must be a whole number from {least} on; correct "
-            "it, or unset it"
-        )
+        whole = f"must be a whole number from {least} on; correct it, or unset it"
+        raise DeepSpeedConfigError(f"the environment variable {name}={env[name]!r} {whole}")
     return value
 
 
-def _optional(env: Mapping[str, str], names: tuple[str, ...], *, least: int = 0) -> int | None:
-    name = _first(env, names)
-    return None if name is None else _integer(env, name, least=least)
+def _optional(env: Mapping[str, str], *names: str, least: int = 0) -> int | None:
+    return next((_integer(env, name, least=least) for name in names if env.get(name)), None)
 
 
 def _leads_here(address: str) -> bool:
@@ -142,38 +107,28 @@ def _leads_here(address: str) -> bool:
 
 
 def interface_with(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
-    """Name of the network interface that has ``address``; None for a loopback address, which reaches no other
-    machine.
-    """
+    """Name of the network interface that has ``address``; None for a loopback one, which reaches no other machine."""
     if _leads_here(address):
         return None
     # the system writes a link-local IPv6 address as address%interface
-    return next((name for name, own in interfaces.items() if address in {a.partition("%")[0] for a in own}), None)
+    return next((name for name, has in interfaces.items() if address in {a.partition("%")[0] for a in has}), None)
 
 
 def first_host(nodelist: str) -> str:
     """First machine of a Slurm node list: ``gpu[03-05,9],login1`` -> ``gpu03``."""
     match = re.match(r"(?:[^,\[\]\s]|\[\d[^\]]*\])+", nodelist.strip())
     if match is None:
-        raise DeepSpeedConfigError(
-            f"the node list {nodelist!r} names no machine; set MASTER_ADDR to the machine of rank 0"
-        )
+        raise DeepSpeedConfigError(f"the node list {nodelist!r} names no machine; set MASTER_ADDR to that of rank 0")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match.group())
 
 
 def job_port(identity: str) -> int | None:
-    """Port that follows from a job's identity, for example ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``; None when it has no
-    digit.
-
-    It is 20000 + (the identity's digits read as one number) mod 9973. All ranks compute the same port without talking,
-    and two jobs on one machine differ: 9973 is prime, so neighbouring job or step numbers never meet.
+    """Port that follows from a job's identity, such as ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``: 20000 + (its digits read
+    as one number) mod 9973, None without a digit. All ranks compute the same port without talking, and two jobs on one
+    machine differ: 9973 is prime, so neighbouring job or step numbers never meet.
     """
     digits = re.sub(r"\D", "", identity)
     return JOB_PORT_FIRST + int(digits) % JOB_PORT_COUNT if digits else None
-
-
-def _started_by(env: Mapping[str, str]) -> _Scheduler | None:
-    return next((row for row in _SCHEDULERS if env.get(row.rank) and env.get(row.world_size)), None)
 
 
 def _speaking(env: Mapping[str, str], rank: int, world_size: int) -> list[_Scheduler]:
@@ -187,10 +142,8 @@ def is_azure(env: Mapping[str, str]) -> bool:
 
 
 def _sagemaker_host(env: Mapping[str, str]) -> str | None:
-    if not env.get("SM_TRAINING_ENV"):
-        return None
     try:
-        return str(json.loads(env.get("SM_HOSTS") or "[]")[0])
+        return str(json.loads(env["SM_HOSTS"])[0]) if env.get("SM_TRAINING_ENV") else None
     except (ValueError, LookupError, TypeError):
         return None
 
@@ -201,8 +154,8 @@ def _address(env: Mapping[str, str], scheduler: _Scheduler | None, *, one_machin
         return env["MASTER_ADDR"]
     if one_machine:
         return (env.get("AZ_BATCHAI_MPI_MASTER_NODE") if is_azure(env) else None) or LOOPBACK
-    if scheduler is not None and (nodes := _first(env, scheduler.nodes)):
-        return first_host(env[nodes])
+    if nodes := next((env[name] for name in (scheduler.nodes if scheduler else ()) if env.get(name)), None):
+        return first_host(nodes)
     if is_azure(env) and env.get("AZ_BATCH_MASTER_NODE"):
         return env["AZ_BATCH_MASTER_NODE"].partition(":")[0]
     return _sagemaker_host(env)
@@ -227,36 +180,33 @@ def _local_size(env: Mapping[str, str], speaking: list[_Scheduler], world_size: 
     if any(env.get(row.machines) == "1" for row in speaking):
         return world_size
     names = [name for row in speaking for name in row.local_size]
-    return _optional(env, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *names), least=1)
+    return _optional(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *names, least=1)
+
+
+Devices = Callable[[], int]  # counts this machine's devices; asked only when nothing states the local rank
 
 
 def _one_device() -> int:
     return 1
 
 
-def local_rank_of(
-    env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device
-) -> int:
-    """Local rank of global rank ``rank``: LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks or
-    devices here.
-    """
+def local_rank_of(env: Mapping[str, str], rank: int, world_size: int, *, devices: Devices = _one_device) -> int:
+    """Local rank of ``rank``: LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks or devices."""
     speaking = _speaking(env, rank, world_size)
-    stated = _optional(env, ("LOCAL_RANK", *(name for row in speaking for name in row.local_rank)))
+    stated = _optional(env, "LOCAL_RANK", *(name for row in speaking for name in row.local_rank))
     if stated is not None or world_size == 1:
         return stated or 0
     return rank % (_local_size(env, speaking, world_size) or max(1, devices()))
 
 
-def adopted(
-    env: Mapping[str, str], rank: int, world_size: int, *, devices: Callable[[], int] = _one_device
-) -> Rendezvous:
+def adopted(env: Mapping[str, str], rank: int, world_size: int, *, devices: Devices = _one_device) -> Rendezvous:
     """What ``env`` says of a rank whose process group was started by others."""
     local_size = _local_size(env, _speaking(env, rank, world_size), world_size)
     local_rank = local_rank_of(env, rank, world_size, devices=devices)
     return Rendezvous(rank, world_size, local_rank, env.get("MASTER_ADDR", ""), None, local_size)
 
 
-def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, devices: Callable[[], int]) -> Rendezvous:
+def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, devices: Devices) -> Rendezvous:
     """Everything else about rank ``rank`` of ``world_size``."""
     if rank >= world_size:
         raise DeepSpeedConfigError(
@@ -269,9 +219,8 @@ def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, dev
     local_size = _local_size(env, speaking, world_size)
     if local_size is not None and local_rank >= local_size:
         raise DeepSpeedConfigError(
-            f"local rank {local_rank} does not fit {local_size} ranks on this machine (LOCAL_RANK and "
-            "LOCAL_WORLD_SIZE, or what MPI "
-            "or Slurm states); local ranks go from 0 to LOCAL_WORLD_SIZE - 1"
+            f"local rank {local_rank} does not fit {local_size} ranks on this machine (LOCAL_RANK and LOCAL_WORLD_SIZE,"
+            " or what MPI or Slurm states); local ranks go from 0 to LOCAL_WORLD_SIZE - 1"
         )
     if local_size is not None and local_size > world_size:
         raise DeepSpeedConfigError(
@@ -283,38 +232,35 @@ def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, dev
     if address is None:
         who = f"{scheduler.name} started {world_size} ranks" if scheduler else f"WORLD_SIZE={world_size}"
         raise DeepSpeedConfigError(
-            f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set; set it to that "
-            "machine's name on every rank "
-            "(for example mpirun -x MASTER_ADDR=host0 ...)"
+            f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set; set it to that machine's name"
+            " on every rank (for example mpirun -x MASTER_ADDR=host0 ...)"
         )
-    return Rendezvous(
-        rank, world_size, local_rank, address, _port(env, scheduler, port, one_machine=one_machine), local_size
-    )
+    meeting = _port(env, scheduler, port, one_machine=one_machine)
+    return Rendezvous(rank, world_size, local_rank, address, meeting, local_size)
 
 
 def from_scheduler(
-    env: Mapping[str, str], port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, *, devices: Callable[[], int] = _one_device
+    env: Mapping[str, str], port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, *, devices: Devices = _one_device
 ) -> Rendezvous | None:
     """What MPI's or Slurm's variables in ``env`` say; None when there are none.
 
     Raises DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE.
     """
-    scheduler = _started_by(env)
+    scheduler = next((row for row in _SCHEDULERS if env.get(row.rank) and env.get(row.world_size)), None)
     if scheduler is None:
-        stray = next((row for row in _NEVER_ALONE if env.get(row.rank)), None)
+        # A rank without a size; Slurm's is no sign of anything but a batch script.
+        stray = next((row for row in _SCHEDULERS if env.get(row.rank) and row.name != "Slurm"), None)
         if stray is None:
             return None
         raise DeepSpeedConfigError(
-            f"{stray.rank}={env[stray.rank]} says that {stray.name} started this process, but "
-            f"{stray.world_size} is not set, so the "
-            f"number of ranks is unknown; set {stray.world_size} on every rank, or unset {stray.rank} to run alone"
+            f"{stray.rank}={env[stray.rank]} says that {stray.name} started this process, but {stray.world_size} is not"
+            f" set, so the number of ranks is unknown; set it on every rank, or unset {stray.rank} to run alone"
         )
     rank, world_size = _integer(env, scheduler.rank), _integer(env, scheduler.world_size, least=1)
-    if env.get("WORLD_SIZE") and _integer(env, "WORLD_SIZE", least=1) != world_size:
+    if _optional(env, "WORLD_SIZE", least=1) not in (None, world_size):
         raise DeepSpeedConfigError(
-            f"WORLD_SIZE={env['WORLD_SIZE']}, but {scheduler.name} started {world_size} ranks "
-            f"({scheduler.world_size}); unset WORLD_SIZE, "
-            "or set RANK too when the ranks are counted in another way"
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {scheduler.name} started {world_size} ranks ({scheduler.world_size});"
+            " unset WORLD_SIZE, or set RANK too when the ranks are counted in another way"
         )
     return _complete(env, port, rank, world_size, devices)
 
@@ -324,20 +270,19 @@ def discover(
     port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
     *,
     auto_mpi_discovery: bool = True,
-    devices: Callable[[], int] = _one_device,
+    devices: Devices = _one_device,
 ) -> Rendezvous:
     """Identity of this process from ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
 
-    ``port`` is used when nothing names another; ``devices`` counts this machine's devices and is asked only when
-    nothing states the local rank. Raises DeepSpeedConfigError, which names the variable, when variables are missing or
-    contradict.
+    ``port`` is used when nothing names another. Raises DeepSpeedConfigError, which names the variable, when variables
+    are missing or contradict.
     """
     if not env.get("RANK"):
         # some MPI launchers export WORLD_SIZE to all ranks and leave the rank to MPI's own variables
-        if auto_mpi_discovery and (found := from_scheduler(env, port, devices=devices)) is not None:
-            return found
+        if auto_mpi_discovery and (ranks := from_scheduler(env, port, devices=devices)) is not None:
+            return ranks
         if not env.get("WORLD_SIZE"):
-            return Rendezvous(0, 1, _optional(env, ("LOCAL_RANK",)) or 0, env.get("MASTER_ADDR") or LOOPBACK, None)
+            return Rendezvous(0, 1, _optional(env, "LOCAL_RANK") or 0, env.get("MASTER_ADDR") or LOOPBACK, None)
     missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
     if missing:
         raise DeepSpeedConfigError(

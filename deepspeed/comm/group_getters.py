@@ -1,17 +1,29 @@
-"""The getters of ``deepspeed.utils.groups``.
-
-An mpu's word comes first, then the registered topology; without either the whole world is data parallel.
+"""The getters of ``deepspeed.utils.groups``: ``get_<family>_group``, ``_world_size`` and ``_rank``, with a leading
+underscore or without; those of experts take a group name. An mpu's word comes first, then the registered topology;
+without either the whole world is data parallel.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed.comm import calls
+from deepspeed.comm.calls import CALLS
 from deepspeed.errors import UsageError
 from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology
-from deepspeed.pending import raise_not_yet
+from deepspeed.pending import pending_function, raise_not_yet
+
+# Family: the axes of the topology that its groups span. An mpu knows it by the same name, or by the second one here.
+_DENSE = {
+    "data_parallel": ("dp_outer", "dp"),
+    "tensor_model_parallel": ("tp",),
+    "model_parallel": ("tp",),
+    "sequence_parallel": ("sp",),
+    "sequence_data_parallel": ("dp_outer", "dp", "sp"),
+}
+_EXPERTS = {"expert_parallel": ("ep",), "expert_data_parallel": ("dp_outer", "edp")}
+_ALIASES = {"tensor_model_parallel": "model_parallel", "sequence_data_parallel": "data_parallel"}
 
 
 class _Registered:
@@ -43,10 +55,19 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 def _topology() -> Topology:
     if not dist.is_initialized():
         raise UsageError(
-            "deepspeed.utils.groups has no groups yet; call deepspeed.initialize() or "
-            "deepspeed.init_distributed() first."
+            "deepspeed.utils.groups has no groups yet; call deepspeed.initialize() or init_distributed() first."
         )
     return _Registered.topology or dense_topology(tuple(range(dist.get_world_size())))
+
+
+def _experts(group_name: str) -> Topology:
+    """The expert factorisation named ``ep_size_<N>``."""
+    ways = group_name.removeprefix("ep_size_")
+    if not ways.isdigit() or ways == group_name:
+        raise UsageError(
+            f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}"
+        )
+    return expert_topology(_topology(), int(ways))
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,123 +81,48 @@ def _group(axis: Axis) -> Any:
     return world if axis.size == dist.get_world_size() else _new_group(world, axis.ranks)
 
 
-def _asked(kind: str, what: str, topology: Topology, *axes: str) -> Any:
-    """``what`` ("group", "world_size" or "rank") of the group over ``axes``, which an mpu knows as ``kind``."""
-    kinds = [kind, "model_parallel"] if kind == "tensor_model_parallel" else [kind]
-    for name in kinds:
+def _answer(family: str, what: str, axis: Callable[[], Axis]) -> Any:
+    """``what`` ("group", "world_size" or "rank") of ``family``, over ``axis`` where no mpu knows it."""
+    for name in (family, _ALIASES.get(family, family)):
         if (getter := getattr(_Registered.mpu, f"get_{name}_{what}", None)) is not None:
             return getter()
-    if what != "group" and any(hasattr(_Registered.mpu, f"get_{name}_group") for name in kinds):
-        group = _asked(kind, "group", topology, *axes)
-        return calls.get_world_size(group) if what == "world_size" else calls.get_rank(group)
-    axis = topology.axis(dist.get_rank(), *axes)
-    return {"group": lambda: _group(axis), "world_size": lambda: axis.size, "rank": lambda: axis.index}[what]()
+        if what != "group" and hasattr(_Registered.mpu, f"get_{name}_group"):
+            return CALLS[f"get_{what}"](_answer(family, "group", axis))
+    return _group(axis()) if what == "group" else axis().size if what == "world_size" else axis().index
 
 
-def get_data_parallel_group() -> Any:
-    """Group over which gradients are averaged."""
-    return _asked("data_parallel", "group", _topology(), "dp_outer", "dp")
+def _dense_getter(family: str, what: str) -> Callable[[], Any]:
+    return lambda: _answer(family, what, lambda: _topology().axis(dist.get_rank(), *_DENSE[family]))
 
 
-def get_data_parallel_world_size() -> int:
-    """Ranks in the data-parallel group."""
-    return int(_asked("data_parallel", "world_size", _topology(), "dp_outer", "dp"))
+def _expert_getter(family: str, what: str) -> Callable[[str], Any]:
+    def getter(group_name: str) -> Any:
+        return _answer(family, what, lambda: _experts(group_name).axis(dist.get_rank(), *_EXPERTS[family]))
+
+    return getter
 
 
-def get_data_parallel_rank() -> int:
-    """This rank's place in the data-parallel group."""
-    return int(_asked("data_parallel", "rank", _topology(), "dp_outer", "dp"))
+def _source(family: str) -> Callable[[], int]:
+    """The global rank of the first member of ``family``'s group."""
+    return lambda: CALLS["get_all_ranks_from_group"](GETTERS[f"get_{family}_group"]())[0]
 
 
-def get_tensor_model_parallel_group() -> Any:
-    """Group that holds one model together."""
-    return _asked("tensor_model_parallel", "group", _topology(), "tp")
+_WHAT = ("group", "world_size", "rank")
+GETTERS: dict[str, Callable[..., Any]] = {
+    **{f"get_{family}_{what}": _dense_getter(family, what) for family in _DENSE for what in _WHAT},
+    **{f"get_{family}_{what}": _expert_getter(family, what) for family in _EXPERTS for what in _WHAT},
+    "get_tensor_model_parallel_src_rank": _source("tensor_model_parallel"),
+    "get_broadcast_src_rank": _source("sequence_data_parallel"),
+    "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),
+}
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Ranks that hold one model together."""
-    return int(_asked("tensor_model_parallel", "world_size", _topology(), "tp"))
+def __getattr__(name: str) -> Any:
+    try:
+        return GETTERS[name.removeprefix("_")]
+    except KeyError:
+        raise AttributeError(f"deepspeed.utils.groups has no {name!r}", name=name) from None
 
 
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's place in the tensor-parallel group."""
-    return int(_asked("tensor_model_parallel", "rank", _topology(), "tp"))
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the tensor-parallel group."""
-    return calls.get_all_ranks_from_group(get_tensor_model_parallel_group())[0]
-
-
-def get_sequence_parallel_group() -> Any:
-    """Group that splits one sequence."""
-    return _asked("sequence_parallel", "group", _topology(), "sp")
-
-
-def get_sequence_parallel_world_size() -> int:
-    """Ranks that split one sequence."""
-    return int(_asked("sequence_parallel", "world_size", _topology(), "sp"))
-
-
-def get_sequence_parallel_rank() -> int:
-    """This rank's place in the sequence-parallel group."""
-    return int(_asked("sequence_parallel", "rank", _topology(), "sp"))
-
-
-def get_sequence_data_parallel_group() -> Any:
-    """Group over which ZeRO shards: sequence times data parallel."""
-    if _Registered.mpu is not None and not hasattr(_Registered.mpu, "get_sequence_data_parallel_group"):
-        return get_data_parallel_group()
-    return _asked("sequence_data_parallel", "group", _topology(), "dp_outer", "dp", "sp")
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    """Ranks in the sequence-times-data-parallel group."""
-    return calls.get_world_size(get_sequence_data_parallel_group())
-
-
-def get_sequence_data_parallel_rank() -> int:
-    """This rank's place in the sequence-times-data-parallel group."""
-    return calls.get_rank(get_sequence_data_parallel_group())
-
-
-def get_broadcast_src_rank() -> int:
-    """Global rank whose parameters the data-parallel group starts from."""
-    return calls.get_all_ranks_from_group(get_sequence_data_parallel_group())[0]
-
-
-def _experts(group_name: str) -> Topology:
-    """The expert factorisation named ``ep_size_<N>``. Raises UsageError for other names, DeepSpeedConfigError for sizes
-    that do not fit.
-    """
-    ways = group_name.removeprefix("ep_size_")
-    if not ways.isdigit() or ways == group_name:
-        raise UsageError(
-            f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}"
-        )
-    return expert_topology(_topology(), int(ways))
-
-
-def get_expert_parallel_group(group_name: str) -> Any:
-    """Group whose ranks hold different experts."""
-    return _asked("expert_parallel", "group", _experts(group_name), "ep")
-
-
-def get_expert_parallel_world_size(group_name: str) -> int:
-    """Ranks that hold different experts."""
-    return int(_asked("expert_parallel", "world_size", _experts(group_name), "ep"))
-
-
-def get_expert_parallel_rank(group_name: str) -> int:
-    """This rank's place among those that hold different experts."""
-    return int(_asked("expert_parallel", "rank", _experts(group_name), "ep"))
-
-
-def get_expert_data_parallel_group(group_name: str) -> Any:
-    """Group whose ranks hold the same experts."""
-    return _asked("expert_data_parallel", "group", _experts(group_name), "dp_outer", "edp")
-
-
-def get_local_all_to_all_group() -> Any:
-    """NotYetError: hierarchical all-to-all is not in this release."""
-    raise_not_yet("the local all-to-all group")
+def __dir__() -> list[str]:
+    return sorted([*GETTERS, *(f"_{name}" for name in GETTERS), "initialize"])

@@ -34,19 +34,13 @@ def _device_count() -> int:
     return get_accelerator().device_count()
 
 
-def _publish(found: Rendezvous) -> None:
+def _publish(ranks: Rendezvous) -> None:
     """Write the identity where ``torch.distributed`` and other libraries look; never over an existing value."""
-    values = {
-        "RANK": found.rank,
-        "WORLD_SIZE": found.world_size,
-        "LOCAL_RANK": found.local_rank,
-        "MASTER_ADDR": found.address,
-    }
-    if found.local_size is not None:
-        values["LOCAL_WORLD_SIZE"] = found.local_size
-    values["MASTER_PORT"] = os.environ.get("MASTER_PORT") or (_free_port() if found.port is None else found.port)
+    port = os.environ.get("MASTER_PORT") or (_free_port() if ranks.port is None else ranks.port)
+    values: dict[str, object] = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world_size, "LOCAL_RANK": ranks.local_rank}
+    values |= {"LOCAL_WORLD_SIZE": ranks.local_size, "MASTER_ADDR": ranks.address, "MASTER_PORT": port}
     for name, value in values.items():
-        if not os.environ.get(name):
+        if value is not None and not os.environ.get(name):
             os.environ[name] = str(value)
     if is_azure(os.environ):
         # NCCL would choose docker's bridge, which leads to no other machine
@@ -54,18 +48,13 @@ def _publish(found: Rendezvous) -> None:
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of MPI or Slurm; needs no
-    mpi4py.
-    """
-    found = from_scheduler(os.environ, distributed_port, devices=_device_count) or discover(
-        os.environ, distributed_port, devices=_device_count
-    )
-    _publish(found)
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's or Slurm's variables, without mpi4py."""
+    port, env = distributed_port, os.environ
+    ranks = from_scheduler(env, port, devices=_device_count) or discover(env, port, devices=_device_count)
+    _publish(ranks)
     if verbose:
-        log_dist(
-            f"discovered rank {found.rank} of {found.world_size}, local rank {found.local_rank}, meeting at "
-            f"{found.address}"
-        )
+        place = f"rank {ranks.rank} of {ranks.world_size}, local rank {ranks.local_rank}"
+        log_dist(f"discovered {place}, meeting at {ranks.address}")
 
 
 def _timeout(requested: timedelta) -> timedelta:
@@ -89,37 +78,32 @@ def _source_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _prepare(backend: str, found: Rendezvous) -> None:
+def _prepare(backend: str, ranks: Rendezvous) -> None:
     """What must stand before groups are made: the device, and the network for gloo, which carries the control messages
-    of nccl jobs too.
-
-    Left to itself gloo listens where this machine's own name points to, on many images the loopback.
+    of nccl jobs too and, left to itself, listens where this machine's own name points to, often the loopback.
     """
     # torch's device_id stays unset: with it every later new_group of some ranks only, such as those that carry weights
     # to inference engines, is a split that all ranks would have to take part in.
     if backend != "gloo":
-        take_device(found.local_rank)
-    if found.one_machine or os.environ.get("GLOO_SOCKET_IFNAME"):
+        take_device(ranks.local_rank)
+    if ranks.one_machine or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     interfaces = {name: [a.address for a in addresses] for name, addresses in psutil.net_if_addrs().items()}
-    for host in filter(None, (found.address, _ELSEWHERE)):  # rank 0's own name may lead to its loopback
+    for host in filter(None, (ranks.address, _ELSEWHERE)):  # rank 0's own name may lead to its loopback
         with contextlib.suppress(OSError):
             if name := interface_with(_source_address(host), interfaces):
                 os.environ["GLOO_SOCKET_IFNAME"] = name
                 return
 
 
-def _start(backend: str, timeout: timedelta, found: Rendezvous, init_method: str | None) -> None:
-    if init_method is not None:
-        dist.init_process_group(
-            backend, init_method=init_method, timeout=timeout, rank=found.rank, world_size=found.world_size
-        )
-    elif found.port is None:
+def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str | None) -> None:
+    if init_method is None and ranks.port is None:
         # Nobody to meet: an in-process store needs no port, so parallel single-process jobs cannot collide.
         dist.init_process_group(backend, store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
     else:
+        method = init_method or "env://"
         dist.init_process_group(
-            backend, init_method="env://", timeout=timeout, rank=found.rank, world_size=found.world_size
+            backend, init_method=method, timeout=timeout, rank=ranks.rank, world_size=ranks.world_size
         )
 
 
@@ -180,10 +164,9 @@ def init_distributed(
     if config is not None:
         trace.configure(deepspeed_config=config)
     if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        found = adopted(os.environ, rank, size, devices=_device_count)
-        os.environ["LOCAL_RANK"] = str(found.local_rank)
-        _prepare(dist.get_backend(), found)
+        ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=_device_count)
+        os.environ["LOCAL_RANK"] = str(ranks.local_rank)
+        _prepare(dist.get_backend(), ranks)
         return
     if dist_init_required is False:
         raise UsageError(
@@ -197,12 +180,12 @@ def init_distributed(
     if init_method is not None and not init_method.startswith("env:"):
         # The meeting point is in the method; a file's is on no machine, and may be shared by several.
         env["MASTER_ADDR"] = urlsplit(init_method).hostname or env.get("MASTER_ADDR") or socket.gethostname()
-    found = discover(env, distributed_port, auto_mpi_discovery=auto_mpi_discovery, devices=_device_count)
-    _publish(found)
+    ranks = discover(env, distributed_port, auto_mpi_discovery=auto_mpi_discovery, devices=_device_count)
+    _publish(ranks)
     backend = dist_backend or get_accelerator().communication_backend_name()
     if verbose:
-        where = "alone" if found.port is None else f"meeting at {found.address}:{os.environ['MASTER_PORT']}"
-        log_dist(f"starting torch.distributed with {backend}: rank {found.rank} of {found.world_size}, {where}")
-    _prepare(backend, found)
-    _start(backend, _timeout(timeout), found, init_method)
+        where = "alone" if ranks.port is None else f"meeting at {ranks.address}:{os.environ['MASTER_PORT']}"
+        log_dist(f"starting torch.distributed with {backend}: rank {ranks.rank} of {ranks.world_size}, {where}")
+    _prepare(backend, ranks)
+    _start(backend, _timeout(timeout), ranks, init_method)
     _leave_at_exit()

@@ -4,11 +4,11 @@ Bandwidths follow the convention of nccl-tests: algorithm bandwidth is message b
 larger of a call's two sides; bus bandwidth multiplies by the share of it that crosses links.
 """
 
-import inspect
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,26 +18,20 @@ from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger, rank
 
-_HALF_RING = {"all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter", "reduce_scatter_tensor"}
-_HALF_RING |= {"all_to_all", "all_to_all_single"}
-_FULL_RING = {"all_reduce", "all_reduce_coalesced", "inference_all_reduce"}
+# Share of the message that crosses the busiest link, of n ranks: one pass round the ring, or two (an all-reduce).
+_ONE_PASS = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 def bus_factor(op: str, world_size: int) -> float:
-    """Share of the message that crosses the busiest link, per nccl-tests' PERFORMANCE.md."""
-    if op in _FULL_RING:
-        return 2 * (world_size - 1) / world_size
-    return (world_size - 1) / world_size if op in _HALF_RING else 1.0
+    """Bus bandwidth over algorithm bandwidth, per nccl-tests' PERFORMANCE.md."""
+    passes = 2 if "all_reduce" in op else 1
+    return passes * (world_size - 1) / world_size if passes == 2 or op.startswith(_ONE_PASS) else 1.0
 
 
 def size_str(nbytes: int) -> str:
     """``1536`` -> ``1.5 KB``."""
-    value = float(nbytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1024 or unit == "GB":
-            break
-        value /= 1024
-    return f"{value:.2f}".rstrip("0").rstrip(".") + f" {unit}"
+    power = min((max(nbytes, 1).bit_length() - 1) // 10, 3)
+    return f"{nbytes / 1024**power:.2f}".rstrip("0").rstrip(".") + f" {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 def trimmed_mean(values: list[float], share: float = 0.1) -> float:
@@ -51,11 +45,9 @@ class CommsLog:
     """Settings and records of one process; latencies in milliseconds per (op, message bytes)."""
 
     def __init__(self) -> None:
-        self.enabled = False
+        self.enabled = self.verbose = self.debug = False
         self.prof_all = True
         self.prof_ops: list[str] = []
-        self.verbose = False
-        self.debug = False
         self._latencies_ms: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def wants(self, op: str, prof: bool) -> bool:
@@ -63,9 +55,7 @@ class CommsLog:
         return self.enabled and (prof or self.prof_all or op in self.prof_ops)
 
     def named(self, op: str, caller: str | None) -> str:
-        """The name under which a call of ``op`` is entered: with ``debug``, each caller (stated, or found) has its
-        own.
-        """
+        """The name under which a call of ``op`` is entered: with ``debug``, each caller has its own."""
         return f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
 
     def record(self, op: str, nbytes: int, latency_ms: float) -> None:
@@ -87,53 +77,48 @@ class CommsLog:
         names = self.ops() if op is None else [op]
         return sum(len(calls) for name in names for calls in self._latencies_ms.get(name, {}).values())
 
-    def summary(self, world_size: int) -> dict[str, dict[int, dict[str, Any]]]:
-        """Per op and message size: count, total and trimmed mean latency, bandwidths in Gbit/s."""
+    def _rows(self, row: Callable[[str, int, list[float]], dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+        """``row`` of every op and message size, with the size."""
         return {
-            op: {nbytes: self._row(op, nbytes, calls, world_size) for nbytes, calls in sorted(sizes.items())}
+            op: {
+                nbytes: row(op, nbytes, calls) | {"msg_size_bytes": nbytes, "msg_size_str": size_str(nbytes)}
+                for nbytes, calls in sorted(sizes.items())
+            }
             for op, sizes in sorted(self._latencies_ms.items())
         }
 
-    @staticmethod
-    def _row(op: str, nbytes: int, calls: list[float], world_size: int) -> dict[str, Any]:
-        mean = trimmed_mean(calls)
-        gbps = nbytes * 8 / max(mean, 1e-9) / 1e6
-        return {
-            "count": len(calls),
-            "total_latency_ms": sum(calls),
-            "avg_latency_ms": mean,
-            "tput_avg_gbps": gbps,
-            "busbw_avg_gbps": gbps * bus_factor(op, world_size),
-            "msg_size_bytes": nbytes,
-            "msg_size_str": size_str(nbytes),
-        }
+    def summary(self, world_size: int) -> dict[str, dict[int, dict[str, Any]]]:
+        """Per op and message size: count, total and trimmed mean latency, bandwidths in Gbit/s."""
+
+        def row(op: str, nbytes: int, calls: list[float]) -> dict[str, Any]:
+            mean = trimmed_mean(calls)
+            gbps = nbytes * 8 / max(mean, 1e-9) / 1e6
+            latencies = {"count": len(calls), "total_latency_ms": sum(calls), "avg_latency_ms": mean}
+            return latencies | {"tput_avg_gbps": gbps, "busbw_avg_gbps": gbps * bus_factor(op, world_size)}
+
+        return self._rows(row)
 
     def straggler(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Like ``summary``, against the fastest rank of each call. Collective: every rank must have the same
-        records.
-        """
-        table: dict[str, dict[int, dict[str, Any]]] = {}
-        for op, sizes in sorted(self._latencies_ms.items()):
-            table[op] = {}
-            for nbytes, calls in sorted(sizes.items()):
-                fastest = torch.tensor(calls, device=get_accelerator().current_device_name())
-                dist.all_reduce(fastest, op=dist.ReduceOp.MIN)
-                waits = [max(0.0, own - least) for own, least in zip(calls, fastest.tolist(), strict=True)]
-                table[op][nbytes] = {
-                    "count": len(calls),
-                    "total_comm_lat_ms": float(fastest.sum()),
-                    "total_straggler_ms": sum(waits),
-                    "avg_comm_lat_ms": trimmed_mean(fastest.tolist()),
-                    "avg_straggler_ms": trimmed_mean(waits),
-                    "msg_size_bytes": nbytes,
-                    "msg_size_str": size_str(nbytes),
-                }
-        return table
+        """Like ``summary``, against the fastest rank of each call. Collective: the same records on every rank."""
+
+        def row(_op: str, _nbytes: int, calls: list[float]) -> dict[str, Any]:
+            fastest = torch.tensor(calls, device=get_accelerator().current_device_name())
+            dist.all_reduce(fastest, op=dist.ReduceOp.MIN)
+            waits = [max(0.0, mine - least) for mine, least in zip(calls, fastest.tolist(), strict=True)]
+            return {
+                "count": len(calls),
+                "total_comm_lat_ms": float(fastest.sum()),
+                "total_straggler_ms": sum(waits),
+                "avg_comm_lat_ms": trimmed_mean(fastest.tolist()),
+                "avg_straggler_ms": trimmed_mean(waits),
+            }
+
+        return self._rows(row)
 
 
 def _caller() -> str:
     """Name of the innermost function outside ``deepspeed.comm`` that is running."""
-    frame = inspect.currentframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("deepspeed.comm"):
         frame = frame.f_back
     return frame.f_code.co_name if frame is not None else "unknown"
@@ -145,11 +130,7 @@ LOG = CommsLog()
 
 
 def begin(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Callable[[], None] | None:
-    """An engine issues a collective over ``numel`` elements: what to call when it has ended, None when the log does not
-    want it.
-
-    The latency of an asynchronous collective ends where it is waited for.
-    """
+    """An engine issues a collective: what to call when it was waited for, None when the log does not want it."""
     if world_size == 1 or not LOG.wants(op, prof=False):
         return None
     name = LOG.named(op, None)
@@ -179,17 +160,6 @@ class TimedWork:
         return getattr(self._work, name)
 
 
-def _block(config: Any) -> Mapping[str, Any] | None:
-    block = config.get("comms_logger") if isinstance(config, Mapping) else getattr(config, "comms_logger", None)
-    if block is None or isinstance(block, Mapping):
-        return block
-    return {
-        name: getattr(block, name)
-        for name in ("enabled", "prof_all", "prof_ops", "verbose", "debug")
-        if hasattr(block, name)
-    }
-
-
 def configure(
     deepspeed_config: Any = None,
     enabled: bool | None = None,
@@ -198,31 +168,26 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Settings of the communication log; explicit arguments win over the ``comms_logger`` block of
-    ``deepspeed_config``.
-    """
-    block = _block(deepspeed_config)
-    if block is not None:
-        LOG.enabled = bool(block.get("enabled", True))  # a block without the key is a wish for the log
-        for name in ("prof_all", "verbose", "debug"):
-            setattr(LOG, name, bool(block.get(name, getattr(LOG, name))))
-        LOG.prof_ops = list(block.get("prof_ops", []))
-    for name, value in {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}.items():
-        if value is not None:
-            setattr(LOG, name, bool(value))
-    if prof_ops is not None:
-        LOG.prof_ops = list(prof_ops)
+    """Settings of the log; arguments win over the ``comms_logger`` block of ``deepspeed_config`` (dict or parsed)."""
+    mapping = isinstance(deepspeed_config, Mapping)
+    block = deepspeed_config.get("comms_logger") if mapping else getattr(deepspeed_config, "comms_logger", None)
+    stated = {} if block is None else dict(block)
+    if isinstance(block, Mapping):
+        stated.setdefault("enabled", True)  # a block without the key is a wish for the log
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    stated |= {name: value for name, value in given.items() if value is not None}
+    for name in given.keys() & stated.keys():
+        setattr(LOG, name, list(stated[name]) if name == "prof_ops" else bool(stated[name]))
 
 
-def _table(summary: dict[str, dict[int, dict[str, Any]]], columns: list[str]) -> str:
-    lines = ["".join(f"{title:>22}" for title in ["op", *columns])]
-    for op, sizes in summary.items():
-        for row in sizes.values():
-            cells = [row[column] for column in columns]
-            lines.append(
-                "".join(f"{cell:>22.3f}" if isinstance(cell, float) else f"{cell:>22}" for cell in [op, *cells])
-            )
-    return "\n".join(lines) + "\n"
+_SUMMARY = ("msg_size_str", "count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
+_STRAGGLER = ("msg_size_str", "count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
+
+
+def _table(summary: dict[str, dict[int, dict[str, Any]]], columns: tuple[str, ...]) -> str:
+    rows = [(op, *(row[column] for column in columns)) for op, sizes in summary.items() for row in sizes.values()]
+    texts = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    return "".join("".join(f"{cell:>22}" for cell in row) + "\n" for row in [["op", *columns], *texts])
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -236,22 +201,10 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     summary = LOG.summary(world_size)
     straggler = LOG.straggler() if show_straggler else None
     if rank() == 0:
-        columns = ["msg_size_str", "count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps"]
-        sys.stdout.write(_table(summary, columns))
-        if straggler is not None:
-            columns = [
-                "msg_size_str",
-                "count",
-                "total_comm_lat_ms",
-                "total_straggler_ms",
-                "avg_comm_lat_ms",
-                "avg_straggler_ms",
-            ]
-            sys.stdout.write(_table(straggler, columns))
-    if not return_dict:
-        return None
+        sys.stdout.write(_table(summary, _SUMMARY) + (_table(straggler, _STRAGGLER) if straggler is not None else ""))
     metadata = {"world_size": world_size, "rank": dist.get_rank(), "timestamp": time.time()}
-    return {"summary": summary, "straggler_analysis": straggler, "metadata": metadata}
+    result = {"summary": summary, "straggler_analysis": straggler, "metadata": metadata}
+    return result if return_dict else None
 
 
 def reset_log() -> None:
@@ -272,3 +225,7 @@ def get_comm_operation_count(op: str | None = None) -> int:
 def get_logged_comm_ops() -> list[str]:
     """Names of recorded ops."""
     return LOG.ops()
+
+
+_PUBLIC = (configure, log_summary, reset_log, has_comm_data, get_comm_operation_count, get_logged_comm_ops)
+LOG_CALLS = {call.__name__: call for call in _PUBLIC}
