@@ -6,10 +6,10 @@ import torch
 
 from deepspeed.native.ops import CPU_ADAGRAD
 from deepspeed.optim import host
-from deepspeed.optim.base import GroupStep, check_ranges, new_moment
+from deepspeed.optim.base import Group, GroupStep, Tensors, checked
 
 
-class Adagrad(GroupStep, torch.optim.Optimizer):
+class Adagrad(GroupStep):
     """``g <- g + wd*p; s <- s + g*g; p <- p - lr/(1 + (t-1)*lr_decay) * g / (sqrt(s) + eps)`` (Duchi et al. 2011).
 
     torch's class allocates a full accumulator for every parameter in its constructor, which a sharded model
@@ -20,6 +20,8 @@ class Adagrad(GroupStep, torch.optim.Optimizer):
     """
 
     elementwise = True
+    host_op = CPU_ADAGRAD
+    slots = ("step", "sum")
 
     def __init__(
         self,
@@ -32,35 +34,23 @@ class Adagrad(GroupStep, torch.optim.Optimizer):
         eps: float = 1e-10,
         fp32_states: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        defaults["initial_accumulator_value"] = initial_accumulator_value
-        check_ranges(type(self).__name__, betas=None, **defaults)
-        super().__init__(params, defaults | {"fp32_states": fp32_states})
+        settings = checked(self, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+        settings |= checked(self, initial_accumulator_value=initial_accumulator_value)
+        super().__init__(params, settings | {"fp32_states": fp32_states})
 
-    def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            self._update(param, grad, group)
+    def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:
+        rate, decay = _rate(state, group), group["weight_decay"]
+        host.adagrad_step(*tensors, rate=rate, eps=group["eps"], weight_decay=decay, out=out)
 
-    def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["sum"] = new_moment(param, group, group["initial_accumulator_value"])
-        return state
-
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self._state_of(param, group)
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> None:
         state["step"] += 1
         total = state["sum"]
-        rate = float(group["lr"]) / (1 + (float(state["step"]) - 1) * group["lr_decay"])
-        if host.usable(CPU_ADAGRAD, param, grad, total):
-            out = self._output_of(param)
-            host.adagrad_step(
-                param, grad, total, rate=rate, eps=group["eps"], weight_decay=group["weight_decay"], out=out
-            )
-            return
         value, grad = param.to(total.dtype), grad.to(total.dtype)
         if group["weight_decay"]:
             grad = grad.add(value, alpha=group["weight_decay"])
         total.addcmul_(grad, grad)
-        param.copy_(value.addcdiv(grad, total.sqrt().add_(group["eps"]), value=-rate))
+        param.copy_(value.addcdiv(grad, total.sqrt().add_(group["eps"]), value=-_rate(state, group)))
+
+
+def _rate(state: Group, group: Group) -> float:
+    return float(group["lr"]) / (1 + (float(state["step"]) - 1) * float(group["lr_decay"]))

@@ -1,14 +1,12 @@
-"""Optimizer updates over lists of CUDA tensors by the native kernels: one pass over memory, one launch for up to 64
-tensors.
+"""Optimizer updates over lists of CUDA tensors by the native kernels: one pass over memory, 64 tensors a launch.
 
 The kernels (csrc/cuda) know raw pointers only and are called through ctypes. They run in the current stream of the
-tensors' device and never wait for it. What changes from step to step may be on the device (step, rate, scale, the
+tensors' device and never wait for it. What changes from step to step may be on the device (steps, rate, scale, the
 overflow flag), so that a step can be captured into a CUDA graph, after one step outside that loads the kernels.
 """
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -20,9 +18,8 @@ from deepspeed.native.ops import FUSED_ADAM, FUSED_LAMB, FUSED_LION
 from deepspeed.native.spec import OpSpec
 
 Tensors = Sequence[torch.Tensor]
-Outputs = Sequence[torch.Tensor | None]
 Scalar = float | torch.Tensor
-Step = int | torch.Tensor | Tensors
+_Row = Sequence[torch.Tensor | None]  # parameter, gradient, both moments, output; None for what is not there
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CHUNK = 8192  # elements per block; LAMB keeps two sums for each
@@ -40,10 +37,8 @@ class _Call(ctypes.Structure):
         ("columns", _P * 5),
         *((name, _P) for name in ("steps", "device_lr", "device_scale", "found_inf", "rows", "partials", "ratios")),
         ("partial_count", _L),
-        *(
-            (name, _D)
-            for name in ("step", "lr", "scale", "beta1", "beta2", "eps", "weight_decay", "min_coeff", "max_coeff")
-        ),
+        *((name, _D) for name in ("step", "lr", "scale", "beta1", "beta2", "eps", "weight_decay")),
+        *((name, _D) for name in ("min_coeff", "max_coeff")),
         *((name, _I) for name in ("device", "count", "param_code", "grad_code", "moment_code", "out_code")),
         *((name, _I) for name in ("decoupled", "bias_correction", "eps_inside_sqrt", "unused")),
     )
@@ -62,11 +57,8 @@ def _kernel(op: OpSpec) -> Callable[[_Call], None] | None:
     def run(call: _Call) -> None:
         status = launch(ctypes.byref(call))
         if status != 0:
-            name = name_of(status).decode()
-            raise RuntimeError(
-                f"{op.name} failed with {name} ({status}) on cuda:{call.device}; its {call.count} tensors may "
-                "be half updated"
-            )
+            failure = f"{op.name} failed with {name_of(status).decode()} ({status}) on cuda:{call.device}"
+            raise RuntimeError(f"{failure}; its {call.count} tensors may be half updated")
 
     return run
 
@@ -90,40 +82,23 @@ def usable(op: OpSpec, tensors: Iterable[torch.Tensor]) -> bool:
     return fits and torch.version.hip is None and get_accelerator().device_name() == "cuda" and _kernel(op) is not None
 
 
-class _Row(tuple[torch.Tensor | None, ...]):
-    """Parameter, gradient, first moment, second moment, output; None for what is not there."""
-
-    __slots__ = ()
-
-    def check(self) -> "_Row":
-        """Raise ValueError unless the kernels can take the tensors."""
-        param, _, first, second, _ = self
-        assert param is not None and first is not None
-        for tensor in self:
-            if tensor is None:
-                continue
-            if tensor.numel() != param.numel() or not tensor.is_contiguous() or tensor.dtype not in _CODES:
-                fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
-            elif not on_cuda(tensor) or tensor.device != param.device:
-                fault = f"one on {tensor.device}"
-            else:
-                continue
-            raise ValueError(
-                f"a CUDA kernel takes contiguous tensors of {param.numel()} elements in fp32, bf16 or fp16 on "
-                f"one CUDA device, not {fault}"
-            )
-        if second is not None and second.dtype != first.dtype:
-            raise ValueError(f"both moments of a tensor have one dtype, not {first.dtype} and {second.dtype}")
-        return self
-
-    def device(self) -> torch.device:
-        """Where all of them are."""
-        assert self[0] is not None
-        return self[0].device
-
-    def key(self) -> tuple[object, ...]:
-        """What the tensors of one launch have in common."""
-        return (self.device(), *(None if t is None else t.dtype for t in self))
+def _check(row: _Row) -> None:
+    """Raise ValueError unless the kernels can take the tensors."""
+    param, _, first, second, _ = row
+    assert param is not None and first is not None
+    for tensor in row:
+        if tensor is None:
+            continue
+        if tensor.numel() != param.numel() or not tensor.is_contiguous() or tensor.dtype not in _CODES:
+            fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
+        elif not on_cuda(tensor) or tensor.device != param.device:
+            fault = f"one on {tensor.device}"
+        else:
+            continue
+        takes = f"contiguous tensors of {param.numel()} elements in fp32, bf16 or fp16 on one CUDA device"
+        raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
+    if second is not None and second.dtype != first.dtype:
+        raise ValueError(f"both moments of a tensor have one dtype, not {first.dtype} and {second.dtype}")
 
 
 def _array(tensors: Iterable[torch.Tensor | None]) -> "ctypes.Array[ctypes.c_void_p]":
@@ -138,23 +113,18 @@ def _split(value: Scalar, device: torch.device) -> tuple[float, torch.Tensor | N
     return float(value), None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """What is not a column; ``steps`` holds one tensor per parameter, or none when the host knows the step."""
+def _submit(
+    op: OpSpec,
+    rows: Sequence[_Row],
+    steps: Tensors,
+    scalars: tuple[Scalar, Scalar, torch.Tensor | None],
+    fields: dict[str, float],
+) -> torch.Tensor | None:
+    """One native call for tensors of one device and the same dtypes; the trust ratios of LAMB.
 
-    lr: Scalar
-    scale: Scalar
-    steps: Sequence[torch.Tensor]
-    found_inf: torch.Tensor | None
-    fields: dict[str, float]  # of _Call, known to the host
-
-    def of(self, indices: Sequence[int]) -> "_Numbers":
-        """Those of some of the parameters."""
-        return dataclasses.replace(self, steps=[self.steps[i] for i in indices] if self.steps else ())
-
-
-def _submit(op: OpSpec, rows: Sequence[_Row], numbers: _Numbers) -> torch.Tensor | None:
-    """One native call for tensors of one device and the same dtypes; the trust ratios of LAMB."""
+    ``scalars`` are the rate, the gradients' scale and the overflow flag; ``fields`` those of ``_Call`` that the host
+    knows.
+    """
     run = _kernel(op)
     if run is None:
         raise RuntimeError(f"the native kernel {op.name} could not be built here (the log says why); use {op.instead}")
@@ -164,14 +134,14 @@ def _submit(op: OpSpec, rows: Sequence[_Row], numbers: _Numbers) -> torch.Tensor
     sizes = [row[0].numel() for row in rows if row[0] is not None]
     columns = [None if rows[0][i] is None else _array(row[i] for row in rows) for i in range(5)]
     sums = 2 * sum(-(-size // _CHUNK) for size in sizes) if lamb else 0
-    size_array, step_array = (ctypes.c_int64 * count)(*sizes), _array(numbers.steps)
+    size_array, step_array = (ctypes.c_int64 * count)(*sizes), _array(steps)
     with _stream(device) as stream:
         # what is allocated here is freed in stream order: after the kernels, although this returns before they run
-        (lr, device_lr), (scale, device_scale) = _split(numbers.lr, device), _split(numbers.scale, device)
+        (lr, device_lr), (scale, device_scale) = (_split(number, device) for number in scalars[:2])
         on_device = {
             "device_lr": device_lr,
             "device_scale": device_scale,
-            "found_inf": None if numbers.found_inf is None else numbers.found_inf.to(device, torch.float32),
+            "found_inf": None if scalars[2] is None else scalars[2].to(device, torch.float32),
             "rows": torch.empty(count * _ROW_FLOATS, device=device),
             "partials": torch.empty(sums, device=device, dtype=torch.float64) if lamb else None,
             "ratios": torch.ones(count, device=device) if lamb else None,
@@ -181,7 +151,7 @@ def _submit(op: OpSpec, rows: Sequence[_Row], numbers: _Numbers) -> torch.Tensor
             stream=stream,
             sizes=ctypes.addressof(size_array),
             columns=(_P * 5)(*(None if column is None else ctypes.addressof(column) for column in columns)),
-            steps=ctypes.addressof(step_array) if numbers.steps else None,
+            steps=ctypes.addressof(step_array) if steps else None,
             lr=lr,
             scale=scale,
             partial_count=sums,
@@ -191,168 +161,69 @@ def _submit(op: OpSpec, rows: Sequence[_Row], numbers: _Numbers) -> torch.Tensor
             grad_code=_CODES[grad.dtype],
             moment_code=_CODES[first.dtype],
             out_code=-1 if out is None else _CODES[out.dtype],
-            **numbers.fields,
+            **fields,
             **{name: None if tensor is None else tensor.data_ptr() for name, tensor in on_device.items()},
         )
         run(call)
     return on_device["ratios"]
 
 
-def _run(
+def _update(
     op: OpSpec,
-    columns: Sequence[Sequence[torch.Tensor | None] | None],
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors | None = None,
     *,
-    step: Step,
+    step: int | Tensors = 1,
     lr: Scalar,
-    grad_scale: Scalar,
     betas: tuple[float, float],
-    found_inf: torch.Tensor | None,
+    grad_scale: Scalar = 1.0,
+    found_inf: torch.Tensor | None = None,
+    outs: Sequence[torch.Tensor | None] | None = None,
     **fields: float,
 ) -> list[torch.Tensor]:
-    """Check the tensors and submit those with the same device and dtypes together; the trust ratios of LAMB, in
-    order.
+    """One update in place of every parameter, in fp32 arithmetic; the trust ratios of LAMB, 1 where nothing changed.
+
+    Each parameter, gradient, pair of moments and output is fp32, bf16 or fp16, contiguous, on one CUDA device, of as
+    many elements. ``step`` is the number of this update, from 1: an int, or one fp32 CUDA tensor for each parameter,
+    only read. Gradients are multiplied by ``grad_scale`` first; ``outs`` (None: no such) receive the rounded parameters
+    in the same pass. Where ``found_inf`` holds anything but 0 nothing changes. ``lr`` and ``grad_scale`` may be CUDA
+    tensors; nothing waits for the device. ``fields`` are further numbers of ``_Call``. LAMB adds the norms in a fixed
+    order: equal tensors give equal bits. Raises ValueError for other tensors, RuntimeError with CUDA's name of an error
+    or where the kernel is not there (see :func:`usable`).
     """
-    params = columns[0]
-    assert params is not None
-    rows = [
-        _Row(row).check()
-        for row in zip(*([None] * len(params) if column is None else column for column in columns), strict=True)
-    ]
-    steps: Tensors = ()
-    if isinstance(step, int):
-        fields["step"] = step
-    else:
-        steps = [step] * len(rows) if isinstance(step, torch.Tensor) else step
-        fits = [
-            s.dtype is torch.float32 and s.numel() == 1 and s.device == row.device()
-            for s, row in zip(steps, rows, strict=True)
-        ]
-        if not all(fits):
-            raise ValueError(
-                "step is an int, or fp32 tensors of one element on the parameters' device: one for all, or one each"
-            )
+    columns = (params, grads, exp_avgs, exp_avg_sqs, outs)
+    rows: list[_Row] = list(zip(*([None] * len(params) if c is None else c for c in columns), strict=True))
+    for row in rows:
+        _check(row)
+    steps: Tensors = () if isinstance(step, int) else step
+    if steps and any(
+        s.dtype is not torch.float32 or s.numel() != 1 or s.device != p.device
+        for s, p in zip(steps, params, strict=True)
+    ):
+        raise ValueError("step is an int, or fp32 tensors of one element on the parameters' device, one each")
     if found_inf is not None and not on_cuda(found_inf):
         raise ValueError(f"found_inf is read by the device and must be a CUDA tensor, not one on {found_inf.device}")
-    numbers = _Numbers(lr, grad_scale, steps, found_inf, {**fields, "beta1": betas[0], "beta2": betas[1]})
+    fields |= {"step": step if isinstance(step, int) else 0, "beta1": betas[0], "beta2": betas[1]}
     buckets: dict[tuple[object, ...], list[int]] = {}
     for index, row in enumerate(rows):
-        buckets.setdefault(row.key(), []).append(index)
+        kinds = (None if tensor is None else tensor.dtype for tensor in row)
+        buckets.setdefault((params[index].device, *kinds), []).append(index)
     ratios: dict[int, torch.Tensor] = {}
     for indices in buckets.values():
-        own = _submit(op, [rows[i] for i in indices], numbers.of(indices))
-        if own is not None:
-            ratios.update(zip(indices, own.unbind(), strict=True))
-    for written in (column for index, column in enumerate(columns) if index != 1 and column is not None):
-        for tensor in written:
+        some = [steps[i] for i in indices] if steps else ()
+        of_lamb = _submit(op, [rows[i] for i in indices], some, (lr, grad_scale, found_inf), fields)
+        if of_lamb is not None:
+            ratios.update(zip(indices, of_lamb.unbind(), strict=True))
+    for param, _, *others in rows:
+        for tensor in (param, *others):
             if tensor is not None:
                 torch.autograd.graph.increment_version(tensor)  # what autograd saved of the old values must not be used
     return [ratios[i] for i in sorted(ratios)]
 
 
-def adam_step(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    *,
-    step: Step,
-    lr: Scalar,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool = True,
-    bias_correction: bool = True,
-    grad_scale: Scalar = 1.0,
-    found_inf: torch.Tensor | None = None,
-    outs: Outputs | None = None,
-) -> None:
-    """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019) of every parameter, in fp32
-    arithmetic.
-
-    Each parameter, gradient, pair of moments and output is fp32, bf16 or fp16, contiguous, on one CUDA device, of as
-    many elements. ``step`` is the number of this update, from 1: an int, or fp32 CUDA tensors (one for all, or one
-    each), which are only read. Gradients are multiplied by ``grad_scale`` first; ``outs`` (None: no such) receive the
-    rounded parameters in the same pass. Where ``found_inf`` holds anything but 0 nothing changes. ``lr`` and
-    ``grad_scale`` may be CUDA tensors; nothing waits for the device. Raises ValueError for other tensors, RuntimeError
-    with CUDA's name of an error or where the kernel is not there (see :func:`usable`).
-    """
-    _run(
-        FUSED_ADAM,
-        (params, grads, exp_avgs, exp_avg_sqs, outs),
-        step=step,
-        found_inf=found_inf,
-        lr=lr,
-        grad_scale=grad_scale,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        bias_correction=bias_correction,
-    )
-
-
-def lion_step(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    *,
-    lr: Scalar,
-    betas: tuple[float, float],
-    weight_decay: float,
-    grad_scale: Scalar = 1.0,
-    found_inf: torch.Tensor | None = None,
-    outs: Outputs | None = None,
-) -> None:
-    """One Lion update in place (Chen et al. 2023) of every parameter. Tensors and errors as :func:`adam_step`."""
-    _run(
-        FUSED_LION,
-        (params, grads, exp_avgs, None, outs),
-        step=1,
-        found_inf=found_inf,
-        lr=lr,
-        grad_scale=grad_scale,
-        betas=betas,
-        weight_decay=weight_decay,
-        decoupled=True,
-    )
-
-
-def lamb_step(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    *,
-    step: Step,
-    lr: Scalar,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    min_coeff: float,
-    max_coeff: float,
-    eps_inside_sqrt: bool = False,
-    bias_correction: bool = True,
-    grad_scale: Scalar = 1.0,
-    found_inf: torch.Tensor | None = None,
-    outs: Outputs | None = None,
-) -> list[torch.Tensor]:
-    """One LAMB update in place (You et al. 2020) of every parameter; the trust ratios (0-dim fp32 on the device), 1
-    where nothing changed.
-
-    The norms are added in a fixed order: equal tensors give equal bits. Tensors and errors as :func:`adam_step`.
-    """
-    return _run(
-        FUSED_LAMB,
-        (params, grads, exp_avgs, exp_avg_sqs, outs),
-        step=step,
-        found_inf=found_inf,
-        lr=lr,
-        grad_scale=grad_scale,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        bias_correction=bias_correction,
-        min_coeff=min_coeff,
-        max_coeff=max_coeff,
-        eps_inside_sqrt=eps_inside_sqrt,
-    )
+# Adam and AdamW: Kingma and Ba 2015, Loshchilov and Hutter 2019; Lion: Chen et al. 2023; LAMB: You et al. 2020.
+adam_step = functools.partial(_update, FUSED_ADAM, decoupled=True, bias_correction=True)
+lion_step = functools.partial(_update, FUSED_LION, decoupled=True)
+lamb_step = functools.partial(_update, FUSED_LAMB, bias_correction=True)

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -19,7 +19,7 @@ from deepspeed.native.build import try_load
 from deepspeed.native.ops import CPU_ADAGRAD, CPU_ADAM, CPU_LION
 from deepspeed.native.spec import OpSpec
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GRAIN = 1 << 18  # elements below which a second thread costs more than it saves
 _SHARES = 4  # pieces for each thread: one that other work slows down leaves some of its own to the rest
 _LINE = 64  # elements between places where every dtype starts a cache line
@@ -50,39 +50,33 @@ def _threads(process: int, count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix=f"deepspeed-{count}-threads-of-{process}")
 
 
+def _fits(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype in CODES
+
+
 def usable(op: OpSpec, *tensors: torch.Tensor) -> bool:
     """Whether the kernel of ``op`` exists and fits: contiguous host tensors of fp32, bf16 or fp16."""
-    return (
-        all(t.device.type == "cpu" and t.is_contiguous() and t.dtype in _CODES for t in tensors)
-        and _kernel(op) is not None
-    )
+    return all(map(_fits, tensors)) and _kernel(op) is not None
 
 
-def _run(op: OpSpec, tensors: list[torch.Tensor], out: torch.Tensor | None, scalars: list[float]) -> None:
+def _run(op: OpSpec, tensors: Sequence[torch.Tensor], out: torch.Tensor | None, scalars: list[float]) -> None:
     """Cut the flat range into pieces and run them on the threads; ``tensors`` are weights, gradient and moments."""
     weights, grad, *moments = tensors
     count = weights.numel()
     for tensor in tensors if out is None else [*tensors, out]:
-        if (
-            tensor.numel() != count
-            or not tensor.is_contiguous()
-            or tensor.device.type != "cpu"
-            or tensor.dtype not in _CODES
-        ):
+        if tensor.numel() != count or not _fits(tensor):
             raise ValueError(
                 f"a host kernel takes contiguous host tensors of {count} elements in fp32, bf16 or fp16, not "
                 f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
             )
-    if any(moment.dtype is not moments[0].dtype for moment in moments):
-        raise ValueError(
-            f"a host kernel takes moments of one dtype, not {', '.join(str(moment.dtype) for moment in moments)}"
-        )
+    if len({moment.dtype for moment in moments}) > 1:
+        raise ValueError(f"a host kernel takes moments of one dtype, not {', '.join(str(m.dtype) for m in moments)}")
     function = _kernel(op)
     if function is None:
         raise RuntimeError(f"the native kernel {op.name} could not be built here (the log says why); use {op.instead}")
     # 16-bit weights are rounded where they are written; the pass has a second output beside fp32 weights only
     passed = [*tensors, out if weights.dtype is torch.float32 else None]
-    codes = [-1 if t is None else _CODES[t.dtype] for t in (weights, grad, moments[0], passed[-1])]
+    codes = [-1 if t is None else CODES[t.dtype] for t in (weights, grad, moments[0], passed[-1])]
     threads = max(1, min(torch.get_num_threads(), count // _GRAIN))
     each = (count // (threads if threads == 1 else _SHARES * threads) // _LINE + 1) * _LINE
     starts = deque(range(0, count, each))  # threads may take from it at the same time
@@ -107,11 +101,7 @@ def _run(op: OpSpec, tensors: list[torch.Tensor], out: torch.Tensor | None, scal
 
 
 def adam_step(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
+    *tensors: torch.Tensor,
     step: int,
     lr: float,
     betas: tuple[float, float],
@@ -124,47 +114,35 @@ def adam_step(
 ) -> None:
     """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019). ``step`` counts from 1.
 
-    ``master``, ``grad``, the moments (of one dtype) and ``out`` are fp32, bf16 or fp16 of as many elements, contiguous,
-    on the host. The gradient is multiplied by ``grad_scale`` first; the update is computed in fp32 and rounded once.
-    ``out`` receives the weights as well: in the same pass where ``master`` is fp32.
+    ``tensors`` are weights, gradient and both moments (of one dtype). They and ``out`` are fp32, bf16 or fp16 of as
+    many elements, contiguous, on the host. The gradient is multiplied by ``grad_scale`` first; the update is computed
+    in fp32 and rounded once. ``out`` receives the weights as well: in the same pass where they are fp32.
     Raises ValueError for other tensors, RuntimeError where the kernel is not there (see :func:`usable`).
     """
     correct1, correct2 = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias_correction else (1.0, 1.0)
-    rate, root = lr / correct1, math.sqrt(correct2)
     decay, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
-    scalars = [rate, betas[0], betas[1], eps, decay, keep, grad_scale, root]
-    _run(CPU_ADAM, [master, grad, exp_avg, exp_avg_sq], out, scalars)
+    _run(CPU_ADAM, tensors, out, [lr / correct1, *betas, eps, decay, keep, grad_scale, math.sqrt(correct2)])
 
 
 def adagrad_step(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    total: torch.Tensor,
-    *,
+    *tensors: torch.Tensor,
     rate: float,
     eps: float,
     weight_decay: float,
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> None:
-    """One Adagrad update in place (Duchi et al. 2011); ``rate`` is the decayed learning rate. Tensors and errors as
-    :func:`adam_step`.
-    """
-    scalars = [rate, eps, weight_decay, grad_scale]
-    _run(CPU_ADAGRAD, [master, grad, total], out, scalars)
+    """One Adagrad update in place (Duchi et al. 2011) at the decayed ``rate``; otherwise as :func:`adam_step`."""
+    _run(CPU_ADAGRAD, tensors, out, [rate, eps, weight_decay, grad_scale])
 
 
 def lion_step(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    *,
+    *tensors: torch.Tensor,
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> None:
-    """One Lion update in place (Chen et al. 2023). Tensors and errors as :func:`adam_step`."""
-    scalars = [lr, betas[0], betas[1], 1 - lr * weight_decay, grad_scale]
-    _run(CPU_LION, [master, grad, exp_avg], out, scalars)
+    """One Lion update in place (Chen et al. 2023); otherwise as :func:`adam_step`."""
+    _run(CPU_LION, tensors, out, [lr, *betas, 1 - lr * weight_decay, grad_scale])

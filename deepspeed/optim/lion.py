@@ -1,16 +1,15 @@
 """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms")."""
 
-import itertools
 from typing import Any
 
 import torch
 
 from deepspeed.native.ops import CPU_LION, FUSED_LION
 from deepspeed.optim import cuda, host
-from deepspeed.optim.base import GroupStep, check_ranges, new_moment
+from deepspeed.optim.base import Group, GroupStep, Tensors, checked
 
 
-class Lion(GroupStep, torch.optim.Optimizer):
+class Lion(GroupStep):
     """``u = sign(b1*m + (1-b1)*g); p <- p - lr*(u + wd*p); m <- b2*m + (1-b2)*g``, one moment per element.
 
     Raises:
@@ -18,6 +17,8 @@ class Lion(GroupStep, torch.optim.Optimizer):
     """
 
     elementwise = True
+    host_op, cuda_op = CPU_LION, FUSED_LION
+    slots = ("exp_avg",)
 
     def __init__(
         self,
@@ -28,34 +29,20 @@ class Lion(GroupStep, torch.optim.Optimizer):
         weight_decay: float = 0.0,
         fp32_states: bool = False,
     ) -> None:
-        check_ranges(type(self).__name__, betas=betas, lr=lr, weight_decay=weight_decay)
-        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "fp32_states": fp32_states}
-        super().__init__(params, defaults)
+        settings = checked(self, lr=lr, betas=betas, weight_decay=weight_decay)
+        super().__init__(params, settings | {"fp32_states": fp32_states})
 
-    def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
-        moments = [self._state_of(p, group)["exp_avg"] for p in params]
-        if params and cuda.usable(FUSED_LION, itertools.chain(params, grads, moments)):
-            settings = {name: group[name] for name in ("lr", "betas", "weight_decay")}
-            cuda.lion_step(params, grads, moments, **settings, outs=self._outputs_of(params))
-            return
-        for param, grad in zip(params, grads, strict=True):
-            self._update(param, grad, group)
+    def _on_cuda(self, columns: list[Tensors], states: list[Group], group: Group) -> bool:
+        settings = {name: group[name] for name in ("lr", "betas", "weight_decay")}
+        cuda.lion_step(*columns, **settings, outs=[self._output_of(p) for p in columns[0]])
+        return True
 
-    def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            state["exp_avg"] = new_moment(param, group)
-        return state
+    def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:
+        decay = group["weight_decay"]
+        host.lion_step(*tensors, lr=float(group["lr"]), betas=group["betas"], weight_decay=decay, out=out)
 
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self._state_of(param, group)
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> None:
         moment, (beta1, beta2), lr = state["exp_avg"], group["betas"], group["lr"]
-        if host.usable(CPU_LION, param, grad, moment):
-            out = self._output_of(param)
-            host.lion_step(
-                param, grad, moment, lr=float(lr), betas=group["betas"], weight_decay=group["weight_decay"], out=out
-            )
-            return
         grad = grad.to(moment.dtype)
         blend = torch.lerp(moment, grad, 1 - beta1)
         update = torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of not-a-number is 0

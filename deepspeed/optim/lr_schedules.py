@@ -7,24 +7,16 @@ follows the optimizer's update, so update number k (from 1) runs with the rate f
 import argparse
 import inspect
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from deepspeed.errors import OptimizerConfigError, UsageError
+from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
-from deepspeed.optim.registry import check_numbers, nearest_hint
+from deepspeed.optim.registry import check_numbers, class_of_torch, construct, nearest_hint
 
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 PerGroup = float | Sequence[float]
 
@@ -53,52 +45,17 @@ def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer:
         OptimizerConfigError: (a ``ValueError``) unknown name or key, missing key, or a value of the wrong type.
         ValueError: a value out of range.
     """
-    base = get_torch_optimizer(optimizer)
-    cls = _schedule_class(type_name)
-    settings = dict(params or {})
-    check_numbers("scheduler.params", settings)
-    accepted = dict(list(inspect.signature(cls).parameters.items())[1:])
-    for key in settings:
-        if key not in accepted:
-            raise OptimizerConfigError(
-                f'scheduler "{type_name}" does not know the key scheduler.params.{key}{nearest_hint(key, accepted)}. '
-                f"Valid keys: {', '.join(accepted)}"
-            )
-    missing = [key for key, p in accepted.items() if p.default is p.empty and key not in settings]
-    if missing:
-        raise OptimizerConfigError(
-            f'scheduler "{type_name}" needs scheduler.params.{missing[0]}; all missing keys: {", ".join(missing)}'
-        )
-    try:
-        return cls(base, **settings)
-    except TypeError as error:
-        raise OptimizerConfigError(f'scheduler "{type_name}" refused scheduler.params {settings}: {error}') from error
+    base, theirs = get_torch_optimizer(optimizer), torch.optim.lr_scheduler
+    cls = _CLASSES.get(type_name) or class_of_torch("scheduler", type_name, theirs, theirs.LRScheduler, _CLASSES)
+    check_numbers("scheduler.params", params or {})
+    return construct("scheduler", type_name, cls, base, params or {})
 
 
-def _schedule_class(type_name: str) -> Any:
-    native = {c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
-    if type_name in native:
-        return native[type_name]
-    base = torch.optim.lr_scheduler.LRScheduler
-    theirs = {
-        n: c
-        for n, c in vars(torch.optim.lr_scheduler).items()
-        if isinstance(c, type) and issubclass(c, base) and n[0] != "_"
-    }
-    theirs.pop("LRScheduler")
-    if type_name in theirs:
-        return theirs[type_name]
-    raise OptimizerConfigError(
-        f'scheduler.type "{type_name}" is unknown{nearest_hint(type_name, [*native, *theirs])}. '
-        f"Known: {', '.join(native)}, or a class of torch.optim.lr_scheduler by its exact name"
-    )
-
-
-class Schedule(ABC):
+class LRSchedule:
     """What the native schedules share: the counter, writing rates into the groups, and saving.
 
-    A subclass states its formula in ``_rates``. The constructor writes the initial rate, unless it is told to resume
-    from a ``last_batch_iteration`` other than -1.
+    A subclass states its formula in ``_rates``. The initial rate is written at once, unless the schedule resumes from a
+    ``last_batch_iteration`` other than -1.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -106,9 +63,9 @@ class Schedule(ABC):
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
 
-    @abstractmethod
     def _rates(self, iteration: int) -> list[float]:
         """Learning rate of each group at ``iteration`` (-1 before the first step)."""
+        raise NotImplementedError
 
     def _write(self, iteration: int) -> None:
         self._last_lr = self._rates(iteration)
@@ -131,9 +88,9 @@ class Schedule(ABC):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or jump to the given one, and write its rates."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        self.last_batch_iteration += 1
+        if last_batch_iteration is not None:
+            self.last_batch_iteration = last_batch_iteration
         self._write(self.last_batch_iteration)
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,9 +98,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        """Restore the counter and write its rates, so that the next update is right even where only the schedule is
-        loaded.
-        """
+        """Restore the counter and write its rates: the next update is right even where only the schedule is loaded."""
         self.last_batch_iteration = sd["last_batch_iteration"]
         if self.last_batch_iteration >= 0:
             self._write(self.last_batch_iteration)
@@ -159,17 +114,16 @@ class Schedule(ABC):
             )
         return values
 
+    def _whole_number(self, name: str, value: float, *, least: int) -> int:
+        """An int, or a float such as 1e3 that is one; ``ValueError`` otherwise."""
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or int(value) != value or value < least:
+            raise ValueError(f"{type(self).__name__}: {name} is {value!r}, it must be a whole number >= {least}")
+        return int(value)
 
-def _whole_number(owner: str, name: str, value: float) -> int:
-    """An int, or a float such as 1e3 that is one; ``ValueError`` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
-        raise ValueError(f"{owner}: {name} is {value!r}, it must be a whole number")
-    return int(value)
 
-
-class LRRangeTest(Schedule):
-    """``lr = min_lr * (1 + step_rate * x)`` with ``x = (i + 1) / step_size``, floored when ``staircase`` (Smith 2017,
-    2018).
+class LRRangeTest(LRSchedule):
+    """``lr = min_lr * (1 + step_rate * x)``, ``x = (i + 1) / step_size``, floored if ``staircase`` (Smith 2017, 2018).
 
     Raises:
         ValueError: ``lr_range_test_step_size`` is not a positive whole number.
@@ -186,11 +140,8 @@ class LRRangeTest(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size = _whole_number("LRRangeTest", "lr_range_test_step_size", lr_range_test_step_size)
-        if self.step_size <= 0:
-            raise ValueError(f"LRRangeTest: lr_range_test_step_size is {lr_range_test_step_size}, it must be positive")
-        self.step_rate = lr_range_test_step_rate
-        self.staircase = lr_range_test_staircase
+        self.step_size = self._whole_number("lr_range_test_step_size", lr_range_test_step_size, least=1)
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         self._start()
 
     def _rates(self, iteration: int) -> list[float]:
@@ -199,9 +150,8 @@ class LRRangeTest(Schedule):
         return [rate * factor for rate in self.min_lr]
 
 
-class OneCycle(Schedule):
-    """The rate climbs and falls once, momentum the other way round, then both decay (Smith 2018, "A disciplined
-    approach").
+class OneCycle(LRSchedule):
+    """Rates climb and fall once, momentum the other way round, then both decay (Smith 2018, "A disciplined approach").
 
     With stair counts the climb and the fall go in that many steps. Momentum means ``betas[0]`` of each group; it is
     left alone, with a warning, when the optimizer has no ``betas``.
@@ -251,8 +201,7 @@ class OneCycle(Schedule):
     def _start(self) -> None:
         super()._start()
         if self.last_batch_iteration == -1:
-            # the first update uses the low momentum, although the formula begins at the high one; existing runs depend
-            # on it
+            # the first update uses the low momentum, although the formula begins at the high one; runs depend on it
             self._write_momentum(self.min_moms)
 
     def _write(self, iteration: int) -> None:
@@ -282,50 +231,51 @@ class OneCycle(Schedule):
         top = self.first_size / self.total_size
         return x / top if x <= top else (x - 1) / (top - 1)
 
-    def _decay(self, iteration: int, rate: float) -> float:
-        """``1 + rate * d / decay_step_size`` at d iterations after the cycle; 1 without a decay."""
-        if not rate or not self.decay_step_size:
-            return 1.0
-        return 1 + rate * (iteration - self.total_size + 1) / self.decay_step_size
+    def _place(self, iteration: int, decay_rate: float) -> tuple[float, float]:
+        """The position, and behind the cycle ``1 + rate * d / decay_step_size`` at d iterations after it, else 1."""
+        if iteration < self.total_size:
+            return self._position(iteration), 1.0
+        if not decay_rate or not self.decay_step_size:
+            return 0.0, 1.0
+        return 0.0, 1 + decay_rate * (iteration - self.total_size + 1) / self.decay_step_size
 
     def _rates(self, iteration: int) -> list[float]:
-        if iteration < self.total_size:
-            place = self._position(iteration)
-            return [low + (high - low) * place for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        return [low / self._decay(iteration, self.decay_lr_rate) for low in self.min_lrs]
+        place, decay = self._place(iteration, self.decay_lr_rate)
+        return [(low + (high - low) * place) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _momenta(self, iteration: int) -> list[float]:
-        if iteration < self.total_size:
-            place = self._position(iteration)
-            return [high - (high - low) * place for low, high in zip(self.min_moms, self.max_moms, strict=True)]
-        return [high * self._decay(iteration, self.decay_mom_rate) for high in self.max_moms]
+        place, decay = self._place(iteration, self.decay_mom_rate)
+        return [(high - (high - low) * place) * decay for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
 
-class _Warmup:
-    """``g(i)``: from 0 to 1 over ``W = max(2, steps)`` iterations, as ``ln(i+1)/ln(W)`` or ``i/W``."""
+class _Warmup(LRSchedule):
+    """``g(i)``: from 0 to 1 over ``W = max(2, warmup_num_steps)`` iterations, as ``ln(i+1)/ln(W)`` or ``i/W``."""
 
-    def __init__(self, owner: str, steps: int, kind: str) -> None:
-        count = _whole_number(owner, "warmup_num_steps", steps)
-        if count < 0:
-            raise ValueError(f"{owner}: warmup_num_steps is {steps}, it must be a positive whole number")
+    total_num_steps: float = math.inf
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int, steps: int, kind: str) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        name, count = type(self).__name__, self._whole_number("warmup_num_steps", steps, least=0)
         if count == 0:
-            logger.warning("%s: warmup_num_steps is 0, 1 is used", owner)
-        if kind not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-            logger.warning("%s: warmup_type %r is unknown, %r is used", owner, kind, WARMUP_LOG_RATE)
-            kind = WARMUP_LOG_RATE
-        self.steps, self.kind = max(2, count), kind
+            logger.warning("%s: warmup_num_steps is 0, 1 is used", name)
+        if kind not in ("log", "linear"):
+            logger.warning("%s: warmup_type %r is unknown, 'log' is used", name, kind)
+        self.warmup_num_steps, self.linear = max(2, count), kind == "linear"
+        if self.total_num_steps < self.warmup_num_steps:
+            text = "%s: total_num_steps %s is less than warmup_num_steps %s"
+            logger.warning(text, name, self.total_num_steps, self.warmup_num_steps)
+        self._own_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def __call__(self, iteration: int) -> float:
-        if iteration >= self.steps:
+    def _gamma(self, iteration: int) -> float:
+        if iteration >= self.warmup_num_steps:
             return 1.0
-        return (
-            math.log(iteration + 1) / math.log(self.steps) if self.kind == WARMUP_LOG_RATE else iteration / self.steps
-        )
+        if self.linear:
+            return iteration / self.warmup_num_steps
+        return math.log(iteration + 1) / math.log(self.warmup_num_steps)
 
 
-class WarmupLR(Schedule):
-    """``lr = min_lr + (max_lr - min_lr) * g(i)``: warm up, then constant. ``warmup_max_lr`` None means each group's own
-    rate.
+class WarmupLR(_Warmup):
+    """``lr = min_lr + (max_lr - min_lr) * g(i)``, then constant. ``warmup_max_lr`` None means each group's own rate.
 
     Raises:
         ValueError: ``warmup_num_steps`` negative or no whole number (0 counts as 1, with a warning).
@@ -337,31 +287,20 @@ class WarmupLR(Schedule):
         warmup_min_lr: PerGroup = 0.0,
         warmup_max_lr: PerGroup | None = None,
         warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        own = [float(group["lr"]) for group in self.optimizer.param_groups]
+        super().__init__(optimizer, last_batch_iteration, warmup_num_steps, warmup_type)
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = own if warmup_max_lr is None else self._per_group(warmup_max_lr, "warmup_max_lr")
-        self.warmup = _Warmup(type(self).__name__, warmup_num_steps, warmup_type)
+        self.max_lrs = self._own_lrs if warmup_max_lr is None else self._per_group(warmup_max_lr, "warmup_max_lr")
         self._start()
-
-    @property
-    def warmup_num_steps(self) -> int:
-        """Length of the warm-up as used, at least 2."""
-        return self.warmup.steps
 
     def get_lr(self) -> list[float]:
         """The rate of each group at the present iteration."""
         if self.last_batch_iteration < 0:
-            logger.warning(
-                "%s: asked for the learning rate before the first step(); it is the minimum", type(self).__name__
-            )
+            name = type(self).__name__
+            logger.warning("%s: asked for the learning rate before the first step(); it is the minimum", name)
         return super().get_lr()
-
-    def _gamma(self, iteration: int) -> float:
-        return self.warmup(iteration)
 
     def _rates(self, iteration: int) -> list[float]:
         gamma = self._gamma(iteration) if iteration >= 0 else 0.0
@@ -382,21 +321,20 @@ class WarmupDecayLR(WarmupLR):
         warmup_min_lr: PerGroup = 0.0,
         warmup_max_lr: PerGroup | None = 0.001,
         warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-        _warn_if_short("WarmupDecayLR", total_num_steps, self.warmup.steps)
 
     def _gamma(self, iteration: int) -> float:
-        steps, total = self.warmup.steps, self.total_num_steps
-        return self.warmup(iteration) if iteration < steps else max(0.0, (total - iteration) / max(1.0, total - steps))
+        steps, total = self.warmup_num_steps, self.total_num_steps
+        falling = max(0.0, (total - iteration) / max(1.0, total - steps))
+        return super()._gamma(iteration) if iteration < steps else falling
 
 
-class WarmupCosineLR(Schedule):
-    """Each group's own rate times a ratio: ``min_ratio + (1 - min_ratio) * g(i)``, then a half cosine down to
-    ``cos_min_ratio``.
+class WarmupCosineLR(_Warmup):
+    """Each group's own rate times ``min_ratio + (1 - min_ratio) * g(i)``, then a half cosine down to ``cos_min_ratio``.
 
     ``p = min(1, (i - W + 1) / max(1, T - W))``; ``ratio = cos_min + (1 - cos_min) * (1 + cos(pi * p)) / 2``; 0 for i <
     0.
@@ -412,70 +350,48 @@ class WarmupCosineLR(Schedule):
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
         self.total_num_steps = total_num_steps
+        super().__init__(optimizer, last_batch_iteration, warmup_num_steps, warmup_type)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.warmup = _Warmup("WarmupCosineLR", warmup_num_steps, warmup_type)
-        _warn_if_short("WarmupCosineLR", total_num_steps, self.warmup.steps)
-        self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._start()
-
-    @property
-    def warmup_num_steps(self) -> int:
-        """Length of the warm-up as used, at least 2."""
-        return self.warmup.steps
 
     def get_lr_ratio(self) -> float:
         """The factor on every group's own rate at the present iteration."""
         return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, iteration: int) -> float:
-        steps, total = self.warmup.steps, self.total_num_steps
+        steps, total = self.warmup_num_steps, self.total_num_steps
         if iteration < 0:
             return 0.0
         if iteration < steps:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup(iteration)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._gamma(iteration)
         progress = min(1.0, (iteration - steps + 1) / max(1, total - steps))
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
     def _rates(self, iteration: int) -> list[float]:
         ratio = self._ratio(iteration)
-        return [rate * ratio for rate in self.org_lrs]
+        return [rate * ratio for rate in self._own_lrs]
 
 
-def _warn_if_short(owner: str, total: int, warmup: int) -> None:
-    if total < warmup:
-        logger.warning("%s: total_num_steps %s is less than warmup_num_steps %s", owner, total, warmup)
-
-
-# Command-line tuning arguments: schedule -> {key: default}. A default of -1 means "not given".
-_CLI_KEYS: Mapping[str, Mapping[str, Any]] = {
-    LR_RANGE_TEST: {
-        "lr_range_test_min_lr": 0.001,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_step_size": 1000,
-        "lr_range_test_staircase": False,
-    },
-    ONE_CYCLE: {
-        "cycle_first_step_size": 1000,
-        "cycle_first_stair_count": -1,
-        "cycle_second_step_size": -1,
-        "cycle_second_stair_count": -1,
-        "decay_step_size": 1000,
-        "cycle_min_lr": 0.01,
-        "cycle_max_lr": 0.1,
-        "decay_lr_rate": 0.0,
-        "cycle_momentum": False,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-    },
-    WARMUP_LR: {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": WARMUP_LOG_RATE},
-    WARMUP_COSINE_LR: {"warmup_min_ratio": 0.01, "cos_min_ratio": 0.01},
+_CLASSES: Mapping[str, type[LRSchedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+# Where the command line has another default than the schedule; -1 means "not given".
+_CLI_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("lr_range_test_step_size", "cycle_first_step_size", "decay_step_size"), 1000),
+    **dict.fromkeys(("cycle_first_stair_count", "cycle_second_step_size", "cycle_second_stair_count"), -1),
+    **dict.fromkeys(("cycle_min_lr", "warmup_min_ratio", "cos_min_ratio"), 0.01),
+    **{"cycle_max_lr": 0.1, "cycle_momentum": False, "warmup_max_lr": 0.001},
+}
+
+
+def _settings(name: str) -> dict[str, Any]:
+    """The settings of a schedule with their defaults on the command line."""
+    defaults = {key: p.default for key, p in inspect.signature(_CLASSES[name]).parameters.items()}
+    return {key: _CLI_DEFAULTS.get(key, defaults[key]) for key in list(defaults)[1:-1]}
 
 
 def _bool(text: str) -> bool:
@@ -487,18 +403,17 @@ def _bool(text: str) -> bool:
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--lr_schedule`` and the settings of every native schedule; returns the parser."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
-    group.add_argument(
-        "--lr_schedule", type=str, default=None, help=f"learning-rate schedule: {', '.join(VALID_LR_SCHEDULES)}"
-    )
-    for schedule, keys in _CLI_KEYS.items():
-        for key, default in keys.items():
-            if key == "cycle_momentum":
-                group.add_argument(
-                    "--cycle_momentum", default=False, action="store_true", help="OneCycle: cycle momentum too"
-                )
-                continue
-            kind: Any = _bool if isinstance(default, bool) else type(default)
-            group.add_argument(f"--{key}", type=kind, default=default, help=f"{schedule}: {key}")
+    names = ", ".join(VALID_LR_SCHEDULES)
+    group.add_argument("--lr_schedule", type=str, default=None, help=f"learning-rate schedule: {names}")
+    owner = {key: name for name in reversed(VALID_LR_SCHEDULES) for key in _settings(name) if key != "total_num_steps"}
+    for key, schedule in owner.items():
+        default, text = _settings(schedule)[key], f"{schedule}: {key}"
+        if key == "cycle_momentum":
+            group.add_argument(f"--{key}", default=default, action="store_true", help=text)
+            continue
+        group.add_argument(
+            f"--{key}", type=_bool if isinstance(default, bool) else type(default), default=default, help=text
+        )
     return parser
 
 
@@ -507,23 +422,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
-def _keys_of(schedule: str) -> list[str]:
-    keys = list(_CLI_KEYS.get(schedule, {}))
-    if schedule == WARMUP_DECAY_LR:
-        return [*_CLI_KEYS[WARMUP_LR], "total_num_steps"]
-    if schedule == WARMUP_COSINE_LR:
-        return [*keys, "warmup_num_steps", "warmup_type", "total_num_steps"]
-    return keys
-
-
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Write every setting that ``args`` carries, for any schedule, over ``params``; unset, zero and negative values are
-    skipped.
-    """
-    _override(args, params, [*dict.fromkeys(key for schedule in VALID_LR_SCHEDULES for key in _keys_of(schedule))])
+    """Write every schedule's settings that ``args`` carries over ``params``, but nothing unset, zero or negative."""
+    for name in VALID_LR_SCHEDULES:
+        _override(args, params, _settings(name))
 
 
-def _override(args: argparse.Namespace, params: dict[str, Any], keys: list[str]) -> None:
+def _override(args: argparse.Namespace, params: dict[str, Any], keys: Iterable[str]) -> None:
     for key in keys:
         value = getattr(args, key, None)
         if value and (isinstance(value, str) or value > 0):
@@ -538,21 +443,19 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name} is not a supported LR schedule{nearest_hint(name, VALID_LR_SCHEDULES)}"
     params: dict[str, Any] = {}
-    _override(args, params, _keys_of(name))
+    _override(args, params, _settings(name))
     return {"type": name, "params": params}, None
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """``(rate, "")``: where the schedule starts (LRRangeTest) or its highest rate; ``(None, reason)`` when it states
-    none.
-    """
+    """``(rate, "")``: the rate a schedule starts at (LRRangeTest) or its highest; ``(None, reason)`` if it has none."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"
     name, params = config["type"], config["params"]
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name} is not a valid LR schedule"
-    if name == WARMUP_COSINE_LR:
+    if name == "WarmupCosineLR":
         return None, f"{name} takes its rate from the optimizer"
-    key = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}.get(name, "warmup_max_lr")
+    key = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(name, "warmup_max_lr")
     return (params[key], "") if params.get(key) is not None else (None, f"{key} not defined in the params of {name}")

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed.errors import NotYetError, OptimizerConfigError, UsageError
 from deepspeed.optim.adam import adam_update_
-from deepspeed.optim.base import GroupStep, check_ranges
+from deepspeed.optim.base import Group, GroupStep, checked
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
@@ -74,7 +74,7 @@ def orthogonalize(matrix: torch.Tensor, method: str = "gram") -> torch.Tensor:
     return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
 
 
-class MuonWithAuxAdam(GroupStep, torch.optim.Optimizer):
+class MuonWithAuxAdam(GroupStep):
     """Muon for the parameters marked ``use_muon``, Adam with decoupled decay for the others.
 
     Every given parameter group is split in a Muon half and an Adam half and keeps its own settings; a group that
@@ -107,21 +107,14 @@ class MuonWithAuxAdam(GroupStep, torch.optim.Optimizer):
             raise OptimizerConfigError(f"Muon: ns_method is {ns_method!r}; use 'gram' or 'standard'")
         if per_head_muon:
             raise NotYetError("Muon: per_head_muon is not available in this release; remove it from optimizer.params")
-        self._rates = {True: _first(muon_lr, lr, 0.02), False: _first(adam_lr, lr, 3e-4)}
-        check_ranges(
-            "Muon",
-            betas=betas,
-            momentum=momentum,
-            eps=eps,
-            weight_decay=weight_decay,
-            muon_lr=self._rates[True],
-            adam_lr=self._rates[False],
-        )
+        muon, adam = (next(r for r in rates if r is not None) for rates in ((muon_lr, lr, 0.02), (adam_lr, lr, 3e-4)))
+        settings = checked(self, weight_decay=weight_decay, momentum=momentum, muon_lr=muon, adam_lr=adam)
         self._group_keys = {
-            True: {"momentum": momentum, "ns_method": ns_method},
-            False: {"betas": tuple(betas), "eps": eps, "bias_correction": True, "decoupled_weight_decay": True},
+            True: {"lr": muon, "momentum": settings["momentum"], "ns_method": ns_method},
+            False: {"lr": adam, "bias_correction": True, "decoupled_weight_decay": True}
+            | checked(self, betas=betas, eps=eps),
         }
-        super().__init__(params, {"lr": self._rates[True], "weight_decay": weight_decay})
+        super().__init__(params, {"lr": muon, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add one group, split by ``use_muon`` into at most two."""
@@ -138,32 +131,22 @@ class MuonWithAuxAdam(GroupStep, torch.optim.Optimizer):
 
     def _add_half(self, group: dict[str, Any], use_muon: bool) -> None:  # noqa: FBT001
         group["use_muon"] = use_muon
-        for key, value in ({"lr": self._rates[use_muon]} | self._group_keys[use_muon]).items():
+        for key, value in self._group_keys[use_muon].items():
             group.setdefault(key, value)
         super().add_param_group(group)
 
-    def _update_group(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> None:
-        update = self._muon_update if group["use_muon"] else self._adam_update
-        for param, grad in zip(params, grads, strict=True):
-            update(param, grad, group)
+    def _slots(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["use_muon"] else super()._slots(group)
 
-    def _adam_update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        adam_update_(param, grad, state, group)
-
-    def _muon_update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> None:
+        if not group["use_muon"]:
+            adam_update_(param, grad, state, group)
+            return
         if param.ndim < 2:
             raise UsageError(
                 f"Muon got a tensor of shape {tuple(param.shape)} where it needs a matrix; "
                 "sharding must keep parameters whole for this optimizer"
             )
-        state = self.state[param]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(param)
         buffer, mu = state["momentum_buffer"], group["momentum"]
         # decided on the device: a non-finite gradient leaves the momentum as it was and shows in the weights, as with
         # any optimizer
@@ -174,10 +157,6 @@ class MuonWithAuxAdam(GroupStep, torch.optim.Optimizer):
         matrix = orthogonalize(matrix, group["ns_method"]).reshape(grad.shape)
         scale = max(1.0, grad.shape[-2] / grad.shape[-1]) ** 0.5
         param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(matrix, alpha=group["lr"] * scale)
-
-
-def _first(*candidates: float | None) -> float:
-    return next(value for value in candidates if value is not None)
 
 
 def _wants_muon(entry: torch.Tensor | tuple[str, torch.Tensor]) -> bool:

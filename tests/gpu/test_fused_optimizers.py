@@ -282,7 +282,7 @@ def test_numbers_on_the_device_are_those_of_the_host(place: str, *, bias_correct
             name: torch.tensor(float(value), device=place)
             for name, value in (("step", step), ("lr", 1e-2), ("grad_scale", 0.125))
         }
-        cuda.adam_step(*read, **{**settings, **numbers})
+        cuda.adam_step(*read, **{**settings, **numbers, "step": [numbers["step"]] * len(SIZES)})
     for found, expected in zip(read[0], known[0], strict=True):
         # the rate is rounded to fp32 on the way there
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -395,7 +395,7 @@ def copies_of_views(columns: Columns, place: str) -> Columns:
 
 def test_a_step_must_be_on_the_device_in_fp32(place: str) -> None:
     with pytest.raises(ValueError, match="fp32 tensors of one element"):
-        cuda.adam_step(*draw(place=place), step=torch.ones((), dtype=torch.int64, device=place), **ADAM)
+        cuda.adam_step(*draw((4,), place=place), step=[torch.ones((), dtype=torch.int64, device=place)], **ADAM)
 
 
 def test_host_tensors_are_refused() -> None:
@@ -421,7 +421,7 @@ def test_a_captured_step_counts_on(place: str) -> None:
 
     def update() -> None:
         step.add_(1.0 - found_inf)
-        cuda.adam_step(*given, step=step, **settings)
+        cuda.adam_step(*given, step=[step] * len(SIZES), **settings)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

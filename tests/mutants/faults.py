@@ -190,17 +190,16 @@ _OPTIMIZERS = (
     Mutant(
         "O1",
         "deepspeed/optim/adam.py",
-        'bias_correction=group["bias_correction"],\n            out=',
-        "bias_correction=True,\n            out=",
+        'bias_correction=group["bias_correction"],',
+        "bias_correction=True,",
         ("tests/pure/test_optim_update_rules.py", f"{_KEYS}[optimizer.params.bias_correction]"),
         "bias_correction false is kept in host memory",
     ),
     Mutant(
         "O2",
         "deepspeed/optim/adam.py",
-        'decoupled=group["decoupled_weight_decay"],\n            bias_correction=group["bias_correction"],\n   '
-        "         out=",
-        'decoupled=True,\n            bias_correction=group["bias_correction"],\n            out=',
+        'decoupled=group["decoupled_weight_decay"],\n            bias_correction=',
+        "decoupled=True,\n            bias_correction=",
         ("tests/pure/test_optim_update_rules.py",),
         "Adam's weight decay is an L2 term in host memory too",
     ),
