@@ -8,30 +8,22 @@ import argparse
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 
-from deepspeed.report import devices, machine, software, variables
-from deepspeed.report.rows import Section, as_json, doubts
+from deepspeed.report import devices, environment, machine, software
+from deepspeed.report.rows import VERDICT, Section, as_json, as_text
 
-WIDTH = 110
-VERDICT = "missing or doubtful"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ds_report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hide_operator_status", action="store_true", help="leave the operators out")
-    parser.add_argument("--hide_errors_and_warnings", action="store_true", help=f"leave the part '{VERDICT}' out")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    return parser
+_SWITCHES = {
+    "--hide_operator_status": "leave the operators out",
+    "--hide_errors_and_warnings": f"leave the part '{VERDICT}' out",
+    "--json": "one JSON object instead of a table",
+}
 
 
 def collect(*, operators: bool = True) -> list[Section]:
     """Everything that is to be said, in order. Never raises."""
     torch, reason = software.load_torch()
-    sections = [
+    return [
         software.versions_section(torch, reason),
         machine.section(),
         devices.section(torch),
@@ -39,46 +31,21 @@ def collect(*, operators: bool = True) -> list[Section]:
         software.tools_section(torch),
         *([software.operators_section()] if operators else []),
         software.optional_section(),
-        variables.section(os.environ),
+        environment.section(os.environ),
     ]
-    return sections
-
-
-def _wrapped(head: str, text: str) -> list[str]:
-    clean = text.encode("ascii", "backslashreplace").decode()
-    lines = textwrap.wrap(clean, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
-    return lines or [head.rstrip()]
-
-
-def as_text(sections: Sequence[Section], *, verdict: bool = True) -> str:
-    """The report as lines of at most 110 columns: a title, then aligned rows, per section; last the doubts, where
-    wanted.
-    """
-    column = min(34, max((len(row.name) for section in sections for row in section.rows), default=0))
-    lines: list[str] = []
-    for section in sections:
-        lines += [section.title, "-" * len(section.title)]
-        for row in section.rows:
-            lines += _wrapped(f"{row.name:<{column}}  ", row.value)
-        lines.append("")
-    if verdict:
-        lines += [VERDICT, "-" * len(VERDICT)]
-        for row in doubts(sections):
-            lines += _wrapped("  ", f"{row.name}: {row.doubt}")
-        lines += [] if doubts(sections) else ["  nothing"]
-    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_report`` and ``dsr``; returns 0."""
-    options = _parser().parse_args(argv)
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="ds_report", description=__doc__, formatter_class=kind)
+    for flag, text in _SWITCHES.items():
+        parser.add_argument(flag, action="store_true", help=text)
+    options = parser.parse_args(argv)
     sections = collect(operators=not options.hide_operator_status)
     verdict = not options.hide_errors_and_warnings
     if options.json:
-        content = as_json(sections)
-        if verdict:
-            content[VERDICT] = {row.name: row.doubt for row in doubts(sections)}
-        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+        sys.stdout.write(json.dumps(as_json(sections, verdict=verdict), indent=1) + "\n")
     else:
         sys.stdout.write(as_text(sections, verdict=verdict))
     return 0

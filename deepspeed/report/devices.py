@@ -9,11 +9,12 @@ from typing import Any
 from deepspeed.report.rows import Row, Section, gather, size
 
 _DEVICE_FILES = {"/dev/nvidia[0-9]*": "NVIDIA", "/dev/kfd": "AMD", "/dev/accel/accel[0-9]*": "accelerator"}
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def _kind(torch: ModuleType) -> str | None:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else str(found.type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else str(accelerator.type)
 
 
 def _describe(module: Any, index: int) -> str:
@@ -28,11 +29,11 @@ def _describe(module: Any, index: int) -> str:
 
 def device_rows(torch: ModuleType) -> list[Row]:
     """Type, number, names and memory of the devices; ``none`` where ranks run on the CPU."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         kind = _kind(torch)
         if kind is None:
-            reasons = [str(warning.message).partition("\n")[0] for warning in said]
+            reasons = [str(warning.message).partition("\n")[0] for warning in warned]
             return [Row("accelerator", "none: ranks run on the CPU and talk through gloo", _why_none(torch, reasons))]
         count = int(torch.accelerator.device_count())
         module = torch.get_device_module(kind)
@@ -44,26 +45,14 @@ def device_rows(torch: ModuleType) -> list[Row]:
 
 def _why_none(torch: ModuleType, reasons: list[str]) -> str:
     """Why a machine that has a device, or a torch that was built for one, runs on the CPU; empty when both agree."""
-    built = next(
-        (f"{name.upper()} {value}" for name in ("cuda", "hip") if (value := getattr(torch.version, name, None))), None
-    )
-    if built is not None:
-        hidden = [
-            f"{name}={os.environ[name]!r}"
-            for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-            if name in os.environ
-        ]
-        why = (
-            "; ".join([*reasons, *hidden])
-            or "the driver is missing, older than torch's, or not passed into the container"
-        )
-        return f"torch is built for {built} but can use no device: {why}. Training will be slow on the CPU."
-    seen = [name for pattern, name in _DEVICE_FILES.items() if glob.glob(pattern)]
-    if seen:
-        return (
-            f"This machine has a device ({', '.join(seen)}) but torch is a CPU build; install a torch that is "
-            "built for it."
-        )
+    for name in ("cuda", "hip"):
+        if version := getattr(torch.version, name, None):
+            reasons += [f"{variable}={os.environ[variable]!r}" for variable in _VISIBLE if variable in os.environ]
+            why = "; ".join(reasons) or "the driver is missing, older than torch's, or not passed into the container"
+            built = f"torch is built for {name.upper()} {version} but can use no device"
+            return f"{built}: {why}. Training will be slow on the CPU."
+    if seen := ", ".join(name for pattern, name in _DEVICE_FILES.items() if glob.glob(pattern)):
+        return f"This machine has a device ({seen}) but torch is a CPU build; install a torch that is built for it."
     return ""
 
 
@@ -79,20 +68,16 @@ def backends_row() -> Row:
     """Backends of torch.distributed."""
     from deepspeed.comm.backends import available_backends  # noqa: PLC0415 - imports torch, which may fail
 
-    names = [name for name, there in available_backends().items() if there]
-    doubt = (
-        "" if names else "This torch has no torch.distributed: only one process can train; install a build that has it."
-    )
-    return Row("backends", " ".join(names) or "none", doubt)
+    names = " ".join(name for name, available in available_backends().items() if available)
+    doubt = "This torch has no torch.distributed: only one process can train; install a build that has it."
+    return Row("backends", names or "none", "" if names else doubt)
 
 
 def section(torch: ModuleType | None) -> Section:
     """Devices and communication; one row when torch cannot be imported."""
     if torch is None:
         return Section("device and communication", (Row("accelerator", "unknown (torch cannot be imported)"),))
-    probes = (
-        ("accelerator", lambda: device_rows(torch)),
-        ("NCCL", lambda: nccl_row(torch)),
-        ("backends", backends_row),
+    return gather(
+        "device and communication",
+        {"accelerator": lambda: device_rows(torch), "NCCL": lambda: nccl_row(torch), "backends": backends_row},
     )
-    return gather("device and communication", probes)

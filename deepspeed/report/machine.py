@@ -1,6 +1,4 @@
-"""The machine: processor, cores, memory and limits, read from the system's files (``root`` is another tree in
-tests).
-"""
+"""The machine: processor, cores, memory and limits, from the system's files (``root`` is another tree in tests)."""
 
 import math
 import os
@@ -12,22 +10,36 @@ from deepspeed.observe import cgroups
 from deepspeed.report.rows import Row, Section, gather, size
 
 ROOT = Path("/")
-ISA = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_bf16",
-    "asimd",
-    "asimdhp",
-    "sve",
-    "sve2",
+ISA = "avx2 fma f16c avx512f avx512bw avx512_bf16 avx512_fp16 amx_tile amx_bf16 asimd asimdhp sve sve2"
+LEAST_SHM = 1 << 30
+_NO_AVX2 = "Optimizer steps on host memory run several times slower without AVX2; use another machine for offloading."
+_FEW_CORES = (
+    "Ranks and data workers share only these cores: start no more threads than that (OMP_NUM_THREADS), or ask the "
+    "scheduler for more."
 )
-LEAST_SHM, LEAST_MEMLOCK, LEAST_FILES = 1 << 30, 1 << 30, 4096
+_LIMITED = "The process is killed beyond this, whatever the machine has; count offloaded states against it."
+_SMALL_SHM = (
+    "DataLoader workers and NCCL pass data through it and die with 'Bus error' when it is full; start the container "
+    "with --shm-size=8g or --ipc=host, or use num_workers=0."
+)
+# name of the row, limit, least value without a doubt, how it is shown, doubt
+_LIMITS = (
+    (
+        "locked memory (ulimit -l)",
+        "RLIMIT_MEMLOCK",
+        1 << 30,
+        size,
+        "Page-locked buffers of RDMA networks and of asynchronous file IO fail beyond it; raise it (ulimit -l "
+        "unlimited, docker --ulimit).",
+    ),
+    (
+        "open files (ulimit -n)",
+        "RLIMIT_NOFILE",
+        4096,
+        str,
+        "Many ranks, data workers and checkpoint shards need more open files; raise it with ulimit -n 65536.",
+    ),
+)
 
 
 def _cpuinfo(root: Path) -> dict[str, list[str]]:
@@ -41,31 +53,24 @@ def _cpuinfo(root: Path) -> dict[str, list[str]]:
 
 
 def _processor(root: Path) -> tuple[str, list[str]]:
-    """Model and instruction set flags. The py-cpuinfo package takes a second, so it is asked only where /proc has no
-    answer.
-    """
+    """Model and instruction set flags; py-cpuinfo takes a second, so it is asked only where /proc has no answer."""
     fields = _cpuinfo(root) if (root / "proc/cpuinfo").exists() else {}
-    flags = [*fields.get("flags", []), *fields.get("Features", [])][:1]
-    if "model name" in fields and flags:
-        return fields["model name"][0], flags[0].split()
+    flags = [*fields.get("flags", []), *fields.get("Features", [])]
     if flags:
-        return platform.machine(), flags[0].split()
+        return fields.get("model name", [platform.machine()])[0], flags[0].split()
     import cpuinfo  # noqa: PLC0415 - see above
 
-    found = cpuinfo.get_cpu_info()
-    return str(found.get("brand_raw", platform.machine())), list(found.get("flags", []))
+    facts = cpuinfo.get_cpu_info()
+    return str(facts.get("brand_raw", platform.machine())), list(facts.get("flags", []))
 
 
 def cpu_rows(root: Path = ROOT) -> list[Row]:
     """Model and the vector instructions that matter here."""
     model, flags = _processor(root)
-    vector = [flag for flag in ISA if flag in flags]
+    vector = " ".join(flag for flag in ISA.split() if flag in flags)
     x86 = platform.machine() in ("x86_64", "AMD64") or "sse2" in flags
-    slow = "Optimizer steps on host memory run several times slower without AVX2; use another machine for offloading."
-    return [
-        Row("CPU", model),
-        Row("vector instructions", " ".join(vector) or "none known", slow if x86 and "avx2" not in flags else ""),
-    ]
+    doubt = _NO_AVX2 if x86 and "avx2" not in flags else ""
+    return [Row("CPU", model), Row("vector instructions", vector or "none known", doubt)]
 
 
 def socket_row(root: Path = ROOT) -> Row:
@@ -89,13 +94,7 @@ def cores_row(root: Path = ROOT) -> Row:
     quota = cpu_quota(root) if (root / "proc/self/cgroup").exists() else None
     limit = "" if quota is None else f", time for {quota:g} (control group)"
     few = (quota is not None and quota < mine) or mine < whole
-    doubt = (
-        "Ranks and data workers share only these cores: start no more threads than that (OMP_NUM_THREADS), or "
-        "ask the scheduler for more."
-        if few
-        else ""
-    )
-    return Row("cores", f"{mine} of the machine's {whole}{limit}", doubt)
+    return Row("cores", f"{mine} of the machine's {whole}{limit}", _FEW_CORES if few else "")
 
 
 def memory_rows(root: Path = ROOT) -> list[Row]:
@@ -106,12 +105,8 @@ def memory_rows(root: Path = ROOT) -> list[Row]:
     rows = [Row("memory", f"{size(total)}, available {size(hostmem.host_available_bytes())}")]
     if (root / "proc/self/cgroup").exists():
         limit = min((group.limit for group in cgroups.memory_groups(root)), default=math.inf)
-        doubt = (
-            "The process is killed beyond this, whatever the machine has; count offloaded states against it."
-            if limit < total
-            else ""
-        )
-        rows.append(Row("memory limit (control group)", "none" if limit == math.inf else size(limit), doubt))
+        text, doubt = "none" if limit == math.inf else size(limit), _LIMITED if limit < total else ""
+        rows.append(Row("memory limit (control group)", text, doubt))
     return rows
 
 
@@ -120,50 +115,32 @@ def shm_row(path: str = "/dev/shm") -> Row:
     if not os.path.isdir(path):
         return Row(path, "not there")
     stat = os.statvfs(path)
-    return shm_of(path, stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize)
-
-
-def shm_of(path: str, total: int, free: int) -> Row:
-    """The row for ``total`` and ``free`` bytes."""
-    doubt = ""
-    if min(total, free) < LEAST_SHM:
-        doubt = (
-            "DataLoader workers and NCCL pass data through it and die with 'Bus error' when it is full; "
-            "start the container with --shm-size=8g or --ipc=host, or use num_workers=0."
-        )
-    return Row(path, f"{size(total)}, free {size(free)}", doubt)
+    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    return Row(path, f"{size(total)}, free {size(free)}", _SMALL_SHM if min(total, free) < LEAST_SHM else "")
 
 
 def limit_rows() -> list[Row]:
     """Limits of this process (ulimit)."""
     import resource  # noqa: PLC0415 - not on Windows
 
-    return limits_of(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-
-def limits_of(memlock: int, files: int) -> list[Row]:
-    """The rows for a ``memlock`` limit in bytes and a limit on open files; -1: unlimited."""
-    low, few = 0 <= memlock < LEAST_MEMLOCK, 0 <= files < LEAST_FILES
-    locked = (
-        "Page-locked buffers of RDMA networks and of asynchronous file IO fail beyond it; raise it (ulimit -l "
-        "unlimited, docker --ulimit)."
-    )
-    opened = "Many ranks, data workers and checkpoint shards need more open files; raise it with ulimit -n 65536."
-    return [
-        Row("locked memory (ulimit -l)", "unlimited" if memlock < 0 else size(memlock), locked if low else ""),
-        Row("open files (ulimit -n)", "unlimited" if files < 0 else str(files), opened if few else ""),
-    ]
+    rows = []
+    for name, limit, least, shown, doubt in _LIMITS:
+        value = resource.getrlimit(getattr(resource, limit))[0]
+        rows.append(Row(name, "unlimited" if value < 0 else shown(value), doubt if 0 <= value < least else ""))
+    return rows
 
 
 def section() -> Section:
     """The machine."""
-    probes = (
-        ("system", lambda: Row("system", re.sub(r"\s+", " ", platform.platform()))),
-        ("CPU", cpu_rows),
-        ("sockets, NUMA nodes", socket_row),
-        ("cores", cores_row),
-        ("memory", memory_rows),
-        ("/dev/shm", shm_row),
-        ("limits", limit_rows),
+    return gather(
+        "platform",
+        {
+            "system": lambda: Row("system", re.sub(r"\s+", " ", platform.platform())),
+            "CPU": cpu_rows,
+            "sockets, NUMA nodes": socket_row,
+            "cores": cores_row,
+            "memory": memory_rows,
+            "/dev/shm": shm_row,
+            "limits": limit_rows,
+        },
     )
-    return gather("platform", probes)

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from deepspeed.native import builders
 from deepspeed.native.compiler import find_ninja
-from deepspeed.report.rows import Row, Section, first_line, gather
+from deepspeed.report.rows import Probe, Row, Section, first_line, gather
 from deepspeed.version import __version__
 
 # package: (first version that works, first that is untried); empty: any
@@ -51,8 +51,8 @@ TOOL_LIMIT_S = 1.0
 
 def numbers(version: str) -> tuple[int, int]:
     """Major and minor of a version: ``"2.13.0+cpu"`` -> ``(2, 13)``."""
-    found = [*map(int, re.findall(r"\d+", version)), 0, 0]
-    return found[0], found[1]
+    parts = [*map(int, re.findall(r"\d+", version)), 0, 0]
+    return parts[0], parts[1]
 
 
 def range_doubt(name: str, version: str) -> str:
@@ -68,6 +68,13 @@ def range_doubt(name: str, version: str) -> str:
     return ""
 
 
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def package_row() -> Row:
     """This package: version, folder, and whether an installation of another version is in the way."""
     folder = str(Path(__file__).resolve().parents[1])
@@ -77,20 +84,11 @@ def package_row() -> Row:
         return Row("deepspeed", f"{__version__}, from the source tree {folder} (not installed)")
     direct = json.loads(installed.read_text("direct_url.json") or "{}")
     how = "installed editable" if direct.get("dir_info", {}).get("editable") else "installed"
-    doubt = ""
-    if installed.version != __version__:
-        doubt = (
-            f"Python imports {__version__} from {folder}, but the installed distribution is "
-            f"{installed.version}: two installations "
-            "or a stale one; uninstall deepspeed until none is left, then install once."
-        )
-    return Row("deepspeed", f"{__version__}, {how}, {folder}", doubt)
-
-
-def python_row() -> Row:
-    """The interpreter."""
-    old = "" if sys.version_info >= (3, 10) else "Python 3.10 is the oldest supported; use a newer one."
-    return Row("Python", f"{platform.python_version()}, {sys.executable}", old)
+    doubt = (
+        f"Python imports {__version__} from {folder}, but the installed distribution is {installed.version}: two "
+        "installations or a stale one; uninstall deepspeed until none is left, then install once."
+    )
+    return Row("deepspeed", f"{__version__}, {how}, {folder}", doubt if installed.version != __version__ else "")
 
 
 def load_torch() -> tuple[ModuleType | None, str]:
@@ -103,80 +101,64 @@ def load_torch() -> tuple[ModuleType | None, str]:
 
 def torch_rows(torch: ModuleType | None, reason: str) -> list[Row]:
     """Version of torch, from its package data where it cannot be imported, and what it was built for."""
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        version = getattr(torch, "__version__", "not installed")
     if torch is None:
         doubt = (
-            f"Nothing works without torch, and importing it fails ({reason}); reinstall a build that fits this "
-            "machine and driver."
+            f"Nothing works without torch, and importing it fails ({reason}); reinstall a build that fits this machine "
+            "and driver."
         )
-        return [Row("torch", f"{version}, cannot be imported: {reason}", doubt)]
-    versions = getattr(torch, "version", None)
+        return [Row("torch", f"{_installed('torch') or 'not installed'}, cannot be imported: {reason}", doubt)]
+    version, versions = str(torch.__version__), getattr(torch, "version", None)
     built = [f"{name} {value}" for name in ("cuda", "hip", "xpu") if (value := getattr(versions, name, None))]
-    row = Row(
-        "torch",
-        f"{torch.__version__}, {Path(str(torch.__file__)).parent}",
-        range_doubt("torch", str(torch.__version__)),
-    )
-    return [row, Row("torch built for", ", ".join(built) or "the CPU")]
+    return [
+        Row("torch", f"{version}, {Path(str(torch.__file__)).parent}", range_doubt("torch", version)),
+        Row("torch built for", ", ".join(built) or "the CPU"),
+    ]
 
 
-def dependency_row(name: str) -> Row:
-    """A required package."""
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+def _dependency_row(name: str) -> Row:
+    if (version := _installed(name)) is None:
         return Row(name, "missing", f"{name} is a requirement of this package; install it.")
     return Row(name, version, range_doubt(name, version))
 
 
 def versions_section(torch: ModuleType | None, reason: str) -> Section:
     """This package and what it stands on."""
-    others = [(name, partial(dependency_row, name)) for name in REQUIRED if name != "torch"]
-    return gather(
-        "versions",
-        [("deepspeed", package_row), ("Python", python_row), ("torch", partial(torch_rows, torch, reason)), *others],
-    )
+    probes: dict[str, Probe] = {
+        "deepspeed": package_row,
+        "Python": lambda: Row("Python", f"{platform.python_version()}, {sys.executable}"),
+        "torch": lambda: torch_rows(torch, reason),
+    }
+    others = {name: partial(_dependency_row, name) for name in REQUIRED if name != "torch"}
+    return gather("versions", {**probes, **others})
 
 
 def operators_section() -> Section:
     """Native operators: built, built on first use, or what runs instead and why."""
 
     def rows() -> list[Row]:
-        found = builders.states(limit_s=TOOL_LIMIT_S)
-        return [Row(name, f"{state.word}: {state.detail}") for name, state in found.items()]
+        states = builders.states(limit_s=TOOL_LIMIT_S)
+        return [Row(name, f"{state.word}: {state.detail}") for name, state in states.items()]
 
-    return gather("operators", [("operators", rows)])
+    return gather("operators", {"operators": rows})
 
 
 def optional_section() -> Section:
     """Optional packages and what each enables."""
-
-    def state(name: str, use: str) -> Row:
-        try:
-            return Row(name, f"{importlib.metadata.version(name)}: {use}")
-        except importlib.metadata.PackageNotFoundError:
-            return Row(name, f"missing: {use}")
-
-    return gather("optional packages", [(name, partial(state, name, use)) for name, use in OPTIONAL.items()])
+    rows = [Row(name, f"{_installed(name) or 'missing'}: {use}") for name, use in OPTIONAL.items()]
+    return Section("optional packages", tuple(rows))
 
 
 def launch_section() -> Section:
     """Programs that start ranks on several machines."""
-
-    def state(name: str, use: str) -> Row:
-        return Row(name, f"{shutil.which(name) or 'not on PATH'}: {use}")
-
-    return gather("launch tools", [(name, partial(state, name, use)) for name, use in LAUNCH_TOOLS.items()])
+    rows = [Row(name, f"{shutil.which(name) or 'not on PATH'}: {use}") for name, use in LAUNCH_TOOLS.items()]
+    return Section("launch tools", tuple(rows))
 
 
 def _says(command: list[str], pattern: str) -> str:
     """What ``pattern`` matches in the output of ``command``, or the output's first line."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S, stdin=subprocess.DEVNULL)
-    found = re.search(pattern, done.stdout)
-    return found.group(1) if found else (done.stdout or done.stderr).strip().partition("\n")[0]
+    match = re.search(pattern, done.stdout)
+    return match.group(1) if match else (done.stdout or done.stderr).strip().partition("\n")[0]
 
 
 def compiler_row() -> Row:
@@ -184,44 +166,36 @@ def compiler_row() -> Row:
     wanted = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     path = shutil.which(wanted[0]) or shutil.which("g++") or shutil.which("clang++")
     if path is None:
-        return Row(
-            "C++ compiler", "none", "torch.compile and native kernels need one; install g++ (10 or newer) or set CXX."
-        )
+        doubt = "torch.compile and native kernels need one; install g++ (10 or newer) or set CXX."
+        return Row("C++ compiler", "none", doubt)
     return Row("C++ compiler", f"{_says([path, '--version'], r'^(.+)')}, {path}")
 
 
 def ninja_row() -> Row:
     """The build tool, from the PATH or from its Python package."""
     path = find_ninja()
-    return Row(
-        "ninja",
-        path or "none",
-        "" if path else "Sources are compiled one after the other; install the Python package ninja.",
-    )
+    doubt = "" if path else "Sources are compiled one after the other; install the Python package ninja."
+    return Row("ninja", path or "none", doubt)
 
 
 def cuda_rows(built_for: str | None) -> list[Row]:
-    """nvcc and CUDA_HOME; ``built_for`` is the CUDA version of torch, None for other builds, where neither is
-    needed.
-    """
+    """nvcc and CUDA_HOME; ``built_for`` is the CUDA version of torch, None for builds that need neither."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc") or (shutil.which(os.path.join(home, "bin", "nvcc")) if home else None)
     rows = [Row("CUDA_HOME", home or "not set")]
     if nvcc is None:
         return [*rows, Row("nvcc", "none: only needed to build CUDA kernels")]
     version = _says([nvcc, "--version"], r"release ([\d.]+)")
-    doubt = ""
-    if built_for and numbers(version)[0] != numbers(built_for)[0]:
-        doubt = (
-            f"nvcc {version} does not fit torch, built for CUDA {built_for}: CUDA kernels will not build; set "
-            f"CUDA_HOME to {built_for}."
-        )
-    return [*rows, Row("nvcc", f"{version}, {nvcc}", doubt)]
+    doubt = (
+        f"nvcc {version} does not fit torch, built for CUDA {built_for}: CUDA kernels will not build; set CUDA_HOME to "
+        f"{built_for}."
+    )
+    fits = not built_for or numbers(version)[0] == numbers(built_for)[0]
+    return [*rows, Row("nvcc", f"{version}, {nvcc}", "" if fits else doubt)]
 
 
 def tools_section(torch: ModuleType | None) -> Section:
     """Compiler and build tools."""
     built_for = getattr(getattr(torch, "version", None), "cuda", None)
-    return gather(
-        "build tools", [("C++ compiler", compiler_row), ("ninja", ninja_row), ("nvcc", lambda: cuda_rows(built_for))]
-    )
+    nvcc = partial(cuda_rows, built_for)
+    return gather("build tools", {"C++ compiler": compiler_row, "ninja": ninja_row, "nvcc": nvcc})

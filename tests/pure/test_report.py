@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 
 from deepspeed.native.builders import ALL_OPS
 from deepspeed.observe import cgroups
-from deepspeed.report import cli, devices, machine, software, variables
+from deepspeed.report import cli, devices, environment, machine, rows, software
 from deepspeed.report.rows import Row, Section, doubts, gather, size
 from tests.budget.source import ROOT, imports, modules
 from tests.harness.patience import too_long
@@ -117,7 +118,7 @@ def test_a_failing_probe_is_a_row() -> None:
     def broken() -> Row:
         raise RuntimeError("no\nsuch thing")
 
-    section = gather("t", [("a", broken), ("b", lambda: Row("b", "1"))])
+    section = gather("t", {"a": broken, "b": lambda: Row("b", "1")})
     assert section.rows == (Row("a", "unknown (RuntimeError: no)"), Row("b", "1"))
 
 
@@ -164,12 +165,20 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
     )
 
 
-def test_limits() -> None:
-    assert machine.shm_of("/dev/shm", 64 << 20, 64 << 20).doubt.startswith("DataLoader workers")
-    assert machine.shm_of("/dev/shm", 8 << 30, 8 << 30) == Row("/dev/shm", "8.0 GiB, free 8.0 GiB")
-    locked, files = machine.limits_of(8 << 20, 1024)
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limits(memlock: int, files: int, shm: int) -> list[Row]:
+        monkeypatch.setattr(
+            resource, "getrlimit", lambda kind: ({resource.RLIMIT_MEMLOCK: memlock}.get(kind, files), 0)
+        )
+        stat = SimpleNamespace(f_frsize=1, f_blocks=shm, f_bavail=shm)
+        monkeypatch.setattr(os, "statvfs", lambda path: stat)
+        return [*machine.limit_rows(), machine.shm_row(str(tmp_path))]
+
+    locked, files, shm = limits(8 << 20, 1024, 64 << 20)
     assert "ulimit -l unlimited" in locked.doubt and "ulimit -n" in files.doubt
-    assert [row.doubt for row in machine.limits_of(-1, 65536)] == ["", ""]
+    assert shm.doubt.startswith("DataLoader workers")
+    fine = limits(-1, 65536, 8 << 30)
+    assert [row.doubt for row in fine] == ["", "", ""] and fine[2].value == "8.0 GiB, free 8.0 GiB"
     assert [size(n) for n in (0, 2048, 64 << 20, 3 << 40)] == ["0 B", "2 KiB", "64 MiB", "3072.0 GiB"]
 
 
@@ -237,7 +246,7 @@ def test_variables_are_chosen_and_secrets_hidden() -> None:
         "RANK": "0",
         "HF_TOKEN": "t",
     }
-    assert variables.variable_rows(env) == [
+    assert environment.variable_rows(env) == [
         Row("DS_API_KEY", "(hidden)"),
         Row("DS_HUB", "https://(hidden)@host/x"),
         Row("NCCL_DEBUG", "INFO"),
@@ -246,44 +255,45 @@ def test_variables_are_chosen_and_secrets_hidden() -> None:
 
 
 def test_identity_and_threads() -> None:
-    assert variables.identity_row({}).value == "alone (rank 0 of 1)"
+    assert environment.identity_row({}).value == "alone (rank 0 of 1)"
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}
-    assert variables.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
-    assert variables.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith(
+    assert environment.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
+    assert environment.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith(
         "The environment variable RANK='x'"
     )
     assert (
-        "cores / ranks" in variables.threads_row({}).doubt and not variables.threads_row({"OMP_NUM_THREADS": "1"}).doubt
+        "cores / ranks" in environment.threads_row({}).doubt
+        and not environment.threads_row({"OMP_NUM_THREADS": "1"}).doubt
     )
 
 
 def test_text_is_aligned_and_narrow() -> None:
     sections = [Section("one", (Row("a", "word " * 60), Row("longer", "2", "It matters. " * 20)))]
-    text = cli.as_text(sections)
+    text = rows.as_text(sections)
     lines = text.splitlines()
     assert (
-        max(map(len, lines)) <= cli.WIDTH
+        max(map(len, lines)) <= rows.WIDTH
         and lines[2].startswith("a       word")
         and lines[3].startswith("        word")
     )
     assert "missing or doubtful" in text and "  longer: It matters." in text
-    assert "missing or doubtful" not in cli.as_text(sections, verdict=False)
-    assert cli.as_text([Section("t", (Row("a", "b"),))]).endswith("  nothing\n")
-    assert cli.as_text([Section("t", (Row("a", "caf\xe9"),))], verdict=False).isascii()
+    assert "missing or doubtful" not in rows.as_text(sections, verdict=False)
+    assert rows.as_text([Section("t", (Row("a", "b"),))]).endswith("  nothing\n")
+    assert rows.as_text([Section("t", (Row("a", "caf\xe9"),))], verdict=False).isascii()
 
 
 def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--hide_operator_status", "--hide_errors_and_warnings"]) == 0
     text = capsys.readouterr().out
-    assert "cpu_adam" not in text and cli.VERDICT not in text
+    assert "cpu_adam" not in text and rows.VERDICT not in text
 
 
 def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: list[Section]) -> None:
     assert cli.main(["--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert list(content) == [*(section.title for section in report), cli.VERDICT]
+    assert list(content) == [*(section.title for section in report), rows.VERDICT]
     assert content["versions"]["numpy"] == _named(list(report[0].rows))["numpy"].value
-    assert set(content[cli.VERDICT]) == {row.name for row in doubts(report)}
+    assert set(content[rows.VERDICT]) == {row.name for row in doubts(report)}
 
 
 def test_it_takes_less_than_five_seconds() -> None:
