@@ -31,20 +31,16 @@ DeviceIndex = int | str | torch.device | None
 class NullStream:
     """Stands in for a stream where work is already done when the call returns."""
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: Any = None) -> None:
         """Nothing to wait for."""
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+    wait_event = synchronize = wait_stream
 
     def record_event(self, event: "NullEvent | None" = None) -> "NullEvent":
         """Record and return ``event`` (a new one by default)."""
         event = event if event is not None else NullEvent()
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def query(self) -> bool:
         """All work is done."""
@@ -64,8 +60,7 @@ class NullEvent:
     def wait(self, stream: Any = None) -> None:
         """Nothing to wait for."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    synchronize = wait
 
     def query(self) -> bool:
         """Always complete."""
@@ -76,14 +71,41 @@ class NullEvent:
         return (end._seconds - self._seconds) * 1e3
 
 
-class Accelerator:
-    """One kind of device. ``index`` arguments take an int, a device, a string or None (the current device).
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """What a device without this function does."""
 
-    Constructing it and asking for names touches no device.
+
+def _forwarded(name: str, absent: Callable[..., Any] = _nothing, *, on_cpu: Callable[..., Any] | None = None) -> Any:
+    """A method that calls ``name`` of the device's module, without the arguments that are None.
+
+    ``absent`` answers where the module has no such function, and on the CPU unless ``on_cpu`` does.
+    """
+
+    def method(self: "Accelerator", *args: Any, **kwargs: Any) -> Any:
+        run = (on_cpu or absent) if self._is_cpu else getattr(self._module, name, absent)
+        given = [*args, kwargs.pop("device_index", None)]
+        while given and given[-1] is None:  # not every device takes an index
+            given.pop()
+        return run(*given, **{key: value for key, value in kwargs.items() if value is not None})
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"``{name}`` as the device's module has it; a harmless stand-in where it has none."
+    return method
+
+
+def _bytes(name: str, on_host: Callable[[], int]) -> Any:
+    return _forwarded(name, lambda *_: 0, on_cpu=lambda *_: on_host())
+
+
+class Accelerator:
+    """One kind of device. ``device_index`` arguments take an int, a device, a string or None (the current device).
+
+    Constructing it and asking for names touches no device. What only hands on to ``torch.<device>`` is a row below.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._is_cpu = name == "cpu"
         self._communication_backend_name = _BACKENDS.get(name, "gloo")
         if sys.platform == "win32" and self._communication_backend_name == "nccl":
             self._communication_backend_name = "gloo"  # PyTorch for Windows is built without NCCL
@@ -92,38 +114,21 @@ class Accelerator:
     def __repr__(self) -> str:
         return f"Accelerator({self._name!r})"
 
-    # names and selection
-
-    @property
-    def _is_cpu(self) -> bool:
-        return self._name == "cpu"
-
     @property
     def _module(self) -> ModuleType:
         return torch.get_device_module(self._name)
 
-    def _maybe(self, name: str) -> Callable[..., Any] | None:
-        return None if self._is_cpu else getattr(self._module, name, None)
+    # names and selection
 
     def is_available(self) -> bool:
         """True when this kind of device can be used here."""
         return bool(self._is_cpu or self._module.is_available())
 
     def is_synchronized_device(self) -> bool:
-        """True when work is finished when the call returns (CPU), so no streams are needed."""
+        """True when work is finished when the call returns (CPU): no streams are needed, and host clocks are right."""
         return self._is_cpu
 
-    def use_host_timers(self) -> bool:
-        """True when host clocks time device work correctly."""
-        return self._is_cpu
-
-    def resolves_data_dependency(self) -> bool:
-        """True when the runtime orders reads and writes of one tensor by itself."""
-        return self._is_cpu
-
-    def handles_memory_backpressure(self) -> bool:
-        """True when allocation waits for memory in flight by itself."""
-        return self._is_cpu
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def device_name(self, device_index: int | None = None) -> str:
         """``"cuda"``, or ``"cuda:1"`` with an index; always ``"cpu"`` on the CPU."""
@@ -131,45 +136,30 @@ class Accelerator:
 
     def device(self, device_index: int | None = None) -> Any:
         """Context that makes ``device_index`` current."""
-        context = self._maybe("device")
-        return contextlib.nullcontext() if context is None or device_index is None else context(device_index)
+        none = self._is_cpu or device_index is None or not hasattr(self._module, "device")
+        return contextlib.nullcontext() if none else self._module.device(device_index)
 
     def torch_device(self) -> torch.device:
         """The current device as a ``torch.device``."""
         return torch.device(self.current_device_name())
-
-    def set_device(self, device_index: int) -> None:
-        """Make ``device_index`` current for this thread."""
-        if (setter := self._maybe("set_device")) is not None:
-            setter(device_index)
-
-    def current_device(self) -> int:
-        """Index of the current device (on the CPU: the local rank)."""
-        if self._is_cpu:
-            return int(os.environ.get("LOCAL_RANK", "0"))
-        current = self._maybe("current_device")
-        return 0 if current is None else int(current())
 
     def current_device_name(self) -> str:
         """``"cuda:<current>"`` or ``"cpu"``."""
         return "cpu" if self._is_cpu else f"{self._name}:{self.current_device()}"
 
     def device_count(self) -> int:
-        """Devices that this process can use; on the CPU the number of ranks the launcher put on this machine (1 without
-        one).
-        """
+        """Devices that this process can use; on the CPU the ranks that the launcher put on this machine, or 1."""
         if self._is_cpu:
             return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return int(self._module.device_count())
 
-    def synchronize(self, device_index: DeviceIndex = None) -> None:
-        """Wait until the device has finished everything it was given."""
-        if (sync := self._maybe("synchronize")) is not None:
-            sync() if device_index is None else sync(device_index)
-
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """True when ``tensor`` lies on this kind of device."""
         return tensor.device.type == self._name
+
+    set_device = _forwarded("set_device")
+    current_device = _forwarded("current_device", lambda: 0, on_cpu=lambda: int(os.environ.get("LOCAL_RANK", "0")))
+    synchronize = _forwarded("synchronize")
 
     # random numbers
 
@@ -177,146 +167,70 @@ class Accelerator:
         """The module with the seeding functions of this device."""
         return torch.random if self._is_cpu else getattr(self._module, "random", torch.random)
 
-    def get_rng_state(self, device_index: DeviceIndex = None) -> torch.Tensor:
-        """State of the device's generator (a byte tensor on the CPU)."""
-        getter = self._maybe("get_rng_state")
-        if getter is None:
-            return torch.get_rng_state()
-        return getter() if device_index is None else getter(device_index)
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: DeviceIndex = None) -> None:
-        """Put back a state that ``get_rng_state`` returned."""
-        setter = self._maybe("set_rng_state")
-        if setter is None:
-            torch.set_rng_state(new_state)
-        elif device_index is None:
-            setter(new_state)
-        else:
-            setter(new_state, device_index)
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed the current device."""
-        (self._maybe("manual_seed") or torch.manual_seed)(seed)
-
     def manual_seed_all(self, seed: int) -> None:
         """Seed every device of this process."""
-        (self._maybe("manual_seed_all") or self._maybe("manual_seed") or torch.manual_seed)(seed)
-
-    def initial_seed(self) -> int:
-        """Seed that the current device's generator started from."""
-        return int((self._maybe("initial_seed") or torch.initial_seed)())
+        getattr(self._module, "manual_seed_all", self.manual_seed)(seed)
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """Generator of device ``device_index``."""
-        if (start := self._maybe("init")) is not None:
-            start()  # the list of generators is empty until the device is initialised
-        generators = None if self._is_cpu else getattr(self._module, "default_generators", None)
-        return torch.default_generator if not generators else generators[device_index]
+        if self._is_cpu:
+            return torch.default_generator
+        getattr(self._module, "init", _nothing)()  # the list of generators is empty until the device is initialised
+        generators = getattr(self._module, "default_generators", None)
+        return generators[device_index] if generators else torch.default_generator
+
+    get_rng_state = _forwarded("get_rng_state", lambda *_: torch.get_rng_state())
+    set_rng_state = _forwarded("set_rng_state", lambda state, *_: torch.set_rng_state(state))
+    manual_seed = _forwarded("manual_seed", torch.manual_seed)
+    initial_seed = _forwarded("initial_seed", torch.initial_seed)
 
     # streams and events
 
-    def Stream(self, device: DeviceIndex = None, priority: int = 0, **kwargs: Any) -> Any:  # noqa: N802 (interface name)
-        """A new stream (a stand-in where the device has none)."""
-        make = self._maybe("Stream")
-        return NullStream() if make is None else make(device=device, priority=priority, **kwargs)
-
-    def Event(self, **kwargs: Any) -> Any:  # noqa: N802 (interface name)
-        """A new event; ``enable_timing=True`` allows ``elapsed_time``."""
-        make = self._maybe("Event")
-        return NullEvent() if make is None else make(**kwargs)
-
     def stream(self, stream: Any) -> Any:
         """Context in which work goes to ``stream``; None and stand-ins are ignored."""
-        enter = self._maybe("stream")
-        ignored = stream is None or isinstance(stream, NullStream)
-        return contextlib.nullcontext() if ignored or enter is None else enter(stream)
+        ignored = self._is_cpu or stream is None or isinstance(stream, NullStream)
+        return contextlib.nullcontext() if ignored else self._module.stream(stream)
 
-    def current_stream(self, device_index: DeviceIndex = None) -> Any:
-        """Stream that work goes to now."""
-        current = self._maybe("current_stream")
-        return NullStream() if current is None else current(device_index)
-
-    def default_stream(self, device_index: DeviceIndex = None) -> Any:
-        """The device's default stream."""
-        default = self._maybe("default_stream")
-        return NullStream() if default is None else default(device_index)
+    Stream = _forwarded("Stream", lambda **_: NullStream())
+    Event = _forwarded("Event", NullEvent)
+    current_stream = _forwarded("current_stream", lambda *_: NullStream())
+    default_stream = _forwarded("default_stream", lambda *_: NullStream())
 
     # memory, in bytes; on the CPU this process' resident memory
 
-    def empty_cache(self) -> None:
-        """Give cached, unused device memory back."""
-        if (empty := self._maybe("empty_cache")) is not None:
-            empty()
-
-    def _memory(self, name: str, device_index: DeviceIndex, on_host: Callable[[], int]) -> int:
-        if self._is_cpu:
-            return on_host()
-        read = self._maybe(name)
-        return 0 if read is None else int(read(device_index))
-
-    def memory_allocated(self, device_index: DeviceIndex = None) -> int:
-        """Bytes held by tensors."""
-        return self._memory("memory_allocated", device_index, hostmem.rss_bytes)
-
-    def max_memory_allocated(self, device_index: DeviceIndex = None) -> int:
-        """Largest ``memory_allocated`` since the last reset."""
-        return self._memory("max_memory_allocated", device_index, hostmem.peak_rss_bytes)
-
-    def memory_reserved(self, device_index: DeviceIndex = None) -> int:
-        """Bytes held by the caching allocator."""
-        return self._memory("memory_reserved", device_index, hostmem.rss_bytes)
-
-    def max_memory_reserved(self, device_index: DeviceIndex = None) -> int:
-        """Largest ``memory_reserved`` since the last reset."""
-        return self._memory("max_memory_reserved", device_index, hostmem.peak_rss_bytes)
-
-    memory_cached = memory_reserved
-    max_memory_cached = max_memory_reserved
-
-    def reset_peak_memory_stats(self, device_index: DeviceIndex = None) -> None:
-        """Start new peak measurements."""
-        if self._is_cpu:
-            hostmem.reset_peak_rss()
-        elif (reset := self._maybe("reset_peak_memory_stats")) is not None:
-            reset(device_index)
-
-    reset_max_memory_allocated = reset_peak_memory_stats
-    reset_max_memory_cached = reset_peak_memory_stats
+    empty_cache = _forwarded("empty_cache")
+    memory_allocated = _bytes("memory_allocated", hostmem.rss_bytes)
+    max_memory_allocated = _bytes("max_memory_allocated", hostmem.peak_rss_bytes)
+    memory_reserved = memory_cached = _bytes("memory_reserved", hostmem.rss_bytes)
+    max_memory_reserved = max_memory_cached = _bytes("max_memory_reserved", hostmem.peak_rss_bytes)
+    reset_peak_memory_stats = _forwarded("reset_peak_memory_stats", on_cpu=lambda *_: hostmem.reset_peak_rss())
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_stats(self, device_index: DeviceIndex = None) -> dict[str, Any]:
         """The allocator's own counters."""
         if self._is_cpu:
-            return {
-                "allocated_bytes.all.current": hostmem.rss_bytes(),
-                "allocated_bytes.all.peak": hostmem.peak_rss_bytes(),
-            }
-        read = self._maybe("memory_stats")
-        return {} if read is None else dict(read(device_index))
+            now, peak = hostmem.rss_bytes(), hostmem.peak_rss_bytes()
+            return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak}
+        return dict(getattr(self._module, "memory_stats", lambda _: {})(device_index))
 
     def total_memory(self, device_index: DeviceIndex = None) -> int:
         """Memory of the device, or of the machine on the CPU."""
         if self._is_cpu:
             return hostmem.host_total_bytes()
-        properties = self._maybe("get_device_properties")
-        return (
-            0
-            if properties is None
-            else int(properties(self.current_device() if device_index is None else device_index).total_memory)
-        )
+        if not hasattr(self._module, "get_device_properties"):
+            return 0
+        index = self.current_device() if device_index is None else device_index
+        return int(self._module.get_device_properties(index).total_memory)
 
     def available_memory(self, device_index: DeviceIndex = None) -> int:
         """Memory still free."""
         if self._is_cpu:
             return hostmem.host_available_bytes()
-        info = self._maybe("mem_get_info")
-        return 0 if info is None else int(info(device_index)[0])
+        return int(getattr(self._module, "mem_get_info", lambda _: (0, 0))(device_index)[0])
 
     # number formats
 
-    def is_bf16_supported(self) -> bool:
-        """True when bfloat16 arithmetic runs here."""
-        check = self._maybe("is_bf16_supported")
-        return self._is_cpu or bool(check is not None and check())
+    is_bf16_supported = _forwarded("is_bf16_supported", lambda: False, on_cpu=lambda: True)
 
     def is_fp16_supported(self) -> bool:
         """True when float16 arithmetic runs here."""
@@ -324,12 +238,11 @@ class Accelerator:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Floating dtypes that may be configured."""
-        halves = [torch.float16] if self.is_fp16_supported() else []
-        return [torch.float32, *halves, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def amp(self) -> ModuleType | None:
         """Module with this device's autocast."""
-        return getattr(torch.cpu if self._is_cpu else self._module, "amp", None)
+        return getattr(self._module, "amp", None)
 
     # communication, processes, compilation
 
@@ -343,8 +256,7 @@ class Accelerator:
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Iterable[int]) -> None:
         """Write the ids into ``current_env`` under every variable of ``visible_devices_envs``."""
-        for name in self.visible_devices_envs():
-            current_env[name] = ",".join(map(str, local_accelerator_ids))
+        current_env |= dict.fromkeys(self.visible_devices_envs(), ",".join(map(str, local_accelerator_ids)))
 
     def export_envs(self) -> list[str]:
         """Prefixes of variables that a launcher passes on to other machines."""
@@ -358,10 +270,8 @@ class Accelerator:
         """Choose the backend for ``torch.compile``."""
         self._compile_backend = backend
 
-    def lazy_call(self, callback: Callable[[], Any]) -> None:
-        """Run ``callback`` once the device is initialised (at once where that needs no waiting)."""
-        defer = self._maybe("_lazy_call")
-        callback() if defer is None else defer(callback)
+    # runs its argument once the device is initialised
+    lazy_call = _forwarded("_lazy_call", lambda callback: callback())
 
     def is_triton_supported(self) -> bool:
         """True when Triton kernels run here."""
@@ -437,20 +347,17 @@ def _detect(requested: str | None) -> Accelerator:
             raise DeepSpeedConfigError(
                 f"DS_ACCELERATOR={requested!r} is no device type of PyTorch; use cpu, cuda, xpu, ..."
             ) from error
-        accelerator = Accelerator(requested)
-        if not accelerator.is_available():
-            raise DeepSpeedConfigError(
-                f"DS_ACCELERATOR={requested!r} asks for a device that this process cannot use; unset it or use cpu."
-            )
-        return accelerator
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return Accelerator("cpu" if found is None else found.type)
+        if Accelerator(requested).is_available():
+            return Accelerator(requested)
+        raise DeepSpeedConfigError(
+            f"DS_ACCELERATOR={requested!r} asks for a device that this process cannot use; unset it or use cpu."
+        )
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return Accelerator("cpu" if device is None else device.type)
 
 
 def get_accelerator() -> Accelerator:
-    """The device layer of this process: ``set_accelerator``'s choice, else ``DS_ACCELERATOR``, else what PyTorch finds,
-    else the CPU.
-    """
+    """The device layer: ``set_accelerator``'s choice, else ``DS_ACCELERATOR``, else what PyTorch finds."""
     return _Chosen.accelerator or _detect(os.environ.get("DS_ACCELERATOR") or None)
 
 
@@ -487,9 +394,7 @@ def set_random_seed(seed: int) -> None:
 
 
 class OnDevice(contextlib.ContextDecorator):
-    """Build modules inside directly on ``device`` with floating dtype ``dtype``, e.g. ``OnDevice(torch.bfloat16,
-    device="meta")``.
-    """
+    """Build modules inside directly on ``device`` with floating dtype ``dtype``: ``OnDevice(torch.bfloat16)``."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled

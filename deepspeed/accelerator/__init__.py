@@ -1,5 +1,3 @@
 """Import path of the device layer."""
 
 from deepspeed.device import Accelerator, Accelerator as DeepSpeedAccelerator, get_accelerator, set_accelerator
-
-__all__ = ["Accelerator", "DeepSpeedAccelerator", "get_accelerator", "set_accelerator"]

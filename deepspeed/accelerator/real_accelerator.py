@@ -1,5 +1,3 @@
 """Import path of the device layer."""
 
 from deepspeed.device import get_accelerator, set_accelerator
-
-__all__ = ["get_accelerator", "set_accelerator"]

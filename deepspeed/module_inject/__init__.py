@@ -1,5 +1,3 @@
 """Names of tensor-parallel layer replacement."""
 
 from deepspeed.module_inject import layers
-
-__all__ = ["layers"]

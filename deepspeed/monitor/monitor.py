@@ -1,5 +1,3 @@
 """Import path of the metric writers."""
 
 from deepspeed.observe.monitor import MonitorMaster
-
-__all__ = ["MonitorMaster"]

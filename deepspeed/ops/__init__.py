@@ -2,5 +2,3 @@
 
 from deepspeed.native.builders import compatible_ops as __compatible_ops__
 from deepspeed.ops import adagrad, adam, lamb, lion
-
-__all__ = ["__compatible_ops__", "adagrad", "adam", "lamb", "lion"]

@@ -2,5 +2,3 @@
 
 from deepspeed.native.builders import AsyncIOBuilder
 from deepspeed.tier.aio_handle import aio_handle
-
-__all__ = ["AsyncIOBuilder", "aio_handle"]

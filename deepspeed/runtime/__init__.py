@@ -10,14 +10,3 @@ from deepspeed.runtime import (
     utils,
     zero,
 )
-
-__all__ = [
-    "activation_checkpointing",
-    "base_optimizer",
-    "config",
-    "dataloader",
-    "engine",
-    "lr_schedules",
-    "utils",
-    "zero",
-]

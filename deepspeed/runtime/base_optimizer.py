@@ -1,5 +1,3 @@
 """Import path of the optimizer base classes."""
 
 from deepspeed.zero.client.client_optimizer import DeepSpeedOptimizer, ZeROOptimizer
-
-__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

@@ -1,5 +1,3 @@
 """Import path of a wrapper class that clients compare against."""
 
 from deepspeed.precision.legacy import BF16_Optimizer
-
-__all__ = ["BF16_Optimizer"]

@@ -1,5 +1,3 @@
 """Import path of the engine."""
 
 from deepspeed.engine import DeepSpeedEngine
-
-__all__ = ["DeepSpeedEngine"]

@@ -9,13 +9,3 @@ from deepspeed.optim.lr_schedules import (
     WarmupLR,
     add_tuning_arguments,
 )
-
-__all__ = [
-    "LRRangeTest",
-    "OneCycle",
-    "VALID_LR_SCHEDULES",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "add_tuning_arguments",
-]

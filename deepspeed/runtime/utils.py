@@ -3,5 +3,3 @@
 from deepspeed.data.move import move_to_device
 from deepspeed.device import set_random_seed
 from deepspeed.observe.memory import see_memory_usage
-
-__all__ = ["move_to_device", "see_memory_usage", "set_random_seed"]

@@ -1,5 +1,3 @@
 """Import path of profiler ranges."""
 
 from deepspeed.observe.timers import instrument_w_nvtx
-
-__all__ = ["instrument_w_nvtx"]

@@ -217,7 +217,7 @@ def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.current_device_name() == "fake:2" and fake.Stream(priority=-1) == "stream"
     assert (fake.memory_allocated(), fake.available_memory(1), fake.total_memory()) == (7, 5, 9)
     assert ("set_device", 1) in calls and ("synchronize",) in calls and ("mem_get_info", 1) in calls
-    assert ("Stream", ("device", None), ("priority", -1)) in calls and ("get_device_properties", 2) in calls
+    assert ("Stream", ("priority", -1)) in calls and ("get_device_properties", 2) in calls
     # what a backend lacks is replaced, not a crash
     fake.empty_cache()
     assert fake.memory_reserved() == 0 and isinstance(fake.Event(), NullEvent) and not fake.is_bf16_supported()

@@ -1,5 +1,3 @@
 """Import path of Adagrad."""
 
 from deepspeed.optim.named import DeepSpeedCPUAdagrad
-
-__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,5 +1,3 @@
 """Import path of LAMB."""
 
 from deepspeed.optim.named import FusedLamb
-
-__all__ = ["FusedLamb"]

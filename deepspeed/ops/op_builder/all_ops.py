@@ -1,5 +1,3 @@
 """Import path of the table of all kernel builders."""
 
 from deepspeed.native.builders import ALL_OPS
-
-__all__ = ["ALL_OPS"]

@@ -2,12 +2,3 @@
 
 from deepspeed.errors import CUDAMismatchException, MissingCUDAException
 from deepspeed.native.builders import CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder, installed_ops
-
-__all__ = [
-    "CUDAMismatchException",
-    "CUDAOpBuilder",
-    "MissingCUDAException",
-    "OpBuilder",
-    "TorchCPUOpBuilder",
-    "installed_ops",
-]

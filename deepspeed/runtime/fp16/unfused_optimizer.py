@@ -1,5 +1,3 @@
 """Import path of a wrapper class that clients compare against."""
 
 from deepspeed.precision.legacy import FP16_UnfusedOptimizer
-
-__all__ = ["FP16_UnfusedOptimizer"]

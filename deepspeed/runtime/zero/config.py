@@ -1,5 +1,3 @@
 """Import path of the ZeRO configuration."""
 
 from deepspeed.config import OffloadDeviceEnum, ZeroConfig as DeepSpeedZeroConfig
-
-__all__ = ["DeepSpeedZeroConfig", "OffloadDeviceEnum"]

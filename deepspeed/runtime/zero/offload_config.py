@@ -6,10 +6,3 @@ from deepspeed.config import (
     OffloadParamConfig as DeepSpeedZeroOffloadParamConfig,
     OffloadStateTypeEnum,
 )
-
-__all__ = [
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-]

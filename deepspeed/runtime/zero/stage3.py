@@ -1,8 +1,8 @@
 """Import path of the ZeRO 3 names."""
 
-from deepspeed.zero.client.client_optimizer import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizer_Stage3
+from deepspeed.zero.client.client_optimizer import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.memory.estimate import (
-    estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
-    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
 )

@@ -1,8 +1,8 @@
 """Import path of the ZeRO 1 and 2 names."""
 
-from deepspeed.zero.client.client_optimizer import DeepSpeedZeroOptimizer as DeepSpeedZeroOptimizer
+from deepspeed.zero.client.client_optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.memory.estimate import (
-    estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
-    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
 )

@@ -1,5 +1,3 @@
 """Import path of tiled layers."""
 
 from deepspeed.zero.client.tiling import TiledLinear, TiledLinearReturnBias
-
-__all__ = ["TiledLinear", "TiledLinearReturnBias"]

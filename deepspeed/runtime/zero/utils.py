@@ -1,5 +1,3 @@
 """Import path of ZeRO helpers."""
 
 from deepspeed.errors import DeepSpeedError as ZeRORuntimeException
-
-__all__ = ["ZeRORuntimeException"]
