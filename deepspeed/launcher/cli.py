@@ -11,14 +11,13 @@ from importlib.machinery import PathFinder
 from typing import NoReturn
 
 from deepspeed.errors import DeepSpeedError, NotYetError, UsageError
-from deepspeed.launcher.cluster.backend import run_backend
-from deepspeed.launcher.cluster.fanout import run_over_ssh
-from deepspeed.launcher.cluster.runners import RUNNERS, RunnerOptions, build, find_runner, split_arguments
+from deepspeed.launcher.backend import run_backend
 from deepspeed.launcher.dry_run import describe
 from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name, exported, read_environment_files
+from deepspeed.launcher.fanout import run_over_ssh
 from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, load_hostfile, nearest_hint
 from deepspeed.launcher.job import Job, arguments_of_script
-from deepspeed.launcher.node.machine import (
+from deepspeed.launcher.machine import (
     check_programs,
     check_reachable,
     is_this_machine,
@@ -27,6 +26,7 @@ from deepspeed.launcher.node.machine import (
     remove_stale_pid_file,
 )
 from deepspeed.launcher.resources import BY_HAND_PORT, Place, Request, find_place, master_address
+from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, find_runner, split_arguments
 from deepspeed.observe.log import logger
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")

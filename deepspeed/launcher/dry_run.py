@@ -3,10 +3,10 @@
 import shlex
 from dataclasses import replace
 
-from deepspeed.launcher.cluster.runners import RunnerCommand, RunnerOptions, build, node_command, ssh_command
 from deepspeed.launcher.environment import masked
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.resources import Place
+from deepspeed.launcher.runners import RunnerCommand, RunnerOptions, build, node_command, ssh_command
 
 
 def _numbers(numbers: tuple[int, ...] | range) -> str:
@@ -49,7 +49,7 @@ def describe(job: Job, place: Place, *, options: RunnerOptions) -> str:
     shown = replace(job, exports=masked(job.exports))
     lines = [*_world(job, place), _meeting(job)]
     if place.node_rank is not None:
-        command = node_command(shown, place.node_rank, options=options, from_runner=False)
+        command = node_command(shown, place.node_rank, options=options)
         lines += [f"node {place.node_rank} runs in this process, as with:", f"  {shlex.join(command)}"]
         return "\n".join(lines) + "\n"
     lines += ["variables for the hosts:", *(f"  {name}={value}" for name, value in shown.exports.items())]

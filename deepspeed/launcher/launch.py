@@ -43,7 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the ranks only this node's selected devices (set by the runners)",
     )
     parser.add_argument(
-        "--from_runner", action="store_true", help="end with the command that reads this output (set by the runners)"
+        "--from_runner",
+        choices=("", "ssh", "pdsh"),
+        default="",
+        help="end with the command that reads this output (set by the runners)",
     )
     parser.add_argument("--log_level", choices=_LEVELS, default="info", help="verbosity of the launcher")
     parser.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
@@ -105,7 +108,7 @@ def main(args: Sequence[str] | None = None) -> None:
         job = make_job(options)
         from deepspeed.launcher.node.supervisor import node_job, run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
 
-        status = run_node(node_job(job, options.node_rank, from_runner=options.from_runner))
+        status = run_node(node_job(job, options.node_rank, runner=options.from_runner))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # everything is closed; taking torch down in order would cost up to a second more

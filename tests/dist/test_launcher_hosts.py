@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deepspeed.launcher.job import Job, encode_world
@@ -314,18 +315,47 @@ def test_dead_host_ends_the_job(tmp_path: Path, hosts: Hosts, victim: str) -> No
 
 
 def test_pulled_cable_ends_the_job(tmp_path: Path, hosts: Hosts) -> None:
-    job = over_ssh(tmp_path, hosts, "hang")
-    job.rank(0), job.rank(1)
+    world = {"a": [0], "b": [0]}
+    jobs = [by_hand(tmp_path, hosts, node, "hang", world, DS_HOST_TIMEOUT_S="2") for node in range(2)]
+    jobs[0].rank(0), jobs[1].rank(1)
     hosts.plug("b", "down")
     try:
         start = time.monotonic()
         wait_until(lambda: not hosts.busy(), 6, "both hosts to be empty")
-        status, _, err = job.finish()
+        for job, other in zip(jobs, ("b (node 1)", "a (node 0)"), strict=True):
+            status, _, err = job.finish()
+            assert status == 1, err
+            assert f"host {other} has not been heard for 2 s" in err.splitlines()[-1]
         assert not too_long(start, 6)
     finally:
         hosts.plug("b", "up")
-    assert status == 1, err
-    assert "host b (node 1) has not been heard for 3 s" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("frozen", ["launcher", "command"])
+def test_silence_ends_the_job_over_ssh(tmp_path: Path, hosts: Hosts, frozen: str) -> None:
+    """A connection that stays open and brings nothing: a frozen process stands for it."""
+    job = over_ssh(tmp_path, hosts, "hang", DS_HOST_TIMEOUT_S="2")
+    launcher = psutil.Process(job.rank(1)["pid"]).ppid()
+    job.rank(0)
+    os.kill(launcher if frozen == "launcher" else job.process.pid, signal.SIGSTOP)
+    wait_until(lambda: not hosts.busy(), 7, "both hosts to be empty")
+    if frozen == "command":
+        os.kill(job.process.pid, signal.SIGCONT)
+    status, _, err = job.finish()
+    assert status != 0, err
+    assert frozen == "command" or "host b (node 1) has not been heard for 2 s" in err.splitlines()[-1]
+
+
+def test_suspended_command_suspends_no_rank(tmp_path: Path, hosts: Hosts) -> None:
+    job = over_ssh(tmp_path, hosts, "hang", DS_HOST_TIMEOUT_S="1")
+    pids = [job.rank(rank)["pid"] for rank in range(2)]
+    job.process.send_signal(signal.SIGTSTP)
+    time.sleep(3 * slowdown())
+    os.kill(job.process.pid, signal.SIGCONT)
+    time.sleep(1.5 * slowdown())
+    assert job.process.poll() is None and all(Path(f"/proc/{pid}").exists() for pid in pids)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish()[0] == 128 + signal.SIGINT
 
 
 def test_killed_command_leaves_nothing_on_any_host(tmp_path: Path, hosts: Hosts) -> None:
@@ -338,7 +368,7 @@ def test_killed_command_leaves_nothing_on_any_host(tmp_path: Path, hosts: Hosts)
 
 def test_runner_without_input_is_told_once_and_missed_when_gone(tmp_path: Path, hosts: Hosts) -> None:
     world = {"a": [0], "b": [0]}
-    jobs = [by_hand(tmp_path, hosts, node, "hang", world, "--from_runner") for node in range(2)]
+    jobs = [by_hand(tmp_path, hosts, node, "hang", world, "--from_runner=pdsh") for node in range(2)]
     jobs[0].rank(0), jobs[0].rank(1)
     for stream in (jobs[1].process.stdout, jobs[1].process.stderr):
         stream.close()  # as a pdsh that was killed

@@ -439,7 +439,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "H1",
-        "deepspeed/launcher/cluster/member.py",
+        "deepspeed/launcher/node/member.py",
         "Verdict(128 + number)",
         "Verdict(1)",
         ("tests/dist/test_launcher.py::test_interrupt_while_looking_for_the_first_node",),

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.launcher.job import Job
-from deepspeed.launcher.node.affinity import (
+from deepspeed.launcher.affinity import (
     RankCores,
     parse_core_list,
     plan_cores,
@@ -15,6 +14,7 @@ from deepspeed.launcher.node.affinity import (
     share_cores,
     usable_cores,
 )
+from deepspeed.launcher.job import Job
 
 
 def job(**fields: object) -> Job:

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.launcher.hostfile import load_hostfile, parse_hostfile
-from deepspeed.launcher.node.machine import is_this_machine, own_address, remove_stale_pid_file
+from deepspeed.launcher.machine import is_this_machine, own_address, remove_stale_pid_file
 from deepspeed.launcher.resources import LocalDevices, Place, Request, find_place, master_address, select
 
 TWO = {"worker-0": 4, "worker-1": 2}

@@ -15,9 +15,14 @@ from unittest import mock
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher import cli, launcher_helper, runner
-from deepspeed.launcher.cluster import backend
-from deepspeed.launcher.cluster.runners import (
+from deepspeed.launcher import backend, cli, launcher_helper, runner
+from deepspeed.launcher.job import Job, decode_world, encode_world
+from deepspeed.launcher.launch import (
+    build_parser as node_parser,
+    make_job as node_make_job,
+    parse_args as node_parse_args,
+)
+from deepspeed.launcher.runners import (
     RUNNERS,
     RunnerCommand,
     RunnerOptions,
@@ -26,12 +31,6 @@ from deepspeed.launcher.cluster.runners import (
     node_command,
     split_arguments,
     ssh_command,
-)
-from deepspeed.launcher.job import Job, decode_world, encode_world
-from deepspeed.launcher.launch import (
-    build_parser as node_parser,
-    make_job as node_make_job,
-    parse_args as node_parse_args,
 )
 from tests.harness.patience import too_long
 
@@ -69,8 +68,8 @@ def test_ssh() -> None:
     assert shell == ["exec", "/bin/sh", "-c"]
     quoted = "'a b $HOME '\"'\"'q'\"'\"' \"d\" 50%'"
     assert script == (
-        f"cd '/c d' && export NCCL_DEBUG=INFO ODD={quoted} && exec py -u -m deepspeed.launcher.launch --from_runner "
-        f"--world_info={encode_world(WORLD)} --node_rank=1 --master_addr=h1 --master_port=1234 "
+        f"cd '/c d' && export NCCL_DEBUG=INFO ODD={quoted} && exec py -u -m deepspeed.launcher.launch "
+        f"--from_runner=ssh --world_info={encode_world(WORLD)} --node_rank=1 --master_addr=h1 --master_port=1234 "
         "--log_level=info t.py --x 'a b'"
     )
 
@@ -89,7 +88,7 @@ def test_what_ssh_sends_survives_two_shells(tmp_path: Path, venv: str | None) ->
     given = job(python=str(program), cwd=str(tmp_path), arguments=nasty)
     text = ssh_command(given, 0, options=RunnerOptions(venv_script=venv))[-1]
     done = subprocess.run(["/bin/sh", "-c", text], capture_output=True, text=True, timeout=20, check=True)
-    command = node_command(given, 0, options=RunnerOptions())
+    command = node_command(given, 0, options=RunnerOptions(), runner="ssh")
     assert done.stdout == f"{command[1:]} {tmp_path} {EXPORTS['ODD']} {'yes' if venv else None}\n"
 
 
@@ -104,9 +103,9 @@ def test_node_command_is_what_the_node_launcher_reads() -> None:
         log_level="debug",
         master_port=0,
     )
-    command = node_command(given, 1, options=RunnerOptions(save_pid=77))
+    command = node_command(given, 1, options=RunnerOptions(save_pid=77), runner="pdsh")
     options = node_parse_args(command[4:])
-    assert options.from_runner and options.node_rank == 1
+    assert options.from_runner == "pdsh" and options.node_rank == 1
     read = node_make_job(options)
     for field in (
         "world",
@@ -126,11 +125,7 @@ def test_node_command_is_what_the_node_launcher_reads() -> None:
         "debug",
         "/tmp/77.deepspeed",
     )
-    assert (
-        node_parser()
-        .parse_args(node_command(job(no_python=True), 0, options=RunnerOptions(), from_runner=False)[4:])
-        .no_python
-    )
+    assert node_parser().parse_args(node_command(job(no_python=True), 0, options=RunnerOptions())[4:]).no_python
 
 
 def test_pdsh() -> None:
@@ -143,7 +138,7 @@ def test_pdsh() -> None:
     text = found.argv[-1]
     assert text.count("--node_rank=%n ") == 1 and "50%%" in text
     assert (
-        text.replace("%n", "1").replace("%%", "%").replace(" </dev/null", "")
+        text.replace("%n", "1").replace("%%", "%").replace(" </dev/null", "").replace("=pdsh", "=ssh")
         == ssh_command(job(), 1, options=RunnerOptions())[-1]
     )
 

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from deepspeed.launcher.cluster.hub import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Hub, Message
+from deepspeed.errors import UsageError
+from deepspeed.launcher.node.hub import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Hub, Message, silence_limit
 from deepspeed.launcher.node.verdict import TRACEBACK_CHARACTERS, HostLoss, RankEnd, Verdict, first_failure, judge
 
 KILLED = RankEnd(1, 11, -signal.SIGKILL, 10.0)
@@ -59,47 +60,54 @@ class Wire:
         sent, self.sent[:] = [(node, message["kind"]) for node, message in self.sent], []
         return sent
 
+    def join(self, node: int) -> None:
+        self.hub.handle(node, {"kind": "join", **({"port": 7, "run_id": "r"} if node == 0 else {})})
+
     def report(self, node: int, *ends: RankEnd) -> None:
         self.hub.handle(node, {"kind": "report", "ends": [end.to_message(time.time()) for end in ends]})
+
+    def signal(self, node: int, number: int, *, immediate: bool) -> None:
+        self.hub.handle(node, {"kind": "signal", "number": number, "immediate": immediate})
 
 
 @pytest.fixture
 def wire() -> Wire:
     """A job of two nodes that have both joined."""
     made = Wire()
-    assert made.hub.join(0) and made.hub.missing() == ["b"]
-    assert made.take() == []
-    assert made.hub.join(1) and made.hub.missing() == []
-    assert made.take() == [(1, "go"), (0, "go")]
+    made.join(1)
+    assert made.hub.missing() == ["a"] and made.take() == []
+    made.join(0)
+    assert made.hub.missing() == []
+    assert made.sent == [(node, {"kind": "go", "port": 7, "run_id": "r"}) for node in (1, 0)]
+    made.take()
     return made
 
 
 def test_job_is_good_when_all_have_reported_no_failure(wire: Wire) -> None:
     wire.report(1)
-    assert wire.take() == []
+    assert wire.take() == [] and wire.hub.verdict is None
     wire.report(0)
     assert wire.sent[-1] == (0, {"kind": "verdict", "status": 0, "text": ""})
-    assert wire.take() == [(1, "verdict"), (0, "verdict")]
+    assert wire.take() == [(1, "verdict"), (0, "verdict")] and wire.hub.verdict == Verdict(0)
 
 
 def test_failure_stops_all_once_and_the_earliest_decides(wire: Wire) -> None:
     wire.hub.handle(0, {"kind": "failed"})
-    assert wire.sent[0] == (1, {"kind": "stop", "signal": "SIGTERM", "grace": FAILURE_GRACE_S})
+    assert wire.sent[0] == (1, {"kind": "stop", "signal": signal.SIGTERM, "grace": FAILURE_GRACE_S})
     wire.hub.handle(1, {"kind": "failed"})
     assert wire.take() == [(1, "stop"), (0, "stop")]
     wire.report(0, RankEnd(0, 10, 1, time.time(), raised_at=time.time(), traceback="connection closed"))
     wire.report(1, RankEnd(1, 11, -signal.SIGKILL, time.time() - 1))
-    _, verdict = wire.sent[-1]
-    assert verdict["status"] == 137 and verdict["text"].startswith(
+    assert wire.hub.verdict.status == 137 and wire.hub.verdict.text.startswith(
         "deepspeed: rank 1 on b (pid 11) failed first, with signal SIGKILL"
     )
 
 
 def test_signal_is_passed_on_and_a_second_leaves_no_time(wire: Wire) -> None:
-    wire.hub.handle(1, {"kind": "signal", "name": "SIGINT", "immediate": False})
-    wire.hub.handle(0, {"kind": "signal", "name": "SIGINT", "immediate": False})
+    wire.signal(1, signal.SIGINT, immediate=False)
+    wire.signal(0, signal.SIGINT, immediate=False)
     assert [message["grace"] for _, message in wire.sent] == [SIGNAL_GRACE_S] * 2
-    wire.hub.handle(0, {"kind": "signal", "name": "SIGTERM", "immediate": True})
+    wire.signal(0, signal.SIGTERM, immediate=True)
     assert [message["grace"] for _, message in wire.sent[2:]] == [0.0] * 2
     wire.report(0, RankEnd(0, 10, 1, 1.0))
     wire.report(1)
@@ -108,7 +116,7 @@ def test_signal_is_passed_on_and_a_second_leaves_no_time(wire: Wire) -> None:
 
 def test_lost_node_is_not_waited_for(wire: Wire) -> None:
     wire.hub.lose(1, last_heard=time.time(), how="has not been heard for 3 s")
-    assert wire.sent == [(0, {"kind": "stop", "signal": "SIGTERM", "grace": LOSS_GRACE_S})]
+    assert wire.sent == [(0, {"kind": "stop", "signal": signal.SIGTERM, "grace": LOSS_GRACE_S})]
     wire.report(0, RankEnd(0, 10, -signal.SIGTERM, time.time()))
     assert wire.sent[-1][1]["status"] == 1 and "host b (node 1) has not been heard" in wire.sent[-1][1]["text"]
 
@@ -120,10 +128,27 @@ def test_node_that_leaves_after_its_report_is_not_lost(wire: Wire) -> None:
     assert wire.sent[-1] == (0, {"kind": "verdict", "status": 0, "text": ""})
 
 
-def test_late_and_double_members_are_refused_and_an_incomplete_job_is_given_up() -> None:
+def test_an_incomplete_job_is_given_up_and_late_nodes_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_JOIN_TIMEOUT_S", "2")
     wire = Wire()
-    assert wire.hub.join(0) and not wire.hub.join(0)
-    wire.hub.give_up("nobody came\n")
-    assert wire.take() == [(0, "stop")] and not wire.hub.join(1)
+    wire.join(0)
+    wire.hub.watch_joining(1.5)
+    assert wire.take() == []
+    wire.hub.watch_joining(2.0)
+    assert wire.take() == [(0, "stop")]
+    wire.join(1)
+    assert wire.sent[-1][0] == 1 and "ended already" in wire.sent[-1][1]["text"]
     wire.report(0)
-    assert wire.sent == [(0, {"kind": "verdict", "status": 1, "text": "nobody came\n"})]
+    assert wire.sent[-1][1]["status"] == 1 and "no launcher on b joined within 2 s" in wire.sent[-1][1]["text"]
+
+
+def test_a_job_that_nobody_has_joined_ends_at_once() -> None:
+    wire = Wire()
+    wire.hub.interrupt(signal.SIGINT, immediate=False)
+    assert wire.hub.verdict.status == 130 and wire.sent == []
+
+
+def test_limits_are_numbers_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_HOST_TIMEOUT_S", "soon")
+    with pytest.raises(UsageError, match="DS_HOST_TIMEOUT_S=soon is not a number of seconds"):
+        silence_limit()

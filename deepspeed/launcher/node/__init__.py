@@ -1,1 +1,1 @@
-"""One node: its ranks, their cores and environment, and what became of them."""
+"""One node: its ranks, its link to the other nodes, and the verdict on what became of them."""

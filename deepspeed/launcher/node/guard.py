@@ -6,7 +6,9 @@ the launcher is dead: groups are killed, those of starters a little after they w
 Run by path with ``-I -S`` as its own session, so nothing that ends the launcher ends it too.
 """
 
+import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -14,45 +16,31 @@ import time
 _STARTER_GRACE_S = 3.0
 
 
-def _remove(path: str) -> None:
-    try:
-        if os.path.isdir(path):
-            for name in os.listdir(path):
-                os.unlink(os.path.join(path, name))
-            os.rmdir(path)
-        else:
-            os.unlink(path)
-    except OSError:
-        return  # gone already, or no longer ours
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except OSError:
-        return  # empty
+def _signal(groups: list[str], number: signal.Signals) -> None:
+    for group in groups:
+        with contextlib.suppress(OSError):  # empty
+            os.killpg(int(group), number)
 
 
 def main() -> None:
     """Wait for the end of the launcher, and do what it can no longer do."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    orders = [line.rstrip("\n").split(" ", 1) for line in sys.stdin]
-    if ["done"] in orders:
+    orders: dict[str, list[str]] = {"group": [], "starter": [], "path": [], "done": []}
+    for line in sys.stdin:
+        kind, _, value = line.rstrip("\n").partition(" ")
+        orders[kind].append(value)
+    if orders["done"]:
         return
-    starters = [int(value) for kind, value in orders if kind == "starter"]
-    for group in starters:
-        _signal(group, signal.SIGTERM)
-    for kind, value in orders:
-        if kind == "group":
-            _signal(int(value), signal.SIGKILL)
-    if starters:
+    _signal(orders["starter"], signal.SIGTERM)
+    _signal(orders["group"], signal.SIGKILL)
+    if orders["starter"]:
         time.sleep(_STARTER_GRACE_S)
-    for group in starters:
-        _signal(group, signal.SIGKILL)
-    for kind, value in orders:
-        if kind == "path":
-            _remove(value)
+    _signal(orders["starter"], signal.SIGKILL)
+    for path in orders["path"]:
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it was a folder, or is gone already
+            os.unlink(path)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed.errors import UsageError
@@ -42,32 +42,44 @@ class Guard:
             text=True,
         )
         for path in paths:
-            self._tell(f"path {path}")
+            self.watch("path", path)
 
-    def watch(self, pid: int) -> None:
-        """Add the process group ``pid``."""
-        self._tell(f"group {pid}")
-
-    def watch_starter(self, pid: int) -> None:
-        """Add the process group of a program that ends what it has started when it gets a SIGTERM, as mpirun does."""
-        self._tell(f"starter {pid}")
+    def watch(self, kind: str, value: int | str) -> None:
+        """Add a ``path``, the process ``group`` of a rank, or that of a ``starter`` of ranks such as mpirun."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody killed it; the job goes on without
+            self._process.stdin.write(f"{kind} {value}\n")
+            self._process.stdin.flush()
 
     def dismiss(self) -> None:
         """End it without effect."""
-        self._tell("done")
+        self.watch("done", "")
         with contextlib.suppress(OSError):
             self._process.communicate()
 
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody killed it; the job goes on without
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+
+@contextlib.contextmanager
+def signals_to(receive: Callable[[signal.Signals], None], *more: str) -> Iterator[None]:
+    """Within the block the signals that end a job, and ``more``, call ``receive``, which must be safe in a handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # a client's thread: its main thread keeps the signals
+        return
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", *more)
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        # Under nohup SIGHUP is ignored, and stays so.
+        if number.name != "SIGHUP" or before[number] is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: receive(signal.Signals(number)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Ranks:
-    """Starts one process per command, each the leader of its own process group; ``ended(index)`` is called from a
-    thread.
+    """One process per command, each the leader of its own process group; ``ended(index)`` is called from a thread.
 
     Raises UsageError when the machine gives no more processes; none is left then.
     """
@@ -76,19 +88,16 @@ class Ranks:
         self, commands: Sequence[RankCommand], guardian: Guard, ended: Callable[[int], None], *, stdin: int | None
     ) -> None:
         self._commands = tuple(commands)
-        self._lock = threading.Lock()
-        self._exitcodes: dict[int, int] = {}
-        self._ended_at: dict[int, float] = {}
+        self._ends: dict[int, tuple[int, float]] = {}  # status and moment
         self._killed: set[int] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for command in self._commands:
+                environment = {**os.environ, **command.environment}
                 # Its own session, so that Ctrl-C in the terminal reaches only the launcher, which passes it on once.
-                process = subprocess.Popen(
-                    command.argv, env={**os.environ, **command.environment}, stdin=stdin, start_new_session=True
-                )
+                process = subprocess.Popen(command.argv, env=environment, stdin=stdin, start_new_session=True)
                 self._processes.append(process)
-                guardian.watch(process.pid)
+                guardian.watch("group", process.pid)
         except OSError as error:
             self.kill_groups()
             raise UsageError(
@@ -98,40 +107,36 @@ class Ranks:
             threading.Thread(target=self._wait, args=(index, ended), daemon=True).start()
 
     def _wait(self, index: int, ended: Callable[[int], None]) -> None:
-        pid = self._processes[index].pid
+        process = self._processes[index]
         if hasattr(os, "waitid"):
             # WNOWAIT leaves a zombie, so that its process group cannot come to belong to somebody else before the kill.
-            info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             assert info is not None
             exitcode = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         else:
-            exitcode = self._processes[index].wait()
-        with self._lock:
-            self._exitcodes[index] = exitcode
-            self._ended_at[index] = time.time()
+            exitcode = process.wait()
+        self._ends[index] = exitcode, time.time()
         ended(index)
 
     def exitcode(self, index: int) -> int | None:
         """Status of one rank, -S after signal S, None while it runs."""
-        return self._exitcodes.get(index)
+        return self._ends[index][0] if index in self._ends else None
 
     @property
     def all_ended(self) -> bool:
         """Whether no rank runs any more; what ranks have started themselves may."""
-        with self._lock:
-            return len(self._exitcodes) == len(self._processes)
+        return len(self._ends) == len(self._processes)
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         """Send ``number`` to every rank that still runs, and not to what it started."""
         for index, process in enumerate(self._processes):
-            if self.exitcode(index) is None:
+            if index not in self._ends:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def kill_groups(self) -> None:
         """SIGKILL to every rank's process group: the rank itself and what it started."""
-        with self._lock:
-            self._killed |= set(range(len(self._processes))) - self._exitcodes.keys()
+        self._killed |= {index for index in range(len(self._processes)) if index not in self._ends}
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -145,12 +150,10 @@ class Ranks:
         """How every rank ended that did not return 0; one that even SIGKILL has not ended counts as killed now."""
         ends = []
         for index, (command, process) in enumerate(zip(self._commands, self._processes, strict=True)):
-            exitcode = self._exitcodes.get(index, -int(signal.SIGKILL))
+            exitcode, moment = self._ends.get(index, (-signal.SIGKILL, time.time()))
             if exitcode != 0:
-                moment = self._ended_at.get(index, time.time())
-                raised_at, traceback = _read_report(command.report_file)
-                stopped = index in self._killed
-                ends.append(RankEnd(command.rank, process.pid, exitcode, moment, raised_at, traceback, stopped))
+                report = _read_report(command.report_file)
+                ends.append(RankEnd(command.rank, process.pid, exitcode, moment, *report, index in self._killed))
         return ends
 
 

@@ -1,13 +1,12 @@
 """Runs the ranks of one node and answers with the exit status of the whole job, which is the same on every node.
 
-The parts: ``rendezvous`` (the launchers find each other), ``hub`` and ``peers`` (they stay in touch), ``ranks``
-(processes), ``member`` (what happens when), ``verdict`` (what was to blame). This module turns a job into the ranks'
-commands and environments.
+This module turns a job into the ranks' commands and environments. The way of a dead rank: ``ranks`` (the process ends),
+``member`` (what this node does), ``links`` or ``store`` (the others hear of it), ``hub`` and ``verdict`` (what was to
+blame), and ``deepspeed.launcher.fanout``, where the hub is if the nodes were started over ssh.
 """
 
 import contextlib
 import os
-import queue
 import shutil
 import subprocess
 import sys
@@ -15,33 +14,32 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.launcher import crash_report
-from deepspeed.launcher.cluster.frames import RunnerLink
-from deepspeed.launcher.cluster.member import Event, Member
-from deepspeed.launcher.cluster.rendezvous import Link, host_job, seek_job
+from deepspeed.launcher.affinity import RankCores, plan_cores
 from deepspeed.launcher.job import Job
+from deepspeed.launcher.machine import remove_stale_pid_file
 from deepspeed.launcher.node import rank_exec
-from deepspeed.launcher.node.affinity import RankCores, plan_cores
-from deepspeed.launcher.node.interrupts import signals_to
-from deepspeed.launcher.node.machine import remove_stale_pid_file
-from deepspeed.launcher.node.ranks import Guard, RankCommand, Ranks
+from deepspeed.launcher.node.hub import Message
+from deepspeed.launcher.node.links import FrameLink, Link, watch_output
+from deepspeed.launcher.node.member import Member
+from deepspeed.launcher.node.ranks import Guard, RankCommand, Ranks, signals_to
+from deepspeed.launcher.node.store import HostLink, StoreLink, bind_store, meeting_point
 
 
 @dataclass(frozen=True)
 class NodeJob:
     """One node's part of a job. ``cores`` has one entry per rank of the node, or is None where ranks are not pinned.
 
-    ``from_runner``: the ``deepspeed`` command on another machine started this node and reads its output; see
-    ``frames``.
+    ``runner``: the program through which a ``deepspeed`` command on another machine started this node and reads its
+    output (``ssh``, ``pdsh``); empty when there is none.
     """
 
     job: Job
     node_rank: int
-    from_runner: bool = False
+    runner: str = ""
     cores: tuple[RankCores, ...] | None = None
 
     @property
@@ -55,34 +53,27 @@ class NodeJob:
         return len(self.devices)
 
 
-def node_job(job: Job, node_rank: int, *, from_runner: bool = False) -> NodeJob:
-    """The part of ``job`` that node ``node_rank`` runs. Raises UsageError when there is no such node, or no way to
-    reach node 0.
-    """
+def node_job(job: Job, node_rank: int, *, runner: str = "") -> NodeJob:
+    """The part of ``job`` that node ``node_rank`` runs. Raises UsageError when there is no such node, or no port."""
     nodes = len(job.hosts)
     if not 0 <= node_rank < nodes:
         raise UsageError(
             f"--node_rank {node_rank} is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
         )
-    if nodes > 1 and job.master_port == 0 and not from_runner:
+    if nodes > 1 and job.master_port == 0 and runner != "ssh":
         raise UsageError(
             "--master_port is needed when nodes are started one by one: the others cannot know a port that "
             "node 0 chooses"
         )
     cores = plan_cores(job, len(job.world[job.hosts[node_rank]]))
-    return NodeJob(job, node_rank, from_runner, None if cores is None else tuple(cores))
-
-
-def default_omp_threads(ranks: int) -> int:
-    """Cores this process may use, shared out over ``ranks``; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    return NodeJob(job, node_rank, runner, None if cores is None else tuple(cores))
 
 
 def _omp_threads(node: NodeJob, local: int) -> str:
     if node.cores is not None:
         return str(len(node.cores[local].cores))
-    return os.environ.get("OMP_NUM_THREADS") or str(default_omp_threads(node.ranks))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // node.ranks))
 
 
 def rank_environment(node: NodeJob, local: int, *, port: int, run_id: str, report_file: str) -> dict[str, str]:
@@ -184,50 +175,43 @@ def run_node(node: NodeJob) -> int:
     find each other. When it returns, no process of the job is left on this node.
     Raises UsageError when the port is taken or a log or pid file exists; no rank has been started then.
     """
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # its put may be called from a signal handler
-
-    def post(kind: str, value: Any) -> None:
-        events.put((kind, value))
-
     log_files = rank_log_files(node)
+
+    def start(go: Message) -> Ranks:
+        commands = [_command(node, local, go, log_files[local], scratch) for local in range(node.ranks)]
+        stdin = subprocess.DEVNULL if node.runner else None
+        return Ranks(commands, guardian, lambda index: member.post("rank", index), stdin=stdin)
+
+    member = Member(start)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals_to(lambda number: post("signal", number)))
+        stack.enter_context(signals_to(lambda number: member.post("signal", number)))
         stack.enter_context(_pid_file(node.job.pid_file))
-        runner = RunnerLink(post) if node.from_runner else None
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
         guardian = Guard([scratch, *([os.path.abspath(node.job.pid_file)] if node.job.pid_file else [])])
         stack.callback(guardian.dismiss)
-
-        def start(link: Link) -> Ranks:
-            commands = [_command(node, local, link, log_files[local], scratch) for local in range(node.ranks)]
-            stdin = subprocess.DEVNULL if node.from_runner else None
-            return Ranks(commands, guardian, lambda index: post("rank", index), stdin=stdin)
-
-        announce = runner.announce if runner is not None else _nobody
-        member = Member(events, start, first_host=node.job.hosts[0], announce=announce)
-        if node.node_rank == 0:
-            link = host_job(node.job, post)
-            announce("port", port=link.port)
-            # In front of what the hub has posted already.
-            member.link = link
+        # The store goes last: it must be there until the last rank of the last node has ended.
+        store = bind_store(node.job.master_addr, node.job.master_port) if node.node_rank == 0 else None
+        link: Link
+        if node.runner == "ssh":
+            link = FrameLink(member.post)
+            link.send(meeting_point(store) if store is not None else {"kind": "join"})
+        elif store is not None:
+            link = HostLink(node.job, store, member.post)
         else:
-            seek_job(node.job, node.node_rank, member.port, post)
-        verdict = member.run()
-        if runner is not None and runner.framed:
-            announce("verdict", status=verdict.status, text=verdict.text)
-        elif runner is None or node.node_rank == 0 or not member.from_hub:  # one terminal shows all nodes: say it once
+            link = StoreLink(node.job, node.node_rank, member.post)
+        if node.runner == "pdsh":
+            watch_output(lambda: member.post("gone"))
+        verdict = member.run(link)
+        # Of the launchers of one pdsh only one speaks; over ssh the command does.
+        if not node.runner or (node.runner == "pdsh" and (node.node_rank == 0 or member.orphaned)):
             sys.stdout.flush()
             sys.stderr.write(verdict.text)
             sys.stderr.flush()
     return verdict.status
 
 
-def _nobody(event: str, **content: Any) -> None:
-    """Announce to nobody: this node was started by hand."""
-
-
-def _command(node: NodeJob, local: int, link: Link, log_file: str, scratch: str) -> RankCommand:
+def _command(node: NodeJob, local: int, go: Message, log_file: str, scratch: str) -> RankCommand:
     report_file = os.path.join(scratch, f"rank{local}")
-    environment = rank_environment(node, local, port=link.port, run_id=link.run_id, report_file=report_file)
+    environment = rank_environment(node, local, port=go["port"], run_id=go["run_id"], report_file=report_file)
     rank = node.job.first_rank(node.node_rank) + local
     return RankCommand(rank, rank_arguments(node, local, log_file), environment, report_file)

@@ -47,10 +47,9 @@ class RankEnd:
         code = self.true_exitcode
         how = f"exit status {code}" if code >= 0 else f"signal {signal_name(-code)}"
         where = f" on {self.host}" if self.host else ""
-        head = (
-            f"deepspeed: rank {self.rank}{where} (pid {self.pid}) failed first, with {how}; all ranks have been stopped"
-        )
-        return f"{head}. Its traceback:\n{self.traceback}" if show_traceback and self.traceback else f"{head}\n"
+        head = f"deepspeed: rank {self.rank}{where} (pid {self.pid}) failed first, with {how}"
+        trace = f". Its traceback:\n{self.traceback}" if show_traceback and self.traceback else "\n"
+        return f"{head}; all ranks have been stopped{trace}"
 
     def to_message(self, now: float) -> dict[str, Any]:
         """The same with ages instead of times: the clocks of two hosts differ."""
@@ -59,9 +58,7 @@ class RankEnd:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], now: float) -> "RankEnd":
-        """Inverse of :meth:`to_message` on the clock of the receiver. Raises TypeError or KeyError for anything
-        else.
-        """
+        """Inverse of :meth:`to_message` on the clock of the receiver."""
         raised = message["raised_at"]
         times = {"ended_at": now - message["ended_at"], "raised_at": None if raised is None else now - raised}
         return cls(**{**message, **times})
@@ -69,9 +66,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class HostLoss:
-    """A host whose launcher is no longer heard. ``last_heard`` is on the clock of the reader; ``how`` completes 'host X
-    ...'.
-    """
+    """A host no longer heard, ``last_heard`` on the clock of the reader; ``how`` completes 'host X ...'."""
 
     host: str
     node_rank: int
@@ -80,10 +75,8 @@ class HostLoss:
 
     def describe(self) -> str:
         """One sentence for the terminal."""
-        return (
-            f"deepspeed: host {self.host} (node {self.node_rank}) {self.how}; the ranks of all other hosts have "
-            "been stopped\n"
-        )
+        where = f"host {self.host} (node {self.node_rank})"
+        return f"deepspeed: {where} {self.how}; the ranks of all other hosts have been stopped\n"
 
 
 @dataclass(frozen=True)
@@ -96,10 +89,7 @@ class Verdict:
 
 def signal_name(number: int) -> str:
     """``SIGKILL`` for 9; the number itself when it has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
+    return next((known.name for known in signal.Signals if known == number), str(number))
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
@@ -119,9 +109,7 @@ def judge(ends: Sequence[RankEnd], losses: Sequence[HostLoss], *, show_traceback
     """
     loss = min(losses, key=lambda loss: loss.last_heard, default=None)
     cause = first_failure(ends) if ends else None
-    if loss is not None and (
-        cause is None or cause.is_consequence or cause.failed_at > loss.last_heard - UNSTAMPED_LEAD_S
-    ):
+    if loss and (cause is None or cause.is_consequence or cause.failed_at > loss.last_heard - UNSTAMPED_LEAD_S):
         return Verdict(LOST_HOST_STATUS, loss.describe())
     if cause is not None:
         return Verdict(shell_status(cause.true_exitcode), cause.describe(show_traceback=show_traceback))

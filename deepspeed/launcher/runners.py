@@ -79,10 +79,9 @@ def split_arguments(text: str, *, source: str = "--launcher_args") -> tuple[str,
         raise UsageError(f"{source} {text!r} cannot be split into words: {error}") from error
 
 
-def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, from_runner: bool = True) -> list[str]:
-    """Arguments of the launcher of one node. ``node_rank`` may be a placeholder that the runner fills in."""
+def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, runner: str = "") -> list[str]:
+    """Arguments of the launcher of one node, for a person or a ``runner``, which may fill in ``node_rank`` itself."""
     flags = {
-        "--from_runner": from_runner,
         "--on_devices": job.on_devices,
         "--module": job.module,
         "--no_python": job.no_python,
@@ -90,6 +89,7 @@ def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, from
         "--bind_cores_to_rank": job.bind_cores,
     }
     values = {
+        "--from_runner": runner or None,
         "--world_info": encode_world(job.world),
         "--node_rank": node_rank,
         "--master_addr": job.master_addr,
@@ -129,7 +129,7 @@ def ssh_prefix(host: str, *, options: RunnerOptions, connect_timeout_s: int = CO
 
 def ssh_command(job: Job, node_rank: int, *, options: RunnerOptions) -> list[str]:
     """The local ssh process that runs node ``node_rank``; ``job.master_port`` 0 passes through for node 0 to choose."""
-    command = shlex.join(node_command(job, node_rank, options=options))
+    command = shlex.join(node_command(job, node_rank, options=options, runner="ssh"))
     return [*ssh_prefix(job.hosts[node_rank], options=options), _remote_text(job, command, options)]
 
 
@@ -139,7 +139,7 @@ def _ssh(job: Job, options: RunnerOptions) -> RunnerCommand:
 
 def _pdsh(job: Job, options: RunnerOptions) -> RunnerCommand:
     # Its ssh processes keep an input open on which nothing ever comes.
-    command = f"{shlex.join(node_command(job, 'PDSH_RANK', options=options))} </dev/null"
+    command = f"{shlex.join(node_command(job, 'PDSH_RANK', options=options, runner='pdsh'))} </dev/null"
     text = _remote_text(job, command, options)
     # pdsh replaces %n by the number of the host, and expects percent signs that mean themselves twice.
     text = text.replace("%", "%%").replace("--node_rank=PDSH_RANK", "--node_rank=%n", 1)

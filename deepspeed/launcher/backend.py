@@ -7,10 +7,9 @@ import subprocess
 import time
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher.cluster.runners import RunnerCommand
-from deepspeed.launcher.node.interrupts import signals_to
-from deepspeed.launcher.node.ranks import Guard
+from deepspeed.launcher.node.ranks import Guard, signals_to
 from deepspeed.launcher.node.verdict import shell_status
+from deepspeed.launcher.runners import RunnerCommand
 
 _POLL_S = 0.05
 _KILL_S = 5.0  # how long a backend may take after a second signal
@@ -62,7 +61,7 @@ def run_backend(command: RunnerCommand) -> int:
             child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
         except OSError as error:
             raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
-        guardian.watch_starter(child.pid)
+        guardian.watch("starter", child.pid)
         started.append(child.pid)
         for number in early:
             _send(child.pid, number)

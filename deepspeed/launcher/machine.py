@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher.cluster.runners import RUNNERS, RunnerOptions, ssh_prefix
 from deepspeed.launcher.resources import LocalDevices
+from deepspeed.launcher.runners import RUNNERS, RunnerOptions, ssh_prefix
 
 _CHECK_S = 10.0
 _CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual limit

@@ -1,1 +1,0 @@
-"""Several nodes: how they are reached, find each other and end together."""
