@@ -2,22 +2,18 @@
 
 import contextlib
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
 
 from deepspeed.checkpoint.agree import gather, through, together
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load.loader import Loaded, load_into, open_everywhere
-from deepspeed.checkpoint.load.restore import LoadRules
+from deepspeed.checkpoint.load.match import LoadRules
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_files
 from deepspeed.checkpoint.save.collect import States
-from deepspeed.checkpoint.save.contents import Extras, content_of
-from deepspeed.checkpoint.save.saver import SaveOrder, Saver
+from deepspeed.checkpoint.save.content import Extras, content_of
+from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.checkpoint.weights.torch_file import TorchFile
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, UsageError
@@ -27,43 +23,29 @@ from deepspeed.zero.hooks import inside_backward
 
 if TYPE_CHECKING:
     from deepspeed.mesh.groups import Mesh
-    from deepspeed.zero.optim_view import OptimView
     from deepspeed.zero.runtime import Runtime
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class EngineCheckpoint:
-    """Mixin; the attributes come from the engine."""
+    """Mixin; the other attributes come from the engine."""
 
-    module: nn.Module
     mesh: "Mesh"
     runtime: "Runtime"
-    basic_optimizer: torch.optim.Optimizer | None
-    optimizer: Any
-    lr_scheduler: Any
-    training_dataloader: Any
-    attached: Any
-    tiles: Any
     _config: DeepSpeedConfig
-    _views: "list[OptimView]"
-    _group_names: list[list[str]]
-    _scaler: Any
-    _backwards: int
-    _gas: int
-    _managed: bool
-    micro_steps: int
-    global_steps: int
-    _norm: float | None
     _saver: Saver
-    _torn: str
     loaded_checkpoint_dp_world_size: int | None
     loaded_checkpoint_mp_world_size: int | None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def _start_checkpoints(self) -> None:
         self._saver = Saver(self.mesh)
         self._torn = ""
-        self._group_names = []
+        self._group_names: list[list[str]] = []
         self.loaded_checkpoint_dp_world_size = self.loaded_checkpoint_mp_world_size = None
 
     def load_universal_checkpoint(self) -> bool:
@@ -79,8 +61,7 @@ class EngineCheckpoint:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything that training needs to go on into ``save_dir/tag`` (default ``global_step{N}``); True.
-        Collective.
+        """Write all that training needs to go on into ``save_dir/tag`` (default ``global_step{N}``); True. Collective.
 
         ``client_state``: a dict of plain values, tensors and numpy arrays that ``load_checkpoint`` gives back. The
         checkpoint gets its name when every byte is on the disk; ``latest`` then names it if ``save_latest``. With
@@ -88,51 +69,47 @@ class EngineCheckpoint:
         later call. Raises CheckpointError (nothing was replaced), PlainStateError for client state that needs pickle,
         ValueError for an empty ``save_dir``, UsageError inside a forward or backward.
         """
-        self._check_alive()  # type: ignore[attr-defined]
+        self._check_alive()
         if not str(save_dir):
             raise ValueError("save_checkpoint needs a save_dir, and got an empty one")
         if client_state is not None and not isinstance(client_state, dict):
             raise UsageError(f"client_state is a dict, not {type(client_state).__name__}")
-        if self.runtime.depth or self.runtime.in_backward or inside_backward():
-            raise UsageError(
-                "save_checkpoint() was called inside a forward or backward of the model; call it between steps"
-            )
+        self._check_between_passes("save_checkpoint")
         config = self._config.checkpoint
-        name = self._common_tag(tag)
-        self.runtime.gradients.withdraw()
-        self.runtime.gradients.land_all()
-        self.runtime.gradients.collect()
-        state = client_state or {}
-        content = content_of(
-            self._states(), lambda: self._extras(state, name), exclude_frozen=exclude_frozen_parameters
-        )
-        order = SaveOrder(
-            Path(save_dir), name, latest=save_latest, keep_last=config.keep_last, rate_bytes=config.rate_limit or 0
-        )
+        name, state = self._common_tag(tag), client_state or {}
+        gradients = self.runtime.gradients
+        gradients.withdraw()
+        gradients.land_all()
+        gradients.collect()
+        extras = functools.partial(self._extras, state, name)
+        content = content_of(self._states(), extras, exclude_frozen=exclude_frozen_parameters)
+        files: dict[str, Any] = {}
         if config.client_files and self.mesh.first:
-            kept, whole, bf16 = (
-                copy_for_later(state),
-                not self.runtime.plan.regular.param.sharded,
-                self._config.bf16.enabled,
-            )
-            write = functools.partial(
-                write_client_files, client_state=kept, level=self._config.zero_stage, whole=whole, bf16=bf16
-            )
-            order = replace(order, extra=write)
+            facts: dict[str, Any] = {
+                "level": self._config.zero_stage,
+                "whole": not self.runtime.plan.regular.param.sharded,
+                "bf16": self._config.bf16.enabled,
+            }
+            files["extra"] = functools.partial(write_client_files, client_state=copy_for_later(state), **facts)
+        rate = config.rate_limit or 0
+        order = SaveOrder(Path(save_dir), name, save_latest, config.keep_last, rate, **files)
         (self._saver.save_behind if config.in_background else self._saver.save)(order, content)
-        self.runtime.gradients.show()
+        gradients.show()
         return True
+
+    def _check_between_passes(self, call: str) -> None:
+        if self.runtime.depth or self.runtime.in_backward or inside_backward():
+            raise UsageError(f"{call}() was called inside a forward or backward of the model; call it between steps")
 
     def _common_tag(self, tag: str | None) -> str:
         """One tag for all ranks."""
-        own = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        said = gather(self.mesh, own)
-        if len(set(said)) > 1 and self._config.checkpoint.tag_validation != "IGNORE":
-            text = f"ranks save under different tags ({', '.join(dict.fromkeys(said))})"
+        tags = gather(self.mesh, str(tag) if tag is not None else f"global_step{self.global_steps}")
+        if len(set(tags)) > 1 and self._config.checkpoint.tag_validation != "IGNORE":
+            text = f"ranks save under different tags ({', '.join(dict.fromkeys(tags))})"
             if self._config.checkpoint.tag_validation == "FAIL":
                 raise CheckpointError(f"{text}, and checkpoint.tag_validation is FAIL; pass the same tag on every rank")
             logger.warning("%s; the first rank's is taken", text)
-        return folders.check_tag(said[0])
+        return folders.check_tag(tags[0])
 
     def wait_for_checkpoint(self) -> None:
         """Until a background save has its name. Collective. Raises CheckpointError when it failed."""
@@ -147,11 +124,10 @@ class EngineCheckpoint:
         return None
 
     def _states(self) -> States:
-        units = self.runtime.units
         return States(
             self.module,
             self.mesh,
-            units,
+            self.runtime.units,
             self._views,
             self.basic_optimizer,
             self.attached,
@@ -160,7 +136,7 @@ class EngineCheckpoint:
         )
 
     def _extras(self, client_state: dict[str, Any], tag: str) -> Extras:
-        loader = self.training_dataloader
+        schedule = self.lr_scheduler
         return Extras(
             tag=tag,
             engine={
@@ -170,10 +146,10 @@ class EngineCheckpoint:
                 "norm": self._norm if self._norm is None else float(self._norm).hex(),
                 "gradient_after": self.runtime.after,
             },
-            scheduler=_state_of(self.lr_scheduler),
-            scheduler_type=type(self.lr_scheduler).__name__ if self.lr_scheduler is not None else None,
+            scheduler=_state_of(schedule),
+            scheduler_type=None if schedule is None else type(schedule).__name__,
             scaler=self._scaler.state_dict(),
-            data=_state_of(loader),
+            data=_state_of(self.training_dataloader),
             config=self._config.source,
             client_state=client_state,
             allow_pickle=self._config.checkpoint.allow_pickle,
@@ -183,29 +159,26 @@ class EngineCheckpoint:
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write all weights in the compute dtype to one file for ``torch.load`` by the first rank, a unit at a time.
-        Collective.
+        """Write all weights in the compute dtype to one file for ``torch.load``, a unit at a time. Collective.
 
         False, and nothing written, when parameters are sharded and ``stage3_gather_16bit_weights_on_model_save`` is
         off. Raises CheckpointError on every rank when the file cannot be written; an older one is intact then.
         """
         if self.runtime.plan.regular.param.sharded and not self._config.zero.gather_16bit_weights_on_model_save:
-            log_dist(
-                "save_16bit_model wrote nothing: set "
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
-            )
+            key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            log_dist(f"save_16bit_model wrote nothing: set {key} to true")
             return False
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             with together(self.mesh, f"writing {path}"):
                 if self.mesh.first:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-                    write = held.enter_context(TorchFile(path, shapes, aliases=aliases)).write
+                    write = stack.enter_context(TorchFile(path, shapes, aliases=aliases)).write
             with together(self.mesh, f"writing {path}"):
                 through(whole_weights(self.module, tensors), write if self.mesh.first else lambda name, values: None)
-                held.close()  # the file gets its name before anybody is told that all is well
+                stack.close()  # the file gets its name before anybody is told that all is well
         return True
 
     save_fp16_model = save_16bit_model
@@ -221,8 +194,7 @@ class EngineCheckpoint:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore ``load_dir/tag`` (default: what ``latest`` names) under any number of ranks and any configuration.
-        Collective.
+        """Restore ``load_dir/tag`` (default: what ``latest`` names) under any ranks and configuration. Collective.
 
         Returns (path, client state); (None, None) with a warning when there is no checkpoint. Complete or refused: a
         missing, extra or mis-shaped tensor is a CheckpointError that lists names, before anything has changed;
@@ -230,12 +202,9 @@ class EngineCheckpoint:
         schedule and counters alone. ``custom_load_fn(src, dst)`` puts a whole state dict into the module instead.
         Checkpoints of DeepSpeed 0.19 are read too.
         """
-        self._check_destroyed()  # type: ignore[attr-defined]
+        self._check_destroyed()
         self._saver.settle(wait=True)
-        if self.runtime.depth or self.runtime.in_backward or inside_backward():
-            raise UsageError(
-                "load_checkpoint() was called inside a forward or backward of the model; call it between steps"
-            )
+        self._check_between_passes("load_checkpoint")
         source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=self._config.checkpoint.allow_pickle)
         if source is None:
             logger.warning("load_checkpoint: %s has no file 'latest' and no checkpoint; nothing was loaded", load_dir)
@@ -254,7 +223,7 @@ class EngineCheckpoint:
                 begin=lambda: self._begin_loading(source),
             )
             if custom_load_fn is not None:
-                self.load_module_state_dict(loaded.state_dict(), load_module_strict, custom_load_fn)  # type: ignore[attr-defined]
+                self.load_module_state_dict(loaded.state_dict(), load_module_strict, custom_load_fn)
             with together(self.mesh, f"loading {source.path}"):  # a data position of other data, a damaged gradient
                 self._take_facts(loaded, optimizer=optimizer, scheduler=schedule)
                 if not load_module_only:
@@ -266,7 +235,7 @@ class EngineCheckpoint:
 
     def _begin_loading(self, source: Source) -> None:
         """From here on the engine changes, and is of no use until all of it has."""
-        self.zero_grad()  # type: ignore[attr-defined]
+        self.zero_grad()
         self._torn = f"loading {source.path} failed half way"
 
     def _take_facts(self, loaded: Loaded, *, optimizer: bool, scheduler: bool) -> None:
@@ -288,17 +257,15 @@ class EngineCheckpoint:
         try:
             self.training_dataloader.load_state_dict(data)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error} With checkpoint.restore_data false the rest is loaded without it."
-            ) from error
+            advice = "With checkpoint.restore_data false the rest is loaded without it."
+            raise CheckpointError(f"{error} {advice}") from error
 
     def _check_schedule(self, source: Source) -> None:
-        saved, own = source.facts.get("lr_scheduler_type"), type(self.lr_scheduler).__name__
-        if saved and self.lr_scheduler is not None and saved != own:
+        saved, ours = source.facts.get("lr_scheduler_type"), type(self.lr_scheduler).__name__
+        if saved and self.lr_scheduler is not None and saved != ours:
             raise CheckpointError(
-                f"checkpoint {source.path} has the state of a {saved}, this engine's schedule is a {own}, and "
-                "nothing was loaded; use the "
-                "same schedule, or load_lr_scheduler_states=False"
+                f"checkpoint {source.path} has the state of a {saved}, this engine's schedule is a {ours}, and nothing "
+                "was loaded; use the same schedule, or load_lr_scheduler_states=False"
             )
 
     def _take_schedule(self, state: Any) -> None:
@@ -326,15 +293,11 @@ class EngineCheckpoint:
         self._take_window(loaded, engine, taken=window)
 
     def _take_window(self, loaded: Loaded, engine: dict[str, Any], *, taken: bool) -> None:
-        """The open accumulation window, if it is ``taken``; without it, or with windows of another length, counting
-        begins at its start.
+        """The open accumulation window, if ``taken``; else, or with windows of another length, counting begins anew.
 
-        What is there of a window of another length counts for as many micro-batches of this one, so that the mean stays
-        a mean.
+        Gradients of a window of another length are scaled to whole micro-batches of this one: the mean stays a mean.
         """
-        if not engine.get(
-            "window"
-        ):  # of DeepSpeed, which saves between two windows and does not say how long they were
+        if not engine.get("window"):  # of DeepSpeed, which saves between two windows and does not say how long they are
             self.micro_steps = self.global_steps * self._gas
         done, length = int(engine.get("backwards") or 0) if taken else 0, int(engine.get("window") or self._gas)
         factor = 1.0

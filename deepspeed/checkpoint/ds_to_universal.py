@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.format.folders import LATEST_UNIVERSAL, write_atomically
-from deepspeed.checkpoint.load.opening import open_checkpoint
+from deepspeed.checkpoint.load.reader import open_checkpoint
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.log import logger
 

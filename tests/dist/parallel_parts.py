@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.load.loader import Loaded, load_into, open_everywhere
-from deepspeed.checkpoint.load.restore import LoadRules
-from deepspeed.checkpoint.save import contents
+from deepspeed.checkpoint.load.match import LoadRules
+from deepspeed.checkpoint.save import content as contents
 from deepspeed.checkpoint.save.collect import States
-from deepspeed.checkpoint.save.contents import Extras, content_of
-from deepspeed.checkpoint.save.saver import SaveOrder, Saver
+from deepspeed.checkpoint.save.content import Extras, content_of
+from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.mesh.groups import Mesh
 from deepspeed.mesh.topology import Axis

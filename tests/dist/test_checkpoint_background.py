@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,9 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.format import files, folders
-from deepspeed.checkpoint.load.opening import find_and_open, open_checkpoint
+from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.checkpoint.save import saver
-from deepspeed.checkpoint.save.save import RankFile
+from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver
 from deepspeed.verify.ranks import _context, _enter_world, _free_port
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
@@ -117,22 +115,22 @@ def two_saves(folder: str) -> list[str]:
     events: list[str] = []
     engine = engine_of(2)
 
-    begin, work, slow = saver.Saver._begin, saver.Saver._work, saver.drained
+    begin, work, close = Saver._begin, Saver._work, RankFile.close
 
-    def begins(self: saver.Saver, order: saver.SaveOrder) -> Path:
+    def begins(self: Saver, order: SaveOrder) -> Path:
         events.append(f"{order.tag} begins")
         return begin(self, order)
 
-    def works(self: saver.Saver, folder: Path, order: saver.SaveOrder, *rest: Any) -> None:
+    def works(self: Saver, order: SaveOrder, *rest: Any) -> None:
         events.append(f"{order.tag} writes")
-        work(self, folder, order, *rest)
+        work(self, order, *rest)
         events.append(f"{order.tag} ends")
 
-    def drained(*args: Any) -> Iterator[Any]:
+    def closes(file: RankFile) -> None:
         time.sleep(0.3)
-        yield from slow(*args)
+        close(file)
 
-    with mock.patch.multiple(saver.Saver, _begin=begins, _work=works), mock.patch.object(saver, "drained", drained):
+    with mock.patch.multiple(Saver, _begin=begins, _work=works), mock.patch.object(RankFile, "close", closes):
         for tag in ("a", "b"):
             engine.save_checkpoint(folder, tag=tag)
         engine.wait_for_checkpoint()
@@ -211,13 +209,13 @@ def save_twice(folder: str, *, seconds: float) -> None:
     train(engine, 0)
     engine.save_checkpoint(folder, tag="a")
     engine.wait_for_checkpoint()
-    slow = saver.drained
+    close = RankFile.close
 
-    def drained(*args: Any) -> Iterator[Any]:
+    def closes(file: RankFile) -> None:
         time.sleep(seconds)
-        yield from slow(*args)
+        close(file)
 
-    saver.drained = drained
+    RankFile.close = closes  # type: ignore[method-assign]
     train(engine, 1)
     engine.save_checkpoint(folder, tag="b")
 
@@ -314,12 +312,12 @@ def test_a_process_that_never_heard_of_a_failed_save_does_not_end_with_status_ze
     script = f"""
 import atexit, deepspeed, torch
 from unittest import mock
-from deepspeed.checkpoint.save import saver
+from deepspeed.checkpoint.format import folders
 atexit.register(print, "other handlers run")
 adamw = {{"type": "AdamW", "params": {{"lr": 0.1}}}}
 config = {{"train_batch_size": 2, "optimizer": adamw, "checkpoint": {{"async": True}}}}
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
-with mock.patch.object(saver, "publish", side_effect=OSError(28, "No space left on device")):
+with mock.patch.object(folders, "publish", side_effect=OSError(28, "No space left on device")):
     engine.save_checkpoint({str(tmp_path)!r})
     engine._saver._running.wait(None)
 """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.load.own import read_manifest
+from deepspeed.checkpoint.load.reader import read_manifest
 from deepspeed.comm import collectives
 from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error

@@ -34,15 +34,11 @@ POINTS: dict[str, tuple[str, str, str, int]] = {
 }
 # The same tag again and again: the new one takes the old one's place.
 SAME_TAG: dict[str, tuple[str, str, str, int]] = {
-    "before they change places": ("_swap", r"newest", "before", 1),
-    "after they changed places": ("_swap", r"newest", "after", 2),
-    "before the old one is thrown away": ("discard", r"\.replaced-", "before", 2),
-    "when the old one has lost its manifest": ("rmtree", r"\.replaced-", "before", 2),
-}
-WITHOUT_EXCHANGE: dict[str, tuple[str, str, str, int]] = {
     "before the first rename": ("rename", r"newest \S+\.replaced-", "before", 1),
     "between the two renames": ("rename", r"newest \S+\.replaced-", "after", 1),
     "after the second rename": ("rename", r"\.saving-\S+ \S+/newest", "after", 2),
+    "before the old one is thrown away": ("discard", r"\.replaced-", "before", 2),
+    "when the old one has lost its manifest": ("rmtree", r"\.replaced-", "before", 2),
 }
 
 
@@ -63,10 +59,8 @@ def dying(real: Callable[..., Any], pattern: str, when: str, nth: int) -> Callab
     return call
 
 
-def arm(point: tuple[str, str, str, int], exchange: str, nth: int, rank: int) -> None:
+def arm(point: tuple[str, str, str, int], nth: int, rank: int) -> None:
     """Make the first rank die there."""
-    if exchange == "none":
-        folders._swap = lambda a, b: False
     if rank == 0:
         name, pattern, when, _ = point
         owner: Any = folders if hasattr(folders, name) else folders.shutil if name == "rmtree" else os
@@ -81,9 +75,9 @@ def never(message: Message) -> bool:
     return False
 
 
-def crash_and_resume(job: Job, point: tuple[str, str, str, int], *, exchange: str = "kernel", nth: int = 2) -> None:
+def crash_and_resume(job: Job, point: tuple[str, str, str, int], *, nth: int = 2) -> None:
     witness = Witness(Path(job.folder), job.background)
-    trapped = Job(**{**vars(job), "trap": functools.partial(arm, point, exchange, nth)})
+    trapped = Job(**{**vars(job), "trap": functools.partial(arm, point, nth)})
     told = live(trapped, witness, until=never)
     steps = [m[1] for m in told if m[0] == "saving"]
     assert steps == [1, 2] or job.background and steps == [1, 2, 3]  # training goes on until the thread comes there
@@ -107,21 +101,15 @@ def test_killed_at_a_turning_point_of_a_background_save(where: str, tmp_path: Pa
 
 @pytest.mark.parametrize("where", SAME_TAG)
 def test_killed_while_a_tag_is_overwritten(where: str, tmp_path: Path) -> None:
-    crash_and_resume(Job(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=1)
-
-
-@pytest.mark.parametrize("where", WITHOUT_EXCHANGE)
-def test_killed_while_a_tag_is_overwritten_where_names_cannot_be_exchanged(where: str, tmp_path: Path) -> None:
-    nth = 2 if "second" in where else 1
-    crash_and_resume(Job(str(tmp_path), 1, tag="newest"), WITHOUT_EXCHANGE[where], exchange="none", nth=nth)
+    crash_and_resume(Job(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=2 if "second" in where else 1)
 
 
 def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> None:
     witness, job = Witness(tmp_path), Job(str(tmp_path), 1, tag="newest")
     live(job, witness, until=saved)
-    for where in ("before they change places", "after they changed places"):
-        live(Job(**{**vars(job), "trap": functools.partial(arm, SAME_TAG[where], "kernel", 1)}), witness, until=never)
-    assert live(job, witness, until=saved)[0][1] >= 2
+    for where in ("between the two renames", "before the first rename"):
+        live(Job(**{**vars(job), "trap": functools.partial(arm, SAME_TAG[where], 1)}), witness, until=never)
+    assert live(job, witness, until=saved)[0][1] >= 1
     assert witness.skipped == 2
 
 
@@ -162,9 +150,9 @@ def test_wrong_input_is_a_sentence_and_exit_2(arguments: list[str], capsys: pyte
 
 def test_what_a_dead_process_left_goes_even_when_its_number_lives_again(tmp_path: Path) -> None:
     mine = folders.begin(tmp_path, "t")
-    host, _, born, _ = mine.name.removeprefix(".t.saving-").rsplit("-", 3)
+    host, _, began, _ = mine.name.removeprefix(".t.saving-").rsplit("-", 3)
     left = [
-        tmp_path / f".t.saving-{host}-{os.getpid()}-{int(born) + 1}-abc",
+        tmp_path / f".t.saving-{host}-{os.getpid()}-{int(began) + 1}-abc",
         tmp_path / f".latest.saving-{host}-{os.getpid()}-1-abc",
     ]
     left[0].mkdir()

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.manifest import _head
-from deepspeed.checkpoint.load.opening import find_and_open, open_checkpoint
-from deepspeed.checkpoint.load.own import OwnSource, read_manifest
+from deepspeed.checkpoint.load.reader import OwnSource, find_and_open, open_checkpoint, read_manifest
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.errors import CheckpointError, PlainStateError
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack

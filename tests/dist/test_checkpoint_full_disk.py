@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.save import saver
+from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.verify.ranks import RankPool as OwnPool
 from tests.dist.test_checkpoint_damage import engine_of, same, state, train
 from tests.dist.test_offload_faults import file_size_limit
@@ -114,14 +114,14 @@ def test_a_save_that_finds_no_space_fails_on_every_rank_and_leaves_nothing(
 
 @contextlib.contextmanager
 def held() -> Iterator[threading.Event]:
-    """Background saves begin to write when the event is set."""
-    gate, real = threading.Event(), saver.drained
+    """Background saves bring little ones to the disk when the event is set."""
+    gate, real = threading.Event(), RankFile.close
 
-    def drained(*args: Any) -> Iterator[Any]:
+    def close(file: RankFile) -> None:
         gate.wait(30)
-        yield from real(*args)
+        real(file)
 
-    with mock.patch.object(saver, "drained", drained):
+    with mock.patch.object(RankFile, "close", close):
         yield gate
 
 

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.files import ChunkWriter
-from deepspeed.checkpoint.load.opening import find_and_open
-from deepspeed.checkpoint.load.own import read_manifest
+from deepspeed.checkpoint.load.reader import find_and_open, read_manifest
 from deepspeed.checkpoint.load.source import whole
-from deepspeed.checkpoint.save.save import RankFile, Snapshots
-from deepspeed.checkpoint.save.saver import Content, SaveOrder, Saver
+from deepspeed.checkpoint.save.content import Content
+from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver, Snapshots
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.stored import Held

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.checkpoint import diff_live
 from deepspeed.checkpoint.format.boxes import Region
-from deepspeed.checkpoint.load.own import OwnSource
+from deepspeed.checkpoint.load.reader import OwnSource
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool.diff import run as diff
 from deepspeed.checkpoint.tool.verify import verify

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.manifest import Manifest
-from deepspeed.checkpoint.save import client_files, save
-from deepspeed.checkpoint.save.saver import _join_facts
+from deepspeed.checkpoint.save import client_files, writer
+from deepspeed.checkpoint.save.writer import join_facts
 from deepspeed.errors import CheckpointError
 from deepspeed.tier import aio
 from tests.dist.test_checkpoint_damage import Net, engine_of, train
@@ -123,14 +123,14 @@ def stall_of_a_failure_elsewhere(folder: str) -> float:
     engine = start(torch.nn.Linear(1024, 1024), config)
     engine.backward(engine(torch.ones(2, 1024)).sum())
     engine.step()
-    real = save.RankFile.write
+    real = writer.RankFile.write
 
-    def write(file: save.RankFile, parts: Any) -> None:
+    def write(file: writer.RankFile, parts: Any, stop: Any = None) -> None:
         if file.rank == 1 and threading.current_thread() is not threading.main_thread():
             raise OSError(28, "No space left on device")
-        real(file, parts)
+        real(file, parts, stop)
 
-    with mock.patch.object(save.RankFile, "write", write):
+    with mock.patch.object(writer.RankFile, "write", write):
         engine.save_checkpoint(folder)
         time.sleep(0.3)
         begun = time.monotonic()
@@ -156,13 +156,13 @@ def reserved_and_written(folder: str) -> tuple[int, int]:
     engine.backward(engine(torch.ones(2, 64)).sum())
     engine.step()
     found = []
-    real = save.ChunkWriter.__init__
+    real = writer.ChunkWriter.__init__
 
     def noting(self: Any, path: Any, **options: Any) -> None:
         found.append(options["expect_bytes"])
         real(self, path, **options)
 
-    with mock.patch.object(save.ChunkWriter, "__init__", noting):
+    with mock.patch.object(writer.ChunkWriter, "__init__", noting):
         engine.save_checkpoint(folder, tag="x")
     return found[0], os.path.getsize(Path(folder, "x", f"rank_{dist.get_rank():05d}.bin"))
 
@@ -189,7 +189,7 @@ def test_a_reservation_never_writes_where_the_filesystem_cannot_reserve(
 def test_numbers_of_many_parameters_are_joined_in_linear_time() -> None:
     rows = {f"layers.{i}.weight": {"step": {"dtype": "float32", "bytes": "AACAPw=="}} for i in range(40_000)}
     begun = time.process_time()
-    joined = _join_facts([{"common": common, "rank": {"scalars": dict(rows)}} for common in ({"optimizer": {}}, {})])
+    joined = join_facts([{"common": common, "rank": {"scalars": dict(rows)}} for common in ({"optimizer": {}}, {})])
     assert [len(row["names"]) for row in joined["optimizer"]["scalars"]] == [40_000]
     assert time.process_time() - begun < 3.0
 
@@ -202,7 +202,7 @@ def test_waiting_for_many_ranks_leaves_the_interpreter_to_training(tmp_path: Pat
     timer.start()
     begun = time.thread_time()
     with pytest.raises(CheckpointError):
-        save.wait_for_ranks(tmp_path, 1000, stop=stop)
+        writer.wait_for_ranks(tmp_path, 1000, stop=stop)
     timer.join()
     assert time.thread_time() - begun < 0.5
 

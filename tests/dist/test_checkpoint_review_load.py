@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from deepspeed.checkpoint.load.opening import find_and_open
+from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool.cli import main
 from deepspeed.errors import CheckpointError, UsageError

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.activation import checkpointing as activation
-from deepspeed.checkpoint.save.save import RankFile
+from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.comm import trace
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, get_accelerator

@@ -40,15 +40,28 @@ def test_a_save_has_no_name_before_it_is_whole(tmp_path: Path) -> None:
     assert folders.unfinished(folder.parent) == [] and [p.name for p in folders.complete_tags(folder.parent)] == ["t"]
 
 
-@pytest.mark.parametrize("swap", [True, False])
-def test_a_checkpoint_of_the_same_tag_is_replaced(tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
-    if not swap:
-        monkeypatch.setattr(folders, "_swap", lambda a, b: False)
+def test_a_checkpoint_of_the_same_tag_is_replaced(tmp_path: Path) -> None:
     whole(tmp_path, "t").joinpath("old").write_text("")
     whole(tmp_path, "t")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["t"] and [p.name for p in (tmp_path / "t").iterdir()] == [
-        "manifest.json"
-    ]
+    assert [p.name for p in tmp_path.iterdir()] == ["t"]
+    assert [p.name for p in (tmp_path / "t").iterdir()] == ["manifest.json"]
+
+
+def test_a_reader_that_comes_between_the_two_renames_disturbs_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole(tmp_path, "t").joinpath("old").write_text("")
+    real, readers = os.rename, [folders.repair]
+
+    def rename(source: Path, target: Path) -> None:
+        real(source, target)
+        if ".replaced-" in str(target) and readers:
+            readers.pop()(tmp_path)
+
+    monkeypatch.setattr(os, "rename", rename)
+    whole(tmp_path, "t")
+    assert not readers and [p.name for p in tmp_path.iterdir()] == ["t"]
+    assert [p.name for p in (tmp_path / "t").iterdir()] == ["manifest.json"]
 
 
 def test_a_replacement_that_died_between_two_renames_gives_the_old_one_back(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Manifest
 from deepspeed.checkpoint.format.plain import split
-from deepspeed.checkpoint.load.own import read_manifest
+from deepspeed.checkpoint.load.reader import read_manifest
 from deepspeed.checkpoint.tool.audit import scan
 from deepspeed.checkpoint.tool.cli import main
 from deepspeed.checkpoint.tool.verify import verify

@@ -12,8 +12,7 @@ import torch
 
 from deepspeed.checkpoint import get_layer_ckpt_name_for_rank, get_model_ckpt_name_for_rank, get_zero_ckpt_name_for_rank
 from deepspeed.checkpoint.ds_to_universal import main as to_universal, parse_arguments
-from deepspeed.checkpoint.save.client_files import copy_for_later
-from deepspeed.checkpoint.save.recovery_script import script_text
+from deepspeed.checkpoint.save.client_files import SCRIPT_TEXT, copy_for_later
 from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.errors import CheckpointError
 from deepspeed.utils.zero_to_fp32 import (
@@ -143,7 +142,7 @@ def test_sharded_parameters_become_plain_ones_and_tied_ones_stay_tied(tmp_path: 
 def test_the_script_in_the_folder_runs_as_a_program(tmp_path: Path) -> None:
     folder = own(tmp_path / "a")
     script = folder / "zero_to_fp32.py"
-    assert script.read_text() == script_text() and os.access(script, os.X_OK)
+    assert script.read_text() == SCRIPT_TEXT and os.access(script, os.X_OK)
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

@@ -86,7 +86,7 @@ def write_source(source: Source, folder: Path, *, told: Progress = lambda _bytes
             heads.append((("plain", name), tensor.dtype, tuple(tensor.shape), tensor.numel()))
         places = writer.close()
     entries = {
-        key: Entry(*key, dtype, shape, (Box(_DATA, place.offset, place.extent, 0, numel, place.crcs),))
+        key: Entry(*key, dtype, shape, (Box(_DATA, place.offset, place.extent, 0, numel, tuple(place.crcs)),))
         for (key, dtype, shape, numel), place in zip(heads, places, strict=True)
     }
     return Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, facts)

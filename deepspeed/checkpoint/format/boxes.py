@@ -30,9 +30,7 @@ class Span(NamedTuple):
 
 
 class Run(NamedTuple):
-    """``numel`` elements that are contiguous in two regions: from ``first`` and from ``second`` on, each in its
-    region's own order.
-    """
+    """``numel`` elements contiguous in two regions: from ``first`` on in one's order, ``second`` in the other's."""
 
     first: int
     second: int
@@ -40,9 +38,7 @@ class Run(NamedTuple):
 
 
 def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[Run]:
-    """What two spans of a global tensor of ``shape`` have in common, as runs that ascend in both. Of equal regions it
-    is one run.
-    """
+    """What two spans of a global tensor of ``shape`` have in common, as runs that ascend in both."""
     one, two = (s.region or Region((0,) * len(shape), shape) for s in (a, b))
     if one == two:
         if max(a.lo, b.lo) < min(a.hi, b.hi):
@@ -63,10 +59,8 @@ def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[Run]:
         for width in reversed(outer):
             row, i = divmod(row, width)
             index.append(i)
-        where = 0
-        for i, s, origin, width in zip(
-            [*reversed(index), *[0] * (len(part) - len(index))], start, *region, strict=True
-        ):
+        index, where = [*reversed(index), *[0] * (len(part) - len(index))], 0
+        for i, s, origin, width in zip(index, start, *region, strict=True):
             where = where * width + i + s - origin
         return where
 
@@ -75,10 +69,10 @@ def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[Run]:
     first = max(bisect.bisect_right(rows, s.lo - numel, key=lambda row: at(row, r)) for s, r in ((a, one), (b, two)))
     last = min(bisect.bisect_left(rows, s.hi, key=lambda row: at(row, r)) for s, r in ((a, one), (b, two)))
     for row in rows[first:last]:
-        here, there = at(row, one), at(row, two)
-        skip, end = max(a.lo - here, b.lo - there, 0), min(a.hi - here, b.hi - there, numel)
+        first_at, second_at = at(row, one), at(row, two)
+        skip, end = max(a.lo - first_at, b.lo - second_at, 0), min(a.hi - first_at, b.hi - second_at, numel)
         if skip < end:
-            yield Run(here + skip, there + skip, end - skip)
+            yield Run(first_at + skip, second_at + skip, end - skip)
 
 
 class Gap(NamedTuple):
@@ -102,9 +96,7 @@ def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
 
 
 def _tiles(shape: tuple[int, ...], regions: list[Region]) -> bool:
-    """Whether regions that lie inside a tensor of ``shape`` cover it once: they are disjoint, and as large as it
-    together.
-    """
+    """Whether regions inside a tensor of ``shape`` cover it once: disjoint, and as large as it together."""
     apart = all(
         any(s + n <= t or t + m <= s for s, n, t, m in zip(*a, *b, strict=True))
         for a, b in itertools.combinations(regions, 2)
@@ -118,11 +110,9 @@ def faults(numel: int, spans: Iterable[tuple[int, int]]) -> list[Gap]:
     for lo, hi in spans:
         edges[lo] = edges.get(lo, 0) + 1
         edges[hi] = edges.get(hi, 0) - 1
-    found, depth = [], 0
-    points = sorted(edges)
-    for here, there in itertools.pairwise(points):
-        depth += edges[here]
-        outside = here < 0 or there > numel
-        if (depth != 1 and not outside) or (depth and outside):
-            found.append(Gap(here, there, depth))
-    return found
+    gaps, depth = [], 0
+    for lo, hi in itertools.pairwise(sorted(edges)):
+        depth += edges[lo]
+        if depth != (0 if lo < 0 or hi > numel else 1):
+            gaps.append(Gap(lo, hi, depth))
+    return gaps

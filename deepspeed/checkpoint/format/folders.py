@@ -6,7 +6,6 @@ next save. Small files are replaced through files named in the same way.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -22,11 +21,9 @@ from deepspeed.observe.log import logger
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-_SAVING = re.compile(r"\.(?P<tag>.+)\.saving-(?P<host>[^-]*)-(?P<pid>\d+)-((?P<born>\d+)-)?[0-9a-f]+")
+_SAVING = re.compile(r"\.(?P<tag>.+)\.saving-(?P<host>[^-]*)-(?P<pid>\d+)-(?P<born>\d+)-[0-9a-f]+")
 _REPLACED = re.compile(r"\.(?P<tag>.+)\.replaced-[0-9a-f]+")
 _REMOVED = re.compile(r"\..+\.removed-[0-9a-f]+")
-_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
-_AT_FDCWD = -100
 
 
 def check_tag(tag: str) -> str:
@@ -45,12 +42,8 @@ def is_complete(folder: Path) -> bool:
 
 
 def is_any(folder: Path) -> bool:
-    """Whether ``folder`` looks like a complete checkpoint, of this package or in DeepSpeed's own layout (universal ones
-    too).
-    """
-    return (
-        is_complete(folder) or folder.is_dir() and any(folder.glob("*_model_states.pt")) or (folder / "zero").is_dir()
-    )
+    """Whether ``folder`` looks like a complete checkpoint, of this package or in DeepSpeed's own layouts."""
+    return is_complete(folder) or any(folder.glob("*_model_states.pt")) or (folder / "zero").is_dir()
 
 
 def begin(save_dir: Path, tag: str) -> Path:
@@ -68,57 +61,32 @@ def begin(save_dir: Path, tag: str) -> Path:
 def publish(folder: Path, tag: str) -> Path:
     """Make the finished ``folder`` the checkpoint ``tag``; one of that name is replaced. The final path."""
     final = folder.parent / tag
+    old = folder.with_name(f".{tag}.replaced-{uuid.uuid4().hex[:12]}")
     sync_folder(folder)
-    if not final.exists() and not final.is_symlink():
-        os.rename(folder, final)
-        sync_folder(final.parent)
-        return final
-    _exchange(folder, final)
-    sync_folder(final.parent)
+    while True:
+        # Between the two renames only the old one exists, under its other name: readers look there too (repair).
+        if os.path.lexists(final):
+            os.rename(final, old)
+        try:
+            os.rename(folder, final)
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # a reader gave the old one its name back
+                raise
+    sync_folder(folder.parent)
+    if os.path.lexists(old):
+        discard(old)
     return final
 
 
-def _exchange(folder: Path, final: Path) -> None:
-    """Put ``folder`` in the place of ``final`` and remove what was there."""
-    old = folder.with_name(f".{final.name}.replaced-{uuid.uuid4().hex[:12]}")
-    if _swap(folder, final):
-        os.rename(folder, old)
-    else:
-        # Between the two renames only the old one exists, under its other name: readers look there too (repair).
-        os.rename(final, old)
-        os.rename(folder, final)
-    sync_folder(final.parent)
-    discard(old)
-
-
 def discard(path: Path) -> None:
-    """Remove a folder or file as far as that is possible; a folder's manifest first, so that half a folder never looks
-    complete.
-    """
+    """Remove a folder or file if possible; a folder's manifest first, so that half a folder never looks complete."""
     with contextlib.suppress(OSError):
         if not path.is_dir() or path.is_symlink():
             path.unlink()
             return
         (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _swap(a: Path, b: Path) -> bool:
-    """Exchange two names in one step, where the kernel and the filesystem can."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (
-        errno.EINVAL,
-        errno.ENOSYS,
-        errno.ENOTSUP,
-        errno.EPERM,
-    ):  # the last: sandboxes that do not know the call
-        return False
-    raise OSError(code, os.strerror(code), str(b))
 
 
 def repair(save_dir: Path) -> None:
@@ -137,13 +105,13 @@ def unfinished(save_dir: Path) -> list[Path]:
 
 def left_behind(save_dir: Path) -> list[Path]:
     """Folders and files that nobody will finish: of dead processes of this host, and what was replaced or removed."""
-    found = []
+    left = []
     for path in _hidden(save_dir):
         match = _SAVING.fullmatch(path.name)
-        dead = match is not None and match["host"] == _host() and not _lives(int(match["pid"]), int(match["born"] or 0))
+        dead = match is not None and match["host"] == _host() and not _lives(int(match["pid"]), int(match["born"]))
         if dead or _REPLACED.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
-            found.append(path)
-    return found
+            left.append(path)
+    return left
 
 
 def _hidden(save_dir: Path) -> list[Path]:
@@ -153,19 +121,15 @@ def _hidden(save_dir: Path) -> list[Path]:
         return []
 
 
-def _owner() -> str:
-    """Part of a temporary name that tells whose it is, and is never the same twice."""
-    return f"{_host()}-{os.getpid()}-{_stat(os.getpid())[1]}-{uuid.uuid4().hex[:12]}"
-
-
 def _hidden_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.saving-{_owner()}")
+    """A temporary name that tells whose it is, and is never the same twice."""
+    owner = f"{_host()}-{os.getpid()}-{_began(os.getpid())}-{uuid.uuid4().hex[:12]}"
+    return path.with_name(f".{path.name}.saving-{owner}")
 
 
 @contextlib.contextmanager
 def temporary_for(path: Path) -> Iterator[Path]:
-    """A hidden name beside ``path``, never the same twice, for what gets its name when it is complete; what has it at
-    the end is removed.
+    """A hidden name beside ``path`` for what is renamed when it is complete; what has it at the end is removed.
 
     So is, before, what dead processes of this host have left of ``path``.
     """
@@ -184,22 +148,19 @@ def _lives(pid: int, born: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:
-        pass
-    state, began = _stat(pid)
+    except OSError:  # another user's
+        return True
     # Numbers are used again, in containers by the very next run: a process that began at another time is another one.
-    return state not in ("Z", "X") and (not born or began in (0, born))
+    return _began(pid) == born
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """State of a process, and when it began, in clock ticks since this machine started; ("", 0) where that cannot be
-    known.
-    """
+def _began(pid: int) -> int:
+    """When a process began, in clock ticks since this machine started; -1: it has ended; 0: that cannot be known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return "", 0
+    except OSError:
+        return 0
+    return -1 if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _host() -> str:
@@ -245,18 +206,20 @@ def read_latest(save_dir: Path) -> str | None:
 def complete_tags(save_dir: Path) -> list[Path]:
     """Complete checkpoints of this package in ``save_dir``, newest first by the time of their manifests."""
     try:
-        found = [p for p in save_dir.iterdir() if p.is_dir() and not p.name.startswith(".") and is_complete(p)]
+        complete = [p for p in save_dir.iterdir() if not p.name.startswith(".") and is_complete(p)]
     except OSError:
         return []
-    return sorted(found, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, p.name), reverse=True)
+    return sorted(complete, key=lambda p: (_saved_at(p), p.name), reverse=True)
+
+
+def _saved_at(folder: Path) -> int:
+    return (folder / MANIFEST).stat().st_mtime_ns
 
 
 def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
-    """The folder to load: ``tag``, else what ``latest`` names, else (``latest`` was never written) the newest complete
-    one.
+    """The folder to load: ``tag``, else what ``latest`` names, else (there is no such file) the newest complete one.
 
-    None when there is no tag, no ``latest`` and no checkpoint. Raises CheckpointError when what is named is not there
-    or unfinished.
+    None when there is no checkpoint either. Raises CheckpointError when what is named is not there or unfinished.
     """
     repair(load_dir)
     waiting = unfinished(load_dir)
@@ -269,32 +232,21 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
             logger.warning("%s has no file 'latest'; loading its newest complete checkpoint, %s", load_dir, newest.name)
         return newest
     folder = load_dir / check_tag(named)
+    complete = complete_tags(load_dir)
     if is_any(folder):
-        _say_skipped(load_dir, folder, explicit=tag is not None)
+        newer = [p.name for p in complete if is_complete(folder) and _saved_at(p) > _saved_at(folder)]
+        if newer and tag is None:
+            logger.warning("'latest' names %s; complete and newer, but not named: %s", named, ", ".join(newer))
         return folder
-    others = [p.name for p in complete_tags(load_dir)]
     what = "is not there" if not folder.exists() else f"is not a complete checkpoint (it has no {MANIFEST})"
-    advice = f"complete ones here: {', '.join(others)}" if others else "there is no complete checkpoint here"
+    others = ", ".join(p.name for p in complete)
+    advice = f"complete ones here: {others}" if others else "there is no complete checkpoint here"
     whose = "" if tag is not None else f", which {load_dir / LATEST} names,"
     raise CheckpointError(f"checkpoint {folder}{whose} {what}; {advice}")
 
 
-def _say_skipped(load_dir: Path, folder: Path, *, explicit: bool) -> None:
-    if explicit or not is_complete(folder):
-        return
-    newer = [
-        p.name
-        for p in complete_tags(load_dir)
-        if (p / MANIFEST).stat().st_mtime_ns > (folder / MANIFEST).stat().st_mtime_ns
-    ]
-    if newer:
-        logger.warning("'latest' names %s; complete and newer, but not named: %s", folder.name, ", ".join(newer))
-
-
 def prune(save_dir: Path, keep: int, *, protect: Iterable[str] = ()) -> list[str]:
-    """Remove all but the newest ``keep`` complete checkpoints, never one in ``protect`` or in ``latest``; the tags
-    removed.
-    """
+    """Remove all but the newest ``keep`` checkpoints, never one in ``protect`` or ``latest``; the tags removed."""
     safe = {*protect, read_latest(save_dir)}
     removed = []
     for path in complete_tags(save_dir)[keep:]:

@@ -1,5 +1,4 @@
-"""``manifest.json``: what a checkpoint holds and where its bytes lie. Pure; docs/checkpoint-format.md is the
-specification.
+"""``manifest.json``: what a checkpoint holds and where its bytes lie. Pure; specified in docs/checkpoint-format.md.
 
 The first line has the format's name, its version and the crc32c of every byte after that line, so that no byte of the
 file can change unnoticed. Tensors are identified by (state, name).
@@ -30,8 +29,7 @@ Key = tuple[str, str]
 class Box:
     """Elements [lo, hi) of ``region`` (None: the whole tensor), at byte ``offset`` of ``file``.
 
-    ``extent``: bytes up to the next box, zeros behind the values included. ``crcs``: one crc32c per 4 MiB of the
-    extent.
+    ``extent``: bytes up to the next box, zeros behind the values included. ``crcs``: a crc32c per 4 MiB of the extent.
     """
 
     file: str
@@ -99,9 +97,7 @@ class Manifest:
         head, newline, body = content.partition(b"\n")
         version = _version(head, where)
         if version != VERSION:
-            raise CheckpointError(
-                f"{where} is of version {version} of the checkpoint format; this release reads version {VERSION}"
-            )
+            raise CheckpointError(f"{where} is of format version {version}; this release reads version {VERSION}")
         if not newline or head + newline != _head(checksum(body)):
             raise CheckpointError(
                 f"{where} is damaged: its checksum does not match; use another checkpoint, or a copy of this one"
@@ -134,18 +130,13 @@ def _version(head: bytes, where: str) -> int:
 
 
 def _entry_text(entry: Entry) -> str:
-    boxes = []
-    for b in entry.boxes:
-        row: list[Any] = [b.file, b.offset, b.extent, b.lo, b.hi, " ".join(f"{c:08x}" for c in b.crcs)]
-        boxes.append([*row, *(b.region or ())])
-    found = {
-        "state": entry.state,
-        "name": entry.name,
-        "dtype": str(entry.dtype).removeprefix("torch."),
-        "shape": entry.shape,
-        "boxes": boxes,
-    }
-    return json.dumps(found, separators=(",", ":"))
+    boxes = [
+        [b.file, b.offset, b.extent, b.lo, b.hi, " ".join(f"{c:08x}" for c in b.crcs), *(b.region or ())]
+        for b in entry.boxes
+    ]
+    dtype = str(entry.dtype).removeprefix("torch.")
+    row = {"state": entry.state, "name": entry.name, "dtype": dtype, "shape": entry.shape, "boxes": boxes}
+    return json.dumps(row, separators=(",", ":"))
 
 
 def _entry(row: dict[str, Any]) -> Entry:

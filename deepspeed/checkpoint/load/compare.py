@@ -11,27 +11,27 @@ from torch import nn
 
 from deepspeed.checkpoint.agree import in_no_model, through, together
 from deepspeed.checkpoint.load.loader import open_everywhere
+from deepspeed.checkpoint.load.match import WEIGHTS, buffer_key, buffer_state, weight_key
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.weights.weights import Stream, open_facts, shared_names, stream
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.client.consolidate import state_names, whole_weights
 
 _CHUNK_BYTES = 16 << 20
-_WEIGHTS = ("master", "param")
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One tensor. ``verdict``: "equal", "fits" (the same shape, values not compared), "different", "missing" (only in
-    the first) or
-    "extra" (only in the second)."""
+    the first) or "extra" (only in the second).
+    """
 
     name: str
     verdict: str
     detail: str = ""
 
 
-def held(name: str, value: torch.Tensor) -> Stream:
+def in_memory(name: str, value: torch.Tensor) -> Stream:
     """A tensor in memory as a stream."""
     flat = value.detach().reshape(-1)
 
@@ -41,10 +41,10 @@ def held(name: str, value: torch.Tensor) -> Stream:
     return Stream(name, value.dtype, tuple(value.shape), read)
 
 
-def compare(a: Stream, b: Stream) -> Row:
+def compare(a: Stream, b: Stream) -> TensorRow:
     """One tensor of each side, under the first's name. Values are compared in the narrower dtype of the two."""
     if a.shape != b.shape:
-        return Row(a.name, "different", f"shape {list(a.shape)} and {list(b.shape)}")
+        return TensorRow(a.name, "different", f"shape {list(a.shape)} and {list(b.shape)}")
     rounded = a.dtype != b.dtype
     worst, count, at = 0.0, 0, 0
     step = _CHUNK_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)
@@ -59,75 +59,60 @@ def compare(a: Stream, b: Stream) -> Row:
         if torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
             continue
         apart = ~((left == right) | ((left != left) & (right != right)))
-        found = int(apart.sum())
-        if found:
+        if bool(apart.any()):
             gaps = (left[apart].double() - right[apart].double()).abs().nan_to_num(nan=float("inf"))
             at = at if count else start + int(apart.int().argmax())
-            worst, count = max(worst, float(gaps.max())), count + found
+            worst, count = max(worst, float(gaps.max())), count + gaps.numel()
     if count:
-        return Row(a.name, "different", f"{count} of {a.numel} elements, max abs diff {worst:.6g}, first at {at}")
-    return Row(
-        a.name,
-        "equal",
-        f"after rounding {a.dtype} and {b.dtype} to the narrower".replace("torch.", "") if rounded else "",
-    )
+        detail = f"{count} of {a.numel} elements, max abs diff {worst:.6g}, first at {at}"
+        return TensorRow(a.name, "different", detail)
+    detail = f"after rounding {a.dtype} and {b.dtype} to the narrower".replace("torch.", "") if rounded else ""
+    return TensorRow(a.name, "equal", detail)
 
 
 @dataclass(frozen=True)
 class Match:
-    """Weights and persistent buffers of a model, each once, with what a checkpoint has for them; ``extra``: what else
-    it has.
-
-    ``shared``: the further names of tied weights.
-    """
+    """Weights and persistent buffers of a model, each once; what a checkpoint has for them, and what else it has."""
 
     tensors: dict[str, torch.Tensor]
-    shared: dict[str, str]
     keys: dict[str, Key | None]
-    extra: list[Row]
+    extra: list[TensorRow]
 
 
 def match(model: nn.Module, source: Source, *, buffers: str = "buffer") -> Match:
-    """Pair a model with a checkpoint as loading does. ``buffers``: the state to prefer for buffers (those of one
-    rank).
-    """
+    """Pair a model with a checkpoint as loading does. ``buffers``: the state to prefer for buffers."""
     tensors, aliases = state_names(model, exclude_frozen=False)
     stored = shared_names(source)
     keys: dict[str, Key | None] = {}
     for name, tensor in tensors.items():
-        candidates: list[Key] = [(buffers, name), ("buffer", name)]
         if isinstance(tensor, nn.Parameter):
-            names = [name, *(alias for alias, real in aliases.items() if real == name)]
-            names += [stored[n] for n in names if n in stored]
-            candidates = [(state, n) for n in names for state in _WEIGHTS]
-        keys[name] = next((key for key in candidates if key in source.entries), None)
-    taken = {
-        *keys.values(),
-        *(("buffer", name) for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)),
-    }
-    rest = [key for key in source.entries if key[0] in (*_WEIGHTS, "buffer") and key not in taken]
-    return Match(tensors, aliases, keys, [Row(name, "extra", "only in the checkpoint") for _, name in rest])
+            others = [alias for alias, real in aliases.items() if real == name]
+            keys[name] = weight_key(source.entries, stored, name, others)
+        else:
+            keys[name] = buffer_key(source.entries, buffers, name)
+    taken = {*keys.values(), *(("buffer", n) for n, t in tensors.items() if not isinstance(t, nn.Parameter))}
+    rest = [name for state, name in source.entries if state in (*WEIGHTS, "buffer") and (state, name) not in taken]
+    return Match(tensors, keys, [TensorRow(name, "extra", "only in the checkpoint") for name in rest])
 
 
-def compared(found: Match, source: Source, name: str, values: torch.Tensor | None) -> Row:
-    """The row of one tensor of the model; without ``values`` only its shape is compared. Raises CheckpointError for
-    damaged bytes.
-    """
-    key = found.keys[name]
+def compared(pairs: Match, source: Source, name: str, values: torch.Tensor | None) -> TensorRow:
+    """The row of one tensor of the model; without ``values`` only its shape is compared."""
+    key = pairs.keys[name]
     if key is None:
-        return Row(name, "missing", "only in the model")
-    there = stream(source, key)
+        return TensorRow(name, "missing", "only in the model")
+    saved = stream(source, key)
     if values is not None:
-        return compare(held(name, values), there)
-    return shape_row(name, tuple(found.tensors[name].shape), there.shape)
+        return compare(in_memory(name, values), saved)
+    return shape_row(name, tuple(pairs.tensors[name].shape), saved.shape)
 
 
-def shape_row(name: str, here: tuple[int, ...], there: tuple[int, ...]) -> Row:
+def shape_row(name: str, shape: tuple[int, ...], saved: tuple[int, ...]) -> TensorRow:
     """The row of a tensor of which only shapes are known."""
-    return Row(name, "fits") if here == there else Row(name, "different", f"shape {list(here)} and {list(there)}")
+    detail = "" if shape == saved else f"shape {list(shape)} and {list(saved)}"
+    return TensorRow(name, "different" if detail else "fits", detail)
 
 
-def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[Row]:
+def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[TensorRow]:
     """Weights and persistent buffers of a running engine against the checkpoint ``folder/tag`` (default: what
     ``latest`` names).
 
@@ -142,30 +127,27 @@ def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[Row]:
     if source is None:
         raise CheckpointError(f"there is no checkpoint in {folder}")
     try:
-        same = int((open_facts(source).get("world") or {}).get("size") or 0) == mesh.job.size
-        found = match(model, source, buffers=f"buffer@{mesh.job.index}" if same else "buffer")
-        rows: dict[str, Row] = {}
+        pairs = match(model, source, buffers=buffer_state(open_facts(source), mesh))
+        rows: dict[str, TensorRow] = {}
         turns = itertools.cycle(range(mesh.zero.size))
 
         def take(name: str, values: torch.Tensor) -> None:
             turn = next(turns)  # every rank has its own buffers
             if not isinstance(values, nn.Parameter) or turn == mesh.zero.index:
-                rows[name] = compared(found, source, name, values)
+                rows[name] = compared(pairs, source, name, values)
 
         with together(mesh, f"comparing with {source.path}") as shared:
-            through(whole_weights(model, found.tensors), take)
-            shared.mine = (rows, found.extra)
-        return _joined([each for each, _ in shared.all], found) + in_no_model([extra for _, extra in shared.all])
+            through(whole_weights(model, pairs.tensors), take)
+            shared.mine = (rows, pairs.extra)
+        return _joined([each for each, _ in shared.all], pairs) + in_no_model([extra for _, extra in shared.all])
     finally:
         source.close()
 
 
-def _joined(said: list[Mapping[str, Row]], found: Match) -> list[Row]:
-    """What all ranks found, in the model's order, then what others have: the first row that is not "equal", else
-    any.
-    """
+def _joined(of_ranks: list[Mapping[str, TensorRow]], pairs: Match) -> list[TensorRow]:
+    """The rows of all ranks in the model's order, then what others have: the first that is not "equal", else any."""
     each = {
-        name: [rows[name] for rows in said if name in rows]
-        for name in (*found.tensors, *itertools.chain.from_iterable(said))
+        name: [rows[name] for rows in of_ranks if name in rows]
+        for name in (*pairs.tensors, *itertools.chain.from_iterable(of_ranks))
     }
     return [next((row for row in rows if row.verdict != "equal"), rows[0]) for rows in each.values()]

@@ -10,13 +10,12 @@ from deepspeed.checkpoint.agree import in_no_model, together
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load import restore
-from deepspeed.checkpoint.load.opening import open_checkpoint
-from deepspeed.checkpoint.load.own import OwnSource
-from deepspeed.checkpoint.load.restore import Comparison, LoadRules
+from deepspeed.checkpoint.load.match import WEIGHTS, Comparison, LoadRules, check_optimizer, compare, verdict
+from deepspeed.checkpoint.load.reader import OwnSource, open_checkpoint
 from deepspeed.checkpoint.load.source import Source, whole
 from deepspeed.checkpoint.rng import restore_rng
 from deepspeed.checkpoint.save.collect import States, extra_modules, view_key
-from deepspeed.checkpoint.save.saver import progress
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
@@ -27,8 +26,8 @@ from deepspeed.zero.runtime import Runtime
 def open_everywhere(mesh: Mesh, load_dir: Path, tag: str | None, *, allow_pickle: bool) -> Source | None:
     """The checkpoint on every rank, or an error on every rank; None when there is none. Collective."""
     with together(mesh, f"loading from {load_dir}") as shared:
-        found = folders.find_checkpoint(load_dir, tag) if mesh.first else None
-        shared.mine = None if found is None else found.name
+        folder = folders.find_checkpoint(load_dir, tag) if mesh.first else None
+        shared.mine = None if folder is None else folder.name
     name = shared.all[0]
     if name is None:
         return None
@@ -40,25 +39,25 @@ def open_everywhere(mesh: Mesh, load_dir: Path, tag: str | None, *, allow_pickle
 class Loaded:
     """A checkpoint whose tensors are in the engine; the rest is still to be taken."""
 
-    def __init__(self, states: States, source: Source, found: Comparison) -> None:
-        self._states, self._source, self._found = states, source, found
+    def __init__(self, states: States, source: Source) -> None:
+        self._states, self._source = states, source
         self.facts = source.facts
 
     def client_state(self) -> dict[str, Any]:
         """The user's keys, and what DeepSpeed's loader leaves among them."""
-        facts, entries = self.facts, self._source.entries
+        facts, shapes = self.facts, {key: torch.Size(d.shape) for key, d in self._source.entries.items()}
         world = facts.get("world") or {}
-        own = {
-            "buffer_names": [n for s, n in entries if s == "buffer"],
-            "param_shapes": [{n: torch.Size(d.shape) for (s, n), d in entries.items() if s == "master"}],
-            "frozen_param_shapes": {n: torch.Size(d.shape) for (s, n), d in entries.items() if s == "param"},
+        ours = {
+            "buffer_names": [n for s, n in shapes if s == "buffer"],
+            "param_shapes": [{n: shape for (s, n), shape in shapes.items() if s == "master"}],
+            "frozen_param_shapes": {n: shape for (s, n), shape in shapes.items() if s == "param"},
             "shared_params": dict(facts.get("shared") or {}),
             "global_samples": (facts.get("engine") or {}).get("global_samples", 0),
             "ds_config": facts.get("config"),
             "ds_version": (facts.get("saved") or {}).get("deepspeed"),
             "checkpoint_parallel_dimensions": {"pp_degree": world.get("pp", 1), "tp_degree": world.get("tp", 1)},
         }
-        return {**own, **(facts.get("client_state") or {})}
+        return ours | (facts.get("client_state") or {})
 
     def restore_rng(self) -> None:
         """This rank's generators, when there was such a rank."""
@@ -83,8 +82,9 @@ class Loaded:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every weight and buffer, whole."""
-        found = {n: whole(self._source, (s, n)) for s, n in self._source.entries if s in ("master", "param", "buffer")}
-        return found | {alias: found[name] for alias, name in (self.facts.get("shared") or {}).items() if name in found}
+        tensors = {n: whole(self._source, (s, n)) for s, n in self._source.entries if s in (*WEIGHTS, "buffer")}
+        shared = self.facts.get("shared") or {}
+        return tensors | {alias: tensors[name] for alias, name in shared.items() if name in tensors}
 
 
 def load_into(
@@ -103,60 +103,52 @@ def load_into(
     """
     if isinstance(source, ReferenceSource):
         source = source.with_groups(states.groups)  # some of its files have numbers instead of names
-    with together(mesh, f"loading {source.path}") as shared:
-        found = restore.compare(states, source, rules)
-        shared.mine = found.extra
-    found.extra = in_no_model(shared.all)
-    with together(mesh, f"loading {source.path}"):
-        for line in restore.verdict(found, str(source.path), strict=rules.strict):
+    what = f"loading {source.path}"
+    with together(mesh, what) as shared:
+        match = compare(states, source, rules)
+        shared.mine = match.extra
+    match.extra = in_no_model(shared.all)
+    with together(mesh, what):
+        for line in verdict(match, str(source.path), strict=rules.strict):
             logger.warning("loading %s: %s", source.path, line)
         if rules.optimizer:
-            restore.check_optimizer(states, source)
+            check_optimizer(states, source)
         check()
     begin()
-    with (
-        together(mesh, f"loading {source.path}"),
-        progress(f"loading {source.path.name}", _nbytes(states), show=mesh.first) as told,
-    ):
-        _fill(states, source, found, rules, told)
+    nbytes = sum(u.shard.numel() * u.full.element_size() for u in states.units)
+    with together(mesh, what), progress(f"loading {source.path.name}", nbytes, show=mesh.first) as report:
+        _fill(states, source, match, rules, report)
     runtime.publish(runtime.units)
-    return Loaded(states, source, found)
+    return Loaded(states, source)
 
 
-def _fill(states: States, source: Source, found: Comparison, rules: LoadRules, told: Callable[[int], None]) -> None:
+def _fill(states: States, source: Source, match: Comparison, rules: LoadRules, report: Callable[[int], None]) -> None:
     if rules.module:
-        restore.fill_weights(states, source, found, told)
-        restore.fill_buffers(states, source, found)
-        _fill_extra(states, source)
-    if rules.optimizer:
-        restore.restore_groups(states, [g["options"] for g in source.facts["optimizer"].get("groups", [])])
-        restore.fill_optimizer(states, source, found, told)
-        _fill_odd(states, source)
+        restore.fill_weights(states, source, match, report)
+        restore.fill_buffers(states, source, match)
+        saved = source.facts.get("extra_state") or {}
+        for path, module in extra_modules(states.module).items():
+            if path in saved:
+                module.set_extra_state(saved[path])
+    if rules.optimizer and states.optimizer is not None:
+        groups = source.facts["optimizer"].get("groups", [])
+        for group, values in zip(states.optimizer.param_groups, groups, strict=True):
+            group.update({k: v for k, v in values["options"].items() if k != "params"})
+        restore.fill_optimizer(states, source, match, report)
+        _fill_odd(states, states.optimizer, source)
 
 
-def _fill_extra(states: States, source: Source) -> None:
-    saved = source.facts.get("extra_state") or {}
-    for path, module in extra_modules(states.module).items():
-        if path in saved:
-            module.set_extra_state(saved[path])
-
-
-def _fill_odd(states: States, source: Source) -> None:
+def _fill_odd(states: States, optimizer: torch.optim.Optimizer, source: Source) -> None:
     """What the optimizer keeps besides tensors and numbers."""
-    if not isinstance(source, OwnSource) or states.optimizer is None:
+    if not isinstance(source, OwnSource):
         return
     odd = source.rank_fact(states.mesh.job.index, "odd") or source.rank_fact(0, "odd") or {}
-    states.optimizer.state.update(odd.get("shared", {}))
-    wanted = {view_key(v): v for v in states.views}
+    optimizer.state.update(odd.get("shared", {}))
+    views = {view_key(v): v for v in states.views}
     for key, values in odd.get("views", {}).items():
-        if key not in wanted:
+        if key not in views:
             raise CheckpointError(
-                f"optimizer state {', '.join(values)} is neither a tensor nor a number and belongs to the "
-                "layout it was saved under; load "
-                "with the same configuration and number of ranks, or with load_optimizer_states=False"
+                f"optimizer state {', '.join(values)} is neither a tensor nor a number and belongs to the layout it "
+                f"was saved under {restore.CUT_ANEW}"
             )
-        states.optimizer.state[wanted[key].param].update(values)
-
-
-def _nbytes(states: States) -> int:
-    return sum(u.shard.numel() * u.full.element_size() for u in states.units)
+        optimizer.state[views[key].param].update(values)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from deepspeed.checkpoint.format.boxes import Region
+from deepspeed.checkpoint.format.manifest import Key
 
-Key = tuple[str, str]
+__all__ = ["Described", "Key", "Source", "Wish", "outside", "whole"]
 
 
 class Described(NamedTuple):
@@ -35,11 +36,10 @@ class Source(Protocol):
     def facts(self) -> dict[str, Any]: ...
 
     def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
-        """Fill ``out`` (flat, on the host, of the entry's dtype) with elements from ``start`` on, in the row-major
-        order of ``region``.
+        """Fill ``out`` (flat, on the host, of the entry's dtype) from element ``start`` of ``region`` (None: all) on.
 
-        None is the whole tensor. What is read is verified. Raises CheckpointError naming the tensor when its bytes are
-        missing or damaged, ValueError when it has no such elements.
+        What is read is verified. Raises CheckpointError naming the tensor when its bytes are missing or damaged,
+        ValueError when it has no such elements.
         """
         ...
 
@@ -66,10 +66,8 @@ def outside(wish: Wish, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     if within and out.dtype == dtype and out.dim() == 1 and 0 <= start <= start + out.numel() <= numel:
         return ""
     part = "" if region is None else f" of the part {list(region.shape)} at {list(region.start)}"
-    return (
-        f"{state} of {name} is {prod(shape)} elements of {dtype}, not {out.numel()} of {out.dtype} from {start} "
-        f"on{part}"
-    )
+    what = f"{state} of {name} is {prod(shape)} elements of {dtype}"
+    return f"{what}, not {out.numel()} of {out.dtype} from {start} on{part}"
 
 
 def whole(source: Source, key: Key) -> torch.Tensor:

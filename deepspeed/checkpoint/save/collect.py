@@ -1,14 +1,16 @@
-"""What one rank writes of an engine's state: parts of global tensors under their own names, each written by exactly one
-rank.
+"""What one rank writes of an engine's state: parts of global tensors under their own names, each written by one rank.
 
-Nothing here depends on the optimizer's class: every tensor slot it keeps is saved by its own name.
+Nothing here depends on the optimizer's class: every tensor slot it keeps is saved by its own name. Nothing of a drive
+is copied to be saved: whoever wants to write over it waits until it has been read (``Stored.hold``). As a save reads in
+the order of the next update, and has the next forward and backward for that, nobody waits as a rule.
 """
 
 import base64
 import bisect
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -17,25 +19,25 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.format.boxes import Region
-from deepspeed.checkpoint.save.held import Read, Reader, Slot
+from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
+from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.store import TierStore
+from deepspeed.tier.stored import Held, Stored
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import Spread, StateKind, StatePlan
 from deepspeed.zero.unit import Unit
 
-Place = tuple[str, Region | None]  # a parameter's name, and where the local tensor sits in the global one
+Site = tuple[str, Region | None]  # a parameter's name, and where the local tensor sits in the global one
+Read = Callable[[int, int], torch.Tensor]  # elements [lo, hi), flat, valid until the next read
 _PART_NUMEL = 8 << 20  # elements that are in memory at once, for what comes from a drive
 
 
 @dataclass(frozen=True)
 class Part:
-    """``values`` (flat) are the elements from ``lo`` on, in row-major order, of ``region`` of the global tensor (state,
-    name).
-
-    ``shape`` is the global tensor's; no region: the whole of it.
-    """
+    """``values`` (flat): the elements from ``lo`` on of ``region`` (None: all) of the global tensor (state, name)."""
 
     state: str
     name: str
@@ -47,11 +49,9 @@ class Part:
 
 @dataclass(frozen=True)
 class States:
-    """The state of one engine, wherever it rests. ``attached(view)`` brings a view's optimizer state into memory for a
-    while.
+    """The state of one engine, wherever it rests. ``attached(view)`` brings a view's optimizer state into memory.
 
-    ``groups``: names of the parameters of every optimizer group, in the order the user gave them in. ``tiles``: what
-    rests on a drive.
+    ``groups``: names of the parameters of every optimizer group, in the user's order. ``tiles``: what is on a drive.
     """
 
     module: nn.Module
@@ -72,10 +72,117 @@ class States:
 
     @cached_property
     def _by_unit(self) -> dict[int, list[OptimView]]:
-        found: dict[int, list[OptimView]] = {}
+        views: dict[int, list[OptimView]] = {}
         for view in self.views:
-            found.setdefault(id(view.unit), []).append(view)
-        return found
+            views.setdefault(id(view.unit), []).append(view)
+        return views
+
+
+class StateReader:
+    """Reads the states of one engine for one save. What rests in memory is given as it is: copy it before training."""
+
+    def __init__(self, states: States) -> None:
+        self._states = states
+        self._holds: dict[int, Held] = {}
+        self._layouts: dict[int, _Layout] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._over = False
+
+    def hold(
+        self, states: Iterable[tuple[Unit, StateKind]], views: Iterable[OptimView], hurry: Callable[[], None]
+    ) -> None:
+        """From here on reads of these, which rest on a drive, give the values of now. Raises TransferError.
+
+        ``hurry`` is called when somebody waits for them to be read.
+        """
+        for unit, kind in states:
+            stored = unit.rest[kind]
+            assert isinstance(stored, Stored)
+            self._holds[id(stored)] = stored.hold(hurry)
+        for view in views:
+            layout = self._layout(view)
+            if isinstance(layout.store, Stored):
+                self._holds[id(layout.store)] = layout.store.hold(hurry)
+            tensors = {k: v if v.device.type == "meta" else v.clone() for k, v in layout.tensors.items()}
+            self._layouts[id(view)] = replace(layout, tensors=tensors)
+
+    def release(self) -> None:
+        """Nothing more can be read. Also after an error, when a reader of parts stands still half way."""
+        self._over = True
+        for hold in list(self._holds.values()):
+            hold.release()
+        self._holds.clear()
+        self._layouts.clear()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def values(self, unit: Unit, kind: StateKind) -> Iterator[Read]:
+        """This rank's range of a state, by elements of that range."""
+        stored = unit.rest.get(kind)
+        if isinstance(stored, Stored):
+            with self._opened(stored) as hold:
+                yield self._placed(hold, 0, stored.dtype)
+            return
+        with unit.values(kind) as values:
+            yield lambda lo, hi: values.detach()[lo:hi]
+
+    @contextlib.contextmanager
+    def slots(self, view: OptimView) -> Iterator[dict[str, tuple[torch.Tensor, Read]]]:
+        """Every tensor the optimizer keeps for ``view``: one of its shape and dtype, and its flat elements."""
+        layout = self._layouts.pop(id(view), None) or self._layout(view)
+        near = {k: (v, _flat(v)) for k, v in layout.tensors.items() if k not in layout.places}
+        if not isinstance(layout.store, Stored):
+            yield near
+            return
+        with self._opened(layout.store) as hold:
+            away = {k: (layout.tensors[k], start) for k, start in layout.places.items()}
+            yield near | {k: (like, self._placed(hold, start, like.dtype)) for k, (like, start) in away.items()}
+
+    def _layout(self, view: OptimView) -> "_Layout":
+        store, places = self._states.tiles.region_of(view) if self._states.tiles is not None else (None, {})
+        tensors = {k: v for k, v in self._states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+        away = {k: torch.empty(v.shape, dtype=v.dtype, device="meta") for k, v in tensors.items() if k in places}
+        return _Layout(tensors | away, store, places)
+
+    def _placed(self, hold: Held, start: int, dtype: torch.dtype) -> Read:
+        return lambda lo, hi: self._read(hold, start + lo * dtype.itemsize, (hi - lo) * dtype.itemsize, dtype)
+
+    @contextlib.contextmanager
+    def _opened(self, stored: Stored) -> Iterator[Held]:
+        if self._over:
+            raise InvalidStateError("a state was read for a save that had let go of it; save again")
+        if id(stored) not in self._holds:
+            self._holds[id(stored)] = stored.hold(lambda: None)
+        hold = self._holds[id(stored)]
+        try:
+            yield hold
+        finally:
+            hold.release()
+            self._holds.pop(id(stored), None)
+
+    def _read(self, hold: Held, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        # The same place within a page as in the file, so that whole pages can bypass the page cache.
+        shift = start % ALIGN
+        if self._buffer.numel() < shift + nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
+            self._buffer = aligned_empty(-(-(shift + nbytes) // ALIGN) * ALIGN)
+        inside = self._buffer[shift : shift + nbytes]
+        hold.read(start, inside)
+        return inside.view(dtype)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The slots of one view: tensors (on meta where the values are on a drive), and where on it they are."""
+
+    tensors: dict[str, torch.Tensor]
+    store: TierStore | None
+    places: dict[str, int]
+
+
+def _flat(value: torch.Tensor) -> Read:
+    flat = value.detach().contiguous().view(-1)
+    return lambda lo, hi: flat[lo:hi]
 
 
 def region_of(segment: Segment) -> Region | None:
@@ -96,7 +203,7 @@ def weights_of(unit: Unit) -> tuple[StateKind, str]:
 
 
 @dataclass(frozen=True)
-class Share:
+class WriteRange:
     """What of a state this rank writes: ranks that hold the same range divide it among themselves."""
 
     start: int
@@ -109,8 +216,8 @@ class Share:
         return position % self.replicas == self.index
 
 
-def share_of(unit: Unit, kind: StateKind) -> Share:
-    """This rank's share of its resting range. Whole parameters are dealt out one by one instead (``takes``)."""
+def write_range(unit: Unit, kind: StateKind) -> WriteRange:
+    """This rank's part of its resting range. Whole parameters are dealt out one by one instead (``takes``)."""
     plan: StatePlan = getattr(unit.plan, kind.value)
     replicas, index = 1, 0
     for way, axis in zip(plan.spread, unit.mesh.axes, strict=True):
@@ -119,55 +226,50 @@ def share_of(unit: Unit, kind: StateKind) -> Share:
             replicas *= axis.size
     start, stop = unit.range_of(kind)
     if unit.layout.granularity is Granularity.PARAMETER:
-        return Share(start, stop, replicas, index)
+        return WriteRange(start, stop, replicas, index)
     each = -(-(stop - start) // (replicas * ALIGNMENT_NUMEL)) * ALIGNMENT_NUMEL
-    return Share(min(stop, start + index * each), min(stop, start + (index + 1) * each), replicas, index)
+    return WriteRange(min(stop, start + index * each), min(stop, start + (index + 1) * each), replicas, index)
 
 
-Overlap = tuple[int, Segment, int, int]
+Overlap = tuple[Segment, int, int]
 
 
-def overlaps(unit: Unit, share: Share) -> Iterator[Overlap]:
-    """(position, segment, lo, hi) in flat indices of everything in ``share`` that this rank writes."""
+def overlaps(unit: Unit, turn: WriteRange) -> Iterator[Overlap]:
+    """(segment, lo, hi) in flat indices of everything in ``turn`` that this rank writes."""
     whole = unit.layout.granularity is Granularity.PARAMETER
     for position, segment in enumerate(unit.layout.segments):
-        lo, hi = unit.layout.overlap(segment, share.start, share.stop)
-        if lo < hi and (not whole or share.takes(position)):
-            yield position, segment, lo, hi
+        lo, hi = unit.layout.overlap(segment, turn.start, turn.stop)
+        if lo < hi and (not whole or turn.takes(position)):
+            yield segment, lo, hi
 
 
-def frozen_names(states: States) -> set[str]:
-    """Parameters without fp32 weights of their own that are not trained."""
-    units = [u for u in states.units if weights_of(u)[0] is StateKind.PARAM]
-    return {s.name for u in units for s, p in zip(u.layout.segments, u.params, strict=True) if not p.requires_grad}
-
-
-def weight_parts(states: States, reader: Reader, *, without: set[str]) -> Iterator[Part]:
-    """Weights and optimizer slots of every unit, but for the parameters ``without``; a part is valid until the next one
-    is asked for.
-    """
+def weight_parts(states: States, reader: StateReader, *, without: set[str]) -> Iterator[Part]:
+    """Weights and optimizer slots of every unit, but for the parameters ``without``; a part is valid until the next."""
     for unit in states.units:
         kind, state = weights_of(unit)
-        share, base = share_of(unit, kind), unit.range_of(kind)[0]
-        ours = [o for o in overlaps(unit, share) if o[1].name not in without]
+        turn, base = write_range(unit, kind), unit.range_of(kind)[0]
+        ours = [o for o in overlaps(unit, turn) if o[0].name not in without]
         with reader.values(unit, kind) as read:
-            for _, segment, lo, hi in ours:
+            for segment, lo, hi in ours:
                 yield from _pieces(state, segment, read, lo, hi, base=base)
             if unit.mesh.zero.index == 0:  # in nobody's range, but a complete checkpoint names them
                 for segment in unit.layout.segments:
                     if not prod(shape_of(segment)) and segment.name not in without:
-                        yield Part(state, segment.name, shape_of(segment), 0, read(0, 0))
+                        yield _part(state, segment, 0, read(0, 0))
         if kind is StateKind.OPTIM:
             for view in states.views_of(unit):
                 with reader.slots(view) as slots:
-                    yield from _slot_parts(view, slots, share, _met(ours, view))
+                    yield from _slot_parts(view, slots, turn, _met(ours, view))
+
+
+def _part(state: str, segment: Segment, lo: int, values: torch.Tensor) -> Part:
+    return Part(state, segment.name, shape_of(segment), lo, values, region_of(segment))
 
 
 def _pieces(state: str, segment: Segment, read: Read, lo: int, hi: int, *, base: int) -> Iterator[Part]:
     """Flat indices [lo, hi) of a unit, of which ``read`` knows those from ``base`` on, in parts of bounded size."""
     for at in range(lo, hi, _PART_NUMEL):
-        values = read(at - base, min(hi, at + _PART_NUMEL) - base)
-        yield Part(state, segment.name, shape_of(segment), at - segment.offset, values, region_of(segment))
+        yield _part(state, segment, at - segment.offset, read(at - base, min(hi, at + _PART_NUMEL) - base))
 
 
 def is_elementwise(view: OptimView, value: Any) -> bool:
@@ -181,43 +283,38 @@ def is_elementwise(view: OptimView, value: Any) -> bool:
 
 def _met(ours: list[Overlap], view: OptimView) -> list[Overlap]:
     """Those of ``ours`` (ascending) that ``view`` meets. A unit may have a thousand of both."""
-    first = bisect.bisect_right(ours, view.start, key=lambda o: o[3])
-    return ours[first : bisect.bisect_left(ours, view.stop, key=lambda o: o[2])]
+    first = bisect.bisect_right(ours, view.start, key=lambda o: o[2])
+    return ours[first : bisect.bisect_left(ours, view.stop, key=lambda o: o[1])]
 
 
-def _slot_parts(view: OptimView, slots: dict[str, Slot], share: Share, ours: list[Overlap]) -> Iterator[Part]:
-    for name, slot in slots.items():
-        shape, numel = tuple(slot.like.shape), slot.like.numel()
-        if is_elementwise(view, slot.like):
-            for _, segment, lo, hi in ours:
+def _slot_parts(
+    view: OptimView, slots: dict[str, tuple[torch.Tensor, Read]], turn: WriteRange, ours: list[Overlap]
+) -> Iterator[Part]:
+    for name, (like, read) in slots.items():
+        shape, numel = tuple(like.shape), like.numel()
+        if is_elementwise(view, like):
+            for segment, lo, hi in ours:
                 lo, hi = max(lo, view.start), min(hi, view.stop)
-                yield from _pieces(f"optim.{name}", segment, slot.read, lo, hi, base=view.start)
+                yield from _pieces(f"optim.{name}", segment, read, lo, hi, base=view.start)
         elif view.unit.layout.granularity is Granularity.PARAMETER:
-            for _, segment, _, _ in ours:
+            for segment, _, _ in ours:
                 region = region_of(segment)
                 state, key = ("optim", view.name) if region is None else ("part", part_key(view.name, region))
-                yield Part(f"{state}.{name}", key, shape, 0, slot.read(0, numel))
-        elif share.index == 0:
-            yield Part(f"opaque.{name}", view_key(view), shape, 0, slot.read(0, numel))
+                yield Part(f"{state}.{name}", key, shape, 0, read(0, numel))
+        elif turn.index == 0:
+            yield Part(f"opaque.{name}", view_key(view), shape, 0, read(0, numel))
 
 
 def view_key(view: OptimView) -> str:
-    """Name of a view for state that only the very same layout can take back; other ranks' parameters may have units of
-    that name.
-    """
+    """Name of a view for state that only the very same layout can take back, whatever units other ranks have."""
     job, zero = view.unit.mesh.job, view.unit.mesh.zero
-    whose = "" if zero.size == job.size else f"@{job.ranks.index(zero.ranks[0])}"
-    return f"{view.unit.name}:{view.group}:{view.start}-{view.stop}/{view.unit.layout.numel}{whose}"
+    suffix = "" if zero.size == job.size else f"@{job.ranks.index(zero.ranks[0])}"
+    return f"{view.unit.name}:{view.group}:{view.start}-{view.stop}/{view.unit.layout.numel}{suffix}"
 
 
 def part_key(name: str, region: Region) -> str:
     """Name of a part of a parameter for state that only the very same part can take back."""
     return f"{name}@{','.join(map(str, region.start))}+{','.join(map(str, region.shape))}"
-
-
-def covered(view: OptimView) -> list[str]:
-    """Names of the parameters that a view has a part of."""
-    return [s.name for s in segments_of(view)]
 
 
 def segments_of(view: OptimView) -> list[Segment]:
@@ -229,22 +326,19 @@ def segments_of(view: OptimView) -> list[Segment]:
 
 
 def scalar_state(states: States) -> dict[str, dict[str, Any]]:
-    """Numbers the optimizer keeps per parameter (a step count), as JSON by parameter and slot; from the first of equal
-    replicas.
-    """
-    found: dict[str, dict[str, Any]] = {}
+    """Numbers the optimizer keeps per parameter (a step count), as JSON by parameter and slot; from one of replicas."""
+    scalars: dict[str, dict[str, Any]] = {}
     for view in states.views:
-        if share_of(view.unit, StateKind.OPTIM).index and view.unit.layout.granularity is Granularity.ELEMENT:
+        if write_range(view.unit, StateKind.OPTIM).index and view.unit.layout.granularity is Granularity.ELEMENT:
             continue
-        own = {
+        packed = {
             slot: pack_scalar(value)
             for slot, value in states.state_of(view).items()
             if isinstance(value, torch.Tensor) and value.dim() == 0 or isinstance(value, (bool, int, float))
         }
-        for name in covered(view):
-            if own:
-                found[name] = own
-    return found
+        if packed:
+            scalars |= dict.fromkeys([s.name for s in segments_of(view)], packed)
+    return scalars
 
 
 def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -258,13 +352,13 @@ def in_rows(scalars: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any
 def odd_state(states: States) -> dict[str, Any]:
     """Whatever else the optimizer keeps: per view neither tensors nor numbers, and entries that belong to no tensor."""
     assert states.optimizer is not None
-    found: dict[str, Any] = {}
+    views: dict[str, Any] = {}
     for view in states.views:
         rest = {k: v for k, v in states.state_of(view).items() if not isinstance(v, (torch.Tensor, bool, int, float))}
         if rest:
-            found[view_key(view)] = rest
+            views[view_key(view)] = rest
     shared = {k: v for k, v in states.optimizer.state.items() if not isinstance(k, torch.Tensor)}
-    return {"views": found, "shared": shared} if found or shared else {}
+    return {"views": views, "shared": shared} if views or shared else {}
 
 
 def pack_scalar(value: Any) -> Any:
@@ -283,61 +377,43 @@ def unpack_scalar(packed: Any) -> Any:
     return float.fromhex(packed) if isinstance(packed, str) else packed
 
 
-def gradient_parts(states: States, reader: Reader, *, without: set[str]) -> Iterator[Part]:
+def gradient_parts(states: States, reader: StateReader, *, without: set[str]) -> Iterator[Part]:
     """Gradients of an accumulation window that is open, as far as they are reduced; every unit has some."""
     for unit in states.units:
         base = unit.range_of(StateKind.GRAD)[0]
         with reader.values(unit, StateKind.GRAD) as read:
-            for _, segment, lo, hi in overlaps(unit, share_of(unit, StateKind.GRAD)):
+            for segment, lo, hi in overlaps(unit, write_range(unit, StateKind.GRAD)):
                 if segment.name not in without:
                     yield from _pieces("grad", segment, read, lo, hi, base=base)
 
 
 def partial_parts(states: States, *, without: set[str]) -> Iterator[Part]:
-    """This rank's own sums of gradients that are not reduced yet, by its number among the ranks that will reduce
-    them.
-    """
+    """This rank's sums of gradients that are not reduced yet, by its number among the ranks that will reduce them."""
     for unit in states.units:
-        for position in sorted(unit.fired) if unit.partial is not None else ():
-            segment = unit.layout.segments[position]
+        for segment in (unit.layout.segments[i] for i in sorted(unit.fired) if unit.partial is not None):
             if segment.numel and segment.name not in without and unit.partial is not None:
                 values = unit.partial[segment.offset : segment.stop]
-                yield Part(
-                    f"grad_partial@{unit.mesh.zero.index}",
-                    segment.name,
-                    shape_of(segment),
-                    0,
-                    values,
-                    region_of(segment),
-                )
+                yield _part(f"grad_partial@{unit.mesh.zero.index}", segment, 0, values)
 
 
-def places(states: States) -> list[Place]:
-    """The parameters that other ranks than those of their unit's ``zero`` may hold too, as told by the first of
-    these.
-    """
+def sites(states: States) -> list[Site]:
+    """The parameters that other ranks than their unit's ``zero`` may hold too, as told by the first of these."""
     units = [u for u in states.units if u.mesh.zero.index == 0 and u.mesh.zero.size < u.mesh.job.size]
     return [(s.name, region_of(s)) for u in units for s in u.layout.segments]
 
 
-def written_elsewhere(states: States, first: dict[Place, int]) -> set[str]:
-    """Parameters that are other ranks' to write; ``first``: which rank of the job was the first to name each of its
-    ``places``.
-    """
+def written_elsewhere(states: States, first: dict[Site, int]) -> set[str]:
+    """Parameters that are other ranks' to write; ``first``: which rank of the job was the first to name each site."""
     ranks, units = states.mesh.job.ranks, [u for u in states.units if u.mesh.zero.size < u.mesh.job.size]
     return {
         s.name for u in units for s in u.layout.segments if ranks[first[s.name, region_of(s)]] != u.mesh.zero.ranks[0]
     }
 
 
-def buffer_parts(buffers: dict[str, torch.Tensor], state: str) -> Iterator[Part]:
-    for name, buffer in buffers.items():
-        yield Part(state, name, tuple(buffer.shape), 0, buffer.detach().contiguous().view(-1))
-
-
-def extra_states(module: nn.Module) -> dict[str, Any]:
-    """``get_extra_state()`` of the modules that have one, by module path."""
-    return {path: m.get_extra_state() for path, m in extra_modules(module).items()}
+def frozen_names(states: States) -> set[str]:
+    """Parameters without fp32 weights of their own that are not trained."""
+    units = [u for u in states.units if weights_of(u)[0] is StateKind.PARAM]
+    return {s.name for u in units for s, p in zip(u.layout.segments, u.params, strict=True) if not p.requires_grad}
 
 
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -370,15 +446,10 @@ def nbytes_of(states: States) -> int:
     """Bytes of weights and slots that this rank will write, about: for progress."""
     total = 0
     for unit in states.units:
-        kind, _ = weights_of(unit)
-        share = share_of(unit, kind)
+        turn = write_range(unit, weights_of(unit)[0])
         dtype = unit.master.dtype if unit.master is not None else unit.full.dtype
-        dealt = share.replicas if unit.layout.granularity is Granularity.PARAMETER else 1
-        slots = sum(
-            v.nbytes
-            for view in states.views_of(unit)
-            for v in states.state_of(view).values()
-            if isinstance(v, torch.Tensor)
-        )
-        total += (share.stop - share.start) * dtype.itemsize // dealt + slots // share.replicas
+        dealt = turn.replicas if unit.layout.granularity is Granularity.PARAMETER else 1
+        tensors = (v for view in states.views_of(unit) for v in states.state_of(view).values())
+        slots = sum(v.nbytes for v in tensors if isinstance(v, torch.Tensor))
+        total += (turn.stop - turn.start) * dtype.itemsize // dealt + slots // turn.replicas
     return total

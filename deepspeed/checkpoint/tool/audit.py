@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.manifest import MANIFEST, Manifest
-from deepspeed.checkpoint.load.own import read_manifest
+from deepspeed.checkpoint.load.reader import read_manifest
 from deepspeed.checkpoint.tool.common import say, sized
 
 # Classes and functions that torch.load(weights_only=True) knows and that hold only values.

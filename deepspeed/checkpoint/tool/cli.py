@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.checkpoint.load.opening import located
+from deepspeed.checkpoint.load.reader import located
 from deepspeed.checkpoint.tool import audit, diff, export, importing, info, prune, verify
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError

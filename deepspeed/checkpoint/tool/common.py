@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.load.opening import located, open_checkpoint
+from deepspeed.checkpoint.load.reader import located, open_checkpoint
 from deepspeed.checkpoint.load.source import Source
 
 

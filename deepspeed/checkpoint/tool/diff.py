@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deepspeed.checkpoint.load.compare import Row, compare
+from deepspeed.checkpoint.load.compare import TensorRow, compare
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.save.saver import progress
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.tool.common import opened, say
 from deepspeed.checkpoint.tool.models import model_file, open_model
 from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys
@@ -17,7 +17,7 @@ def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
     return {" ".join(k): stream(source, k, name=" ".join(k)) for k in source.entries if plain or k[0] != "plain"}
 
 
-def rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> Iterator[Row]:
+def rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> Iterator[TensorRow]:
     """Every tensor of either side; ``mine`` and ``other`` by name. A tied weight may be there once, or by each of its
     names.
     """
@@ -27,13 +27,13 @@ def rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> I
             if name in other:
                 yield compare(values, other[name])
             elif not any(alias in other for alias, real in shared.items() if real == name):
-                yield Row(name, "missing", "only in the first")
+                yield TensorRow(name, "missing", "only in the first")
             told(values.nbytes)
         for name, values in other.items():
             if name not in mine:
                 real = mine.get(shared.get(name, ""))
-                row = compare(real, values) if real is not None else Row(name, "extra", "only in the second")
-                yield Row(name, row.verdict, row.detail)
+                row = compare(real, values) if real is not None else TensorRow(name, "extra", "only in the second")
+                yield TensorRow(name, row.verdict, row.detail)
 
 
 def run(path_a: Path, path_b: Path, *, tag: str | None, tag_b: str | None, quiet: bool) -> int:
@@ -50,7 +50,7 @@ def run(path_a: Path, path_b: Path, *, tag: str | None, tag_b: str | None, quiet
         return tell(rows(source, other, mine), "equal", quiet=quiet)
 
 
-def tell(found: Iterable[Row], well: str, *, quiet: bool) -> int:
+def tell(found: Iterable[TensorRow], well: str, *, quiet: bool) -> int:
     """Print a line per row, of those whose verdict is ``well`` only if not ``quiet``, and the sums; 0 when all are
     ``well``, else 1.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.save.saver import progress
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.tool import reference_layout
 from deepspeed.checkpoint.tool.common import appearing, opened, say, sized
 from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, check_empty, write_weights

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
-from deepspeed.checkpoint.save.saver import progress
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.tool.common import opened, say
 from deepspeed.checkpoint.weights.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError

@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed.api import choose_optimizer, names_by_group
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
-from deepspeed.checkpoint.load.compare import Match, Row, compared, match, shape_row
-from deepspeed.checkpoint.load.restore import optimizer_kind
+from deepspeed.checkpoint.load.compare import Match, TensorRow, compared, match, shape_row
+from deepspeed.checkpoint.load.match import optimizer_kind
 from deepspeed.checkpoint.load.source import Key, Source
-from deepspeed.checkpoint.save.saver import progress
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.tool.diff import tell
 from deepspeed.checkpoint.weights.weights import open_facts
@@ -36,7 +36,7 @@ def run(path: Path, reference: str, *, config: str | None, tag: str | None, valu
     """Print a line per tensor; 0 when all fit, else 1. Raises UsageError, DeepSpeedConfigError, CheckpointError."""
     with opened(path, tag) as source:
         model = build(reference, meta=not values)
-        wanted, unlike = None, list[Row]()
+        wanted, unlike = None, list[TensorRow]()
         if config is not None:
             optimizer = _optimizer(model, config)
             groups = names_by_group(model, optimizer.param_groups)
@@ -75,7 +75,7 @@ def build(reference: str, *, meta: bool) -> nn.Module:
 
 def _rows(
     model: nn.Module, source: Source, wanted: dict[Key, tuple[int, ...]] | None, *, values: bool
-) -> Iterator[Row]:
+) -> Iterator[TensorRow]:
     found = match(model, source)
     with progress("diff", sum(t.nbytes for t in found.tensors.values()) if values else 0) as told:
         for name, tensor in found.tensors.items():
@@ -106,18 +106,18 @@ def _optimizer(model: nn.Module, config: str) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterator[Row]:
+def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterator[TensorRow]:
     """Why loading would refuse the state as a whole, whatever its tensors are."""
     saved = open_facts(source).get("optimizer")
     if not saved:
-        yield Row("optimizer", "missing", "the checkpoint is of an engine without one")
+        yield TensorRow("optimizer", "missing", "the checkpoint is of an engine without one")
         return
     here, there = type(optimizer).__name__, saved.get("type") or ""
     if there and optimizer_kind(here) != optimizer_kind(there):
-        yield Row("optimizer", "different", f"{here} and {there}")
+        yield TensorRow("optimizer", "different", f"{here} and {there}")
     mine, theirs = len(optimizer.param_groups), len(saved["groups"])
     if mine != theirs:
-        yield Row("optimizer parameter groups", "different", f"{mine} and {theirs}")
+        yield TensorRow("optimizer parameter groups", "different", f"{mine} and {theirs}")
 
 
 def slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[Key, tuple[int, ...]]:
@@ -170,7 +170,7 @@ def _step(
     raise AssertionError("the last device returns or raises")
 
 
-def _slot_rows(found: Match, source: Source, wanted: dict[Key, tuple[int, ...]]) -> Iterator[Row]:
+def _slot_rows(found: Match, source: Source, wanted: dict[Key, tuple[int, ...]]) -> Iterator[TensorRow]:
     there = [key for key in source.entries if key[0].startswith("optim.")]
     saved = open_facts(source).get("optimizer") or {}
     begun = (
@@ -186,7 +186,7 @@ def _slot_rows(found: Match, source: Source, wanted: dict[Key, tuple[int, ...]])
             taken.add(key)
             yield shape_row(label, shape, source.entries[key].shape)
         elif begun and not opaque:
-            yield Row(label, "missing", "only in the optimizer")
+            yield TensorRow(label, "missing", "only in the optimizer")
     for state, name in there:
         if (state, name) not in taken:
-            yield Row(f"{state} {name}", "extra", "only in the checkpoint")
+            yield TensorRow(f"{state} {name}", "extra", "only in the checkpoint")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.load.compare import held
+from deepspeed.checkpoint.load.compare import in_memory
 from deepspeed.checkpoint.weights.safetensors_file import read_safetensors
 from deepspeed.checkpoint.weights.weights import Stream
 from deepspeed.errors import CheckpointError
@@ -68,4 +68,4 @@ def _torch_file(path: Path) -> dict[str, Stream]:
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)} if isinstance(state, dict) else {}
     if not tensors:
         raise CheckpointError(f"{path} holds no state dict of tensors")
-    return {str(name): held(str(name), value) for name, value in tensors.items()}
+    return {str(name): in_memory(str(name), value) for name, value in tensors.items()}

@@ -20,7 +20,7 @@ from deepspeed.checkpoint.format import names
 from deepspeed.checkpoint.format.folders import check_tag, write_latest
 from deepspeed.checkpoint.load.source import Key, Source, whole
 from deepspeed.checkpoint.save.client_files import write_script
-from deepspeed.checkpoint.save.saver import progress
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.tool import reference_pickles
 from deepspeed.checkpoint.weights.weight_files import save_file
 from deepspeed.checkpoint.weights.weights import compute_dtype, shared_names, stream, weight_keys

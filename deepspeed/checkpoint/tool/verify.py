@@ -9,9 +9,8 @@ import torch
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.manifest import MANIFEST, PIECE_BYTES, Box, Entry, Manifest
-from deepspeed.checkpoint.load.opening import open_checkpoint
-from deepspeed.checkpoint.load.own import OwnSource, read_manifest
-from deepspeed.checkpoint.save.saver import progress
+from deepspeed.checkpoint.load.reader import OwnSource, open_checkpoint, read_manifest
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.tool.common import say, sized
 from deepspeed.checkpoint.weights.safetensors_file import as_bytes
 from deepspeed.checkpoint.weights.weight_files import Progress

@@ -19,7 +19,7 @@ from deepspeed.checkpoint.format.names import (
     ZERO_FILE_PREFIX,
     natural_order,
 )
-from deepspeed.checkpoint.load.opening import find_and_open
+from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, write_weights
 from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys

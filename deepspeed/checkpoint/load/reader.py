@@ -1,4 +1,7 @@
-"""Reading this package's own format: any range of any tensor, checksums verified, without a process group."""
+"""Opening a checkpoint folder, whoever wrote it, and reading this package's own format without a process group.
+
+Any range of any tensor can be read; its checksums are verified.
+"""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -7,15 +10,48 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.foreign.legacy import open_reference
 from deepspeed.checkpoint.foreign.pickled import load_pickled
+from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.boxes import Region, Span, runs
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkReader, Wanted
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
 from deepspeed.checkpoint.format.plain import decode
-from deepspeed.checkpoint.load.source import Described, Wish, outside, whole
+from deepspeed.checkpoint.load.source import Described, Source, Wish, outside, whole
 from deepspeed.checkpoint.save.collect import unpack_scalar
 from deepspeed.errors import CheckpointError
+
+
+def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) -> Source:
+    """The checkpoint in ``folder`` (a tag's folder). Raises CheckpointError when it is none, incomplete or damaged.
+
+    ``rank``, ``allow_pickle``: as of ``OwnSource``.
+    """
+    if folders.is_complete(folder):
+        return OwnSource(folder, rank=rank, allow_pickle=allow_pickle)
+    if folders.is_any(folder):
+        return open_reference(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}, and no files of DeepSpeed's layout")
+
+
+def located(path: Path, tag: str | None = None) -> Path:
+    """The tag's folder that ``path`` and ``tag`` name: ``path`` itself, or as ``find_checkpoint``."""
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint in {path} (no such folder)")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; name the folder of a checkpoint")
+    folder = path if tag is None and folders.is_any(path) else folders.find_checkpoint(path, tag)
+    if folder is None:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return folder
+
+
+def find_and_open(load_dir: Path, tag: str | None = None) -> Source:
+    """The checkpoint that ``located`` finds."""
+    return open_checkpoint(located(load_dir, tag))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -58,47 +94,35 @@ class OwnSource:
 
     def _wanted(self, wish: Wish) -> list[Wanted]:
         (state, name), out, start, region = wish
-        entry = self.manifest.entries.get(wish.key)
-        what = f"{state} of {name}"
+        entry, what = self.manifest.entries.get(wish.key), f"{state} of {name}"
         if entry is None:
             raise CheckpointError(f"{self.path} has no {what}")
         if wrong := outside(wish, entry.dtype, entry.shape):
             raise ValueError(wrong)
-        width, raw, found, covered = entry.dtype.itemsize, out.view(torch.uint8), [], 0
+        width, raw, wanted, covered = entry.dtype.itemsize, out.view(torch.uint8), [], 0
         for box in entry.boxes:
             for run in runs(entry.shape, Span(start, start + out.numel(), region), box.span):
                 target = raw[(run.first - start) * width : (run.first - start + run.numel) * width]
-                found.append(Wanted(box, (run.second - box.lo) * width, target, what))
+                wanted.append(Wanted(box, (run.second - box.lo) * width, target, what))
                 covered += run.numel
         if covered != out.numel():
             raise CheckpointError(f"{self.path / MANIFEST} has no bytes for part of {what}")
-        return found
+        return wanted
 
     def _check_files(self) -> None:
-        """Sizes, and that every tensor is covered exactly once: a manifest that contradicts itself is refused before
-        anything is read.
-        """
+        """A manifest that contradicts the files or itself is refused before anything is read."""
         for name, nbytes in self.manifest.files.items():
-            path = self.path / name
+            path, where = self.path / name, f"it holds {_tensors_in(self.manifest, name)}"
             if not path.is_file():
-                raise CheckpointError(
-                    f"{path} is missing: {_tensors_in(self.manifest, name)}; fetch it again, or use another checkpoint"
-                )
-            if path.stat().st_size != nbytes:
-                raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes, not {nbytes}: cut or replaced; it holds "
-                    f"{_tensors_in(self.manifest, name)}"
-                )
+                raise CheckpointError(f"{path} is missing: {where}; fetch it again, or use another checkpoint")
+            if (size := path.stat().st_size) != nbytes:
+                raise CheckpointError(f"{path} has {size} bytes, not {nbytes}: cut or replaced; {where}")
         for entry in self.manifest.entries.values():
             for box in entry.boxes:
                 _check_box(entry, box, self.manifest.files, self.path)
-            wrong = entry.faults()
-            if wrong:
-                what = "no bytes for" if wrong[0].times == 0 else "several places for"
-                raise CheckpointError(
-                    f"{self.path / MANIFEST} has {what} elements {wrong[0].lo} to {wrong[0].hi} of "
-                    f"{entry.state} of {entry.name}"
-                )
+            for gap in entry.faults():
+                what = f"{'several places' if gap.times else 'no bytes'} for elements {gap.lo} to {gap.hi}"
+                raise CheckpointError(f"{self.path / MANIFEST} has {what} of {entry.state} of {entry.name}")
 
     # -- facts ----------------------------------------------------------------------------------------------------
     @cached_property
@@ -109,30 +133,30 @@ class OwnSource:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            where = self.path / MANIFEST
-            raise CheckpointError(
-                f"{where} has facts this release does not understand: {type(error).__name__}: {error}"
-            ) from error
+            what = f"has facts this release does not understand: {type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.path / MANIFEST} {what}") from error
 
     def _facts(self) -> dict[str, Any]:
         raw = self.manifest.facts
-        found = {k: raw.get(k) for k in ("saved", "engine", "config", "world", "lr_scheduler_type")}
-        found["shared"] = raw.get("shared") or {}
-        found["optimizer"] = self._optimizer(raw.get("optimizer"))
-        for name in ("lr_scheduler", "loss_scaler", "extra_state"):
-            found[name] = self._plain(raw.get(name))
         ranks = raw.get("ranks") or []
-        own = ranks[self._rank] if self._rank < len(ranks) else {}
-        found["client_state"] = (
-            self._client_state(own) if "client_state" in own else self._client_state(ranks[0] if ranks else {})
-        )
-        found["ranks"] = ranks
-        # Read now: what is damaged here must be refused before anything has changed, and while the ranks still compare
-        # their errors.
+        mine = ranks[self._rank] if self._rank < len(ranks) else {}
+        client = mine if "client_state" in mine or not ranks else ranks[0]
+        known, pickled = client.get("pickled"), None
+        if known:
+            pickled = load_pickled(self.path, known, allow=self._allow_pickle)
+        facts = {
+            **{k: raw.get(k) for k in ("saved", "engine", "config", "world", "lr_scheduler_type")},
+            "shared": raw.get("shared") or {},
+            "optimizer": self._optimizer(raw.get("optimizer")),
+            **{name: self._plain(raw.get(name)) for name in ("lr_scheduler", "loss_scaler", "extra_state")},
+            "client_state": self._plain(client.get("client_state"), pickled) or {},
+            "ranks": ranks,
+        }
+        # Read now: what is damaged here must be refused before anything has changed, and while ranks compare errors.
         for rank in {0, self._rank}:
             for name in ("rng", "data", "odd"):
                 self.rank_fact(rank, name)
-        return found
+        return facts
 
     def rank_fact(self, rank: int, name: str) -> Any:
         """What one rank saved under ``name`` ("rng", "data"), decoded; None when there is none."""
@@ -152,14 +176,8 @@ class OwnSource:
         }
         return {"type": raw["type"], "groups": groups, "scalars": scalars, "odd": self._plain(raw.get("odd"))}
 
-    def _plain(self, value: Any) -> Any:
-        return decode(value, lambda name: whole(self, ("plain", name)))
-
-    def _client_state(self, own: dict[str, Any]) -> dict[str, Any]:
-        pickled = None
-        if own.get("pickled"):
-            pickled = load_pickled(self.path, own["pickled"], allow=self._allow_pickle)
-        return decode(own.get("client_state"), lambda name: whole(self, ("plain", name)), pickled=pickled) or {}
+    def _plain(self, value: Any, pickled: dict[str, Any] | None = None) -> Any:
+        return decode(value, lambda name: whole(self, ("plain", name)), pickled=pickled)
 
     def close(self) -> None:
         self._reader.close()

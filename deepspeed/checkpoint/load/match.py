@@ -1,0 +1,196 @@
+"""What a checkpoint has for an engine: names, shapes and slots of both sides, before a byte of the engine has changed.
+
+Complete or refused: a missing, extra or mis-shaped tensor is an error that lists names.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.load.source import Described, Key, Source
+from deepspeed.checkpoint.save.collect import States, names_of
+from deepspeed.errors import CheckpointError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.observe.log import logger
+from deepspeed.zero.client.consolidate import persistent_buffers
+from deepspeed.zero.layout import Granularity
+
+WEIGHTS = ("master", "param")
+_LISTED = 12
+# Tensor slots that the common methods keep, for checkpoints that do not say by whom their state is.
+_SLOTS = {
+    "adagrad": {"sum"},
+    "adamax": {"exp_avg", "exp_inf"},
+    "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    "lion": {"exp_avg"},
+}
+
+
+@dataclass(frozen=True)
+class LoadRules:
+    """``strict``: names must agree exactly; ``optimizer``: restore its state too; ``module``: weights and buffers."""
+
+    strict: bool = True
+    optimizer: bool = True
+    module: bool = True
+
+
+@dataclass
+class Comparison:
+    """What a checkpoint has for an engine: keys by parameter or buffer, those of slots by parameter and slot."""
+
+    weights: dict[str, Key] = field(default_factory=dict)
+    buffers: dict[str, Key] = field(default_factory=dict)
+    slots: dict[str, dict[str, Key]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def weight_key(
+    entries: Mapping[Key, Described], stored: Mapping[str, str], name: str, aliases: Sequence[str]
+) -> Key | None:
+    """Where a weight of these names is; ``stored``: the checkpoint's names for tied weights."""
+    names = [name, *aliases, *(stored[n] for n in (name, *aliases) if n in stored)]
+    return next(((state, n) for n in names for state in WEIGHTS if (state, n) in entries), None)
+
+
+def buffer_key(entries: Mapping[Key, Described], state: str, name: str) -> Key | None:
+    """Where a buffer is: rather in ``state`` (of ``buffer_state``) than for all ranks."""
+    return next((key for key in ((state, name), ("buffer", name)) if key in entries), None)
+
+
+def buffer_state(facts: Mapping[str, Any], mesh: Mesh) -> str:
+    """The state for this rank's buffers: its own ones if as many ranks saved, since ranks may differ."""
+    same = int((facts.get("world") or {}).get("size") or 0) == mesh.job.size
+    return f"buffer@{mesh.job.index}" if same else "buffer"
+
+
+def compare(states: States, source: Source, rules: LoadRules) -> Comparison:
+    """Names, shapes and slots of both sides, the same on ranks with the same parameters; raises nothing."""
+    match = Comparison()
+    if rules.module:
+        _compare_weights(states, source, match)
+        _compare_buffers(states, source, match)
+    if rules.optimizer and states.optimizer is not None:
+        _compare_slots(states, source, match)
+    return match
+
+
+def _put(
+    match: Comparison, keys: dict[str, Key], source: Source, name: str, key: Key | None, shape: tuple[int, ...]
+) -> None:
+    if key is None:
+        match.missing.append(name)
+    elif source.entries[key].shape != shape:
+        match.wrong.append(f"{name} is {source.entries[key].shape} there and {shape} here")
+    else:
+        keys[name] = key
+
+
+def _compare_weights(states: States, source: Source, match: Comparison) -> None:
+    names, stored = names_of(states), source.facts.get("shared", {})
+    taken = set()
+    for name, shape in names.shapes.items():
+        aliases = [alias for alias, real in names.aliases.items() if real == name]
+        key = weight_key(source.entries, stored, name, aliases)
+        taken.add(key)
+        _put(match, match.weights, source, name, key, shape)
+    match.extra += [n for s, n in source.entries if s in WEIGHTS and (s, n) not in taken]
+
+
+def _compare_buffers(states: States, source: Source, match: Comparison) -> None:
+    buffers, state = persistent_buffers(states.module), buffer_state(source.facts, states.mesh)
+    for name, buffer in buffers.items():
+        _put(match, match.buffers, source, name, buffer_key(source.entries, state, name), tuple(buffer.shape))
+    match.extra += [n for s, n in source.entries if s == "buffer" and n not in buffers]
+
+
+def _compare_slots(states: States, source: Source, match: Comparison) -> None:
+    saved: dict[str, dict[str, Key]] = {}
+    for state, name in source.entries:
+        if state.startswith("optim."):
+            saved.setdefault(name, {})[state.removeprefix("optim.")] = (state, name)
+    scalars = source.facts.get("optimizer", {}).get("scalars", {})
+    units, count = [u for u in states.units if u.master is not None], len(states.optimizer.param_groups)  # type: ignore[union-attr]
+    # then all parameters have the same slots, as one view may cover several
+    uniform = all(u.layout.granularity is Granularity.ELEMENT for u in units)
+    opaque = any(state.startswith("opaque.") for state, _ in source.entries)
+    known, used = {slot for slots in saved.values() for slot in slots}, set()
+    for name in (s.name for u in units for s in u.layout.segments if 0 <= s.group < count and s.numel):
+        stored = match.weights[name][1] if name in match.weights else name
+        used.add(stored)
+        match.slots[name], match.scalars[name] = saved.get(stored, {}), dict(scalars.get(stored, {}))
+        # what an optimizer of whole tensors keeps of one without dimensions is a number
+        lacking = known - match.slots[name].keys()
+        if (uniform or not (match.slots[name] or match.scalars[name])) and not opaque:
+            match.missing += [f"optimizer state {slot!r} of {name}" for slot in sorted(lacking)]
+    match.extra += [f"optimizer state {s!r} of {n}" for n, slots in saved.items() if n not in used for s in slots]
+
+
+def verdict(match: Comparison, where: str, *, strict: bool) -> list[str]:
+    """What was skipped, in words. Raises CheckpointError when the checkpoint does not fit."""
+    faults = [f"other shapes: {_some(match.wrong)}"] if match.wrong else []
+    if strict and match.missing:
+        faults.append(f"missing there: {_some(match.missing)}")
+    if strict and match.extra:
+        faults.append(f"there but not in this model: {_some(match.extra)}")
+    if faults:
+        raise CheckpointError(
+            f"checkpoint {where} does not fit this engine, and nothing was loaded; {'; '.join(faults)}. It may be of "
+            "another model; load_module_strict=False loads what fits (other shapes never do), "
+            "load_optimizer_states=False leaves the optimizer out"
+        )
+    skipped = {"not in the checkpoint": match.missing, "not in this model": match.extra}
+    return [f"{what}: {_some(names)}" for what, names in skipped.items() if names]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def optimizer_kind(name: str) -> str:
+    """What the classes of one method have in common: ``adam`` for AdamW, FusedAdam and DeepSpeedCPUAdam."""
+    word = re.sub(r"^(fused|deepspeedcpu|deepspeed|torch)|withauxadam$", "", name.lower())
+    return "adam" if word == "adamw" else word
+
+
+def check_optimizer(states: States, source: Source) -> None:
+    """Raise CheckpointError when the saved state is of a kind of optimizer that this one cannot go on from."""
+    saved = source.facts.get("optimizer") or {}
+    if not saved:
+        raise CheckpointError(
+            f"{source.path} has no optimizer state (it was saved by an engine without an optimizer); pass "
+            "load_optimizer_states=False"
+        )
+    assert states.optimizer is not None
+    groups, saved_groups = len(states.optimizer.param_groups), len(saved["groups"])
+    if groups != saved_groups:
+        raise CheckpointError(
+            f"the checkpoint has {saved_groups} optimizer parameter groups, this optimizer has {groups}; build the "
+            "groups as they were, or load with load_optimizer_states=False"
+        )
+    stored = {s.removeprefix("optim.") for s, _ in source.entries if s.startswith("optim.")}
+    slots = ((k, v) for view in states.views for k, v in states.state_of(view).items())
+    live = {k for k, v in slots if isinstance(v, torch.Tensor) and v.dim()}
+    kind, saved_kind = type(states.optimizer).__name__, saved.get("type") or ""
+    known = _SLOTS.get(optimizer_kind(kind))
+    other = bool(saved_kind) and optimizer_kind(saved_kind) != optimizer_kind(kind)
+    if saved_kind:
+        wrong = other and (not live or live != stored)
+    else:
+        wrong = bool(live and stored and not live <= stored) or known is not None and not stored <= known
+    if wrong:
+        keeps = ", ".join(sorted(live or known or ()))
+        raise CheckpointError(
+            f"the checkpoint's optimizer state ({', '.join(sorted(stored)) or 'no tensors'}; "
+            f"{saved_kind or 'unknown class'}) is not what {kind} keeps{f' ({keeps})' if keeps else ''}; use the same "
+            "optimizer, or load with load_optimizer_states=False"
+        )
+    if other:
+        logger.warning("optimizer state of %s is loaded into %s", saved_kind, kind)

@@ -1,0 +1,441 @@
+"""One save: every rank streams its parts into a file of its own; the first joins the lists and publishes the folder.
+
+Ranks tell each other where their bytes lie through small files in the folder itself, so that a save can end in the
+background without a collective. Nothing has its final name before every byte is on the disk.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from deepspeed.checkpoint.agree import gather, together
+from deepspeed.checkpoint.foreign.pickled import save_pickled
+from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.format.boxes import Span
+from deepspeed.checkpoint.format.checksum import crc32c
+from deepspeed.checkpoint.format.files import ChunkWriter, unwritable
+from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
+from deepspeed.checkpoint.save.client_files import write_script
+from deepspeed.checkpoint.save.collect import Part, in_rows
+from deepspeed.checkpoint.save.content import Content
+from deepspeed.errors import CheckpointError, DeepSpeedError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.observe.log import logger
+from deepspeed.tier.aligned import aligned_empty
+
+_LIST = "rank_{:05d}.list"
+_DATA = "rank_{:05d}.bin"
+_FAILED = "rank_{:05d}.failed"
+_SLAB = 32 << 20  # bytes of one snapshot buffer
+_GIVEN_UP = "given up, because the save failed on another rank"
+_LONG_S = 3.0  # a bar appears when it takes longer
+_GLANCE_S = 0.05  # between looks at the other ranks while this one waits
+_NAP_S = 0.005  # between looks of the first rank at their files, at least
+_PATIENCE_S = 600.0  # without a sign of life from another rank
+_LAST_PATIENCE_S = 60.0  # the same when this process wants to end
+
+
+@contextlib.contextmanager
+def progress(label: str, nbytes: int, *, show: bool = True) -> Iterator[Callable[[int], None]]:
+    """A bar over bytes, on a terminal, for what takes long."""
+    if not (show and sys.stderr.isatty()):  # tqdm takes semaphores even for a bar that is never shown
+        yield lambda _: None
+        return
+    with tqdm(desc=label, total=nbytes, unit="B", unit_scale=True, delay=_LONG_S) as bar:
+        yield lambda n: None if bar.update(n) is None else None
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Where an error is the bare word of the system it gets the path and advice."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, DeepSpeedError):
+            raise
+        raise unwritable(Path(error.filename) if isinstance(error.filename, str) else path, error) from error
+
+
+@dataclass
+class RankFile:
+    """The file one rank writes, and the list of what is in it."""
+
+    folder: Path
+    rank: int
+    expect_bytes: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    report: Callable[[int], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self._writer = ChunkWriter(self.folder / _DATA.format(self.rank), expect_bytes=self.expect_bytes)
+        self._parts: list[tuple[Key, torch.dtype, tuple[int, ...], Span]] = []
+
+    def write(self, parts: Iterable[Part], stop: threading.Event | None = None) -> None:
+        """Append ``parts``. Raises CheckpointError (disk full, ...), also once ``stop`` is set."""
+        for part in parts:
+            if stop is not None and stop.is_set():
+                raise CheckpointError(_GIVEN_UP)
+            span = Span(part.lo, part.lo + part.values.numel(), part.region)
+            self._parts.append(((part.state, part.name), part.values.dtype, part.shape, span))
+            self._writer.append(part.values)
+            self.report(part.values.nbytes)
+
+    def limit(self, rate_bytes: int) -> None:
+        """At most so many bytes a second from here on; 0 for no limit."""
+        self._writer.rate_bytes = rate_bytes
+
+    def close(self) -> None:
+        """Bring everything to the disk and leave the list for the first rank."""
+        name = _DATA.format(self.rank)
+        entries: dict[Key, Entry] = {}
+        for (key, dtype, shape, (lo, hi, region)), place in zip(self._parts, self._writer.close(), strict=True):
+            box = Box(name, place.offset, place.extent, lo, hi, tuple(place.crcs), region)
+            _add(entries, Entry(*key, dtype, shape, (box,)), self.rank)
+        files = {name: (self.folder / name).stat().st_size}
+        content = Manifest(entries, files, self.facts).to_bytes(crc32c)
+        folders.write_atomically(self.folder / _LIST.format(self.rank), content)
+
+    def __enter__(self) -> "RankFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an error drop the file and tell the first rank, as far as that is still possible."""
+        if error is not None:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._writer.abort()
+            with contextlib.suppress(OSError):
+                (self.folder / _FAILED.format(self.rank)).write_text(str(error), encoding="utf-8")
+
+
+class Snapshots:
+    """Host memory for copies of parts, kept from save to save: mapping new memory takes longer than the copy itself."""
+
+    def __init__(self) -> None:
+        self._slabs: list[torch.Tensor] = []
+
+    def copy(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Copies of ``parts``, valid until the next call: training may go on."""
+        index, used = -1, 0
+        for part in parts:
+            nbytes = part.values.nbytes
+            if index < 0 or used + nbytes > self._slabs[index].numel():
+                index, used = index + 1, 0
+                if index == len(self._slabs) or self._slabs[index].numel() < nbytes:
+                    del self._slabs[index : index + 1]  # before the larger one is there
+                    self._slabs.insert(index, aligned_empty(max(_SLAB, nbytes)))
+            values = self._slabs[index][used : used + nbytes].view(part.values.dtype)
+            values.copy_(part.values)
+            used += -(-nbytes // 64) * 64
+            yield replace(part, values=values)
+        del self._slabs[index + 1 :]
+
+
+def wait_for_ranks(folder: Path, ranks: int, *, stop: threading.Event | None = None) -> None:
+    """Until every rank has left its list. Raises CheckpointError when one failed, or wrote nothing for ten minutes."""
+    begun, missing, last_write = time.monotonic(), set(range(ranks)), -1
+    while missing:
+        glance = time.monotonic()
+        missing -= {r for r in missing if (folder / _LIST.format(r)).is_file()}
+        failed = next((r for r in sorted(missing) if (folder / _FAILED.format(r)).is_file()), None)
+        if failed is not None:
+            raise CheckpointError(f"rank {failed}: {(folder / _FAILED.format(failed)).read_text(encoding='utf-8')}")
+        if stop is not None and stop.is_set():
+            raise CheckpointError(_GIVEN_UP)
+        written = len(missing)  # changes when one of them writes or is done
+        for rank in missing:
+            with contextlib.suppress(OSError):
+                written += (folder / _DATA.format(rank)).stat().st_mtime_ns
+        if written != last_write:
+            begun, last_write = time.monotonic(), written
+        if (idle := time.monotonic() - begun) > (
+            _PATIENCE_S if threading.main_thread().is_alive() else _LAST_PATIENCE_S
+        ):
+            raise CheckpointError(f"ranks {sorted(missing)} have written nothing for {idle:.0f} s; they may have died")
+        if missing:  # many ranks take long to look at, and training needs this interpreter and the filesystem too
+            time.sleep(max(_NAP_S, min(1.0, 20 * (time.monotonic() - glance))))
+
+
+def _add(entries: dict[Key, Entry], entry: Entry, rank: int) -> None:
+    """``entry`` with its boxes beside those that are known of the tensor."""
+    known = entries.get(entry.key)
+    if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
+        raise CheckpointError(
+            f"{entry.state} of {entry.name!r} is {known.dtype} {known.shape} on one rank and {entry.dtype} "
+            f"{entry.shape} on rank {rank}; ranks hold different models"
+        )
+    entries[entry.key] = entry if known is None else replace(entry, boxes=(*known.boxes, *entry.boxes))
+
+
+def join_lists(folder: Path, ranks: int) -> Manifest:
+    """One manifest out of every rank's list, which are removed: boxes joined per tensor, facts as ``join_facts``."""
+    whole, facts = Manifest(), list[dict[str, Any]]()
+    for path in (folder / _LIST.format(rank) for rank in range(ranks)):
+        part = Manifest.from_bytes(path.read_bytes(), where=str(path), checksum=crc32c)
+        path.unlink()
+        whole.files |= part.files
+        for entry in part.entries.values():
+            _add(whole.entries, entry, len(facts))
+        facts.append(part.facts)
+    for entry in whole.entries.values():
+        for gap in entry.faults():
+            raise CheckpointError(
+                f"elements {gap.lo} to {gap.hi} of {entry.state} of {entry.name!r} were written by {gap.times} ranks "
+                "instead of one; ranks do not agree on who holds which part of it"
+            )
+    whole.facts = join_facts(facts)
+    return whole
+
+
+def join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's facts: the first rank's, what ranks with other parameters add, and every rank's own."""
+    facts: dict[str, Any] = {**ranks[0]["common"], "ranks": [rank["rank"] for rank in ranks]}
+    for more in (rank["common"] for rank in ranks[1:]):
+        for name in ("shared", "extra_state") if more else ():
+            facts[name] = facts[name] | more[name] | facts[name]
+        for group, names in zip((facts.get("optimizer") or {}).get("groups", []), more.get("groups", []), strict=False):
+            group["names"] = list(dict.fromkeys((*group["names"], *names)))
+    if facts.setdefault("optimizer", None) is not None:
+        numbers = (pair for rank in facts["ranks"] for pair in rank.pop("scalars", {}).items())
+        facts["optimizer"]["scalars"] = in_rows(numbers)
+    return facts
+
+
+class Background:
+    """A save that goes on in a thread. ``finished`` and ``error`` are this rank's.
+
+    ``hurry`` is called when somebody waits: no limit on the rate any more. ``raised``: somebody knows of the error.
+    """
+
+    def __init__(
+        self, tag: str, folder: Path, work: Callable[[threading.Event], None], hurry: Callable[[], None]
+    ) -> None:
+        self.tag, self.folder, self.hurry = tag, folder, hurry
+        self.error: BaseException | None = None
+        self.raised = False
+        self._stop, self._work = threading.Event(), work
+        # Not a daemon: a process that ends by itself waits for its last checkpoint.
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{tag}", daemon=False)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # too many of them, or this process is ending; the other ranks count on this one
+            logger.warning("checkpoint %s is written at once, because no thread can be started: %s", tag, error)
+            self.hurry()
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._work(self._stop)
+        except BaseException as error:
+            self.error = error
+            logger.error("the background save of checkpoint %s failed: %s", self.tag, error)
+            atexit.register(self._end_badly)
+
+    def _end_badly(self) -> None:
+        """A process that ends without having heard of the failure must not end as if all were well."""
+        if self.raised:
+            return
+        self.raised = True  # the other handlers first, which may call this one again
+        atexit._run_exitfuncs()
+        logger.error("ending with status 1, because checkpoint %s was not saved: %s", self.tag, self.error)
+        sys.stdout.flush()
+        os._exit(1)
+
+    @property
+    def finished(self) -> bool:
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """End it: after the part that is being written, at full speed."""
+        self.raised = True
+        self._stop.set()
+        self.wait(None)
+
+    def wait(self, seconds: float | None) -> None:
+        """Until it has ended, or so long."""
+        self.hurry()
+        if not self.finished:
+            self._thread.join(seconds)
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """What to save where. ``rate_bytes``: a second, in the background; 0: no limit. ``extra``: writes further files."""
+
+    save_dir: Path
+    tag: str
+    latest: bool = True
+    keep_last: int | None = None
+    rate_bytes: int = 0
+    extra: Callable[[Path, Manifest], None] = lambda folder, manifest: None
+
+    def __post_init__(self) -> None:
+        # A background save must not follow the process into another working directory.
+        object.__setattr__(self, "save_dir", self.save_dir.absolute())
+
+
+class Saver:
+    """The saves of one engine: one at a time, in the foreground or behind the training."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._running: Background | None = None
+        self._snapshots = Snapshots()
+
+    def save(self, order: SaveOrder, content: Content) -> None:
+        """Save now; returns when the checkpoint has its name. Collective. Raises CheckpointError on every rank."""
+        self.settle(wait=True)
+        with self._begin(order) as folder:
+            bar = progress(f"saving {order.tag}", content.nbytes, show=self._mesh.first)
+            with self._together(order), contextlib.ExitStack() as stack:
+                stack.callback(content.release)
+                report = stack.enter_context(bar)
+                with _explained(folder):
+                    file = self._file(folder, content, report)
+                self._write(file, content, itertools.chain(content.away, content.parts), (), None)
+            with self._together(order), _explained(folder):
+                self._finish(folder, order, None)
+
+    def save_behind(self, order: SaveOrder, content: Content) -> None:
+        """Copy what training will change and return; a thread does the rest. Collective. Waits for an earlier one."""
+        self.settle(wait=True)
+        with self._begin(order) as folder, contextlib.ExitStack() as undone:
+            undone.callback(content.release)  # also when it is interrupted: an update would wait for ever
+            with self._together(order), _explained(folder):
+                file = undone.enter_context(self._file(folder, content))
+                file.limit(order.rate_bytes)
+                hurry = functools.partial(file.limit, 0)
+                content.hold(hurry)
+                copies = list(self._snapshots.copy(content.parts))
+            work = functools.partial(self._work, order, file, content, copies)
+            self._running = Background(order.tag, folder, work, hurry)
+            undone.pop_all()
+
+    def _work(
+        self, order: SaveOrder, file: RankFile, content: Content, copies: list[Part], stop: threading.Event
+    ) -> None:
+        self._write(file, content, content.away, copies, stop)  # what is away first, as an update may wait for it
+        with file, _explained(file.folder):
+            self._finish(file.folder, order, stop)
+
+    @staticmethod
+    def _write(
+        file: RankFile,
+        content: Content,
+        parts: Iterable[Part],
+        after: Iterable[Part],
+        stop: threading.Event | None,
+    ) -> None:
+        """``parts``, after which nothing needs to be held any more, and those ``after`` into this rank's file."""
+        with file, _explained(file.folder):
+            try:
+                file.write(parts, stop)
+            finally:
+                content.release()
+            file.write(after, stop)
+            file.close()
+
+    def settle(self, *, wait: bool) -> None:
+        """Bring a background save to its end (``wait``: until it has ended); raise on all ranks when some failed.
+
+        Collective while one is running, which every rank knows of; nothing otherwise.
+        """
+        while (save := self._running) is not None:
+            states = gather(self._mesh, (save.finished, None if save.error is None else str(save.error)))
+            failed = [(r, text) for r, (_, text) in zip(self._mesh.job.ranks, states, strict=True) if text is not None]
+            if failed:
+                save.give_up()
+                self._running = None
+                gather(self._mesh, None)  # nobody writes any more
+                if self._mesh.first:
+                    shutil.rmtree(save.folder, ignore_errors=True)
+                raise CheckpointError(
+                    f"the background save of checkpoint {save.tag} failed on rank {failed[0][0]}: {failed[0][1]}. "
+                    "The training state is untouched, and the checkpoint before it is intact"
+                )
+            if all(finished for finished, _ in states):
+                self._running = None
+            elif wait:
+                save.wait(_GLANCE_S)  # not to its end: a failure elsewhere may be what it waits for
+            else:
+                return
+
+    @property
+    def running(self) -> bool:
+        """Whether a background save has not been settled."""
+        return self._running is not None
+
+    def finish_alone(self) -> None:
+        """Bring this rank's part of a background save to its end without the other ranks; raise when it failed."""
+        save, self._running = self._running, None
+        if save is not None:
+            save.wait(None)
+            save.raised = True
+            if save.error is not None:
+                raise CheckpointError(
+                    f"the background save of checkpoint {save.tag} failed: {save.error}"
+                ) from save.error
+
+    def _together(self, order: SaveOrder) -> Any:
+        return together(self._mesh, f"saving checkpoint {order.tag}")
+
+    @contextlib.contextmanager
+    def _begin(self, order: SaveOrder) -> Iterator[Path]:
+        """The folder to fill, made by the first rank and seen by all; removed after an error. Collective."""
+        with self._together(order) as made, _explained(order.save_dir):
+            made.mine = folders.begin(order.save_dir, order.tag).name if self._mesh.first else None
+        folder = order.save_dir / made.all[0]
+        try:
+            with self._together(order):
+                if not folder.is_dir():
+                    raise CheckpointError(
+                        f"{order.save_dir} is not shared: the folder that the first rank made in it is not there; "
+                        "use a shared one"
+                    )
+            yield folder
+        except BaseException:  # interrupted: whatever the other ranks do, this save is none
+            if self._mesh.first:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _file(self, folder: Path, content: Content, report: Callable[[int], None] = lambda _: None) -> RankFile:
+        """This rank's file in ``folder``."""
+        rank = self._mesh.job.index
+        if content.pickled:
+            content.facts["pickled"] = save_pickled(folder, rank, content.pickled)
+        facts = {"rank": content.facts, "common": content.common}
+        return RankFile(folder, rank, facts=facts, expect_bytes=content.nbytes, report=report)
+
+    def _finish(self, folder: Path, order: SaveOrder, stop: threading.Event | None) -> None:
+        """The first rank's end of a save: one manifest, the name, ``latest``, old ones away. Nothing on the others."""
+        if not self._mesh.first:
+            return
+        wait_for_ranks(folder, self._mesh.job.size, stop=stop)
+        manifest = join_lists(folder, self._mesh.job.size)
+        order.extra(folder, manifest)
+        folders.write_atomically(folder / MANIFEST, manifest.to_bytes(crc32c))
+        final = folders.publish(folder, order.tag)
+        if order.latest:
+            folders.write_latest(order.save_dir, order.tag)
+        with contextlib.suppress(OSError):
+            write_script(order.save_dir)
+        if order.keep_last is not None:
+            removed = folders.prune(order.save_dir, order.keep_last, protect=(order.tag,))
+            if removed:
+                logger.info("removed older checkpoints: %s", ", ".join(removed))
+        logger.info("saved checkpoint %s", final)
