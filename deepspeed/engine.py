@@ -28,8 +28,8 @@ from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.client.consolidate import consolidated_state_dict
+from deepspeed.zero.client.gathered import GatheredParameters
 from deepspeed.zero.client.offload_states import Relocation
-from deepspeed.zero.client.safe_state import GatheredParameters
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.memory.budget import MemoryPlan
 from deepspeed.zero.optim_tiles import OptimTiles
@@ -82,7 +82,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self._norm: float | None = None
         self._held = contextlib.ExitStack()  # what lasts as long as this engine: process settings, metric files
         self._over_limit = False
-        self._relocation, self._lent = Relocation(parts.units, views, optimizer), False
+        self._relocation, self._lent = Relocation(parts.units, optimizer), False
         self._start_timing(config)
         self._start_checkpoints()
         self._tie_to_runtime()
@@ -426,7 +426,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     def attached(
         self, view: OptimView, *, write: bool = False, publish: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[dict[str, Any]]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
         return self.runtime.attached(view, write=write, publish=publish)
 

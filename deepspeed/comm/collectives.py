@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import Transfer
@@ -256,3 +257,46 @@ def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[
         depths, texts = zip(*gather_objects((deep, text), group), strict=True)
         if deep == max(depths):
             return {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}
+
+
+class SideTransfer(Transfer):
+    """A transfer on a side stream; ``wait`` makes the compute stream wait. ``captured`` lives as long as this."""
+
+    def __init__(self, inner: Transfer, event: Any, captured: Any) -> None:
+        self.nbytes = inner.nbytes
+        self._event = event
+        self._captured = captured
+
+    def wait(self) -> None:
+        if self._event is not None:
+            get_accelerator().current_stream().wait_event(self._event)
+        self._event = None
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+
+class SideStream:
+    """A stream of ``device`` on which bytes travel while the compute stream goes on; on the CPU there is none.
+
+    Buffers are allocated and freed on the compute stream only; a side stream first waits for the compute stream, and
+    the compute stream waits for the event before anyone touches the result, so the caching allocator never hands out
+    memory that a side stream still uses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = get_accelerator().Stream() if device.type not in ("cpu", "meta") else None
+
+    def run(self, start: Callable[[], Transfer]) -> Transfer:
+        """Call ``start`` on this stream."""
+        if self._stream is None:
+            return start()
+        accelerator = get_accelerator()
+        self._stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(self._stream):
+            transfer = start()
+            # Waiting for nccl here only orders this stream: the host goes on. The buffers must outlive the event.
+            transfer.wait()
+            event = accelerator.Event()
+            event.record(self._stream)
+        return SideTransfer(transfer, event, start)

@@ -85,11 +85,10 @@ def _new_group(name: str, ranks: tuple[int, ...], backend: str) -> dist.ProcessG
         )
     except RuntimeError as error:
         raise UsageError(
-            f"the {backend} group of {len(ranks)} ranks cannot be made: {str(error).partition(chr(10))[0]}. If "
-            "the ranks are on several "
-            "machines, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on each to the network interface that "
-            "leads to the others; "
-            f"GLOO_SOCKET_IFNAME is {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')!r} here"
+            f"the {backend} group of {len(ranks)} ranks cannot be made: {str(error).partition(chr(10))[0]}. If the "
+            "ranks are on several machines, set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on each to the network "
+            "interface that leads to the others; GLOO_SOCKET_IFNAME is "
+            f"{os.environ.get('GLOO_SOCKET_IFNAME', 'not set')!r} here"
         ) from error
     c10d._world.pg_group_ranks[pg] = where
     return pg

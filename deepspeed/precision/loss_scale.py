@@ -72,9 +72,8 @@ class DynamicLossScaler:
     ) -> None:
         if init_scale <= 0 or min_scale <= 0 or scale_window < 1 or hysteresis < 1:
             raise ValueError(
-                f"loss scaling needs positive scales (initial {init_scale}, minimum {min_scale}), "
-                "loss_scale_window >= 1 "
-                f"(is {scale_window}) and hysteresis >= 1 (is {hysteresis})"
+                f"loss scaling needs positive scales (initial {init_scale}, minimum {min_scale}), loss_scale_window >= "
+                f"1 (is {scale_window}) and hysteresis >= 1 (is {hysteresis})"
             )
         self.cur_scale = float(init_scale)
         self.cur_iter = 0
@@ -110,12 +109,10 @@ class DynamicLossScaler:
             return
         if self.cur_scale <= self.min_scale:
             raise UsageError(
-                f"fp16 loss scale is already at its minimum {self.min_scale:g} and the gradients of optimizer "
-                f"step {self.cur_iter} "
-                "are still not finite, so scaling is not the cause: the log names the first bad parameter. "
-                "Lower the learning rate, set "
-                "gradient_clipping, check the data and the loss for inf/nan, train in bf16, or lower "
-                "fp16.min_loss_scale"
+                f"fp16 loss scale is already at its minimum {self.min_scale:g} and the gradients of optimizer step "
+                f"{self.cur_iter} are still not finite, so scaling is not the cause: the log names the first bad "
+                "parameter. Lower the learning rate, set gradient_clipping, check the data and the loss for inf/nan, "
+                "train in bf16, or lower fp16.min_loss_scale"
             )
         self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
 

@@ -22,21 +22,23 @@ from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.budget import MemoryPlan, UnitSize, Widths
 from deepspeed.zero.memory.fit import Fitted, RankMemory, doubt, fit, limits_of, limits_present
+from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, local_of, mark_zero_parameter
 from deepspeed.zero.partition import UnitSpec, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
-from deepspeed.zero.tiers import Tiers
 from deepspeed.zero.unit import Unit
 
 
 @dataclass(frozen=True)
 class BuildRules:
-    """How parameter values become units. ``compute_dtype`` None leaves every parameter in its own dtype,
-    ``buffer_dtype`` None every buffer; parameters with one of ``keep_fp32`` among the parts of their name stay fp32,
-    such buffers as they are. ``beside`` has the parameters that follow the dtype of a buffer. Parameters in ``low``
-    rest (and travel) in ``low_dtype``. ``slot_bytes``: what the optimizer will keep for each element beside the
-    weight."""
+    """How parameter values become units.
+
+    ``compute_dtype`` None leaves every parameter in its own dtype, ``buffer_dtype`` None every buffer; parameters with
+    one of ``keep_fp32`` among the parts of their name stay fp32, such buffers as they are. ``beside`` has those that
+    follow the dtype of a buffer. Parameters in ``low`` rest (and travel) in ``low_dtype``. ``slot_bytes``: what the
+    optimizer will keep for each element beside the weight.
+    """
 
     device: torch.device
     compute_dtype: torch.dtype | None
@@ -61,9 +63,7 @@ class BuildRules:
             return torch.float32
         if self.compute_dtype is not None and param in self.beside:
             return self.buffer_dtype or self.beside[param]
-        if param in self.low:
-            return self.low_dtype
-        return self.compute_dtype or param.dtype
+        return self.low_dtype if param in self.low else self.compute_dtype or param.dtype
 
 
 @dataclass
@@ -138,10 +138,10 @@ def _fitted(
     ]
     widths = Widths(policy.accum.itemsize, rules.slot_bytes, policy.comm.itemsize if policy.comm else 0)
     shared = rules.device.type == "cpu"
-    on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _held(model, on_host=False))
-    ranks = memory_of_ranks(mesh, device=on_device, replaced=_held(model, on_host=True))
+    on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _bytes_of(model, on_host=False))
+    ranks = memory_of_ranks(mesh, device=on_device, replaced=_bytes_of(model, on_host=True))
     limits, present = limits_of(plan.offload, ranks), limits_present(ranks)
-    if not limits.host and any(state is not None and state.away for s in sizes for state in (s.row.param, s.row.optim)):
+    if not limits.host and any(s.row.rests_on(Tier.HOST) or s.row.rests_on(Tier.NVME) for s in sizes):
         limits = replace(present, device=limits.device, device_used=limits.device_used)
     fitted = fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
     for text in filter(None, (fitted.moved, doubt(present, fitted.memory))):
@@ -150,47 +150,32 @@ def _fitted(
 
 
 def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[RankMemory]:
-    """What every rank sees now; ``device`` bytes are held there, ``replaced`` bytes of this host for a while only.
-    Collective.
-    """
+    """What every rank sees now; ``replaced`` bytes of its host memory are for a while only. Collective."""
     rss = hostmem.rss_bytes()
-    held = min(rss, replaced)
-    return collectives.gather_objects(RankMemory(rss - held, device, held, tuple(cgroups.memory_pools())), mesh.job)
+    short = min(rss, replaced)
+    return collectives.gather_objects(RankMemory(rss - short, device, short, tuple(cgroups.memory_pools())), mesh.job)
 
 
 def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:
-    """Open the drives on every rank, or raise on every rank: one that has none must not leave the others waiting.
-    Collective.
-    """
-    if not any(
-        state is not None and state.tier is Tier.NVME for row in fitted.rows for state in (row.param, row.optim)
-    ):
+    """Open the drives on every rank, or raise on every rank, as the others would wait. Collective."""
+    if not any(row.rests_on(Tier.NVME) for row in fitted.rows):
         return
-    own = tiers.open(fitted.rows, fitted.memory, width=width)
-    if wrong := collectives.failures(own, mesh.job):
+    failure = tiers.open(fitted.rows, fitted.memory, width=width)
+    if failures := collectives.failures(failure, mesh.job):
         tiers.close()
-        if own is not None:
-            raise own
-        rank, text = next(iter(wrong.items()))
-        raise UsageError(f"rank {rank}: {text}")
+        rank, text = next(iter(failures.items()))
+        raise failure or UsageError(f"rank {rank}: {text}")
 
 
-def _held(model: nn.Module, *, on_host: bool) -> int:
+def _bytes_of(model: nn.Module, *, on_host: bool) -> int:
     """Bytes of the model's parameters, which are about to find new places."""
-    owners = {id(u): u.shard for p in model.parameters() if (u := getattr(p, "_ds_unit", None)) is not None}
-    plain = [p for p in model.parameters() if not hasattr(p, "_ds_unit")]
-    held = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in (*owners.values(), *plain)
-        if (t.device.type == "cpu") is on_host
-    }
-    return sum(held.values())
+    tensors = [p if (unit := getattr(p, "_ds_unit", None)) is None else unit.shard for p in model.parameters()]
+    storages = [t.untyped_storage() for t in tensors if (t.device.type == "cpu") is on_host]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def rows_of(plan: ZeroPlan, specs: list[UnitSpec]) -> list[UnitPlan]:
-    """The row of each unit. Of offloaded optimizer state the first units, up to the device's share, stay on the
-    device.
-    """
+    """The row of each unit. Of offloaded optimizer state the first units, up to the device's share, do not leave it."""
     keep = plan.offload.device_share * sum(s.numel for s in specs if s.trainable)
     rows = []
     for spec in specs:
@@ -211,20 +196,14 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
     everyone = collectives.gather_objects(digest, mesh.zero)
     if len(set(everyone)) == 1:
         return
-    lists = collectives.gather_objects(mine, mesh.zero)
-    for rank, theirs in zip(mesh.zero.ranks[1:], lists[1:], strict=True):
-        for a, b in zip(lists[0], theirs, strict=False):
-            if a != b:
-                raise DivergenceError(
-                    f"ranks hold different models: rank {mesh.zero.ranks[0]} has {_say(a)}, rank {rank} has "
-                    f"{_say(b)}. Build the same "
-                    "model, with the same requires_grad flags, on every rank"
-                )
-        if len(lists[0]) != len(theirs):
+    first, *others = collectives.gather_objects(mine, mesh.zero)
+    for rank, theirs in zip(mesh.zero.ranks[1:], others, strict=True):
+        differing = [pair for pair in zip(first, theirs, strict=False) if pair[0] != pair[1]]
+        if differing or len(first) != len(theirs):
+            a, b = map(_say, differing[0]) if differing else (f"{len(x)} parameters" for x in (first, theirs))
             raise DivergenceError(
-                f"ranks hold different models: rank {mesh.zero.ranks[0]} has {len(lists[0])} parameters, rank "
-                f"{rank} has {len(theirs)}. "
-                "Build the same model on every rank"
+                f"ranks hold different models: rank {mesh.zero.ranks[0]} has {a}, rank {rank} has {b}. "
+                "Build the same model, with the same requires_grad flags, on every rank"
             )
 
 
@@ -246,9 +225,7 @@ def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, *, rules: BuildRules, gr
 
 
 def _values(unit: Unit, device: torch.device) -> torch.Tensor:
-    """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed on the
-    way.
-    """
+    """The unit's full flat values in their source dtype, from rank 0; each parameter's old storage is freed."""
     dtype = unit.params[0].dtype
     values = torch.zeros(unit.layout.numel, dtype=dtype, device=device)
     sources: dict[int, Unit] = {}
@@ -283,8 +260,8 @@ def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is None or buffer.is_meta:
                 continue
-            wanted = None if rules.kept(f"{path}.{name}") else rules.buffer_dtype
-            moved = buffer.to(device=rules.device, dtype=wanted if wanted and castable(buffer.dtype) else buffer.dtype)
+            cast = castable(buffer.dtype) and not rules.kept(f"{path}.{name}")
+            moved = buffer.to(device=rules.device, dtype=(rules.buffer_dtype if cast else None) or buffer.dtype)
             if moved is not buffer:
                 module._buffers[name] = moved
             if moved.numel() and moved.layout is torch.strided:

@@ -1,6 +1,4 @@
-"""What holds for a unit whatever is in it: who shares it, what its states are called, and which moves between them are
-legal.
-"""
+"""What holds for a unit whatever is in it: who shares it, what its states are called, which moves are legal."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -23,9 +21,7 @@ class UnitState(Enum):
 
 
 class GradState(Enum):
-    """EMPTY nothing; LOCAL a full-size partial sum of this rank; REDUCED (also) the rest shard; COLLAPSED ready for the
-    step.
-    """
+    """EMPTY nothing; LOCAL a sum of this rank, full-size; REDUCED (also) the rest shard; COLLAPSED ready to step."""
 
     EMPTY = "empty"
     LOCAL = "local"
@@ -43,25 +39,22 @@ _LEGAL: set[tuple[Enum, Enum]] = {
     (GradState.REDUCED, GradState.COLLAPSED),
     (GradState.EMPTY, GradState.COLLAPSED),
     (GradState.COLLAPSED, GradState.LOCAL),
+    # gradients may be dropped at any time, or stay
+    *((state, GradState.EMPTY) for state in GradState),
+    *((state, state) for state in GradState),
 }
 
 
 def check_move(unit: str, before: Enum, after: Enum) -> None:
-    """Raise InvalidStateError when a unit cannot go from one state to the other. Gradients may be dropped at any time,
-    or stay.
-    """
-    if (
-        (before, after) not in _LEGAL
-        and after is not GradState.EMPTY
-        and not (before is after and isinstance(after, GradState))
-    ):
+    """Raise InvalidStateError when a unit cannot go from one state to the other."""
+    if (before, after) not in _LEGAL:
         what = "gradients" if isinstance(after, GradState) else "parameters"
         raise InvalidStateError(f"unit {unit}: {what} cannot go from {before.value} to {after.value}")
 
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """What holds for a unit whatever its sizes: who shares it, and how its gradient becomes a mean.
+    """Who shares a unit, and how its gradient becomes a mean.
 
     ``divisor``: what the sum over ranks is divided by, of it ``early`` before the sum travels. ``wire``: dtype of
     gradients on their way; None for the parameters' own. ``tie``: parameters of units with the same name are one and
@@ -94,9 +87,7 @@ class View(Protocol):
 
 
 def castable(dtype: torch.dtype) -> bool:
-    """Whether values may change to another precision: 8-bit floats are codes, which mean nothing without their
-    scales.
-    """
+    """Whether values may change to another precision: 8-bit floats are codes that mean nothing without their scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 

@@ -6,7 +6,6 @@ reduced: every local contribution is reduced exactly once. (Invariant I4.) Betwe
 step, gradients that rest whole on the device are shown in ``param.grad``; what a client writes there counts.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.facts import GradState
 from deepspeed.zero.param import gradient_like, local_of, take_gradient, written_gradients
 from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier
-from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import Unit
 
 
@@ -30,37 +28,29 @@ class GradientPolicy:
     comm: torch.dtype | None = None
 
 
-def _keep_none(*, after: Transfer) -> None:
-    """A tensor of its own needs no home, only to live until it has been read."""
-    after.wait()
-
-
 @dataclass(frozen=True)
 class _Target:
-    """Where a reduction puts its result; ``filled``: there is something to add to; ``give``: what takes the memory
-    back.
-    """
+    """Where a reduction puts its result; ``filled``: it is added to what is there; ``buffer``: to be given back."""
 
     memory: torch.Tensor
     filled: bool
-    give: Callable[..., None] = _keep_none
+    buffer: torch.Tensor | None = None
 
 
 class Gradients:
     """The gradient side of one runtime."""
 
     def __init__(
-        self, units: list[Unit], streams: Streams, policy: GradientPolicy, *, overlap: bool, watch: bool
+        self, units: list[Unit], policy: GradientPolicy, *, device: torch.device, overlap: bool, watch: bool
     ) -> None:
         self._units = units
-        self._streams = streams
+        self._stream = collectives.SideStream(device)
         self._policy = policy
         self._in_flight = InFlight.REDUCTIONS if overlap else 1
         self._watch = watch
         self._flying: list[tuple[Unit, Transfer, _Target]] = []
         self.scale = 1.0
-        # ``final``: the running backward ends the accumulation window; ``hold``: the user asked not to reduce
-        # (no_sync).
+        # ``final``: the running backward ends the accumulation window; ``hold``: no_sync, the user wants no reduction.
         self.final = True
         self.hold = False
         # One finite/non-finite probe per reduced partial, on the device: read only when a step overflows.
@@ -93,11 +83,7 @@ class Gradients:
         unit.note_packed(position)
 
     def collect(self) -> bool:
-        """Pack what ``.grad`` of trained parameters holds although no hook has delivered it: a client or a split
-        backward wrote it.
-
-        True when there is a gradient now.
-        """
+        """Pack what a client or a split backward wrote into ``.grad`` without a hook; True when there is a gradient."""
         for unit in self._units:
             if unit.trainable and unit not in self._shown:
                 for position in written_gradients(unit.params):
@@ -122,16 +108,13 @@ class Gradients:
     def complete(self, unit: Unit) -> bool:
         """Every parameter of the unit has contributed in the running backward.
 
-        What earlier backwards left in the partial sum does not count: with it, the first gradient of the window's last
-        backward would send the unit off, and the others would need a second reduction.
+        What earlier backwards left does not count: it would send the unit off with the last one's first gradient.
         """
         return len(unit.arrived) == len(unit.params)
 
     # -- reduction ------------------------------------------------------------------------------------------------
     def reduce(self, unit: Unit) -> None:
-        """Reduce the unit's partial sum (zeros where nothing fired) onto its rest gradient. Collective,
-        asynchronous.
-        """
+        """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
         if unit in self._shown:
             self.withdraw()
         self._partial(unit)
@@ -144,20 +127,14 @@ class Gradients:
         while len(self._flying) >= self._in_flight:
             self._land()
         target = self._rest(unit)
-        transfer = self._streams.reduce(
-            lambda: reduce_over_axes(unit, partial, target.memory, accumulate=target.filled)
-        )
+        transfer = self._stream.run(lambda: reduce_over_axes(unit, partial, target.memory, accumulate=target.filled))
         self._flying.append((unit, transfer, target))
         unit.move_grad(GradState.REDUCED)
         if self._in_flight == 1:
             self._land()
 
-    def _rest(self, unit: Unit) -> "_Target":
-        """Device memory for the rest gradient.
-
-        What rests on the device is that memory itself. What rests elsewhere comes, is added to, and goes back when it
-        has landed.
-        """
+    def _rest(self, unit: Unit) -> _Target:
+        """Device memory for the rest gradient: what rests elsewhere comes, is added to, and goes back when landed."""
         store = unit.open_grad(self._accum_dtype(unit))
         filled = unit.fill_grad()
         if not store.on_drive and store.tensor.device == unit.device:
@@ -167,9 +144,7 @@ class Gradients:
         numel, dtype = store.tensor.numel(), store.tensor.dtype
         if isinstance(store, Stored) and unit.device.type == "cpu":
             buffer = store.staging.take(numel * dtype.itemsize)
-            target = _Target(
-                buffer[: numel * dtype.itemsize].view(dtype), filled, functools.partial(store.staging.give, buffer)
-            )
+            target = _Target(buffer[: numel * dtype.itemsize].view(dtype), filled, buffer)
         else:
             target = _Target(torch.empty(numel, dtype=dtype, device=unit.device), filled)
         if filled:
@@ -181,8 +156,13 @@ class Gradients:
         transfer.wait()
         store = unit.rest[StateKind.GRAD]
         unit.note_gradient(target.memory)
-        if target.memory is not store.tensor:
-            target.give(after=store.put(target.memory, lent=True))
+        if target.memory is store.tensor:
+            return
+        written = store.put(target.memory, lent=True)
+        if target.buffer is not None and isinstance(store, Stored):
+            store.staging.give(target.buffer, after=written)
+        else:
+            written.wait()  # it reads the tensor until then
 
     def land_all(self) -> None:
         """Wait for every reduction in flight."""
@@ -199,9 +179,7 @@ class Gradients:
         return 1.0 if unit in self._shown else unit.facts.after
 
     def show(self) -> None:
-        """Let ``.grad`` of parameters whose reduced gradient rests whole on the device be a view of it, in the
-        accumulation dtype.
-        """
+        """Let ``.grad`` be a view of a reduced gradient that rests whole on the device, in the accumulation dtype."""
         for unit in self._units:
             if not unit.plan.gradient_whole or not unit.grad_filled or unit in self._shown:
                 continue
@@ -219,9 +197,7 @@ class Gradients:
                 param.grad = view
 
     def settle(self) -> None:
-        """Wait for every reduction in flight; what a client has put in the place of a shown gradient (None too) becomes
-        the gradient.
-        """
+        """Wait for every reduction; what a client put in the place of a shown gradient (None too) is the gradient."""
         self.land_all()
         for unit, views in self._shown.items():
             for param, view in zip(unit.params, views, strict=True):
@@ -274,9 +250,7 @@ class Gradients:
             unit.clear_grad()
 
     def clear(self, *, collected: bool = False) -> None:
-        """Drop every gradient; buffers of the rest gradients are kept for the next window. ``collected``: none waits in
-        a parameter.
-        """
+        """Drop every gradient but keep the rest gradients' buffers. ``collected``: none waits in a parameter."""
         self.withdraw()
         self.land_all()
         self._probes.clear()
@@ -306,15 +280,12 @@ def _probe(partial: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_over_axes(unit: Unit, partial: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> Transfer:
-    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, all-reduce where it is
-    replicated.
-    """
+    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, else all-reduce."""
     assert unit.plan.grad is not None
     ways = list(zip(unit.plan.grad.spread, unit.mesh.groups, strict=True))
     for way, group in ways[:-1]:
-        piece = torch.empty(
-            partial.numel() // (group.size if way is Spread.SHARDED else 1), dtype=target.dtype, device=partial.device
-        )
+        numel = partial.numel() // (group.size if way is Spread.SHARDED else 1)
+        piece = torch.empty(numel, dtype=target.dtype, device=partial.device)
         _one_axis(partial, piece, way, group, accumulate=False).wait()
         partial = piece
     way, group = ways[-1]

@@ -36,11 +36,8 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
         yield value
     elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
         return
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
+    elif isinstance(value, (dict, list, tuple, set)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item, depth - 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for f in dataclasses.fields(value):
@@ -55,9 +52,7 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def stashed_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a forward has left on the module itself (an auxiliary loss), which reach a backward without being
-    returned.
-    """
+    """Tensors that a forward has left on the module itself (an auxiliary loss): they reach a backward unreturned."""
     for name, value in vars(module).items():
         if isinstance(value, (torch.Tensor, list, tuple, dict)) and name not in _OWN_ATTRIBUTES:
             yield from tensors_in(value, 2)
@@ -72,9 +67,7 @@ def _drop_gradient(param: nn.Parameter) -> None:
 
 
 def hold_clipping() -> Borrowed:
-    """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use for sharded parameters, on which it sees no
-    gradients.
-    """
+    """While it lasts, ``torch.nn.utils.clip_grad_norm_`` says what to use where it sees no gradients: on shards."""
     clip = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(clip)
@@ -82,13 +75,12 @@ def hold_clipping() -> Borrowed:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         units = {unit for p in parameters if (unit := getattr(p, "_ds_unit", None)) is not None and p.grad is None}
         for runtime in {u.keeper for u in units if u.trainable and not u.plan.gradient_whole}:
-            if isinstance(runtime, Runtime) and not runtime.told_clipping:
-                runtime.told_clipping = True
+            if isinstance(runtime, Runtime) and not runtime.warned_clipping:
+                runtime.warned_clipping = True
                 logger.warning(
-                    "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: "
-                    "they are sharded over the "
-                    "ranks. Set gradient_clipping in the configuration; engine.get_global_grad_norm() is the "
-                    "norm after step()"
+                    "torch.nn.utils.clip_grad_norm_ finds no gradients on these parameters and clips nothing: they "
+                    "are sharded over the ranks. Set gradient_clipping in the configuration; "
+                    "engine.get_global_grad_norm() is the norm after step()"
                 )
         return clip(parameters, *args, **kwargs)
 
@@ -99,9 +91,7 @@ def hold_clipping() -> Borrowed:
 
 
 class ModuleHooks:
-    """All hooks of one runtime on one module tree; ``remove()`` takes every one of them away, ``install()`` puts them
-    back.
-    """
+    """All hooks of one runtime on one module tree; ``remove()`` takes every one away, ``install()`` puts them back."""
 
     def __init__(
         self, model: nn.Module, runtime: Runtime, *, touches: dict[nn.Module, list[int]], roots: set[nn.Module]
@@ -112,7 +102,7 @@ class ModuleHooks:
         self._roots = roots
         self._warned: set[nn.Module] = set()
         self._checked_at = -1
-        self._armed_task: int | None = None
+        self._armed = False
         # Parameters that autograd works for although they are in no group of the optimizer.
         training = any(unit.trainable for unit in runtime.units)
         frozen = [unit for unit in runtime.units if training and not unit.trainable]
@@ -121,10 +111,9 @@ class ModuleHooks:
         }
         if self._outside and runtime.mesh.first:
             logger.warning(
-                "%d parameters require a gradient and are in no group of the optimizer (%s): they are not "
-                "trained, count in no norm, and "
-                "their gradients are dropped. Put them into the optimizer, or let them require none, which "
-                "saves computing it",
+                "%d parameters require a gradient and are in no group of the optimizer (%s): they are not trained, "
+                "count in no norm, and their gradients are dropped. Put them into the optimizer, or let them require "
+                "none, which saves computing it",
                 len(self._outside),
                 ", ".join([*self._outside.values()][:8]) + (", ..." if len(self._outside) > 8 else ""),
             )
@@ -146,9 +135,7 @@ class ModuleHooks:
         for unit in units:
             for position, param in enumerate(unit.params if unit.trainable else ()):
                 hold(param.register_post_accumulate_grad_hook(self._gradient_hook(unit, position)))
-                if (
-                    unit.plan.gradient_whole
-                ):  # before autograd, or who else asked for this gradient, adds it to what is shown there
+                if unit.plan.gradient_whole:  # before autograd, or who else asked for it, adds it to what is shown
                     hold(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
         for param in self._outside:
             hold(param.register_post_accumulate_grad_hook(_drop_gradient))
@@ -199,28 +186,26 @@ class ModuleHooks:
         Looks at every parameter, hence once a step; what happens to all parameters together is noticed by
         ``Runtime.enter`` at once.
         """
-        for held in self._runtime.units:
-            held.check_views()
+        for unit in self._runtime.units:
+            unit.check_views()
         if not any(unit.trainable for unit in self._runtime.units):
             return
         for module in self._touches:
             for name, param in module._parameters.items():
                 if param is None or not param.requires_grad:
                     continue
-                unit = getattr(param, "_ds_unit", None)
-                if unit is None:
+                home = getattr(param, "_ds_unit", None)
+                if home is None:
                     raise UsageError(
                         f"parameter {name!r} of a {type(module).__name__} was replaced by another object after "
-                        "deepspeed.initialize "
-                        "(load_state_dict(assign=True)?); the engine's optimizer would never update it. Copy "
-                        "the values in place instead"
+                        "deepspeed.initialize (load_state_dict(assign=True)?); the engine's optimizer would never "
+                        "update it. Copy the values in place instead"
                     )
-                if not unit.trainable and param not in self._outside and module not in self._warned:
+                if not home.trainable and param not in self._outside and module not in self._warned:
                     self._warned.add(module)
                     logger.warning(
-                        "parameter %s was unfrozen after deepspeed.initialize and is not trained; let it "
-                        "require a gradient before, and "
-                        "put it into the optimizer",
+                        "parameter %s was unfrozen after deepspeed.initialize and is not trained; let it require a "
+                        "gradient before, and put it into the optimizer",
                         param._ds_name,  # type: ignore[attr-defined]
                     )
 
@@ -228,9 +213,8 @@ class ModuleHooks:
         if module not in self._warned:
             self._warned.add(module)
             logger.info(
-                "%s returned no tensor that needs a gradient although its parameters are trained; its "
-                "parameters stay gathered "
-                "until the end of backward",
+                "%s returned no tensor that needs a gradient although its parameters are trained; its parameters stay "
+                "gathered until the end of backward",
                 type(module).__name__,
             )
 
@@ -257,8 +241,7 @@ class ModuleHooks:
     def _before_backward(self, units: list[Unit]) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             self._arm()
-            # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights after this
-            # backward.
+            # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
             self._runtime.second_order = torch.is_grad_enabled()
             if units:
                 self._runtime.need(units)
@@ -268,18 +251,17 @@ class ModuleHooks:
     def _arm(self) -> None:
         """Have the end of this backward call ``flush``; once per graph task (a reentrant checkpoint nests tasks)."""
         self._runtime.begin_backward()
-        task = torch._C._current_graph_task_id()
-        if self._armed_task is None:
-            self._armed_task = task
+        if not self._armed:
+            self._armed = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        self._armed_task = None
+        self._armed = False
         self._runtime.flush()
 
     def disarm(self) -> None:
         """Forget an armed callback that an error in backward has lost."""
-        self._armed_task = None
+        self._armed = False
 
     def _gradient_hook(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
         def hook(_: nn.Parameter) -> None:

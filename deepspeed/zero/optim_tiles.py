@@ -6,6 +6,7 @@ one tile's views at a time.
 """
 
 import contextlib
+import copy
 import functools
 import re
 from collections import deque
@@ -39,18 +40,14 @@ class Turns:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._before = {name: _numbers(holder) for name, holder in self._holders().items()}
-        self._after: dict[str, dict[str, Any]] = {}
+        self._before = {name: _numbers(holder) for name, holder in self._holders()}
+        self._after: dict[str, dict[Any, Any]] = {}
 
     def take(self, views: list[OptimView]) -> None:
         """One call of ``step`` that sees the parameters of ``views`` only."""
         groups = self._optimizer.param_groups
         lists = [group["params"] for group in groups]
-        for name, holder in self._holders().items():
-            if name in self._before:
-                _put_back(holder, self._before[name])
-            else:
-                self._drop(name)
+        self._restore(self._before)
         for index, group in enumerate(groups):
             group["params"] = [v.param for v in views if v.group == index]
         try:
@@ -59,78 +56,48 @@ class Turns:
             for group, params in zip(groups, lists, strict=True):
                 group["params"] = params
         idle = {f"group {i}" for i in range(len(groups))} - {f"group {v.group}" for v in views}
-        for name, holder in self._holders().items():
+        for name, holder in self._holders():
             if name not in idle:
-                self._settle(name, _numbers(holder))
-        for name, holder in self._holders().items():
-            if name in self._after:
-                _put_back(holder, self._after[name])
+                self._keep(name, _numbers(holder))
+        self._restore(self._after)
 
-    def _holders(self) -> dict[str, dict[str, Any]]:
-        """What may hold numbers of its own: the groups, the optimizer's attributes, dicts among those, state that is
-        nobody's.
-        """
-        own = vars(self._optimizer)
-        found = {f"group {i}": group for i, group in enumerate(self._optimizer.param_groups)}
-        found["the optimizer"] = own
-        found |= {
-            f"its {k}": v for k, v in own.items() if isinstance(v, dict) and not _TORCHS.match(k) and not _by_tensor(v)
-        }
-        shared = {k: v for k, v in self._optimizer.state.items() if not isinstance(k, torch.Tensor)}
-        return found | {
-            f"its state[{k!r}]": v if isinstance(v, dict) else _Cell(self._optimizer.state, k)
-            for k, v in shared.items()
-        }
+    def _holders(self) -> list[tuple[str, dict[Any, Any]]]:
+        """What may hold numbers of its own: the groups, the optimizer's attributes, state that is no parameter's."""
+        groups: list[tuple[str, dict[Any, Any]]] = [
+            (f"group {i}", group) for i, group in enumerate(self._optimizer.param_groups)
+        ]
+        return [*groups, ("the optimizer", vars(self._optimizer)), ("its state", self._optimizer.state)]
 
-    def _drop(self, name: str) -> None:
-        """Take away a dict that an earlier turn of this step has made."""
-        own: dict[Any, Any] = vars(self._optimizer)
-        state: dict[Any, Any] = self._optimizer.state
-        for key in [k for k in own if f"its {k}" == name]:
-            del own[key]
-        for key in [k for k in state if not isinstance(k, torch.Tensor) and f"its state[{k!r}]" == name]:
-            del state[key]
+    def _restore(self, numbers: dict[str, dict[Any, Any]]) -> None:
+        for name, holder in self._holders():
+            if name in numbers:
+                _put_back(holder, numbers[name])
 
-    def _settle(self, name: str, now: dict[str, Any]) -> None:
-        earlier = self._after.get(name)
-        changed = [k for k in now if k not in earlier or not _same(now[k], earlier[k])] if earlier is not None else []
-        if changed:
+    def _keep(self, name: str, now: dict[Any, Any]) -> None:
+        before = self._after.get(name, now)
+        if changed := [str(k) for k in now if k not in before or not _same(now[k], before[k])]:
             raise UsageError(
-                f"{type(self._optimizer).__name__} keeps {', '.join(map(str, changed))} of {name} over all "
-                "parameters, so it cannot update "
-                'them piece by piece, and this update was cut short; use offload_optimizer.device "cpu", or '
-                "another optimizer"
+                f"{type(self._optimizer).__name__} keeps {', '.join(changed)} of {name} over all parameters, so it "
+                "cannot update them piece by piece, and this update was cut short; use offload_optimizer.device "
+                '"cpu", or another optimizer'
             )
         self._after[name] = now
 
 
-_TORCHS = re.compile("state|defaults|param_groups|_optimizer.*")
+_TORCHS = re.compile("params|state|defaults|param_groups|_optimizer.*")  # what torch keeps in groups and optimizers
 
 
-def _by_tensor(mapping: dict[Any, Any]) -> bool:
-    """Whether the entries belong to single parameters."""
-    return any(isinstance(key, torch.Tensor) for key in mapping)
-
-
-class _Cell(dict[str, Any]):
-    """One entry of a mapping, as a holder of its own."""
-
-    def __init__(self, home: Any, key: Any) -> None:
-        super().__init__({"value": home[key]})
-        self._home, self._key = home, key
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._home[self._key] = value
-
-    def __delitem__(self, name: str) -> None:
-        super().__delitem__(name)
-        del self._home[self._key]
-
-
-def _numbers(holder: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the numbers in ``holder``, as plain values or tensors."""
-    return {k: _copy(v) for k, v in holder.items() if k != "params" and _is_number(v)}
+def _numbers(holder: dict[Any, Any], *, depth: int = 1) -> dict[Any, Any]:
+    """Copies of the numbers in ``holder`` and in the dicts in it; what belongs to single tensors is left out."""
+    copies = {}
+    for key, value in holder.items():
+        if isinstance(key, torch.Tensor) or _TORCHS.fullmatch(str(key)):
+            continue
+        if isinstance(value, dict) and depth and not any(isinstance(k, torch.Tensor) for k in value):
+            copies[key] = _numbers(value, depth=depth - 1)
+        elif _is_number(value):
+            copies[key] = _copy(value)
+    return copies
 
 
 def _is_number(value: Any) -> bool:
@@ -146,23 +113,25 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _put_back(holder: dict[str, Any], numbers: dict[str, Any]) -> None:
-    """Make the numbers of ``holder`` those of ``numbers``: the same tensors with the old values, nothing that came
-    later.
-    """
-    for key in [k for k, v in holder.items() if k != "params" and _is_number(v) and k not in numbers]:
+def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any]) -> None:
+    """Make the numbers of ``holder`` those of ``numbers``: the same tensors with the old values, nothing newer."""
+    for key in _numbers(holder).keys() - numbers.keys():
         del holder[key]
     for key, value in numbers.items():
-        held = holder.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.shape == value.shape:
-            held.detach().copy_(value)
+        now = holder.get(key)
+        if isinstance(value, dict) and isinstance(now, dict):
+            _put_back(now, value)
+        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == value.shape:
+            now.detach().copy_(value)
         else:
-            holder[key] = _copy(value)
+            holder[key] = copy.copy(value) if isinstance(value, dict) else _copy(value)
 
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(key in b and _same(value, b[key]) for key, value in a.items())
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b) or (a != a and b != b)
@@ -177,6 +146,10 @@ class _Slot:
     dtype: torch.dtype
     start: int
     nbytes: int
+
+    def of(self, region: torch.Tensor) -> torch.Tensor:
+        """The slot in the bytes of its region."""
+        return region[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass
@@ -195,13 +168,11 @@ class _Loaded:
     master: torch.Tensor
     slots: torch.Tensor
     grad: torch.Tensor | None
-    transfers: list[Transfer]
+    transfers: list[Transfer] = field(default_factory=list)
 
 
 class OptimTiles:
-    """The views of one engine that are updated one by one, wherever they rest; each comes into a buffer of ``staging``
-    for that.
-    """
+    """The views of one engine that are updated one by one, each in a buffer of ``staging``, wherever they rest."""
 
     def __init__(self, views: Iterable[OptimView], optimizer: torch.optim.Optimizer, staging: Staging) -> None:
         self._optimizer = optimizer
@@ -239,16 +210,13 @@ class OptimTiles:
     def _guard(self, *_: Any) -> None:
         if not self._whole_state:
             raise UsageError(
-                "this optimizer's state rests on a drive, and its own state_dict() and load_state_dict() see "
-                "nothing of it; call them on "
-                "the optimizer that deepspeed.initialize returned"
+                "this optimizer's state rests on a drive, and its own state_dict() and load_state_dict() see nothing "
+                "of it; call them on the optimizer that deepspeed.initialize returned"
             )
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Inside, the optimizer's own state_dict and load_state_dict may be called: the caller sees to what is on the
-        drive.
-        """
+        """Inside, the optimizer's own state_dict and load_state_dict work: the caller sees to what is on the drive."""
         self._whole_state = True
         try:
             yield
@@ -268,17 +236,15 @@ class OptimTiles:
         """Raise UsageError when an earlier update was cut short: some parameters have moved, others have not."""
         if self._torn:
             raise UsageError(
-                "the last update failed half way through the tiles on the drive, so parameters and optimizer "
-                "state do not belong to one "
-                "step any more; start again from a checkpoint"
+                "the last update failed half way through the tiles on the drive, so parameters and optimizer state do "
+                "not belong to one step any more; start again from a checkpoint"
             )
 
     @contextlib.contextmanager
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[None]:
-        """Inside, weights and slots of ``view`` are in memory; with ``write`` they are stored at the end, with
-        ``publish`` in PARAM too.
+        """Inside, weights and slots of ``view``, if it is one of the tiles, are in memory.
 
-        Views that rest in memory anyway are left alone.
+        With ``write`` they are stored at the end, with ``publish`` in PARAM too.
         """
         tile = self._by_view.get(id(view))
         if tile is None:
@@ -292,9 +258,7 @@ class OptimTiles:
             self._detach(loaded, write=write, publish=publish)
 
     def region_of(self, view: OptimView) -> tuple[TierStore | None, dict[str, int]]:
-        """Where the slots of ``view`` rest on the drive, and the byte at which each begins there; None and nothing for
-        other views.
-        """
+        """Where the slots of ``view`` rest, and the byte at which each begins; None and nothing for no tile."""
         tile = self._by_view.get(id(view))
         if tile is None:
             return None, {}
@@ -308,33 +272,28 @@ class OptimTiles:
 
     # -- one tile -------------------------------------------------------------------------------------------------
     def _start(self, tile: _Tile, *, gradient: bool) -> _Loaded:
+        """Begin to read weights, slots and gradient, each as far behind a page's start as it is on the drive."""
         self._forget_gone(tile)
         view, unit = tile.view, tile.view.unit
-        numel = view.stop - view.start
-        master = unit.rest[StateKind.OPTIM]
-        at = view.start - unit.range_of(StateKind.OPTIM)[0]
-        width = master.tensor.dtype.itemsize
-        shift = at * width % ALIGN
-        slots_at = _round_up(shift + numel * width)
-        slot_bytes = tile.region.tensor.numel() if tile.region is not None else 0
-        grad = unit.rest[StateKind.GRAD] if gradient and unit.on_drive(StateKind.GRAD) else None
-        grad_at = grad_width = grad_shift = 0
-        if grad is not None:
-            grad_width, grad_at = grad.tensor.dtype.itemsize, view.start - unit.range_of(StateKind.GRAD)[0]
-            grad_shift = slots_at + _round_up(slot_bytes) + grad_at * grad_width % ALIGN
-        buffer = self._staging.take(max(slots_at + slot_bytes, grad_shift + numel * grad_width))
-        weights = buffer[shift : shift + numel * width].view(master.tensor.dtype)
-        slots = buffer[slots_at : slots_at + slot_bytes]
-        gradients = (
-            buffer[grad_shift : grad_shift + numel * grad_width].view(grad.tensor.dtype) if grad is not None else None
-        )
-        loaded = _Loaded(tile, buffer, weights, slots, gradients, [])
+        numel, kinds = view.stop - view.start, [StateKind.OPTIM]
+        if gradient and unit.on_drive(StateKind.GRAD):
+            kinds.append(StateKind.GRAD)
+        sources = [(unit.rest[kind], view.start - unit.range_of(kind)[0], numel) for kind in kinds]
+        if tile.region is not None:
+            sources.append((tile.region, 0, tile.region.tensor.numel()))
+        places, end = [], 0
+        for store, at, count in sources:
+            width = store.tensor.dtype.itemsize
+            start = _round_up(end) + at * width % ALIGN
+            end = start + count * width
+            places.append(slice(start, end))
+        buffer = self._staging.take(_round_up(end))
+        pieces = [buffer[place].view(store.tensor.dtype) for place, (store, _, _) in zip(places, sources, strict=True)]
+        slots = pieces[-1] if tile.region is not None else buffer[:0]
+        loaded = _Loaded(tile, buffer, pieces[0], slots, pieces[1] if len(kinds) > 1 else None)
         with self._given_back_on_error(loaded):
-            loaded.transfers.append(master.get(weights, start=at))
-            if tile.region is not None:
-                loaded.transfers.append(tile.region.get(slots))
-            if grad is not None and gradients is not None:
-                loaded.transfers.append(grad.get(gradients, start=grad_at))
+            for piece, (store, at, _) in zip(pieces, sources, strict=True):
+                loaded.transfers.append(store.get(piece, start=at))
         return loaded
 
     @contextlib.contextmanager
@@ -372,9 +331,7 @@ class OptimTiles:
         point(view.param, loaded.master.view(view.param.shape))
         state = self._optimizer.state.get(view.param, {})
         for slot in loaded.tile.slots:
-            point(
-                state[slot.key], loaded.slots[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
-            )
+            point(state[slot.key], slot.of(loaded.slots))
 
     def _detach(self, loaded: _Loaded, *, write: bool, publish: bool) -> None:
         tile, view = loaded.tile, loaded.tile.view
@@ -399,7 +356,7 @@ class OptimTiles:
         if tile.region is not None:
             state = self._optimizer.state[view.param]
             for slot in tile.slots:
-                inside = loaded.slots[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape)
+                inside = slot.of(loaded.slots)
                 if state[slot.key].data_ptr() != inside.data_ptr():  # the optimizer put a new tensor there
                     inside.copy_(state[slot.key])
             transfers.append(tile.region.put(loaded.slots, lent=True))
@@ -419,18 +376,15 @@ class OptimTiles:
             tile.region = None
         if not tile.slots:
             return
-        if tile.region is None:
-            tile.region = tile.view.unit.rest[StateKind.OPTIM].beside(start)
+        tile.region = tile.region or tile.view.unit.rest[StateKind.OPTIM].beside(start)
         buffer = self._staging.take(start)
         for slot in tile.slots:
-            buffer[slot.start : slot.start + slot.nbytes].view(slot.dtype).view(slot.shape).copy_(state[slot.key])
+            slot.of(buffer).copy_(state[slot.key])
         self._staging.give(buffer, after=tile.region.put(buffer[:start], lent=True))
         self._void_slots(tile)
 
     def _forget_gone(self, tile: _Tile) -> None:
-        """Slots that the optimizer has no more (its state was cleared, or a checkpoint without them loaded) need no
-        place either.
-        """
+        """Slots that the optimizer has no more (cleared, or a checkpoint without them loaded) need no place either."""
         state = self._optimizer.state.get(tile.view.param, {})
         tile.slots = [s for s in tile.slots if s.key in state]
         if tile.region is not None and not tile.slots:

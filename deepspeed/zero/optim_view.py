@@ -36,11 +36,9 @@ class OptimView:
         return self.unit.on_drive(StateKind.OPTIM)
 
     def output(self) -> torch.Tensor | None:
-        """The part of PARAM at rest that the optimizer may round this view's weights into; None where they are rounded
-        afterwards.
+        """The part of PARAM at rest that the optimizer may round this view's weights into; None: rounded afterwards.
 
-        So it is with PARAM elsewhere than the weights, and where a parameter frozen after ``initialize`` is put back
-        behind the optimizer.
+        So it is with PARAM elsewhere, and where a parameter frozen after ``initialize`` is put back behind it.
         """
         unit, resting = self.unit, self.unit.shard
         if unit.master_is_param or unit.on_drive(StateKind.PARAM) or resting.device != self.param.device:
@@ -66,20 +64,16 @@ class OptimView:
         return piece if factor == 1.0 else piece.mul_(factor)
 
     def frozen_parts(self, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of ``values``, copy of it) of every parameter that was frozen after ``initialize``: momentum and decay
-        must not move it.
-
-        ``values`` are those of the whole view.
-        """
+        """(part of the view's ``values``, its copy) of parameters frozen later: momentum must not move them."""
         if all(p.requires_grad for p in self.unit.params):
             return []
-        flat, found = values.reshape(-1), []
+        flat, frozen = values.reshape(-1), []
         for param, segment in zip(self.unit.params, self.unit.layout.segments, strict=True):
             lo, hi = self.unit.layout.overlap(segment, self.start, self.stop)
             if lo < hi and not param.requires_grad:
                 part = flat[lo - self.start : hi - self.start]
-                found.append((part, part.clone()))
-        return found
+                frozen.append((part, part.clone()))
+        return frozen
 
 
 def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> list[OptimView]:
@@ -99,9 +93,8 @@ def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> 
         for name, group, lo, hi, shape in spans:
             if 0 <= group < group_count:
                 data = unit.master[lo - start : hi - start]
-                views.append(
-                    OptimView(unit, group, lo, hi, nn.Parameter(data.view(shape) if shape is not None else data), name)
-                )
+                param = nn.Parameter(data if shape is None else data.view(shape))
+                views.append(OptimView(unit, group, lo, hi, param, name))
                 unit.add_view(views[-1])
     return views
 
@@ -127,8 +120,7 @@ def _spans(unit: Unit, start: int, stop: int, *, whole: bool) -> list[_Span]:
         if whole:
             spans.append((segment.name, segment.group, lo, hi, segment.shape))
         elif spans and spans[-1][1] == segment.group:
-            # Padding between two segments of a group holds zeros and zero gradients: one longer loop is cheaper than a
-            # cut.
+            # Padding between segments of a group holds zeros and zero gradients: a longer loop is cheaper than a cut.
             name, group, first, _, _ = spans[-1]
             spans[-1] = (name, group, first, hi, None)
         else:
@@ -166,9 +158,7 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _initial_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """One parameter's state per group of an optimizer that fills it at construction (torch's Adagrad); empty for all
-    others.
-    """
+    """One parameter's state per group of an optimizer that fills it at construction (torch's Adagrad); else nothing."""
     if not optimizer.state:
         return {}
     steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]

@@ -90,6 +90,16 @@ class UnitPlan:
         """Whether every rank keeps the whole reduced gradient on its device."""
         return self.grad is not None and not self.grad.sharded and not self.grad.away
 
+    def of(self, kind: StateKind) -> StatePlan:
+        """The rest place of a state that the unit has."""
+        state: StatePlan | None = getattr(self, kind.value)
+        assert state is not None, f"there is no {kind.value}"
+        return state
+
+    def rests_on(self, tier: Tier) -> bool:
+        """Whether parameters or optimizer state rest there."""
+        return any(state is not None and state.tier is tier for state in (self.param, self.optim))
+
     def frozen(self) -> "UnitPlan":
         return replace(self, grad=None, optim=None)
 

@@ -6,12 +6,11 @@ in which order, is agreed between the ranks (agreement.py); what to fetch early 
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
@@ -19,12 +18,12 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
-from deepspeed.zero.facts import GradState, UnitState, View
+from deepspeed.zero.facts import GradState, UnitState
 from deepspeed.zero.gradients import GradientPolicy, Gradients
 from deepspeed.zero.optim_tiles import OptimTiles
+from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import InFlight, Spread, StateKind, ZeroPlan
 from deepspeed.zero.schedule import Schedule
-from deepspeed.zero.streams import Streams
 from deepspeed.zero.unit import Unit
 
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
@@ -40,16 +39,8 @@ class Counters:
     guest_collectives: int = 0
 
 
-class Client(Protocol):
-    """What a runtime asks of its engine."""
-
-    def current_loss_scale(self) -> float: ...
-
-    def give_way(self, params: set[nn.Parameter]) -> bool: ...
-
-
 class Runtime:
-    """Owns streams, schedule, agreement and gradients of one engine's units."""
+    """Owns schedule, agreement and gradients of one engine's units, and the stream that gathers travel on."""
 
     def __init__(
         self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, policy: GradientPolicy, device: torch.device
@@ -58,9 +49,9 @@ class Runtime:
         self.plan = plan
         self.mesh = mesh
         self.device = device
-        self.streams = Streams(device)
+        self._stream = collectives.SideStream(device)
         self.schedule = Schedule()
-        self.gradients = Gradients(units, self.streams, policy, overlap=plan.overlap, watch=plan.watch)
+        self.gradients = Gradients(units, policy, device=device, overlap=plan.overlap, watch=plan.watch)
         self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], where=self._where)
         self.counters = Counters()
         self.steps = 0
@@ -68,7 +59,7 @@ class Runtime:
         self.in_backward = False
         self.flushes = 0
         # The engine, while it lives; its optimizer, and what of that is updated in tiles.
-        self.client: Callable[[], Client | None] = lambda: None
+        self.client: Callable[[], Any] = lambda: None
         self.optimizer: torch.optim.Optimizer | None = None
         self.tiles: OptimTiles | None = None
         # Set by the engine: is the running backward the last one of the accumulation window?
@@ -77,20 +68,18 @@ class Runtime:
         self.on_backward: Callable[[], None] = lambda: None
         self._numels = [u.layout.numel if u.movable else 0 for u in units]
         movable = sorted(n for n in self._numels if n)
-        # Two typical units ahead hide a gather; more would only hold memory. The next unit comes early however large it
-        # is.
+        # Two typical units ahead hide a gather; more would only hold memory. The next comes early whatever its size.
         self._window = min(plan.prefetch_numel, 2 * movable[len(movable) // 2]) if movable and plan.overlap else 0
         self._reads_ahead = any(u.on_drive(StateKind.PARAM) for u in units)
         self._on_demand: list[list[Unit]] = []
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
         self._path: list[int] = []
-        self.told_clipping = False  # the client has heard that it clips nothing
+        self.warned_clipping = False  # the client knows that it clips nothing
         # Of the interval under way: units that only a guest has reduced, and whether any other was.
         self._vacant: list[Unit] = []
         self._contributed = False
-        # Whether something else communicates between a forward and its backward; where the count stood at the end of a
-        # forward.
+        # Whether something else communicates between a forward and its backward; the count at the end of a forward.
         self._foreign = self._watchful = False
         self._passed_at: int | None = None
         # The last forward has been passed without a message, and no backward has come yet.
@@ -101,24 +90,17 @@ class Runtime:
         for unit in units:
             unit.keep_by(weakref.ref(self))
 
-    def optimizer_state(self, view: View) -> dict[str, Any]:
-        """What the optimizer keeps for ``view``."""
-        return self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
-
     @property
     def after(self) -> float:
         """What a reduced gradient has still to be multiplied by to be the mean."""
         return self.gradients.after(self.units[0]) if self.units else 1.0
 
-    def attached(
-        self, view: Any, *, write: bool = False, publish: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
-        return (
-            self.tiles.attached(view, write=write, publish=publish)
-            if self.tiles is not None
-            else contextlib.nullcontext()
-        )
+    @contextlib.contextmanager
+    def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[dict[str, Any]]:
+        """Inside, optimizer state of ``view`` that rests on a drive is in memory; what the optimizer keeps for it."""
+        tiles, state = self.tiles, self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
+        with tiles.attached(view, write=write, publish=publish) if tiles is not None else contextlib.nullcontext():
+            yield state
 
     # -- forward --------------------------------------------------------------------------------------------------
     def enter(self, units: Iterable[Unit], *, recompute: bool) -> None:
@@ -180,20 +162,17 @@ class Runtime:
         """Release an idle READY unit unless it is needed again next (or within the distance the user allows)."""
         if not unit.movable or unit.state is not UnitState.READY or self.in_backward or unit.kept:
             return
-        if (
-            not self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel)
-            or self._live_numel() > self.plan.live_numel
-        ):
-            unit.release()
-
-    def _live_numel(self) -> int:
-        return sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
+        if self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel):
+            live = sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
+            if live <= self.plan.live_numel:
+                return
+        unit.release()
 
     # -- fetch ----------------------------------------------------------------------------------------------------
     def need(self, units: Iterable[Unit]) -> None:
         """Make ``units`` READY now, and start fetching what the schedule foresees. Collective with the other ranks."""
         movable = [u for u in units if u.movable]
-        here = {u.index for u in movable}
+        indices = {u.index for u in movable}
         for unit in movable:
             self.schedule.use(unit.index)
             if self.agreement.strict:
@@ -202,10 +181,10 @@ class Runtime:
             if unit.state is not UnitState.ABSENT and unit.fetched_version != unit.version:
                 self._discard(unit)  # a forecast from before the last step must never serve stale weights (I6)
             while unit.state is UnitState.ABSENT:
-                self._ask(Kind.GATHER, (unit.index, *self._ahead(here)))
+                self._ask(Kind.GATHER, (unit.index, *self._ahead(indices)))
         for unit in movable:
             unit.arrive()
-        ahead = self._ahead(here) if movable else []
+        ahead = self._ahead(indices) if movable else []
         if ahead:
             self._ask(Kind.GATHER, tuple(ahead), urgent=False)
         if self._reads_ahead and movable:
@@ -230,15 +209,12 @@ class Runtime:
     def _ask(
         self, kind: Kind, units: tuple[int, ...] = (), *, pending: tuple[int, ...] = (), urgent: bool = True
     ) -> Decision | None:
-        """Agree with the other ranks on the next collectives and carry them out, complete gradients included; the last
-        decision.
-        """
+        """Agree with all ranks on the next collectives and execute them, complete gradients too; the last decision."""
         request = Request(kind, units, pending, () if kind >= Kind.LEAVE else tuple(self._complete))
         if kind >= Kind.LEAVE:
             local = tuple(i for i in self.gradients.pending() if i not in pending)
             void = bool(self._vacant) and not (self._contributed or local or pending)
-            # Where clients write gradients by hand a step may need a message at any time: equal nowhere, so that no
-            # habit forms.
+            # Where clients write gradients by hand a step may need a message at any time: equal nowhere, so no habit.
             wrote = self.gradients.written and 1 + self.mesh.job.index
             request = Request(kind, units, pending, (), tuple(self._path), (local, self._foreign, wrote, void))
         decision = None
@@ -261,21 +237,19 @@ class Runtime:
             self._reduce(self.units[index])
         if decision.kind is Kind.GATHER:
             for position, index in enumerate(decision.units):
-                self._gather(
-                    self.units[index], guest=index != wanted and (position == 0 or wanted not in decision.units)
-                )
+                guest = index != wanted and (position == 0 or wanted not in decision.units)
+                self._gather(self.units[index], guest=guest)
 
     def _gather(self, unit: Unit, *, guest: bool) -> None:
         self.counters.gathers += 1
         self.counters.gathered_numel += unit.layout.numel
         if unit.state is not UnitState.ABSENT:
-            # Another rank lost this unit earlier than we did: serve it. The bytes that arrive are the ones already
-            # here.
+            # Another rank lost this unit earlier than we did: serve it. What arrives are the bytes already here.
             unit.arrive()
             self.counters.guest_collectives += 1
-            self.streams.gather(unit.start_gather).wait()
+            self._stream.run(unit.start_gather).wait()
             return
-        unit.fetch(self.streams.gather)
+        unit.fetch(self._stream.run)
         if guest:
             self.counters.guest_collectives += 1
             self._discard(unit)
@@ -284,29 +258,19 @@ class Runtime:
         unit.arrive()
         unit.release()
 
-    def may_fetch_on_demand(self, unit: Unit) -> bool:
+    def may_fetch_on_demand(self) -> bool:
         """True while a module of this runtime runs, so that every rank is at the same place in the same code."""
         return self.depth > 0 or self.in_backward
 
     def fetch_on_demand(self, unit: Unit) -> bool:
         """A released parameter is read inside a forward: gather its unit until the running module is done."""
-        if not self.may_fetch_on_demand(unit):
+        if not self.may_fetch_on_demand():
             return False
         self.need([unit])
         if self._on_demand and not self.in_backward:
             unit.add_user()
             self._on_demand[-1].append(unit)
         return True
-
-    def pin(self, unit: Unit) -> None:
-        """Gather ``unit`` and hold it until ``unpin`` (schedules and contexts that keep units across hooks)."""
-        self.need([unit])
-        unit.add_pin()
-
-    def unpin(self, unit: Unit) -> None:
-        unit.drop_pin()
-        if unit.idle and unit.state is UnitState.READY:
-            unit.release()
 
     # -- backward -------------------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
@@ -351,8 +315,7 @@ class Runtime:
     def backward_done(self, unit: Unit) -> None:
         """No further backward of this unit's modules is foreseen: release its parameters."""
         free = unit.movable and unit.idle and not unit.kept and unit.state is UnitState.READY and not self.second_order
-        # Ops that do not differentiate the weights (``weight.detach()``) may still have to read them: then the flush
-        # releases.
+        # Ops that do not differentiate the weights (``weight.detach()``) may read them later: then the flush releases.
         if free and not unit.read_by_others():
             unit.release()
 
@@ -376,13 +339,7 @@ class Runtime:
         self._forget_ahead()
         for unit in self.units:
             unit.end_backward(keep=self.second_order)
-            if (
-                unit.movable
-                and unit.users == 0
-                and unit.pins == 0
-                and unit.state is not UnitState.ABSENT
-                and not self.second_order
-            ):
+            if unit.movable and unit.idle and unit.state is not UnitState.ABSENT and not self.second_order:
                 self._discard(unit)
         self.second_order = False
         self._trim()
@@ -428,35 +385,33 @@ class Runtime:
         for transfer in started:
             transfer.wait()
         for unit in units:
-            if (
-                unit.movable and unit.state is UnitState.READY
-            ):  # held by a context of the user's: it shows the new values
-                self.streams.gather(unit.start_gather).wait()
+            if unit.movable and unit.state is UnitState.READY:  # a context of the user's has it: show the new values
+                self._stream.run(unit.start_gather).wait()
                 unit.new_version(shown=True)
 
     def _publish_one(self, unit: Unit, written: Sequence[tuple[int, int]]) -> Transfer:
         """Copy master into this rank's range, then gather over every axis where OPTIM is sharded and PARAM is not."""
         assert unit.master is not None and unit.plan.optim is not None
         start, stop = unit.range_of(StateKind.OPTIM)
-        base, end = unit.range_of(StateKind.PARAM)
+        base, _ = unit.range_of(StateKind.PARAM)
         axes = list(zip(unit.plan.param.spread, unit.plan.optim.spread, unit.mesh.groups, strict=True))
-        wider = [
-            group for p, o, group in reversed(axes) if p is Spread.REPLICATED and o is Spread.SHARDED and group.size > 1
-        ]
+        replicated = [group for p, o, group in reversed(axes) if p is Spread.REPLICATED and o is Spread.SHARDED]
+        wider = [group for group in replicated if group.size > 1]
         away = unit.on_drive(StateKind.PARAM)
         if away and not wider:
             return ARRIVED if unit.tiled else unit.publish_part(start, unit.master)
         transfer = ARRIVED
         with unit.values(StateKind.PARAM, write=True) as resting:
-            own = resting[start - base : stop - base]
-            if not unit.tiled and own.data_ptr() != unit.master.data_ptr():
-                unit.publish_rest(own, written)
+            piece = resting[start - base : stop - base]
+            if not unit.tiled and piece.data_ptr() != unit.master.data_ptr():
+                unit.publish_rest(piece, written)
             for group in wider:
                 transfer.wait()
-                wide_start = (start - base) // (own.numel() * group.size) * (own.numel() * group.size)
-                whole = resting[wide_start : wide_start + own.numel() * group.size]
-                transfer = _gather_on(unit.device, whole, own, group)
-                own = whole
+                numel = piece.numel() * group.size
+                wide_start = (start - base) // numel * numel
+                whole = resting[wide_start : wide_start + numel]
+                transfer = _gather_on(unit.device, whole, piece, group)
+                piece = whole
             if away:
                 transfer.wait()
         return transfer
@@ -480,7 +435,7 @@ class Runtime:
             self.gradients.clear()
         for unit in self.units:
             unit.abandon()
-            if unit.state is not UnitState.ABSENT and unit.movable and unit.pins == 0:
+            if unit.movable and unit.idle and unit.state is not UnitState.ABSENT:
                 self._discard(unit)
 
     def _where(self) -> str:
@@ -492,13 +447,13 @@ class Runtime:
         return self.depth > 0 or self.in_backward or any(u.grad_state is GradState.LOCAL for u in self.units)
 
 
-def _gather_on(device: torch.device, whole: torch.Tensor, own: torch.Tensor, group: collectives.AxisGroup) -> Transfer:
-    """All-gather ``own`` into ``whole``; what rests in host memory travels through ``device``, which the group's
-    backend knows.
-    """
+def _gather_on(
+    device: torch.device, whole: torch.Tensor, piece: torch.Tensor, group: collectives.AxisGroup
+) -> Transfer:
+    """All-gather ``piece`` into ``whole``; host memory travels through ``device``, which the group's backend knows."""
     if whole.device == device:
-        return collectives.all_gather(whole, own, group)
-    there = torch.empty_like(whole, device=device)
-    collectives.all_gather(there, own.to(device), group).wait()
-    whole.copy_(there)
+        return collectives.all_gather(whole, piece, group)
+    gathered = torch.empty_like(whole, device=device)
+    collectives.all_gather(gathered, piece.to(device), group).wait()
+    whole.copy_(gathered)
     return ARRIVED

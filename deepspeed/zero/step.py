@@ -1,7 +1,7 @@
 """The update: norm, overflow, clip, step, publish.
 
 The global norm is the L2 norm over each rank's owned ranges, each weighted by one over its replication on the axes that
-are summed; one all-reduce carries the norm and the overflow flag (DESIGN section 4).
+are summed; one all-reduce carries the norm and the overflow flag.
 """
 
 import contextlib
@@ -24,9 +24,7 @@ from deepspeed.zero.unit import Unit
 
 @dataclass(frozen=True)
 class StepRules:
-    """``clip``: maximum global norm, 0 for none. ``need_norm`` False skips the norm (then overflow is not looked
-    for).
-    """
+    """``clip``: maximum global norm, 0 for none. ``need_norm`` False skips the norm and the look for overflow."""
 
     clip: float
     need_norm: bool
@@ -35,9 +33,7 @@ class StepRules:
 
 @dataclass(frozen=True)
 class StepResult:
-    """``norm``: unscaled, before clipping, inf on overflow, None when not computed. ``overflow``: the update was
-    skipped.
-    """
+    """``norm``: unscaled, before clipping, inf on overflow, None if not computed. ``overflow``: nothing was updated."""
 
     norm: float | None
     overflow: bool
@@ -82,8 +78,7 @@ def take_step(
 def _update_or_publish(
     runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], units: list[Unit], factor: float
 ) -> list[OptimView]:
-    """The update. Where it fails each rank may have written its part of PARAM, which others hold too: they get what
-    there is.
+    """The update. Where it fails each rank may have written its part of PARAM, which others hold too: publish that.
 
     Collective when it fails, as the other ranks publish in any case.
     """
@@ -98,9 +93,7 @@ def _update_or_publish(
 def _update_together(
     runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles, factor: float
 ) -> list[OptimView]:
-    """The update, and an error on every rank when one rank's drive fails in it: the others would wait for it for ever.
-    Collective.
-    """
+    """The update, and an error on every rank when one rank's drive fails, as the others would wait. Collective."""
     failure: Exception | None = None
     written: list[OptimView] = []
     try:
@@ -119,23 +112,22 @@ def _update_together(
 def _update(
     optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles | None, factor: float
 ) -> list[OptimView]:
-    """The optimizer's own rule over everything: once over what is in memory, then tile by tile over what rests on a
-    drive.
+    """The optimizer's rule over everything: once over what is in memory, then tile by tile over what is on a drive.
 
     Returns the views in memory whose PARAM at rest the optimizer has written in the same pass.
     """
     turns = Turns(optimizer) if tiles is not None else None
-    here = [v for v in views if tiles is None or v not in tiles]
-    for view in here:
+    resident = [v for v in views if tiles is None or v not in tiles]
+    for view in resident:
         view.param.grad = view.gradient(factor)
-    still = [pair for view in here for pair in view.frozen_parts(view.param.detach())]
-    step = optimizer.step if turns is None else functools.partial(turns.take, here)
+    still = [pair for view in resident for pair in view.frozen_parts(view.param.detach())]
+    step = optimizer.step if turns is None else functools.partial(turns.take, resident)
     try:
-        written = run_step(optimizer, here, step) if here or turns is None else []
+        written = run_step(optimizer, resident, step) if resident or turns is None else []
     finally:
         for master, values in still:
             master.copy_(values)
-        for view in here:
+        for view in resident:
             view.param.grad = None
     if tiles is not None and turns is not None:
         tiles.step(factor, turns)
@@ -154,15 +146,9 @@ def global_norm(runtime: Runtime, units: list[Unit]) -> float:
 
 
 def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
-    """Log the first parameter with a non-finite gradient, the ranks whose own backward produced it, and the step.
-    Collective.
-    """
-    first = len(runtime.units), 0, "", ""
-    for unit in units:
-        found = _first_bad_segment(unit)
-        if found is not None:
-            first = unit.index, found.offset, found.name, unit.name
-            break
+    """Log the first parameter with a non-finite gradient and the ranks whose backward produced it. Collective."""
+    bad_segments = ((unit, bad) for unit in units if (bad := _first_bad_segment(unit)) is not None)
+    first = next(((u.index, s.offset, s.name, u.name) for u, s in bad_segments), (len(runtime.units), 0, "", ""))
     everyone = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.job)
     _, _, name, where = min(seen for seen, _ in everyone)
     culprits = [rank for rank, (_, bad) in zip(runtime.mesh.job.ranks, everyone, strict=True) if where in bad]
@@ -179,9 +165,5 @@ def _first_bad_segment(unit: Unit) -> Segment | None:
     with unit.values(StateKind.GRAD) as grad:
         if torch.isfinite(grad).all().item():
             return None
-        start, stop = unit.range_of(StateKind.GRAD)
-        for segment in unit.layout.segments:
-            lo, hi = unit.layout.overlap(segment, start, stop)
-            if lo < hi and not torch.isfinite(grad[lo - start : hi - start]).all().item():
-                return segment
-    return None
+        parts = ((s, unit.part(StateKind.GRAD, s, grad)) for s in unit.layout.segments)
+        return next((segment for segment, part in parts if not torch.isfinite(part).all().item()), None)

@@ -15,21 +15,19 @@ from deepspeed.tier.store import Memory, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.facts import GradState, UnitFacts, UnitState, View, check_move, owned_range, square_sum
 from deepspeed.zero.layout import FlatLayout, Segment
+from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, follow, hide, local_of, point, shrinkable, storage_uses, unmark_zero_parameter
-from deepspeed.zero.plan import Spread, StateKind, Tier, UnitPlan
-from deepspeed.zero.tiers import Tiers
+from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 
 
 class Keeper(Protocol):
-    """Who gathers and releases a unit, and serves reads of its released parameters: a runtime, or ``zero.Init``."""
+    """Who gathers units, and serves reads of their released parameters: a runtime, or ``zero.Init``."""
 
-    def may_fetch_on_demand(self, unit: "Unit") -> bool: ...
+    def may_fetch_on_demand(self) -> bool: ...
 
     def fetch_on_demand(self, unit: "Unit") -> bool: ...
 
-    def pin(self, unit: "Unit") -> None: ...
-
-    def unpin(self, unit: "Unit") -> None: ...
+    def need(self, units: "Iterable[Unit]") -> None: ...
 
     def meet(self) -> int: ...
 
@@ -49,7 +47,7 @@ class Unit:
     def __init__(
         self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, facts: UnitFacts
     ) -> None:
-        self.index = index
+        self.index = index  # also the position in the one order in which every rank handles several units
         self.name = name
         self.params = params
         self.layout = layout
@@ -86,12 +84,11 @@ class Unit:
         self._transfer: Transfer | None = None
         self._views: list[torch.Tensor] = []
         self._void: torch.Tensor | None = None
-        self._own_uses = 0
+        self._unused = self._bare = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
-        """Take over ``values`` (flat, full, any floating dtype, on the device): build the buffers and re-point the
-        parameters.
+        """Take over ``values`` (flat, full, any floating dtype, on the device): build buffers and re-point parameters.
 
         ``keep_master``: an fp32 copy of the owned OPTIM range is made from the unrounded values (aliased if possible).
         ``tiers`` has the places for states that do not rest on the device.
@@ -102,42 +99,36 @@ class Unit:
         for p, view in zip(self.params, self._views, strict=True):
             expose(p, view)
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
-        self.rest[StateKind.PARAM] = Memory(self.full[start:stop])
+        shard = self.full[start:stop]
+        self.rest[StateKind.PARAM] = Memory(shard)
         if self.movable:
-            place = self._place(StateKind.PARAM, self.plan.param.tier, stop - start, dtype)
-            if place is not None:
-                place.put(self.shard).wait()
-            self.rest[StateKind.PARAM] = place or Memory(self.shard.clone())
+            self.rest[StateKind.PARAM] = _settled(self._place(StateKind.PARAM, dtype), shard, dtype)
         if keep_master and self.plan.optim is not None:
             self._rest_master(values, torch.promote_types(dtype, torch.float32))
         if self.movable:
-            self.state = UnitState.READY
             # What the unit itself holds of the storage: the buffer, its views and the parameters over it.
-            self._own_uses = storage_uses(self.full)
+            self._unused = storage_uses(self.full)
             self.release()
 
     def _spread(self, full: torch.Tensor) -> None:
         self.full, self._views = full, [self.view(full, s) for s in self.layout.segments]
-        self._bare_uses = storage_uses(full)
+        self._bare = storage_uses(full)
 
-    def _place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
-        return self.tiers.place(kind, tier, numel, dtype) if self.tiers is not None else None
+    def _place(self, kind: StateKind, dtype: torch.dtype) -> TierStore | None:
+        """A place for that state besides the device; None for the device itself."""
+        start, stop = self.range_of(kind)
+        return self.tiers.place(kind, self.plan.of(kind).tier, stop - start, dtype) if self.tiers is not None else None
 
     def _rest_master(self, values: torch.Tensor, wide: torch.dtype) -> None:
-        """Give OPTIM's fp32 weights their rest place."""
-        assert self.plan.optim is not None
+        """Give OPTIM's fp32 weights their rest place: the memory of PARAM where that serves for both."""
         start, stop = self.range_of(StateKind.OPTIM)
-        place = self._place(StateKind.OPTIM, self.plan.optim.tier, stop - start, wide)
-        shard = self.rest[StateKind.PARAM]
-        self.master_is_param = (
-            place is None and not shard.on_drive and (shard.tensor.dtype, shard.tensor.device) == (wide, self.device)
-        )
+        place, shard = self._place(StateKind.OPTIM, wide), self.rest[StateKind.PARAM]
+        same = not shard.on_drive and (shard.tensor.dtype, shard.tensor.device) == (wide, self.device)
+        self.master_is_param = place is None and same
         if self.master_is_param:
             self._alias_master()
-            return
-        if place is not None:
-            place.put(values[start:stop]).wait()
-        self.rest[StateKind.OPTIM] = place or Memory(values[start:stop].to(wide, copy=True))
+        else:
+            self.rest[StateKind.OPTIM] = _settled(place, values[start:stop], wide)
 
     def _alias_master(self) -> None:
         base, start, stop = self.range_of(StateKind.PARAM)[0], *self.range_of(StateKind.OPTIM)
@@ -146,9 +137,8 @@ class Unit:
     def open_grad(self, dtype: torch.dtype) -> TierStore:
         """The place of the rest gradient, made where there is none."""
         if StateKind.GRAD not in self.rest:
-            assert self.plan.grad is not None
             start, stop = self.range_of(StateKind.GRAD)
-            place = self._place(StateKind.GRAD, self.plan.grad.tier, stop - start, dtype)
+            place = self._place(StateKind.GRAD, dtype)
             self.rest[StateKind.GRAD] = place or Memory(collectives.fresh(stop - start, dtype, self.device))
         return self.rest[StateKind.GRAD]
 
@@ -192,12 +182,6 @@ class Unit:
         """Whether anything of the unit rests on a drive."""
         return any(store.on_drive for store in self.rest.values())
 
-    @property
-    def optim_device(self) -> torch.device:
-        """Where the update of this unit is computed."""
-        away = self.plan.optim is not None and self.plan.optim.away
-        return torch.device("cpu") if away else self.device
-
     def values(self, kind: StateKind, *, write: bool = False) -> contextlib.AbstractContextManager[torch.Tensor]:
         """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
         assert kind in self.rest, f"unit {self.name} holds no {kind.value}"
@@ -207,9 +191,8 @@ class Unit:
     def title(self) -> str:
         """The name for people: every module with parameters in the unit, when it packs several outside a block."""
         homes = list(dict.fromkeys(s.name.rpartition(".")[0] or "root" for s in self.layout.segments))
-        return (
-            self.name if all(h == self.name or h.startswith(f"{self.name}.") for h in homes) else ", ".join(homes[:8])
-        )
+        inside = all(h == self.name or h.startswith(f"{self.name}.") for h in homes)
+        return self.name if inside else ", ".join(homes[:8])
 
     @property
     def whole(self) -> bool:
@@ -230,21 +213,21 @@ class Unit:
 
     def range_of(self, kind: StateKind) -> tuple[int, int]:
         """This rank's flat [start, stop) of a state at rest."""
-        plan = {StateKind.PARAM: self.plan.param, StateKind.GRAD: self.plan.grad, StateKind.OPTIM: self.plan.optim}[
-            kind
-        ]
-        assert plan is not None, f"unit {self.name} has no {kind.value}"
-        return owned_range(self.layout.numel, plan.spread, self.mesh)
+        return owned_range(self.layout.numel, self.plan.of(kind).spread, self.mesh)
 
     @staticmethod
     def view(flat: torch.Tensor, segment: Segment, *, base: int = 0) -> torch.Tensor:
         """The segment's place in ``flat`` (which begins at flat index ``base``), in logical shape."""
         return flat[segment.offset - base : segment.stop - base].view(segment.shape)
 
+    def part(self, kind: StateKind, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
+        """Of ``flat``, this rank's range of a state, what belongs to ``segment`` (possibly nothing)."""
+        start, stop = self.range_of(kind)
+        lo, hi = self.layout.overlap(segment, start, stop)
+        return flat[lo - start : hi - start] if lo < hi else flat[:0]
+
     def check_views(self, *, sample: bool = False) -> None:
-        """Refuse to run on parameters (``sample``: the last one) that were moved off the flat buffer
-        (``module.half()``, ``.to(...)``).
-        """
+        """Refuse parameters (``sample``: the last one) that were moved off the flat buffer (``module.half()``, ...)."""
         if self.state is not UnitState.READY or not self.params:
             return
         base, width = self.full.data_ptr(), self.full.element_size()
@@ -252,11 +235,10 @@ class Unit:
         for segment, param in zip(self.layout.segments[first:], self.params[first:], strict=True):
             if segment.numel and local_of(param).data_ptr() != base + segment.offset * width:
                 raise UsageError(
-                    f"parameter {segment.name!r} was given other data, moved or cast after "
-                    f"deepspeed.initialize (now {param.dtype} on "
-                    f"{param.device}); the engine's optimizer would no longer update it. Choose dtype and "
-                    "device before, or through the "
-                    "configuration, and write values in place (param.data.copy_(...))"
+                    f"parameter {segment.name!r} was given other data, moved or cast after deepspeed.initialize (now "
+                    f"{param.dtype} on {param.device}); the engine's optimizer would no longer update it. Choose dtype "
+                    "and device before, or through the configuration, and write values in place "
+                    "(param.data.copy_(...))"
                 )
 
     # -- gradients ------------------------------------------------------------------------------------------------
@@ -271,9 +253,7 @@ class Unit:
             self.grad_square = self._weighted_square(grad)
 
     def gradient_square(self) -> torch.Tensor:
-        """This rank's part of the squared norm of the unit's mean gradient; an element that several ranks hold counts
-        once in all.
-        """
+        """This rank's part of the squared norm of the mean gradient; what several ranks hold counts once in all."""
         assert self.plan.grad is not None and self.grad is not None
         copies = 1
         for way, axis in zip(self.plan.grad.spread, self.mesh.axes, strict=True):
@@ -282,11 +262,10 @@ class Unit:
         return (self._weighted_square(self.grad) if kept is None else kept) * self.facts.after**2 / copies
 
     def _weighted_square(self, grad: torch.Tensor) -> torch.Tensor:
-        square, (start, stop) = square_sum(grad), self.range_of(StateKind.GRAD)
+        square = square_sum(grad)
         for segment in self.layout.segments:
-            lo, hi = self.layout.overlap(segment, start, stop)
-            if segment.norm_weight != 1.0 and lo < hi:
-                square = square - square_sum(grad[lo - start : hi - start]) * (1.0 - segment.norm_weight)
+            if segment.norm_weight != 1.0 and (part := self.part(StateKind.GRAD, segment, grad)).numel():
+                square = square - square_sum(part) * (1.0 - segment.norm_weight)
         return square
 
     def open_partial(self, dtype: torch.dtype) -> torch.Tensor:
@@ -315,9 +294,7 @@ class Unit:
         return partial
 
     def restore_partial(self, partial: torch.Tensor, positions: set[int]) -> None:
-        """Make ``partial`` (flat, zero in the gaps) this rank's sum of the parameters at ``positions`` that no
-        reduction has taken yet.
-        """
+        """Make ``partial`` (flat, zero in the gaps) the sum of the parameters at ``positions`` that waits here."""
         self.partial, self.fired = partial, positions
         self.move_grad(GradState.LOCAL)
 
@@ -334,96 +311,78 @@ class Unit:
         self.grad_filled = False
         self.move_grad(GradState.EMPTY)
 
-    # -- state machines ------------------------------------------------------------------------------------------------
-    def move(self, state: UnitState) -> None:
-        check_move(self.name, self.state, state)
-        self.state = state
-
     def move_grad(self, state: GradState) -> None:
         check_move(self.name, self.grad_state, state)
         self.grad_state = state
 
     # -- gather and release ---------------------------------------------------------------------------------------
-    def allocate(self) -> None:
-        """ABSENT -> FETCHING: give the full buffer its bytes back. Where there are none to be had the unit stays
-        ABSENT.
+    def _move(self, state: UnitState) -> None:
+        check_move(self.name, self.state, state)
+        self.state = state
+
+    def fetch(self, start: Callable[[Callable[[], Transfer]], Transfer]) -> None:
+        """ABSENT -> FETCHING: give the full buffer its bytes back and gather, with ``start(self.start_gather)``.
+
+        After an error, and where there are no bytes to be had, the unit is ABSENT.
         """
         if self.full.numel() != self.layout.numel:
             self._spread(self.full.new_empty(self.layout.numel))
         storage = self.full.untyped_storage()
         storage.resize_(self.layout.numel * self.full.element_size())
-        self.move(UnitState.FETCHING)
+        self._move(UnitState.FETCHING)
         if self.full.device.type == "cpu":
             hostmem.prefer_huge_pages(storage.data_ptr(), storage.nbytes())
         self.fetched_version = self.version
-
-    def fetch(self, start: Callable[[Callable[[], Transfer]], Transfer]) -> None:
-        """ABSENT -> FETCHING: begin to gather, with ``start(self.start_gather)``. After an error the unit is ABSENT
-        again.
-        """
-        self.allocate()
         try:
             self._transfer = start(self.start_gather)
         except BaseException:
-            self.ready()
+            self.arrive()
             self.release()  # nothing has arrived
             raise
 
     def arrive(self) -> None:
-        """FETCHING -> READY, when everything is here."""
-        if self.state is UnitState.FETCHING:
-            if self._transfer is not None:
-                self._transfer.wait()
-            self._transfer = None
-            self.ready()
-
-    def ready(self) -> None:
-        """FETCHING -> READY: the bytes are there; parameters show their own class again."""
-        self.move(UnitState.READY)
+        """FETCHING -> READY, when everything is here; parameters show their own class again."""
+        if self.state is not UnitState.FETCHING:
+            return
+        if self._transfer is not None:
+            self._transfer.wait()
+        self._transfer = None
+        self._move(UnitState.READY)
         for p, view in zip(self.params, self._views, strict=True):
             expose(p, view)
 
     def release(self) -> None:
-        """READY -> ABSENT: the storage keeps no bytes, or stays with whoever it was lent to and another is made for the
-        next fetch.
-        """
+        """READY -> ABSENT: the storage keeps no bytes, or is left to whom it was lent and the next fetch makes one."""
         if not self.movable:
             return
-        self.move(UnitState.ABSENT)
+        self._move(UnitState.ABSENT)
         if self._void is None:
             known = self.full.is_floating_point() or self.full.is_complex()
             self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
         for p in self.params:
             hide(p, self._void)
-        if (self._lent and storage_uses(self.full) > self._bare_uses) or not shrinkable(self.full):
+        if (self._lent and storage_uses(self.full) > self._bare) or not shrinkable(self.full):
             self.full, self._views = self.full.new_empty(0), []
         self.full.untyped_storage().resize_(0)
         self._lent = False
 
     def read_by_others(self) -> bool:
-        """True while views of the full buffer other than the unit's own are alive (while READY): in a backward, ops
-        that will read.
-        """
-        return storage_uses(self.full) > self._own_uses
+        """True while others than the unit hold views of the full buffer (while READY): in a backward, ops that read."""
+        return storage_uses(self.full) > self._unused
 
     def start_gather(self) -> Transfer:
         """Fill the full buffer: from the tier where the shard rests, then over the axis that PARAM is cut on."""
-        cut = [
-            g
-            for way, g in zip(self.plan.param.spread, self.mesh.groups, strict=True)
-            if way is Spread.SHARDED and g.size > 1
-        ]
+        axes = zip(self.plan.param.spread, self.mesh.groups, strict=True)
+        cut = [group for way, group in axes if way is Spread.SHARDED and group.size > 1]
         start, stop = self.range_of(StateKind.PARAM)
-        own, rest = self.full[start:stop], self.rest[StateKind.PARAM]
-        if cut and not rest.on_drive and rest.tensor.device == own.device:
+        piece, rest = self.full[start:stop], self.rest[StateKind.PARAM]
+        if cut and not rest.on_drive and rest.tensor.device == piece.device:
             return collectives.all_gather(self.full, rest.tensor, cut[0])
-        rest.get(own).wait()
-        return collectives.all_gather(self.full, own, cut[0]) if cut else ARRIVED
+        rest.get(piece).wait()
+        return collectives.all_gather(self.full, piece, cut[0]) if cut else ARRIVED
 
     def read_ahead(self) -> bool:
-        """Start reading the shard from its drive for a later fetch; False when it is not there, or no staging buffer is
-        free.
-        """
+        """Start reading the shard from its drive for a later fetch; False if it is not there, or no buffer free."""
         return self.state is UnitState.ABSENT and self.rest[StateKind.PARAM].read_ahead()
 
     def forget_ahead(self) -> None:
@@ -431,9 +390,7 @@ class Unit:
         self.rest[StateKind.PARAM].forget_ahead()
 
     def fetch_whole(self) -> None:
-        """Gather at once, without schedule or agreement: for construction and teardown, where every rank does the
-        same.
-        """
+        """Gather at once, without schedule or agreement: for construction and teardown, the same on every rank."""
         if self.state is UnitState.ABSENT:
             self.fetch(lambda gather: gather())
             self.arrive()
@@ -448,13 +405,27 @@ class Unit:
         self.users -= 1
         self.kept = self.kept or keep
 
-    def add_pin(self) -> None:
-        """Hold the values, whoever uses them."""
+    def pin(self, *, lend: bool = False) -> None:
+        """Hold the full values until ``unpin``. ``lend``: who reads them outside a forward may keep what is read."""
+        if (keeper := self.keeper) is not None:
+            keeper.need([self])
+        else:
+            self.fetch_whole()
         self.pins += 1
+        self._lent = self._lent or (lend and not self.may_fetch_on_demand())
 
-    def drop_pin(self) -> None:
-        """The counterpart of ``add_pin``; who calls it releases."""
+    def unpin(self) -> None:
+        """The counterpart of ``pin``."""
         self.pins -= 1
+        if self.idle and self.state is UnitState.READY:
+            self.release()
+
+    def hold_for_backward(self) -> None:
+        """Have the full values here until the running backward is over. Collective where they are not."""
+        if not self.whole:
+            self.pin()
+            self.pins -= 1
+            self.kept = True
 
     def await_inputs(self, count: int) -> None:
         """So many gradients of a block's inputs will tell that its backward is through."""
@@ -493,9 +464,7 @@ class Unit:
     # -- resting copies -------------------------------------------------------------------------------------------
     def local_part(self, position: int) -> torch.Tensor:
         """This rank's resting part of one parameter, flat (possibly empty); not-a-number while it rests on a drive."""
-        start, stop = self.range_of(StateKind.PARAM)
-        lo, hi = self.layout.overlap(self.layout.segments[position], start, stop)
-        return self.shard[lo - start : max(lo, hi) - start] if lo < hi else self.shard[:0]
+        return self.part(StateKind.PARAM, self.layout.segments[position], self.shard)
 
     def absorb(self, position: int) -> None:
         """Make the resting copies (shard, master) of one parameter follow its full values, which are here."""
@@ -505,11 +474,10 @@ class Unit:
         if self.master is not None and not self.master_is_param:
             kinds.append(StateKind.OPTIM)
         for kind in kinds:
-            start, stop = self.range_of(kind)
-            lo, hi = self.layout.overlap(segment, start, stop)
+            lo, hi = self.layout.overlap(segment, *self.range_of(kind))
             if lo < hi:
                 with self.values(kind, write=True) as resting:
-                    resting[lo - start : hi - start].copy_(values[lo - segment.offset : hi - segment.offset])
+                    self.part(kind, segment, resting).copy_(values[lo - segment.offset : hi - segment.offset])
         self.new_version(shown=True)
 
     def new_version(self, *, shown: bool = False) -> None:
@@ -518,28 +486,35 @@ class Unit:
         self.fetched_version = self.version if shown else self.fetched_version
 
     def publish_part(self, start: int, values: torch.Tensor) -> Transfer:
-        """Make PARAM at rest hold ``values`` (any floating dtype; untouched until it has), which begin at flat index
-        ``start``.
-        """
+        """Put ``values`` (any floating dtype; untouched until the end) into PARAM at rest from flat index ``start``."""
         return self.rest[StateKind.PARAM].put(values, start=start - self.range_of(StateKind.PARAM)[0], lent=True)
 
-    def publish_rest(self, own: torch.Tensor, written: Iterable[tuple[int, int]]) -> None:
-        """Round the master into ``own``, PARAM over the range of OPTIM, but for the flat ranges that the update has
-        ``written`` there.
-        """
+    def publish_rest(self, piece: torch.Tensor, written: Iterable[tuple[int, int]]) -> None:
+        """Round the master into ``piece``, PARAM over the range of OPTIM, but for the ``written`` flat ranges."""
         assert self.master is not None
         base, stop = self.range_of(StateKind.OPTIM)
         done = base
         for lo, hi in [*sorted(written), (stop, stop)]:
             if done < lo:
-                round_into(own[done - base : lo - base], self.master[done - base : lo - base])
+                round_into(piece[done - base : lo - base], self.master[done - base : lo - base])
             done = hi
 
-    def relocate(self, kind: StateKind, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the memory of a state at rest by a copy of it elsewhere; what looks at it follows."""
-        store = self.rest[kind]
-        assert isinstance(store, Memory), f"the {kind.value} of unit {self.name} is on a drive"
-        self.rest[kind] = Memory(copy(store.tensor))
+    def leave_device(self, kind: StateKind, home: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None] | None:
+        """Let a state that rests on an accelerator rest in ``home`` of its memory; the way back, None if none moved."""
+        store = self.rest.get(kind)
+        if store is None or store.on_drive or (device := store.tensor.device).type == "cpu":
+            return None
+        if kind is StateKind.GRAD and not self.grad_filled:
+            self.drop_rest(kind)  # only memory; the next reduction makes it again
+            return None
+        self._replace(kind, home)
+        return lambda: self._replace(kind, lambda tensor: tensor.to(device))
+
+    def _replace(self, kind: StateKind, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let a state, if it is still there, rest in ``copy`` of its memory; what looks at it follows."""
+        if kind not in self.rest:
+            return
+        self.rest[kind] = Memory(copy(self.rest[kind].tensor))
         if kind is StateKind.PARAM:
             for position, param in enumerate(self.params):
                 follow(param, self.local_part(position))
@@ -586,53 +561,28 @@ class Unit:
 
     # -- the keeper -----------------------------------------------------------------------------------------------
     def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:
-        """``keeper()`` gathers and releases the unit from now on; a weak reference to a runtime, which a unit never
-        keeps alive.
-        """
+        """``keeper()`` gathers the unit from now on; a weak reference to a runtime, which a unit never keeps alive."""
         self._keeper = keeper
 
     @property
     def keeper(self) -> Keeper | None:
-        """Who gathers and releases the unit; None when nobody does any more."""
+        """Who gathers the unit; None when nobody does any more."""
         return self._keeper()
 
-    @property
-    def order(self) -> int:
-        """Position in the one order in which every rank handles several units."""
-        return self.index
-
-    def pin(self, *, lend: bool = False) -> None:
-        """Hold the full values until ``unpin``. ``lend``: who reads them outside a forward may keep what is read."""
-        if (keeper := self.keeper) is not None:
-            keeper.pin(self)
-        else:
-            self.fetch_whole()
-            self.pins += 1
-        self._lent = self._lent or (lend and not self.may_fetch_on_demand())
-
-    def hold_for_backward(self) -> None:
-        """Have the full values here until the running backward is over. Collective where they are not."""
-        if not self.whole:
-            self.pin()
-            self.pins -= 1
-            self.kept = True
-
-    def unpin(self) -> None:
-        if (keeper := self.keeper) is not None:
-            keeper.unpin(self)
-        else:
-            self.pins -= 1
-            if self.pins == 0 and self.state is UnitState.READY:
-                self.release()
-
     def may_fetch_on_demand(self) -> bool:
-        keeper = self.keeper
-        return keeper is not None and keeper.may_fetch_on_demand(self)
+        return (keeper := self.keeper) is not None and keeper.may_fetch_on_demand()
 
     def fetch_on_demand(self) -> bool:
-        keeper = self.keeper
-        return keeper is not None and keeper.fetch_on_demand(self)
+        return (keeper := self.keeper) is not None and keeper.fetch_on_demand(self)
 
 
 def _nobody() -> None:
     return None
+
+
+def _settled(place: TierStore | None, values: torch.Tensor, dtype: torch.dtype) -> TierStore:
+    """``place`` with ``values`` in it; None: a copy of them where they are."""
+    if place is None:
+        return Memory(values.to(dtype, copy=True))
+    place.put(values).wait()
+    return place

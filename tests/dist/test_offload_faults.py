@@ -23,7 +23,8 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.tier import aio, drive
 from deepspeed.tier.aio import TransferError
 from deepspeed.verify.models import Case
-from deepspeed.zero import build as zero_build, tiers
+from deepspeed.zero import build as zero_build
+from deepspeed.zero.memory import tiers
 from tests.dist.test_offload_parity import (
     CASES,
     STEPS,

@@ -2,12 +2,11 @@
 
 import torch
 
-from deepspeed.comm.collectives import Collective
+from deepspeed.comm.collectives import Collective, SideTransfer
 from deepspeed.tier.aio import FileTransfer
 from deepspeed.tier.store import Memory, TierStore
 from deepspeed.tier.stored import Stored
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
-from deepspeed.zero.streams import SideTransfer
 
 
 class Slow(Transfer):

@@ -3,6 +3,11 @@ here.
 """
 
 from deepspeed.device import get_accelerator
+from deepspeed.zero.client.gathered import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from deepspeed.zero.client.init import (
     Init,
     _orig_torch_arange,
@@ -10,10 +15,4 @@ from deepspeed.zero.client.init import (
     shutdown_init_context,
     zero_wrapper_for_fp_tensor_constructor,
 )
-from deepspeed.zero.client.safe_state import (
-    GatheredParameters,
-    ZeroParamStatus,
-    ZeroParamType,
-    register_external_parameter,
-    unregister_external_parameter,
-)
+from deepspeed.zero.param import ZeroParamStatus, ZeroParamType

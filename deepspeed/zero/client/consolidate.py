@@ -1,7 +1,6 @@
 """Whole 16-bit weights out of a sharded model, unit by unit, on the first rank."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +15,11 @@ def consolidated_state_dict(module: nn.Module, *, keep: bool, exclude_frozen: bo
     Every rank takes part; only ranks with ``keep`` get the dict, the others None. One unit is gathered at a time.
     """
     tensors, aliases = state_names(module, exclude_frozen=exclude_frozen)
-    found: dict[str, torch.Tensor] = {}
+    kept: dict[str, torch.Tensor] = {}
     for name, values in whole_weights(module, tensors):
         if keep:
-            found[name] = values.detach().to("cpu", copy=True)
-    return {**{n: found[n] for n in tensors}, **{n: found[real] for n, real in aliases.items()}} if keep else None
+            kept[name] = values.detach().to("cpu", copy=True)
+    return {**{n: kept[n] for n in tensors}, **{n: kept[real] for n, real in aliases.items()}} if keep else None
 
 
 def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -40,18 +39,16 @@ def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, t
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that belong to a module's state, by their names there."""
-    found = {}
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, child in module.named_modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set
+    }
 
 
 def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each of ``tensors`` (of ``state_names``) with its whole values, one unit after the other; valid until the next
-    one. Collective.
-    """
+    """Each of ``tensors`` (of ``state_names``) with its whole values, valid until the next unit's. Collective."""
     names = {id(t): n for n, t in tensors.items()}
     for unit in _units(module):
         unit.pin()
@@ -66,9 +63,5 @@ def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterat
 
 
 def _units(module: nn.Module) -> list[Unit]:
-    units: dict[int, Any] = {}
-    for param in module.parameters():
-        unit = getattr(param, "_ds_unit", None)
-        if unit is not None:
-            units[id(unit)] = unit
-    return sorted(units.values(), key=lambda u: u.order)
+    units = {id(unit): unit for p in module.parameters() if (unit := getattr(p, "_ds_unit", None)) is not None}
+    return sorted(units.values(), key=lambda unit: unit.index)

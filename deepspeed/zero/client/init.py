@@ -8,6 +8,7 @@ afterwards; values come from rank 0.
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -31,10 +32,10 @@ from deepspeed.zero.build import memory_of_ranks
 from deepspeed.zero.facts import UnitFacts, UnitState, castable
 from deepspeed.zero.layout import element_layout
 from deepspeed.zero.memory.fit import limits_present
+from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import mark_zero_parameter
 from deepspeed.zero.partition import statistics_dtypes
 from deepspeed.zero.plan import OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
-from deepspeed.zero.tiers import Tiers
 from deepspeed.zero.unit import Unit
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,8 +83,7 @@ class Init:
     Collective: every rank constructs the same model.
     """
 
-    # How much of what constructors touched again may stay gathered: this many parameters, and more up to this many
-    # elements.
+    # How much of what constructors touched again may stay gathered: so many parameters, more up to so many elements.
     kept_units = 4
     kept_numel = 1 << 24
     # The context in force. Construction hooks are global by nature, so there can be one only.
@@ -114,11 +114,9 @@ class Init:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise NotYetError("quantized weights in zero.Init are not in this release")
         init_distributed(verbose=False)
-        group = (
-            sequence_data_parallel_group
-            or data_parallel_group
-            or (mpu.get_data_parallel_group() if mpu is not None else None)
-        )
+        group = sequence_data_parallel_group or data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
         self._mesh = plain_mesh(get_accelerator().communication_backend_name(), group=group)
         source = config_dict_or_path if config_dict_or_path is not None else config
         cfg = load_config(source, world_size=self._mesh.data.size, lenient=True) if source else None
@@ -127,14 +125,12 @@ class Init:
         self.dtype = dtype
         self.device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
-        if (
-            self._tier is Tier.NVME
-            and not offload.host_limit
-            and (present := limits_present(memory_of_ranks(self._mesh))).host
-        ):
+        if self._tier is Tier.NVME and not offload.host_limit:
+            present = limits_present(memory_of_ranks(self._mesh))
             # No more than half of what there is waits in memory: initialize needs some too.
             room = (present.host - present.host_used) // 2 // dtype.itemsize
-            offload = replace(offload, host_param_numel=min(offload.host_param_numel, room))
+            if present.host:
+                offload = replace(offload, host_param_numel=min(offload.host_param_numel, room))
         self._tiers = Tiers(offload, self.device)
         if self.device.type == "cpu":
             hostmem.return_large_blocks()
@@ -179,8 +175,7 @@ class Init:
         # Clients patch the wrapper on this module (and only there) before entering, so it is looked up there, now.
         public = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
         wrapper = getattr(public, "zero_wrapper_for_fp_tensor_constructor", zero_wrapper_for_fp_tensor_constructor)
-        # torch.device contexts list torch's constructors once, at their first use; that must not be a list of our
-        # wrappers.
+        # torch.device contexts list torch's constructors once, at their first use: not our wrappers, please.
         with torch.device("cpu"):
             torch.empty(0)
         for name in _CONSTRUCTORS:
@@ -259,13 +254,14 @@ class Init:
         mark_zero_parameter(param, unit, 0, name=name)
 
     # -- Fetcher: parameters touched again while the model is being built -----------------------------------------
-    def may_fetch_on_demand(self, unit: Unit) -> bool:
+    def may_fetch_on_demand(self) -> bool:
         return self._inside
 
     def fetch_on_demand(self, unit: Unit) -> bool:
         if not self._inside:
             return False
         unit.fetch_whole()
+        unit.add_user()  # until it is cut again
         self._dirty.append(unit)
         # One walk over the whole tree, as apply(init_weights) is, must not leave the whole model behind it. The latest
         # few stay: code may hold views of several parameters at once.
@@ -279,23 +275,19 @@ class Init:
             self._cut_again(unit)
 
     def _cut_again(self, unit: Unit) -> None:
-        if unit.params and unit.pins == 0 and unit.state is UnitState.READY:
+        unit.drop_user()
+        if unit.params and unit.idle and unit.state is UnitState.READY:
             with torch.no_grad():
                 collectives.broadcast(unit.full, self._mesh.zero)
                 unit.absorb(0)
             unit.release()
 
-    def pin(self, unit: Unit) -> None:
-        unit.fetch_whole()
-        unit.add_pin()
+    def need(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            unit.fetch_whole()
 
     def meet(self) -> int:
         return 0  # constructors gather in one order
-
-    def unpin(self, unit: Unit) -> None:
-        unit.drop_pin()
-        if unit.pins == 0 and unit.state is UnitState.READY and unit not in self._dirty:
-            unit.release()
 
 
 def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_size: int) -> tuple[Tier, OffloadPlan]:

@@ -9,76 +9,59 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from deepspeed.config.model.zero import OffloadStateTypeEnum
+from deepspeed.config.model.zero import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
-from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
-
-_GRADS = {OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer}
 
 
 class Relocation:
     """What is away from the device of one engine, and the way back."""
 
-    def __init__(self, units: list[Unit], views: list[OptimView], optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, units: list[Unit], optimizer: torch.optim.Optimizer | None) -> None:
         self._units = units
-        self._views = views
         self._optimizer = optimizer
-        self._homes: list[Callable[[], None]] = []
-        self.away: set[OffloadStateTypeEnum] = set()
+        self._ways_back: list[Callable[[], None]] = []
 
-    def leave(self, include: Iterable[OffloadStateTypeEnum] | OffloadStateTypeEnum | str | None, *, pin: bool) -> None:
+    def leave(self, include: Iterable[State] | State | str | None, *, pin: bool) -> None:
         """Move the named states (None: all) to host memory; parameters that are whole on every rank stay.
 
         Raises UsageError while the model is in use.
         """
         if any(not unit.idle for unit in self._units):
             raise UsageError(
-                "offload_states() was called inside a forward or backward, or inside GatheredParameters; call "
-                "it between steps"
+                "offload_states() was called inside a forward or backward, or inside GatheredParameters; call it "
+                "between steps"
             )
         # a single state may stand alone, by name or as the enum
-        named = [include] if isinstance(include, str) else list(OffloadStateTypeEnum if include is None else include)
-        wanted = {OffloadStateTypeEnum(state) for state in named}
-        self.away |= wanted
+        wanted = {State(s) for s in ([include] if isinstance(include, str) else State if include is None else include)}
+        home = functools.partial(_to_host, pin=pin)
         for unit in self._units:
-            also_master = unit.master_is_param and OffloadStateTypeEnum.hp_params in wanted
-            if unit.movable and (OffloadStateTypeEnum.lp_params in wanted or also_master):
-                self._move(unit, StateKind.PARAM, pin=pin)
-            if OffloadStateTypeEnum.hp_params in wanted and not unit.master_is_param:
-                self._move(unit, StateKind.OPTIM, pin=pin)
-            if wanted & _GRADS:
-                self._move(unit, StateKind.GRAD, pin=pin)
-        if OffloadStateTypeEnum.optim_states in wanted and self._optimizer is not None:
-            for view in self._views:
+            master, kinds = State.hp_params in wanted, []
+            if unit.movable and (State.lp_params in wanted or (unit.master_is_param and master)):
+                kinds.append(StateKind.PARAM)
+            if master and not unit.master_is_param:
+                kinds.append(StateKind.OPTIM)
+            if wanted & {State.lp_grads, State.contiguous_grad_buffer}:
+                kinds.append(StateKind.GRAD)
+            self._ways_back += [back for kind in kinds if (back := unit.leave_device(kind, home)) is not None]
+        if State.optim_states in wanted and self._optimizer is not None:
+            for view in (view for unit in self._units for view in unit.views):
                 for value in self._optimizer.state.get(view.param, {}).values():
                     if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device.type != "cpu":
-                        self._move_data(value, pin=pin)
+                        self._ways_back.append(functools.partial(_move, value, value.device))
+                        point(value, home(value.data))
 
     def come_back(self) -> None:
         """Move everything back."""
-        while self._homes:
-            self._homes.pop()()
-        self.away.clear()
+        while self._ways_back:
+            self._ways_back.pop()()
 
-    def _move_data(self, tensor: torch.Tensor, *, pin: bool) -> None:
-        device = tensor.device
-        point(tensor, _to_host(tensor.data, pin=pin))
-        self._homes.append(lambda: point(tensor, tensor.data.to(device)))
 
-    def _move(self, unit: Unit, kind: StateKind, *, pin: bool) -> None:
-        """Move what rests on a device."""
-        store = unit.rest.get(kind)
-        if store is None or store.on_drive or (device := store.tensor.device).type == "cpu":
-            return
-        if kind is StateKind.GRAD and not unit.grad_filled:
-            unit.drop_rest(kind)  # only memory; the next reduction makes it again
-            return
-        unit.relocate(kind, functools.partial(_to_host, pin=pin))
-        self._homes.append(lambda: unit.relocate(kind, lambda tensor: tensor.to(device)) if kind in unit.rest else None)
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    point(tensor, tensor.data.to(device))
 
 
 def _to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:

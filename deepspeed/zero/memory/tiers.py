@@ -1,6 +1,4 @@
-"""Where the states of one engine's units rest besides the device: host memory, page-locked where that helps, and
-drives.
-"""
+"""Where states rest besides the device: host memory, page-locked where that helps, and drives."""
 
 import torch
 
@@ -27,31 +25,25 @@ class Tiers:
         self._pin_failed = False
 
     def place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
-        """A place for a state that rests on ``tier``; None for the device itself. ``max_in_cpu`` parameters stay in
-        host memory.
-        """
+        """A place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                self._grad_staging = self._grad_staging or Staging(
-                    InFlight.GRADIENT_BUFFERS, pin=self._pins(pin=self.plan.pin_optim)
-                )
+                pin = self._pins(pin=self.plan.pin_optim)
+                self._grad_staging = self._grad_staging or Staging(InFlight.GRADIENT_BUFFERS, pin=pin)
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)
-            drive = self._param_drive(dtype.itemsize)  # a wrong folder is said also when nothing goes there yet
+            drive = self._param_drive(dtype.itemsize)  # a wrong folder is an error also when nothing goes there yet
             if numel > self._host_param_left:
                 return Stored(drive, numel, dtype)
             self._host_param_left -= numel
         if tier is Tier.DEVICE or self.device.type == "cpu":
             return None
-        return Memory(
-            self._host_empty(numel, dtype, pin=self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim)
-        )
+        pin = self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim
+        return Memory(self._host_empty(numel, dtype, pin=pin))
 
     def _host_empty(self, numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-        """Uninitialised host memory; page-locked when asked for and possible, so that transfers run beside the
-        compute.
-        """
+        """Uninitialised host memory, page-locked if asked for and possible: then transfers run beside the compute."""
         if pin and not self._pin_failed:
             try:
                 return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
@@ -64,8 +56,7 @@ class Tiers:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def open(self, rows: list[UnitPlan], memory: MemoryPlan, *, width: int) -> Exception | None:
-        """Open the drives that ``rows`` need, with room for what the plan puts there; what is wrong with them, None
-        when nothing is.
+        """Open the drives that ``rows`` need, with room for what the plan puts there; what is wrong with them, or None.
 
         ``width``: bytes of a parameter at rest.
         """
@@ -85,26 +76,19 @@ class Tiers:
     def optim_drive(self) -> Drive:
         """The drive behind ``offload_optimizer``."""
         plan = self.plan
-        return self._open(
-            "zero_optimization.offload_optimizer.nvme_path",
-            plan.optim_folder,
-            staging=plan.optim_buffers,
-            pin=plan.pin_optim,
-        )
+        return self._open("optimizer", plan.optim_folder, staging=plan.optim_buffers, pin=plan.pin_optim)
 
     def _param_drive(self, width: int) -> Drive:
         plan = self.plan
         piece = plan.param_piece_numel * width
-        label = "zero_optimization.offload_param.nvme_path"
-        return self._open(label, plan.param_folder, staging=plan.param_buffers, pin=plan.pin_param, piece_bytes=piece)
+        return self._open("param", plan.param_folder, staging=plan.param_buffers, pin=plan.pin_param, piece_bytes=piece)
 
-    def _open(self, label: str, folder: str, *, staging: int, pin: bool, piece_bytes: int = 1 << 30) -> Drive:
-        if label not in self._drives:
+    def _open(self, what: str, folder: str, *, staging: int, pin: bool, piece_bytes: int = 1 << 30) -> Drive:
+        if what not in self._drives:
             aio = AioSettings(self.plan.block_bytes, self.plan.queue_depth, self.plan.threads)
-            self._drives[label] = Drive(
-                folder, label=label, aio=aio, staging=staging, piece_bytes=piece_bytes, pin=self._pins(pin=pin)
-            )
-        return self._drives[label]
+            label, pin = f"zero_optimization.offload_{what}.nvme_path", self._pins(pin=pin)
+            self._drives[what] = Drive(folder, label=label, aio=aio, staging=staging, piece_bytes=piece_bytes, pin=pin)
+        return self._drives[what]
 
     def _pins(self, *, pin: bool) -> bool:
         return pin and self.device.type != "cpu"
@@ -116,23 +100,21 @@ class Tiers:
 
     def describe(self) -> list[str]:
         """One clause per place in use, for the log."""
-        said = []
-        for label, drive in self._drives.items():
-            block = label.split(".")[1]
-            buffers = self.plan.param_buffers if block == "offload_param" else self.plan.optim_buffers
-            window = self.plan.param_piece_numel if block == "offload_param" else self.plan.tile_numel
+        plan, clauses = self.plan, []
+        for what, drive in self._drives.items():
+            sizes = {"param": (plan.param_buffers, plan.param_piece_numel)}
+            buffers, window = sizes.get(what, (plan.optim_buffers, plan.tile_numel))
             way = "O_DIRECT" if drive.direct else "page cache"
-            how = (
-                f"{drive.backend}, {way}, {self.plan.block_bytes} bytes x {self.plan.queue_depth}, "
-                f"{self.plan.threads} threads"
+            how = f"{drive.backend}, {way}, {plan.block_bytes} bytes x {plan.queue_depth}, {plan.threads} threads"
+            clauses.append(
+                f"offload_{what} on {drive.folder} ({how}; {buffers} buffers of at most {window:,} elements)"
             )
-            said.append(f"{block} on {drive.folder} ({how}; {buffers} buffers of at most {window:,} elements)")
-        pins = {"parameters": self.plan.pin_param, "optimizer state": self.plan.pin_optim}
-        wanted = [what for what, pin in pins.items() if pin]
         effect = "" if self.device.type != "cpu" else " (no effect: the device is the host)"
-        stated = (("host", self.plan.host_limit, ""), ("device", self.plan.device_limit, effect))
-        limits = [f"memory.{kind}_limit {nbytes / 2**20:,.0f} MiB{note}" for kind, nbytes, note in stated if nbytes]
-        return [*said, *limits, f"page-locked memory for {' and '.join(wanted) or 'nothing'}{effect}"]
+        for kind, nbytes, note in (("host", plan.host_limit, ""), ("device", plan.device_limit, effect)):
+            if nbytes:
+                clauses.append(f"memory.{kind}_limit {nbytes / 2**20:,.0f} MiB{note}")
+        pinned = [what for what, pin in (("parameters", plan.pin_param), ("optimizer state", plan.pin_optim)) if pin]
+        return [*clauses, f"page-locked memory for {' and '.join(pinned) or 'nothing'}{effect}"]
 
     def close(self) -> None:
         """Give every drive's space back; what rested there is gone."""

@@ -1,0 +1,230 @@
+"""GatheredParameters: whole values of sharded parameters for a while; and generation with all of them."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from deepspeed.comm import collectives
+from deepspeed.errors import UsageError
+from deepspeed.zero.param import local_of, point
+from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.unit import Unit
+
+_ROW_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class _SavedPlace:
+    """A view of a unit's full buffer that autograd has saved."""
+
+    unit: Unit
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+def runtime_of(unit: Unit) -> Runtime | None:
+    """The runtime of the living engine that trains the unit, if there is one."""
+    keeper = unit.keeper
+    return keeper if isinstance(keeper, Runtime) and keeper.client() is not None else None
+
+
+def _unpack(saved: torch.Tensor | _SavedPlace) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    saved.unit.hold_for_backward()
+    return saved.unit.full.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class GatheredParameters:
+    """Inside, the given parameters hold their full values on every rank; outside, sharded ones are released again.
+
+    ``params``: a parameter, an iterable of them, or a module; ordinary parameters are ignored. ``modifier_rank`` None:
+    read only, an edit is a UsageError on every rank. ``modifier_rank`` r: what global rank r holds at exit wins
+    everywhere, masters included. Collective at both ends (a reading one inside a forward, which other ranks may skip,
+    at none, and edits there are not looked for); when a rank raises inside, nothing is written back and the others
+    raise a UsageError that names it. An ``engine.step()`` inside shows its new values.
+
+    What is taken of a parameter (``p.detach()``, ``p.data``, ``.cpu()``, ``.numpy()``) in a context opened outside a
+    forward keeps its values after the exit; it costs the memory of the parameter's whole unit until the last such alias
+    is gone.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, torch.Tensor):
+            params = [cast(nn.Parameter, params)]
+        sharded = [p for p in params if isinstance(p, nn.Parameter) and hasattr(p, "ds_id")] if enabled else []
+        self._params = [p for p in dict.fromkeys(sharded) if getattr(p, "_ds_unit", None) is not None]
+        self._modifier = modifier_rank
+        self._units: list[Unit] = []
+        self._pinned = ExitStack()
+        self._inside_forward = False
+        self._marks: list[_Mark] = []
+        self._saving: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> None:
+        units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
+        with ExitStack() as pinned:  # also when a later gather fails
+            for unit in sorted(units.values(), key=lambda u: u.index):
+                unit.pin(lend=True)
+                pinned.callback(unit.unpin)
+                self._units.append(unit)
+            self._pinned = pinned.pop_all()
+        # Another rank may skip the module whose forward this is: such a reader must not wait for it.
+        self._inside_forward = self._modifier is None and any(u.may_fetch_on_demand() for u in self._units)
+        self._marks = [_Mark.of(u) for u in self._units] if self._modifier is None and not self._inside_forward else []
+        # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
+        # forward the module's own hooks gather for the backward, so they are not needed there.
+        if torch.is_grad_enabled() and any(
+            u.movable and runtime_of(u) is not None and not u.may_fetch_on_demand() for u in self._units
+        ):
+            self._saving = saved_tensors_hooks(self._pack, _unpack)
+            self._saving.__enter__()
+
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _SavedPlace":
+        """What autograd saves of a parameter (a regulariser over the weights) is read after the context's release."""
+        storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+        for unit in self._units if storage else ():
+            if unit.movable and storage == unit.full.data_ptr():
+                return _SavedPlace(unit, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return tensor
+
+    def __exit__(self, kind: object, raised: BaseException | None, _: object) -> None:
+        if self._saving is not None:
+            self._saving.__exit__(kind, raised, _)
+            self._saving = None
+        try:
+            if self._inside_forward:
+                pass
+            elif raised is None:
+                self._settle()
+            elif isinstance(raised, Exception):  # not what ends a process or closes a generator
+                with suppress(Exception):  # what was raised inside says more
+                    self._failures(raised)
+        finally:
+            self._pinned.close()
+            self._units, self._marks = [], []
+
+    def _settle(self) -> None:
+        """What the modifier rank holds becomes the parameters; one rank's fault is raised on all. Collective."""
+        for rank, text in self._failures(self._fault()).items():
+            raise UsageError(
+                f"rank {rank} failed inside GatheredParameters, so nothing is written back on any rank: {text}"
+            )
+        for param in self._params if self._modifier is not None else ():
+            self._write_back(param)
+
+    def _failures(self, fault: Exception | None) -> dict[int, str]:
+        """Rank -> its fault. A rank that raised serves those still in contexts that it has left. Collective."""
+        failed: dict[int, str] = {}
+        for mesh, keeper in {id(u.mesh): (u.mesh, u.keeper) for u in self._units}.values():
+            group = mesh.control or mesh.zero
+            failed |= collectives.failures(fault, group, depth=keeper.meet if keeper is not None else lambda: 0)
+        return failed
+
+    def _fault(self) -> UsageError | None:
+        """What is wrong with the parameters as this rank leaves them."""
+        edited = [mark.unit.title for mark in self._marks if mark.outdated()]
+        for param in self._params:
+            unit, segment = param._ds_unit, param._ds_unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
+            values, inside = local_of(param), unit.view(unit.full, segment)
+            if tuple(values.shape) != segment.shape:
+                return UsageError(
+                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(values.shape)} "
+                    "inside GatheredParameters; replace the Parameter object instead "
+                    "(module.weight = nn.Parameter(...)) before deepspeed.initialize"
+                )
+            if self._modifier is not None and self._modifier not in unit.mesh.zero.ranks:
+                ranks = unit.mesh.zero.ranks
+                return UsageError(
+                    f"modifier_rank {self._modifier} is not one of the ranks {ranks} that share {segment.name!r}"
+                )
+            moved = self._modifier is None and values.data_ptr() != inside.data_ptr()
+            if moved and not torch.equal(values.to(inside), inside):
+                edited.append(segment.name)
+        if not edited:
+            return None
+        return UsageError(
+            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither "
+            "the shards nor the "
+            "optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit a clone"
+        )
+
+    def _write_back(self, param: nn.Parameter) -> None:
+        unit, position = param._ds_unit, param._ds_position  # type: ignore[attr-defined]
+        with torch.no_grad():
+            inside = unit.view(unit.full, unit.layout.segments[position])
+            if local_of(param).data_ptr() != inside.data_ptr():
+                inside.copy_(local_of(param))
+                point(param, inside)
+            world = unit.mesh.zero
+            collectives.broadcast(inside, world, source=world.ranks.index(self._modifier))
+            unit.absorb(position)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The values of a gathered unit as a reader got them, in a few thousandths of their size."""
+
+    unit: Unit
+    version: int
+    sums: torch.Tensor
+
+    @classmethod
+    def of(cls, unit: Unit) -> "_Mark":
+        """Row and column sums over the bits: an edit that leaves all of them as they were was made to."""
+        data = unit.full.detach().view(torch.uint8)
+        cut = data.numel() // _ROW_BYTES * _ROW_BYTES
+        rows = data[:cut].view(torch.int64).view(-1, _ROW_BYTES // 8)
+        return cls(unit, unit.version, torch.cat([rows.sum(1), rows.sum(0), data[cut:]]))
+
+    def outdated(self) -> bool:
+        """True when the values were edited, by something else than a step or a context with a modifier rank."""
+        now = _Mark.of(self.unit)
+        return now.version == self.version and not torch.equal(now.sums, self.sums)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Declare that ``module`` uses a parameter of another. Accepted and not needed: such uses are found as they happen.
+
+    Raises RuntimeError for arguments of other types.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise RuntimeError("register_external_parameter(module, parameter) takes an nn.Module and an nn.Parameter")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The counterpart of ``register_external_parameter``."""
+    register_external_parameter(module, parameter)
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The module of an engine with every parameter gathered once and ZeRO's hooks taken off. Collective at both ends.
+
+    Inside, ranks may run different numbers of forward passes. ``model`` that is no engine is handed back as it is.
+    """
+    offload = getattr(model, "_offload", None)
+    if offload is None:
+        yield model
+        return
+    with GatheredParameters(list(model.module.parameters())):
+        offload.suspend()
+        try:
+            yield model.module
+        finally:
+            offload.resume()
