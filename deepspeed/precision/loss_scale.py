@@ -1,18 +1,15 @@
 """Loss scaling for fp16: a constant, or a scale that halves on overflow and doubles after a quiet window."""
 
-from typing import Any, Protocol
+from typing import Any
 
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import UsageError
 
 SCALE_FACTOR = 2.0
 
 
 class StaticLossScaler:
-    """A scale that never changes; with scale 1 also what fp32 and bf16 training uses.
-
-    Raises:
-        ValueError: the scale is not positive.
-    """
+    """A scale (positive, else ValueError) that never changes; with scale 1 also what fp32 and bf16 training uses."""
 
     dynamic = False
 
@@ -37,26 +34,15 @@ class StaticLossScaler:
         return {"dynamic": False, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counter; the scale stays the configured one, which the user may have changed since the state was
-        saved.
-        """
+        """Restore the counter; the scale stays the configured one, which the user may have changed since the save."""
         self.cur_iter = int(state.get("cur_iter", 0))
 
 
 class DynamicLossScaler:
-    """Halve on overflow, after ``hysteresis - 1`` overflows that are let pass; double after ``scale_window`` good
-    steps.
+    """Halve on overflow, after ``hysteresis - 1`` that are let pass; double after ``scale_window`` good steps in a row.
 
-    With ``consecutive_hysteresis`` every good step gives the let-pass credit back, otherwise only a doubling does.
-
-    Args:
-        init_scale: first scale.
-        scale_window: good steps in a row before the scale doubles.
-        min_scale: floor; an overflow there raises.
-        hysteresis: the first halving happens at this overflow.
-
-    Raises:
-        ValueError: a setting out of range.
+    With ``consecutive_hysteresis`` every good step gives the let-pass credit back, otherwise only a doubling does. An
+    overflow at ``min_scale`` raises. Raises ValueError for a setting out of range.
     """
 
     dynamic = True
@@ -91,10 +77,9 @@ class DynamicLossScaler:
         return self.cur_scale
 
     def update(self, overflow: bool) -> None:  # noqa: FBT001
-        """Move to the next optimizer step; ``overflow`` says whether any gradient on any rank was not finite.
+        """Move to the next optimizer step; ``overflow``: some gradient on some rank was not finite.
 
-        Raises:
-            UsageError: overflow while the scale is already at its minimum; nothing is changed then.
+        Raises UsageError, and changes nothing, on overflow while the scale is at its minimum.
         """
         if overflow:
             self._shrink()
@@ -147,40 +132,8 @@ class DynamicLossScaler:
 LossScaler = StaticLossScaler | DynamicLossScaler
 
 
-class _Fp16Settings(Protocol):
-    @property
-    def loss_scale(self) -> float: ...
-
-    @property
-    def initial_scale_power(self) -> int: ...
-
-    @property
-    def loss_scale_window(self) -> int: ...
-
-    @property
-    def hysteresis(self) -> int: ...
-
-    @property
-    def consecutive_hysteresis(self) -> bool: ...
-
-    @property
-    def min_loss_scale(self) -> float: ...
-
-
-class _PrecisionConfig(Protocol):
-    @property
-    def compute_dtype(self) -> str: ...
-
-    @property
-    def fp16(self) -> _Fp16Settings: ...
-
-
-def build_loss_scaler(cfg: _PrecisionConfig) -> LossScaler:
-    """The scaler for a config: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype.
-
-    Raises:
-        ValueError: an fp16 setting out of range.
-    """
+def build_loss_scaler(cfg: DeepSpeedConfig) -> LossScaler:
+    """The scaler for a config: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype."""
     if cfg.compute_dtype != "fp16":
         return StaticLossScaler(1.0)
     fp16 = cfg.fp16

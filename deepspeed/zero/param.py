@@ -7,16 +7,15 @@ tensor, and that is what is re-pointed: ``.data`` of a DTensor would replace ten
 ``weight.t()`` too) stays alive, so refilling the storage makes all of them valid again. Reading such a view on the CPU
 would crash the process, so the user-visible object leaves that storage for a NaN scalar spread over its logical shape
 (code that passes every guard, such as ``torch.tensor(p)`` or a C++ extension, then sees NaN and never freed memory),
-and its ``__class__`` is swapped to a subclass whose
-``__torch_function__`` answers metadata, refuses values, and, while a module of the same runtime runs its forward,
-fetches the unit on demand instead (a parameter used outside the module that owns it). torch's UninitializedParameter is
-the precedent. Private torch names used here: ``torch._C.DisableTorchFunctionSubclass`` and
-``torch._C._storage_Use_Count`` (does anything still hold views of a unit's storage?).
+and its ``__class__`` is swapped to a subclass whose ``__torch_function__`` answers metadata, refuses values, and, while
+a module of the same runtime runs its forward, fetches the unit on demand instead (a parameter used outside the module
+that owns it). torch's UninitializedParameter is the precedent. Private torch names used here:
+``torch._C.DisableTorchFunctionSubclass`` and ``torch._C._storage_Use_Count`` (does anything hold views of a storage?).
 """
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
 from math import prod
@@ -27,95 +26,36 @@ from torch import nn
 
 from deepspeed.errors import ReleasedParameterError
 
+# fmt: off
 _PROPERTIES = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "grad",
-    "ndim",
-    "is_leaf",
-    "grad_fn",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_nested",
-    "is_mkldnn",
-    "is_xpu",
-    "is_mps",
-    "output_nr",
-    "_version",
-    "_backward_hooks",
-    "itemsize",
-    "nbytes",
-    "names",
-    "retains_grad",
+    "shape", "dtype", "device", "layout", "requires_grad", "grad", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "output_nr", "_version",
+    "_backward_hooks", "itemsize", "nbytes", "names", "retains_grad",
 ]
 _METHODS = [
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "requires_grad_",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "__len__",
-    "get_device",
-    "__hash__",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_tensor",
-    "retain_grad",
-    "is_inference",
-    "has_names",
-    "is_pinned",
-    "is_shared",
-    "is_same_size",
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "get_device", "__hash__",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "retain_grad", "is_inference", "has_names",
+    "is_pinned", "is_shared", "is_same_size",
 ]
 _FUNCTIONS = [
-    "numel",
-    "is_floating_point",
-    "is_complex",
-    "get_device",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "is_tensor",
-    "is_nonzero_shape",
-    "is_same_size",
-    "result_type",
+    "numel", "is_floating_point", "is_complex", "get_device", "empty_like", "zeros_like", "ones_like", "full_like",
+    "rand_like", "randn_like", "is_tensor", "is_nonzero_shape", "is_same_size", "result_type",
     "_has_compatible_shallow_copy_type",
 ]
+# fmt: on
 
 
 @functools.cache
 def _metadata_functions() -> frozenset[Any]:
     """Everything that reads only metadata and therefore works on a released parameter."""
-    found: set[Any] = set()
-    for name in _PROPERTIES:
-        attribute = inspect.getattr_static(torch.Tensor, name, None)
-        if attribute is not None:
-            found.update(f for f in (getattr(attribute, "__get__", None), getattr(attribute, "__set__", None)) if f)
-            found.add(getattr(attribute, "__delete__", None))
-    found.update(getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name))
-    found.update(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name))
+    properties = [inspect.getattr_static(torch.Tensor, name, None) for name in _PROPERTIES]
+    functions = {getattr(p, verb, None) for p in properties for verb in ("__get__", "__set__", "__delete__")}
+    functions.update(getattr(torch.Tensor, name, None) for name in _METHODS)
+    functions.update(getattr(torch, name, None) for name in _FUNCTIONS)
     # Differentiating with respect to a released parameter is no read of it: the backward gathers what it needs.
-    found.update((torch.autograd.grad, torch.autograd.backward))
-    found.discard(None)
-    return frozenset(found)
+    functions.update((torch.autograd.grad, torch.autograd.backward))
+    return frozenset(functions - {None})
 
 
 # ``view_as(itself)`` leads to the node where autograd accumulates, which split backwards look for.
@@ -127,14 +67,7 @@ _ALIASES = (
 )
 _SET_DATA = inspect.getattr_static(torch.Tensor, "data").__set__
 _STRIDES = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
-_MOVES = (
-    torch.Tensor.to,
-    torch.Tensor.cuda,
-    torch.Tensor.cpu,
-    torch.Tensor.float,
-    torch.Tensor.half,
-    torch.Tensor.bfloat16,
-)
+_MOVES = tuple(getattr(torch.Tensor, name) for name in ("to", "cuda", "cpu", "float", "half", "bfloat16"))
 
 
 class ZeroParamStatus(Enum):
@@ -158,49 +91,42 @@ _ids = count()
 
 
 def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, name: str, plain: bool = False) -> None:
-    """Attach the way back to the unit and the ``ds_*`` attributes that clients read on every parameter of a sharded
-    model.
+    """Attach the way back to the unit and the ``ds_*`` attributes that clients read on parameters of a sharded model.
 
     A persistent parameter has them too, and is always available; ``plain`` leaves them out (nothing of the model is
     sharded).
     """
-    parameter._ds_unit = unit  # type: ignore[attr-defined]
-    parameter._ds_position = position  # type: ignore[attr-defined]
-    parameter._ds_name = name  # type: ignore[attr-defined]
-    if plain:
-        for attribute in _CLIENT_ATTRIBUTES:
-            parameter.__dict__.pop(attribute, None)
-        return
-    shape = torch.Size(unit.layout.segments[position].shape)
-    parameter.ds_id = parameter.__dict__.get("ds_id", next(_ids))  # type: ignore[attr-defined]
-    parameter.ds_shape = shape  # type: ignore[attr-defined]
-    parameter.ds_numel = prod(shape)  # type: ignore[attr-defined]
-    parameter.ds_tensor = unit.local_part(position)  # type: ignore[attr-defined]
-    parameter.ds_status = (  # type: ignore[attr-defined]
-        ZeroParamStatus.NOT_AVAILABLE if isinstance(parameter, ReleasedFace) else ZeroParamStatus.AVAILABLE
-    )
-    parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
-    parameter.ds_persist = not unit.movable  # type: ignore[attr-defined]
-    shards = unit.layout.shards
-    parameter.partition_numel = lambda: -(-prod(shape) // shards)  # type: ignore[attr-defined]
-
-
-_CLIENT_ATTRIBUTES = [
-    "ds_id",
-    "ds_shape",
-    "ds_numel",
-    "ds_tensor",
-    "ds_status",
-    "ds_active_sub_modules",
-    "ds_persist",
-    "partition_numel",
-]
+    number = parameter.__dict__.get("ds_id")
+    unmark_zero_parameter(parameter)
+    attributes: dict[str, Any] = {"_ds_unit": unit, "_ds_position": position, "_ds_name": name}
+    if not plain:
+        shape, shards = torch.Size(unit.layout.segments[position].shape), unit.layout.shards
+        released = isinstance(parameter, ReleasedFace)
+        attributes |= {
+            "ds_id": next(_ids) if number is None else number,
+            "ds_shape": shape,
+            "ds_numel": prod(shape),
+            "ds_tensor": unit.local_part(position),
+            "ds_status": ZeroParamStatus.NOT_AVAILABLE if released else ZeroParamStatus.AVAILABLE,
+            "ds_active_sub_modules": set(),
+            "ds_persist": not unit.movable,
+            "partition_numel": lambda: -(-prod(shape) // shards),
+        }
+    parameter.__dict__.update(attributes)
 
 
 def unmark_zero_parameter(parameter: nn.Parameter) -> None:
     """Take every attribute of ``mark_zero_parameter`` away again."""
-    for attribute in ("_ds_unit", "_ds_position", "_ds_name", *_CLIENT_ATTRIBUTES):
-        parameter.__dict__.pop(attribute, None)
+    for attribute in [name for name in parameter.__dict__ if name in _MARKS]:
+        del parameter.__dict__[attribute]
+
+
+# fmt: off
+_MARKS = [
+    "_ds_unit", "_ds_position", "_ds_name", "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status",
+    "ds_active_sub_modules", "ds_persist", "partition_numel",
+]
+# fmt: on
 
 
 def is_released(tensor: torch.Tensor) -> bool:
@@ -209,9 +135,7 @@ def is_released(tensor: torch.Tensor) -> bool:
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """No values here: the unit is released, or a gather is still filling it. An alias never gets values of its own
-    again.
-    """
+    """No values here: the unit is released, or being filled. An alias never gets values of its own again."""
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.numel() == 0:
             return False
@@ -234,7 +158,7 @@ class ReleasedFace:
                 return func(
                     torch.empty_like(args[0], device="meta", memory_format=torch.contiguous_format), *args[1:], **kwargs
                 )
-            hollow = [t for t in _released_arguments(args, kwargs) if _is_hollow(t)]
+            hollow = [t for t in _released_arguments((*args, *kwargs.values())) if _is_hollow(t)]
             if not hollow:
                 return func(*args, **kwargs)
             if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
@@ -264,11 +188,8 @@ class ReleasedTensor(ReleasedFace, torch.Tensor):
 @functools.cache
 def released_class(base: type) -> type:
     """The released twin of a parameter class; instances swap to it and back."""
-    reads = {
-        name: _guarded(getattr(base, name))
-        for name in ("to_local", "full_tensor", "redistribute")
-        if hasattr(base, name)
-    }
+    names = [name for name in ("to_local", "full_tensor", "redistribute") if hasattr(base, name)]
+    reads = {name: _guarded(getattr(base, name)) for name in names}
     return type(f"Released{base.__name__}", (ReleasedFace, base), {"_ds_visible_class": base, **reads})
 
 
@@ -313,8 +234,7 @@ def follow(parameter: nn.Parameter, part: torch.Tensor) -> None:
 
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The parameter's gradient on this rank, dense and laid out as the parameter is, taken away from it; None when
-    there is none.
+    """The parameter's gradient on this rank, dense and laid out as the parameter is, taken away from it, or None.
 
     A DTensor's gradient that is partial over the tensor-parallel ranks is summed first: every one of them must ask.
     """
@@ -352,23 +272,17 @@ def expose(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def written_gradients(parameters: list[nn.Parameter]) -> list[int]:
-    """Positions of the parameters that have a ``.grad``. Asked of all at once, without each released one's own
-    dispatch.
-    """
+    """Positions of the parameters that have a ``.grad``, asked of all at once without each one's own dispatch."""
     with torch._C.DisableTorchFunctionSubclass():
         return [i for i, p in enumerate(parameters) if p.grad is not None]
 
 
-def _released_arguments(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    stack = [*args, *kwargs.values()]
-    while stack:
-        item = stack.pop(0)
+def _released_arguments(arguments: Iterable[Any]) -> Iterator[Any]:
+    for item in arguments:
         if isinstance(item, ReleasedFace):
-            found.append(item)  # type: ignore[arg-type]
+            yield item
         elif isinstance(item, (list, tuple)):
-            stack.extend(item)
-    return found
+            yield from _released_arguments(item)
 
 
 def _alias(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -397,9 +311,9 @@ def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any,
 def _describe(tensor: torch.Tensor) -> str:
     kind = "Parameter" if isinstance(tensor, nn.Parameter) else "Tensor"
     return (
-        f"{kind} (values sharded over ranks, not here), name={getattr(tensor, '_ds_name', '')!r}, "
-        f"shape={tuple(tensor.shape)}, "
-        f"dtype={tensor.dtype}, device={str(tensor.device)!r}, requires_grad={tensor.requires_grad}"
+        f"{kind} (values sharded over ranks, not here), name={getattr(tensor, '_ds_name', '')!r}, shape="
+        f"{tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r}, "
+        f"requires_grad={tensor.requires_grad}"
     )
 
 

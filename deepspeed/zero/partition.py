@@ -5,8 +5,10 @@ the blocks is packed module by module. A replicated PARAM needs no gathers, so i
 reduction.
 """
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -50,33 +52,28 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     Modules marked as leaves (``set_z3_leaf_modules``) are blocks by the user's word.
     """
-    blocks: list[tuple[str, nn.Module]] = []
 
-    def walk(module: nn.Module, prefix: str) -> None:
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if getattr(module, "_z3_leaf", False):
+            yield prefix, module
+            return
         children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
-        counts: dict[type, int] = {}
-        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            for _, child in children:
-                counts[type(child)] = counts.get(type(child), 0) + 1
+        repeats = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        counts = Counter(type(child) for _, child in children if repeats)
         for name, child in children:
             path = f"{prefix}.{name}" if prefix else name
-            if getattr(child, "_z3_leaf", False) or counts.get(type(child), 0) >= 2:
-                blocks.append((path, child))
+            if counts[type(child)] >= 2:
+                yield path, child
             else:
-                walk(child, path)
+                yield from walk(child, path)
 
-    if getattr(model, "_z3_leaf", False):
-        return [("", model)]
-    walk(model, "")
-    return blocks
+    return list(walk(model, ""))
 
 
 def statistics_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
-    """The parameters beside running statistics (a batch norm's), with the dtype of those: torch computes with both in
-    one dtype.
-    """
-    found = [(m, m._buffers.get("running_mean")) for m in model.modules()]
-    return {p: mean.dtype for m, mean in found if mean is not None for p in m.parameters(recurse=False)}
+    """The parameters beside running statistics (a batch norm's), with their dtype: torch computes with both in one."""
+    means = [(m, m._buffers.get("running_mean")) for m in model.modules()]
+    return {p: mean.dtype for m, mean in means if mean is not None for p in m.parameters(recurse=False)}
 
 
 def _numel(param: nn.Parameter) -> int:
@@ -99,15 +96,13 @@ def partition(
     directly is listed for it.
     """
     names = {p: n for n, p in model.named_parameters()}
-    wanted = set(trainable)
-    small = _persistent(names, plan)
-    homes, order, roots = _homes(model, names)
+    trained, small = set(trainable), _persistent(names, plan)
+    roots = dict(find_blocks(model))
+    homes = _homes(model, roots)
     builder = _Builder(plan, names)
-    for param in order:
+    for param, home in homes.items():
         rest, facts = rest_dtype(names[param], param), facts_of(names[param], param)
-        builder.place(
-            param, home=homes[param], trainable=param in wanted, persistent=param in small, rest=rest, facts=facts
-        )
+        builder.place(param, home, _Kind(param in trained, param in small, param.dtype, rest, facts))
     return Partition(builder.specs, _touches(model, builder.index_of, homes, roots), set(roots.values()))
 
 
@@ -124,18 +119,27 @@ def _persistent(names: dict[nn.Parameter, str], plan: ZeroPlan) -> set[nn.Parame
     return chosen
 
 
-def _homes(
-    model: nn.Module, names: dict[nn.Parameter, str]
-) -> tuple[dict[nn.Parameter, tuple[str, bool]], list[nn.Parameter], dict[str, nn.Module]]:
-    """For each parameter its home (path, is it a block); the parameters in traversal order; block roots by path."""
-    block_of = dict(find_blocks(model))
-    inside = {m: path for path, block in block_of.items() for m in block.modules()}
-    homes: dict[nn.Parameter, tuple[str, bool]] = {}
+_Home = tuple[str, bool]  # path of a module, and whether that is a block
+
+
+def _homes(model: nn.Module, roots: dict[str, nn.Module]) -> dict[nn.Parameter, _Home]:
+    """The home of each parameter, in traversal order."""
+    inside = {m: path for path, block in roots.items() for m in block.modules()}
+    homes: dict[nn.Parameter, _Home] = {}
     for path, module in model.named_modules():
         for param in module.parameters(recurse=False):
-            if param not in homes:
-                homes[param] = (inside[module], True) if module in inside else (path, False)
-    return homes, list(homes), block_of
+            homes.setdefault(param, (inside[module], True) if module in inside else (path, False))
+    return homes
+
+
+class _Kind(NamedTuple):
+    """What parameters of one unit have in common."""
+
+    trainable: bool
+    persistent: bool
+    dtype: torch.dtype
+    rest: torch.dtype
+    facts: UnitFacts | None
 
 
 class _Builder:
@@ -146,40 +150,20 @@ class _Builder:
         self.names = names
         self.specs: list[UnitSpec] = []
         self.index_of: dict[nn.Parameter, int] = {}
-        self._open: dict[tuple[object, ...], int] = {}
+        self._open: dict[object, int] = {}
 
-    def place(
-        self,
-        param: nn.Parameter,
-        *,
-        home: tuple[str, bool],
-        trainable: bool,
-        persistent: bool,
-        rest: torch.dtype,
-        facts: UnitFacts | None,
-    ) -> None:
+    def place(self, param: nn.Parameter, home: _Home, kind: _Kind) -> None:
         path, is_block = home
-        replicated = persistent or not self.plan.regular.param.sharded
-        scope: object = "bucket" if replicated else (path if is_block else "rest")
-        key = (scope, trainable, persistent, param.dtype, rest, facts)
-        limit = (
-            None
-            if is_block and not replicated
-            else min(self.plan.pack_numel, _BUCKET_NUMEL if replicated else _PACK_NUMEL)
-        )
+        replicated = kind.persistent or not self.plan.regular.param.sharded
+        scope = None if replicated else home if is_block else ""
+        key = (scope, kind)
+        limit = min(self.plan.pack_numel, _BUCKET_NUMEL if replicated else _PACK_NUMEL)
         index = self._open.get(key)
-        if index is None or (
-            limit is not None
-            and self.specs[index].numel + _numel(param) > limit
-            and not self._same_module(index, param)
-        ):
-            index = len(self.specs)
-            label = {"bucket": "bucket", "rest": path}.get(str(scope), path) or "root"
-            kind = "small" if persistent else label
-            self.specs.append(
-                UnitSpec(f"{kind}#{index}" if replicated else label, trainable, persistent, param.dtype, rest, facts)
-            )
-            self._open[key] = index
+        full = index is not None and (replicated or not is_block) and self.specs[index].numel + _numel(param) > limit
+        if index is None or (full and not self._same_module(index, param)):
+            index = self._open[key] = len(self.specs)
+            label = f"{'small' if kind.persistent else 'bucket'}#{index}" if replicated else path or "root"
+            self.specs.append(UnitSpec(label, *kind))
         self.specs[index].add(self.names[param], param)
         self.index_of[param] = index
 
@@ -199,7 +183,7 @@ _PACK_NUMEL = 1_000_000
 def _touches(
     model: nn.Module,
     index_of: dict[nn.Parameter, int],
-    homes: dict[nn.Parameter, tuple[str, bool]],
+    homes: dict[nn.Parameter, _Home],
     roots: dict[str, nn.Module],
 ) -> dict[nn.Module, list[int]]:
     touches: dict[nn.Module, list[int]] = {}
@@ -208,6 +192,6 @@ def _touches(
         if units:
             touches[module] = list(dict.fromkeys(units))
     for path, block in roots.items():
-        own = [index_of[p] for p, home in homes.items() if home == (path, True)]
-        touches[block] = list(dict.fromkeys([*own, *touches.get(block, [])]))
+        inside = [index_of[p] for p, home in homes.items() if home == (path, True)]
+        touches[block] = list(dict.fromkeys([*inside, *touches.get(block, [])]))
     return touches

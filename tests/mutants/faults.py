@@ -123,8 +123,8 @@ _PURE = (
     Mutant(
         "P2",
         "deepspeed/zero/partition.py",
-        "key = (scope, trainable,",
-        "key = (scope, True,",
+        "_Kind(param in trained,",
+        "_Kind(True,",
         _PARTITION,
         "frozen parameters never share a unit with trained ones",
     ),

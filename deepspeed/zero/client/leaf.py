@@ -28,42 +28,36 @@ def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
 
 
 def _mark(
-    model: torch.nn.Module, matches: Callable[[str, torch.nn.Module], bool], *, flag: bool
+    model: torch.nn.Module,
+    matches: Callable[[str, torch.nn.Module], bool],
+    *,
+    flag: bool,
+    required: tuple[str, Iterable[object]] | None,
 ) -> list[torch.nn.Module]:
-    found = [module for name, module in model.named_modules() if matches(name, module)]
-    for module in found:
+    """Mark (or unmark) what ``matches``; ``required`` (what of a module, the values asked for): there must be one."""
+    chosen = [module for name, module in model.named_modules() if matches(name, module)]
+    for module in chosen:
         set_z3_leaf_module(module, flag)
-    return found
-
-
-def _require(found: list[torch.nn.Module], wanted: Iterable[object], what: str, model: torch.nn.Module) -> None:
-    if not found:
-        names = ", ".join(str(entry) for entry in wanted)
+    if required is not None and not chosen:
         raise ValueError(
-            f"No module of {type(model).__name__} has a {what} among: {names}. See model.named_modules() for "
-            "what there is."
+            f"No module of {type(model).__name__} has a {required[0]} among: {', '.join(map(str, required[1]))}. "
+            "See model.named_modules() for what there is."
         )
-
-
-def _class_names(cls: type) -> set[str]:
-    return {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
+    return chosen
 
 
 def _by_class(
-    model: torch.nn.Module, classes: list[type] | list[str], *, flag: bool, raise_if_not_found: bool
+    model: torch.nn.Module, classes: list[type] | list[str], *, flag: bool, required: bool
 ) -> list[torch.nn.Module]:
-    if not isinstance(classes, list | tuple | set):
+    if not isinstance(classes, list | tuple | set) or not all(isinstance(entry, type | str) for entry in classes):
         raise TypeError(f"Leaf modules are given as a list of classes or class names, got {classes!r}.")
     types = tuple(entry for entry in classes if isinstance(entry, type))
-    names = {entry for entry in classes if isinstance(entry, str)}
-    if len(types) + len(names) < len(set(classes)):
-        raise TypeError(f"Leaf modules are given as classes or class names, got {classes!r}.")
-    found = _mark(
-        model, lambda _, module: isinstance(module, types) or bool(names & _class_names(type(module))), flag=flag
-    )
-    if raise_if_not_found:
-        _require(found, classes, "class", model)
-    return found
+
+    def matches(_: str, module: torch.nn.Module) -> bool:
+        short, long = type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"
+        return isinstance(module, types) or short in classes or long in classes
+
+    return _mark(model, matches, flag=flag, required=("class", classes) if required else None)
 
 
 def set_z3_leaf_modules(
@@ -73,37 +67,28 @@ def set_z3_leaf_modules(
 
     Raises ValueError when nothing matches.
     """
-    return _by_class(model, leaf_module_classes, flag=True, raise_if_not_found=raise_if_not_found)
+    return _by_class(model, leaf_module_classes, flag=True, required=raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: torch.nn.Module, leaf_module_classes: list[type] | list[str], raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
     """Take the mark from the modules of the given classes; returns them. Raises ValueError when nothing matches."""
-    return _by_class(model, leaf_module_classes, flag=False, raise_if_not_found=raise_if_not_found)
+    return _by_class(model, leaf_module_classes, flag=False, required=raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: torch.nn.Module, leaf_module_names: list[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
-    """Mark (or with ``flag=False`` unmark) modules by their full name in ``model``. Raises ValueError when nothing
-    matches.
-    """
-    wanted = set(leaf_module_names)
-    found = _mark(model, lambda name, _: name in wanted, flag=flag)
-    if raise_if_not_found:
-        _require(found, leaf_module_names, "name", model)
-    return found
+    """Mark (with ``flag=False`` unmark) modules by their full name in ``model``. ValueError when nothing matches."""
+    required = ("name", leaf_module_names) if raise_if_not_found else None
+    return _mark(model, lambda name, _: name in leaf_module_names, flag=flag, required=required)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: torch.nn.Module, leaf_module_suffixes: list[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
     """Mark modules whose name ends in one of the suffixes, at a dot. Raises ValueError when nothing matches."""
-    wanted = tuple(leaf_module_suffixes)
-    found = _mark(
-        model, lambda name, _: any(name == suffix or name.endswith(f".{suffix}") for suffix in wanted), flag=flag
-    )
-    if raise_if_not_found:
-        _require(found, leaf_module_suffixes, "name ending", model)
-    return found
+    required = ("name ending", leaf_module_suffixes) if raise_if_not_found else None
+    suffixes = tuple(f".{suffix}" for suffix in leaf_module_suffixes)
+    return _mark(model, lambda name, _: f".{name}".endswith(suffixes), flag=flag, required=required)

@@ -6,27 +6,10 @@ spare = 18 bytes a parameter; 4 bytes a parameter while a model is built unshard
 """
 
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 _GIB = 2**30
-
-
-class Zero3Needs(NamedTuple):
-    """Bytes per node in host memory, bytes per device, and the share of the device for the largest layer."""
-
-    cpu: int
-    gpu: int
-    largest_layer: int
-
-
-class Zero2Needs(NamedTuple):
-    """Bytes per node in host memory and bytes per device."""
-
-    cpu: int
-    gpu: int
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -38,8 +21,8 @@ def estimate_zero3_model_states_mem_needs(
     cpu_offload_params: bool = True,
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
-) -> Zero3Needs:
-    """Needs with parameters, gradients and optimizer states sharded; returns (cpu, gpu, largest layer) in bytes."""
+) -> tuple[int, int, int]:
+    """Needs with everything sharded, in bytes: host memory of a node, a device, the largest layer's part of that."""
     params, per_node, nodes, factor = total_params, num_gpus_per_node, num_nodes, additional_buffer_factor
     devices = per_node * nodes
     largest = 4 * largest_layer_params
@@ -52,7 +35,7 @@ def estimate_zero3_model_states_mem_needs(
         gpu, cpu = largest + 2 * params / devices, max(unsharded, 16 * params / nodes) * factor
     else:
         gpu, cpu = largest + 18 * params / devices, (unsharded or 4 * largest_layer_params * per_node) * factor
-    return Zero3Needs(int(cpu), int(gpu), largest)
+    return int(cpu), int(gpu), largest
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -61,39 +44,34 @@ def estimate_zero2_model_states_mem_needs(
     num_nodes: int = 1,
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
-) -> Zero2Needs:
-    """Needs with gradients and optimizer states sharded; returns (cpu, gpu) in bytes."""
+) -> tuple[int, int]:
+    """Needs with gradients and optimizer states sharded, in bytes: host memory of a node, a device."""
     params, devices = total_params, num_gpus_per_node * num_nodes
     if cpu_offload:
-        return Zero2Needs(int(params * max(4 * devices, 16) * additional_buffer_factor), 2 * params)
+        return int(params * max(4 * devices, 16) * additional_buffer_factor), 2 * params
     gpu = 2 * params + int(18 * params / devices)
-    return Zero2Needs(int(4 * params * num_gpus_per_node * additional_buffer_factor), gpu)
+    return int(4 * params * num_gpus_per_node * additional_buffer_factor), gpu
 
 
 def model_size(model: torch.nn.Module) -> tuple[int, int]:
-    """(all parameters, parameters of the largest layer) of ``model``; shared parameters count once, sharded ones in
-    full.
-    """
+    """Parameters of ``model`` and of its largest layer; shared ones count once, sharded ones in full."""
 
-    def numel(params: dict[int, torch.nn.Parameter]) -> int:
+    def numel(module: torch.nn.Module, *, recurse: bool) -> int:
+        params = {id(p): p for p in module.parameters(recurse=recurse)}
         return sum(int(getattr(p, "ds_numel", p.numel())) for p in params.values())
 
-    layers = ({id(p): p for p in module.parameters(recurse=False)} for module in model.modules())
-    return numel({id(p): p for p in model.parameters()}), max((numel(layer) for layer in layers), default=0)
+    return numel(model, recurse=True), max(numel(module, recurse=False) for module in model.modules())
 
 
-def _write_table(title: list[str], rows: Sequence[tuple[int, int, str]]) -> None:
-    lines = [*title, "  per CPU  |  per GPU |   Options"]
-    lines += [f"{cpu / _GIB:8.2f}GB | {gpu / _GIB:6.2f}GB | {options}" for cpu, gpu, options in rows]
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _title(total: int, detail: str, per_node: int, nodes: int) -> list[str]:
-    return [
+def _write_table(total: int, detail: str, per_node: int, nodes: int, rows: list[tuple[int, int, str]]) -> None:
+    lines = [
         "Estimated memory needed for params, optim states and gradients for a:",
         f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {per_node} GPU{'s' * (per_node > 1)} per node.",
         f"SW: Model with {total / 1e6:.0f}M total params{detail}.",
+        "  per CPU  |  per GPU |   Options",
+        *(f"{cpu / _GIB:8.2f}GB | {gpu / _GIB:6.2f}GB | {options}" for cpu, gpu, options in rows),
     ]
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -104,53 +82,41 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Write a table of needs for every offload choice to standard output, from parameter counts alone."""
-    rows = []
-    for offload, offload_params in ((True, True), (True, False), (False, False)):
-        for zero_init in (True, False):
-            needs = estimate_zero3_model_states_mem_needs(
-                total_params,
-                largest_layer_params,
-                num_gpus_per_node,
-                num_nodes,
-                cpu_offload=offload,
-                cpu_offload_params=offload_params,
-                zero_init=zero_init,
-                additional_buffer_factor=additional_buffer_factor,
+    rows, sizes = [], (total_params, largest_layer_params, num_gpus_per_node, num_nodes)
+    for optimizer, params in ((True, True), (True, False), (False, False)):
+        devices = ["cpu" if chosen else "none" for chosen in (params, optimizer)]
+        for whole in (True, False):
+            cpu, gpu, _ = estimate_zero3_model_states_mem_needs(
+                *sizes, optimizer, params, whole, additional_buffer_factor
             )
-            devices = ["cpu" if chosen else "none" for chosen in (offload_params, offload)]
-            options = f"offload_param={devices[0]:<4}, offload_optimizer={devices[1]:<4}, zero_init={int(zero_init)}"
-            rows.append((needs.cpu, needs.gpu, options))
+            options = f"offload_param={devices[0]:<4}, offload_optimizer={devices[1]:<4}, zero_init={int(whole)}"
+            rows.append((cpu, gpu, options))
     detail = f", {largest_layer_params / 1e6:.0f}M largest layer params"
-    _write_table(_title(total_params, detail, num_gpus_per_node, num_nodes), rows)
+    _write_table(total_params, detail, num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
     model: torch.nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Write the table for a model object to standard output."""
-    total, largest = model_size(model)
-    estimate_zero3_model_states_mem_needs_all_cold(
-        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    sizes = (*model_size(model), num_gpus_per_node, num_nodes)
+    estimate_zero3_model_states_mem_needs_all_cold(*sizes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Write a table of needs with and without offload to standard output, from the parameter count alone."""
-    rows = []
+    rows, sizes = [], (total_params, num_gpus_per_node, num_nodes)
     for offload in (True, False):
-        needs = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
-        )
-        rows.append((needs.cpu, needs.gpu, f"offload_optimizer={'cpu' if offload else 'none'}"))
-    _write_table(_title(total_params, "", num_gpus_per_node, num_nodes), rows)
+        cpu, gpu = estimate_zero2_model_states_mem_needs(*sizes, offload, additional_buffer_factor)
+        rows.append((cpu, gpu, f"offload_optimizer={'cpu' if offload else 'none'}"))
+    _write_table(total_params, "", num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
     model: torch.nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Write the table for a model object to standard output."""
-    estimate_zero2_model_states_mem_needs_all_cold(
-        model_size(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    sizes = (model_size(model)[0], num_gpus_per_node, num_nodes)
+    estimate_zero2_model_states_mem_needs_all_cold(*sizes, additional_buffer_factor)

@@ -1,6 +1,4 @@
-"""Rows that keep within memory: ``memory.host_limit``, ``memory.device_limit``, and what the machine has; or settings
-that would.
-"""
+"""Rows that keep within ``memory.host_limit``, ``memory.device_limit`` and what the machine has, or settings to do so."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,9 +14,7 @@ _SPARE = 8  # of the memory there is, one part in so many is left to activations
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank before anything is built, in bytes: what stays in use, what of the host the model's new places will
-    replace, the pools.
-    """
+    """One rank before anything is built, in bytes: what stays in use, what the model's new places replace; pools."""
 
     host: int
     device: int
@@ -79,9 +75,7 @@ def limits_present(ranks: Sequence[RankMemory]) -> Limits:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The rows to build, one per unit, where they may go, and what they hold. ``moved``: what the user should know
-    about it.
-    """
+    """The rows to build, one per unit, where they may go, what they hold; ``moved``: what the user should know."""
 
     rows: list[UnitPlan]
     offload: OffloadPlan
@@ -121,15 +115,13 @@ def fit(
             way_out = f"It fits with {advice}: {_sizes(smallest, limits)}"
             break
     else:
-        way_out = (
-            f"With everything that can move on a drive it needs {_sizes(smallest, limits)}: raise the limit or "
-            "use more ranks"
-        )
-    held = (
-        f"{limits.broken_by(memory)}, but a rank of this run would hold {_sizes(memory, limits)}:\n{memory.table()}\n"
-    )
+        most = f"With everything that can move on a drive it needs {_sizes(smallest, limits)}"
+        way_out = f"{most}: raise the limit or use more ranks"
     overrule = " A memory.host_limit of yours counts instead of what was measured." if limits.source else ""
-    raise DeepSpeedConfigError(f"{held}{way_out}.{overrule}")
+    raise DeepSpeedConfigError(
+        f"{limits.broken_by(memory)}, but a rank of this run would hold {_sizes(memory, limits)}:\n{memory.table()}\n"
+        f"{way_out}.{overrule}"
+    )
 
 
 def _movements(
@@ -142,22 +134,17 @@ def _movements(
     yield rows, offload
     folder = offload.param_folder or offload.optim_folder
     if limits.source and folder and plan.regular.param.sharded and (shared or plan.regular.param.away):
-        yield (
-            [_move(row, "param", Tier.NVME) for row in rows],
-            replace(offload, param_folder=folder, host_param_numel=0),
-        )
+        rows = [_move(row, "param", Tier.NVME) for row in rows]
+        yield rows, replace(offload, param_folder=folder, host_param_numel=0)
 
 
 def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
     """What went to the drive because of ``limits``; empty when nothing did, or when the user stated them."""
     if first is now or not limits.source:
         return ""
-    drive = [{line.what: line.drive for line in plan.lines} for plan in (first, now)]
-    parts = [
-        f"{(n - drive[0].get(what, 0)) / 2**20:,.0f} MiB of {what}"
-        for what, n in drive[1].items()
-        if n > drive[0].get(what, 0)
-    ]
+    before = {line.what: line.drive for line in first.lines}
+    more = {line.what: line.drive - before.get(line.what, 0) for line in now.lines}
+    parts = [f"{nbytes / 2**20:,.0f} MiB of {what}" for what, nbytes in more.items() if nbytes > 0]
     return (
         f"{limits.broken_by(first)}, so {' and '.join(parts)} rest on the drive instead (state memory.host_limit "
         "to decide yourself)"
@@ -166,11 +153,10 @@ def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
 
 def doubt(present: Limits, memory: MemoryPlan) -> str:
     """A warning when what is planned is more than there is; empty otherwise."""
-    said = (
-        f"{present.broken_by(memory)}, but model states alone will hold {_sizes(memory, present)}: the system may "
-        "end the run"
-    )
-    return "" if present.allow_host(memory) else said
+    if present.allow_host(memory):
+        return ""
+    sizes = _sizes(memory, present)
+    return f"{present.broken_by(memory)}, but model states alone will hold {sizes}: the system may end the run"
 
 
 def _alternatives(rows: list[UnitPlan], offload: OffloadPlan) -> Iterator[tuple[str, list[UnitPlan], OffloadPlan]]:
@@ -182,11 +168,11 @@ def _alternatives(rows: list[UnitPlan], offload: OffloadPlan) -> Iterator[tuple[
             if moved == rows:
                 continue
             rows = moved
-            said = f'zero_optimization.offload_{kind}.device "{name}"'
+            step = f'zero_optimization.offload_{kind}.device "{name}"'
             if kind == "param" and tier is Tier.NVME:
                 offload = replace(offload, host_param_numel=0)
-                said += " with max_in_cpu 0"
-            steps = [s for s in steps if f"offload_{kind}." not in s] + [said]
+                step += " with max_in_cpu 0"
+            steps = [s for s in steps if f"offload_{kind}." not in s] + [step]
             yield " and ".join(steps), rows, offload
     if offload.host_param_numel and any(row.param.tier is Tier.NVME for row in rows):
         offload = replace(offload, host_param_numel=0)
@@ -210,7 +196,6 @@ def _move(row: UnitPlan, kind: str, tier: Tier) -> UnitPlan:
 
 
 def _sizes(plan: MemoryPlan, limits: Limits) -> str:
-    host = (
-        f"{(plan.host + limits.host_used) / 2**20:,.0f} MiB of host memory ({limits.host_used / 2**20:,.0f} in use now)"
-    )
-    return host if plan.shared else f"{host}, {(plan.device + limits.device_used) / 2**20:,.0f} MiB of the device"
+    host, used, device = plan.host + limits.host_used, limits.host_used, plan.device + limits.device_used
+    text = f"{host / 2**20:,.0f} MiB of host memory ({used / 2**20:,.0f} in use now)"
+    return text if plan.shared else f"{text}, {device / 2**20:,.0f} MiB of the device"
