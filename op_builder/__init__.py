@@ -1,38 +1,11 @@
 """Builders of the native kernels, for use from a checkout; an installation has them as ``deepspeed.ops.op_builder``."""
 
-from deepspeed.errors import CUDAMismatchException, MissingCUDAException
-from deepspeed.native.builders import (
-    ALL_OPS,
-    AsyncIOBuilder,
-    CPUAdagradBuilder,
-    CPUAdamBuilder,
-    CPUChecksumBuilder,
-    CPULionBuilder,
-    CUDAOpBuilder,
-    FusedAdamBuilder,
-    FusedLambBuilder,
-    FusedLionBuilder,
-    GDSBuilder,
-    OpBuilder,
-    PinMemoryBuilder,
-    TorchCPUOpBuilder,
-)
+from typing import Any
 
-__all__ = [
-    "ALL_OPS",
-    "AsyncIOBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPUChecksumBuilder",
-    "CPULionBuilder",
-    "CUDAMismatchException",
-    "CUDAOpBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "GDSBuilder",
-    "MissingCUDAException",
-    "OpBuilder",
-    "PinMemoryBuilder",
-    "TorchCPUOpBuilder",
-]
+from deepspeed.ops import op_builder as _installed
+
+__all__ = list(_installed.__all__)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_installed, name)

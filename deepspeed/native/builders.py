@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from deepspeed.errors import BuildError
 from deepspeed.native import build, compiler, ops
@@ -22,9 +22,7 @@ _SOURCE_FOLDER = "csrc/"
 
 
 class OpState(NamedTuple):
-    """``word`` is ``built``, ``on first use`` (it can be built) or ``fallback``; ``detail`` says where, with what, or
-    why.
-    """
+    """``word``: ``built``, ``on first use`` (it can be built) or ``fallback``; ``detail``: where, with what, or why."""
 
     word: str
     detail: str
@@ -77,11 +75,8 @@ class OpBuilder:
 
     def spec(self) -> OpSpec:
         """What is built: SPEC with the lists above."""
-        links = self.extra_ldflags()
-        flags = [
-            *(self.nvcc_args() if self.SPEC.kind == "cuda" else self.cxx_args()),
-            *(f"-I{path}" for path in self.include_paths()),
-        ]
+        links, arguments = self.extra_ldflags(), self.nvcc_args if self.SPEC.kind == "cuda" else self.cxx_args
+        flags = [*arguments(), *(f"-I{path}" for path in self.include_paths())]
         return replace(
             self.SPEC,
             name=self.SPEC.name or self.name,
@@ -117,24 +112,20 @@ class OpBuilder:
         return bool(spec.sources) and not spec.missing() and build.shipped(spec) is not None
 
     def state(self, ask: Callable[[Kind], Compiler | str] = _ask) -> OpState:
-        """What a report says of the op; nothing is built. ``ask`` gives the compiler, or the reason why there is
-        none.
-        """
+        """What a report says of the op; nothing is built. ``ask`` gives the compiler, or why there is none."""
         spec = self.spec()
         reason = self.why_not()
         library = None if reason else build.built(spec)
         if library:
             return OpState("built", str(library))
-        found = reason or ask(spec.kind)
-        reason = found if isinstance(found, str) else build.last_failure(spec, found)
-        if reason or isinstance(found, str):
+        answer = reason or ask(spec.kind)
+        reason = answer if isinstance(answer, str) else build.last_failure(spec, answer)
+        if reason or isinstance(answer, str):
             return OpState("fallback", f"{spec.instead}: {reason}")
-        return OpState("on first use", f"with {found.version}")
+        return OpState("on first use", f"with {answer.version}")
 
     def load(self, verbose: bool = False) -> Any:
-        """The op's module, or its library where it has none; built first if need be. Raises BuildError with the
-        reason.
-        """
+        """The op's module, or its library where it has none, built first if need be; BuildError with the reason."""
         reason = self.why_not()
         if reason:
             raise BuildError(f"native op {self.name} is not available: {reason}")
@@ -172,7 +163,7 @@ class OpBuilder:
             source = Path(folder) / "probe.cpp"
             source.write_text(f'extern "C" void {funcname}(void);\nint main() {{ {funcname}(); }}\n', encoding="utf-8")
             command = [*compiler.locate("cpp"), str(source), "-o", str(source.with_suffix("")), *links]
-            status, output = compiler.run_tool(command, limit_s=compiler.PROBE_LIMIT_S)
+            ((status, output),) = compiler.run_tools([command], limit_s=compiler.PROBE_LIMIT_S)
         if status and verbose:
             self.warning(f"{shlex.join(command)}: {compiler.first_error(output)}")
         return status == 0
@@ -184,10 +175,6 @@ class OpBuilder:
     def simd_width(self) -> str:
         """No flag, for the same reason."""
         return ""
-
-    def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
-        """``args`` without the empty ones."""
-        return [arg for arg in args if arg]
 
     def deepspeed_src_path(self, code_path: str | Path) -> str:
         """Absolute path of ``csrc/...``; absolute paths stay."""
@@ -209,31 +196,7 @@ class CUDAOpBuilder(OpBuilder):
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
         """``-gencode`` flags; those of TORCH_CUDA_ARCH_LIST where it is set."""
-        return compiler.gencode(compiler.named_targets(cross_compile_archs or ""))
-
-
-class CPUAdamBuilder(TorchCPUOpBuilder):
-    """Adam and AdamW over host memory."""
-
-    NAME, BUILD_VAR, SPEC = "cpu_adam", "DS_BUILD_CPU_ADAM", ops.CPU_ADAM
-
-
-class CPUAdagradBuilder(TorchCPUOpBuilder):
-    """Adagrad over host memory."""
-
-    NAME, BUILD_VAR, SPEC = "cpu_adagrad", "DS_BUILD_CPU_ADAGRAD", ops.CPU_ADAGRAD
-
-
-class CPULionBuilder(TorchCPUOpBuilder):
-    """Lion over host memory."""
-
-    NAME, BUILD_VAR, SPEC = "cpu_lion", "DS_BUILD_CPU_LION", ops.CPU_LION
-
-
-class CPUChecksumBuilder(TorchCPUOpBuilder):
-    """CRC-32C of host memory, which checkpoints are checked by."""
-
-    NAME, BUILD_VAR, SPEC = "cpu_checksum", "DS_BUILD_CPU_CHECKSUM", ops.CPU_CHECKSUM
+        return compiler.gencode(cross_compile_archs or "")
 
 
 class AsyncIOBuilder(TorchCPUOpBuilder):
@@ -246,12 +209,6 @@ class AsyncIOBuilder(TorchCPUOpBuilder):
         return super().why_not() if platform.system() == "Linux" else "asynchronous file IO is written for Linux"
 
 
-class PinMemoryBuilder(AsyncIOBuilder):
-    """Page-locked host tensors, which are part of the library for file IO."""
-
-    NAME, BUILD_VAR = "pin_memory", "DS_BUILD_PIN_MEMORY"
-
-
 class GDSBuilder(OpBuilder):
     """GPU direct storage, which this package does not have."""
 
@@ -260,41 +217,29 @@ class GDSBuilder(OpBuilder):
 
     def why_not(self) -> str:
         """Never available."""
-        return (
-            "there is no GPU direct storage in this package; use async_io, which moves files through pinned host memory"
-        )
+        return "there is no GPU direct storage in this package; use async_io, which goes through pinned host memory"
 
 
-class FusedAdamBuilder(CUDAOpBuilder):
-    """Adam and AdamW over many device tensors in one launch."""
-
-    NAME, BUILD_VAR, SPEC = "fused_adam", "DS_BUILD_FUSED_ADAM", ops.FUSED_ADAM
+_Base = TypeVar("_Base", bound=OpBuilder)
 
 
-class FusedLambBuilder(CUDAOpBuilder):
-    """LAMB on the device."""
-
-    NAME, BUILD_VAR, SPEC = "fused_lamb", "DS_BUILD_FUSED_LAMB", ops.FUSED_LAMB
-
-
-class FusedLionBuilder(CUDAOpBuilder):
-    """Lion on the device."""
-
-    NAME, BUILD_VAR, SPEC = "fused_lion", "DS_BUILD_FUSED_LION", ops.FUSED_LION
+def _builder(class_name: str, base: type[_Base], op: OpSpec, name: str = "") -> type[_Base]:
+    name = name or op.name
+    members = {"NAME": name, "BUILD_VAR": f"DS_BUILD_{name.upper()}", "SPEC": op, "__module__": __name__}
+    return type(class_name, (base,), members | {"__doc__": f"Builder of the op ``{name}``."})
 
 
-_CLASSES = (
-    AsyncIOBuilder,
-    GDSBuilder,
-    PinMemoryBuilder,
-    CPUAdamBuilder,
-    CPUAdagradBuilder,
-    CPULionBuilder,
-    CPUChecksumBuilder,
-    FusedAdamBuilder,
-    FusedLambBuilder,
-    FusedLionBuilder,
-)
+PinMemoryBuilder = _builder("PinMemoryBuilder", AsyncIOBuilder, ops.ASYNC_IO, "pin_memory")  # part of that library
+CPUAdamBuilder = _builder("CPUAdamBuilder", TorchCPUOpBuilder, ops.CPU_ADAM)
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", TorchCPUOpBuilder, ops.CPU_ADAGRAD)
+CPULionBuilder = _builder("CPULionBuilder", TorchCPUOpBuilder, ops.CPU_LION)
+CPUChecksumBuilder = _builder("CPUChecksumBuilder", TorchCPUOpBuilder, ops.CPU_CHECKSUM)
+FusedAdamBuilder = _builder("FusedAdamBuilder", CUDAOpBuilder, ops.FUSED_ADAM)
+FusedLambBuilder = _builder("FusedLambBuilder", CUDAOpBuilder, ops.FUSED_LAMB)
+FusedLionBuilder = _builder("FusedLionBuilder", CUDAOpBuilder, ops.FUSED_LION)
+
+_HOST = (AsyncIOBuilder, GDSBuilder, PinMemoryBuilder, CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder)
+_CLASSES = (*_HOST, CPUChecksumBuilder, FusedAdamBuilder, FusedLambBuilder, FusedLionBuilder)
 ALL_OPS: Mapping[str, OpBuilder] = MappingProxyType({each.NAME: each() for each in _CLASSES})
 
 

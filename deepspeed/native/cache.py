@@ -1,6 +1,4 @@
-"""Where built libraries are kept: which file is good, who may build it now, and how it gets there whole or not at
-all.
-"""
+"""Where built libraries are kept: which is good, who may build it now, and how it gets there whole or not at all."""
 
 import contextlib
 import fcntl
@@ -38,66 +36,59 @@ def wanted_folder() -> Path:
     return Path(base).absolute() / "deepspeed"
 
 
-def writable_folder() -> Path:
-    """The wanted folder where one can write to it, else a temporary one of this user (said in the log)."""
-    folder = wanted_folder()
-    if folder == temporary_folder():
-        return _own_temporary_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        instead = _own_temporary_folder()
-        logger.warning(
-            "native ops are built in %s, because %s cannot be written (%s); set TORCH_EXTENSIONS_DIR to a "
-            "folder that can",
-            instead,
-            folder,
-            error.strerror,
-        )
-        return instead
-
-
 def temporary_folder() -> Path:
     """This user's folder for the case that the wanted one cannot be written; it need not exist."""
     return Path(tempfile.gettempdir()) / f"deepspeed_ops_{os.getuid()}"
 
 
+def writable_folder() -> Path:
+    """The wanted folder where one can write to it, else a temporary one of this user (said in the log)."""
+    folder, temporary = wanted_folder(), temporary_folder()
+    if folder != temporary:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as error:
+            text = "native ops are built in %s, because %s cannot be written (%s); set TORCH_EXTENSIONS_DIR to another"
+            logger.warning(text, temporary, folder, error.strerror)
+    with contextlib.suppress(FileExistsError):
+        temporary.mkdir(mode=0o700)
+    return temporary if is_own(temporary) else Path(tempfile.mkdtemp(prefix="deepspeed_ops_"))
+
+
 def is_own(folder: Path) -> bool:
-    """Whether only this user can have written to ``folder``: code is loaded from it, and anyone can make names in
-    /tmp.
-    """
+    """Whether only this user can have written to ``folder``: anyone can make names in /tmp, and code is loaded."""
     try:
         status = folder.lstat()
     except OSError:
         return False
-    return (
-        stat.S_ISDIR(status.st_mode)
-        and status.st_uid == os.getuid()
-        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    )
-
-
-def _own_temporary_folder() -> Path:
-    folder = temporary_folder()
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    return folder if is_own(folder) else Path(tempfile.mkdtemp(prefix="deepspeed_ops_"))
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not others
 
 
 def known_folders() -> list[Path]:
     """Folders where a library may lie already."""
-    own = temporary_folder()
-    return [folder for folder in dict.fromkeys((wanted_folder(), own)) if folder != own or is_own(own)]
+    temporary = temporary_folder()
+    folders = dict.fromkeys((wanted_folder(), temporary))
+    return [folder for folder in folders if folder != temporary or is_own(temporary)]
 
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    """What a note or a lock file says; empty where it says nothing readable."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 @dataclass(frozen=True)
-class Entry:
+class CachedLibrary:
     """One library and the note beside it with its size and hash; the library is good only while both agree."""
 
     folder: Path
@@ -115,24 +106,17 @@ class Entry:
 
     def is_good(self) -> bool:
         """Whether the library is there and is what was built: loading a truncated one can kill the process."""
+        note = _read_json(self.note)
         try:
-            said = json.loads(self.note.read_text(encoding="utf-8"))
-            return self.library.stat().st_size == said["size"] and _sha256(self.library) == said["sha256"]
-        except (OSError, ValueError, KeyError, TypeError):
+            return self.library.stat().st_size == note.get("size") and _sha256(self.library) == note.get("sha256")
+        except OSError:
             return False
 
-    def discard(self) -> None:
-        """Make the entry invalid."""
-        self.note.unlink(missing_ok=True)
-
     def publish(self, built: Path, origin: dict[str, Any]) -> None:
-        """Move ``built`` (on the same file system) into place; the note goes last, so a kill in between leaves no good
-        entry.
-        """
+        """Move ``built`` (on the same file system) into place, the note last: a kill in between leaves nothing good."""
         note = built.with_suffix(".json")
-        note.write_text(
-            json.dumps({"size": built.stat().st_size, "sha256": _sha256(built), **origin}), encoding="utf-8"
-        )
+        content = {"size": built.stat().st_size, "sha256": _sha256(built), **origin}
+        note.write_text(json.dumps(content), encoding="utf-8")
         for path in (built, note):
             _sync(path)
         os.replace(built, self.library)
@@ -150,28 +134,11 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def good_entries(folder: Path, prefix: str) -> list[Entry]:
-    """Good entries whose names start with ``prefix``, newest first."""
+def good_libraries(folder: Path, prefix: str) -> list[Path]:
+    """Good libraries whose names start with ``prefix``, newest first."""
     notes = [path for path in folder.glob(f"{prefix}*.json") if path.is_file()]
-    entries = [Entry(folder, path.stem) for path in sorted(notes, key=os.path.getmtime, reverse=True)]
-    return [entry for entry in entries if entry.is_good()]
-
-
-def _owner(handle: int) -> dict[str, Any]:
-    try:
-        said = json.loads(os.pread(handle, 65536, 0))
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
-
-
-def read_owner(folder: Path, name: str) -> dict[str, Any]:
-    """What the last owner of the lock of op ``name`` wrote, without taking the lock; empty where there was none."""
-    try:
-        with (folder / f"{name}.lock").open("rb") as file:
-            return _owner(file.fileno())
-    except OSError:
-        return {}
+    entries = [CachedLibrary(folder, path.stem) for path in sorted(notes, key=os.path.getmtime, reverse=True)]
+    return [entry.library for entry in entries if entry.is_good()]
 
 
 class BuildLock:
@@ -179,68 +146,58 @@ class BuildLock:
 
     The kernel holds the lock with the open file, so the death of its owner, whatever the cause, releases it.
     The file's text is for people (owner, start) and for those who waited while a build failed: it would fail for them
-    too.
+    too. The file stays, because removing it would let two owners in.
     """
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path, self._name = folder / f"{name}.lock", name
 
     def read(self) -> dict[str, Any]:
-        """What the last owner wrote; empty when it wrote nothing readable."""
-        return _owner(self._handle)
+        """What the last owner wrote, whoever holds the lock; empty when it wrote nothing readable."""
+        return _read_json(self.path)
 
-    def write(self, **said: Any) -> None:
+    def write(self, **content: Any) -> None:
         """Replace the text."""
-        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **said}).encode()
+        content = {"pid": os.getpid(), "host": socket.gethostname(), **content}
         with contextlib.suppress(OSError):
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, text, 0)
+            self.path.write_text(json.dumps(content), encoding="utf-8")
 
-    def acquire(self, name: str, *, limit_s: float = LOCK_LIMIT_S) -> None:
-        """Wait for the lock; after ``limit_s`` (a stopped owner), or where files cannot be locked, go on without it.
+    @contextlib.contextmanager
+    def owned(self, *, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
+        """Inside, nobody else builds; after ``limit_s`` (a stopped owner), or where files cannot be locked, all may.
 
         That is safe: a build has a folder to itself and its result appears in one step.
         """
-        begin = time.monotonic()
-        tell = TELL_AFTER_S
+        try:
+            try:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except PermissionError:  # made by another user of a shared folder: good enough to lock
+                handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            place = "set TORCH_EXTENSIONS_DIR to a folder of your own"
+            raise BuildError(f"op {self._name}: its lock file cannot be made ({error}); {place}") from error
+        try:
+            self._acquire(handle, limit_s)
+            yield
+        finally:
+            os.close(handle)
+
+    def _acquire(self, handle: int, limit_s: float) -> None:
+        begin, tell = time.monotonic(), TELL_AFTER_S
         while True:
             try:
-                return fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 waited = time.monotonic() - begin
             except OSError as error:
-                return logger.debug("op %s: files cannot be locked here (%s); building without a lock", name, error)
+                return logger.debug("op %s: files cannot be locked here (%s)", self._name, error)
             if waited > limit_s:
-                return logger.warning("op %s: waited %.0f s for %s; building without it", name, waited, self.read())
+                text = "op %s: waited %.0f s for %s; building without it"
+                return logger.warning(text, self._name, waited, self.read())
             if waited > tell:
-                logger.info("op %s: waiting for its build by %s", name, self.read())
+                logger.info("op %s: waiting for its build by %s", self._name, self.read())
                 tell = limit_s
             time.sleep(POLL_S)
-
-
-def _lock_file(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError:
-        # made by another user of a shared folder: good enough to lock
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-
-@contextlib.contextmanager
-def build_lock(folder: Path, name: str) -> Iterator[BuildLock]:
-    """Hold the lock of op ``name`` in ``folder``; its file stays, because removing it would let two owners in."""
-    try:
-        handle = _lock_file(folder / f"{name}.lock")
-    except OSError as error:
-        raise BuildError(
-            f"op {name}: its lock file cannot be made ({error}); set TORCH_EXTENSIONS_DIR to a folder of your own"
-        ) from error
-    try:
-        lock = BuildLock(handle)
-        lock.acquire(name)
-        yield lock
-    finally:
-        os.close(handle)
 
 
 def _is_dead(work: Path) -> bool:

@@ -27,20 +27,17 @@ def source_root() -> Path:
 class OpSpec:
     """One shared library of ``extern "C"`` functions.
 
-    ``sources`` are paths below the source root. What they include with quotes becomes part of the cache key by itself;
-    ``headers`` adds files that are included in another way. ``flags`` go to the compiler and the linker, ``libraries``
-    are names for ``-l``. With ``openmp`` the compiler's OpenMP flag is added where it has one (else the pragmas are
-    ignored). ``instead`` names what runs when the op is not there.
+    ``sources`` are paths below the source root; what they include with quotes becomes part of the cache key by itself.
+    ``flags`` go to the compiler and the linker, ``libraries`` are names for ``-l``. ``instead`` names what runs when
+    the op is not there.
     """
 
     name: str
     sources: tuple[str, ...]
     _: KW_ONLY
-    headers: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
     kind: Kind = "cpp"
-    openmp: bool = False
     instead: str = "torch's own implementation"
     root: Path | None = None  # None: source_root()
 
@@ -53,38 +50,36 @@ class OpSpec:
         return tuple(self.folder() / name for name in self.sources)
 
     def missing(self) -> tuple[str, ...]:
-        """Sources and headers that are not on disk."""
-        return tuple(name for name in (*self.sources, *self.headers) if not (self.folder() / name).is_file())
+        """Sources that are not on disk."""
+        return tuple(name for name in self.sources if not (self.folder() / name).is_file())
 
     def inputs(self) -> tuple[Path, ...]:
-        """Sources, headers and everything that they include with quotes, directly or not."""
-        found: dict[Path, None] = {}
-        waiting = [*self.files(), *(self.folder() / name for name in self.headers)]
+        """Sources and everything that they include with quotes, directly or not."""
+        read: dict[Path, None] = {}
+        waiting = list(self.files())
         while waiting:
             path = waiting.pop(0)
-            if path in found:
+            if path in read:
                 continue
-            found[path] = None
+            read[path] = None
             for name in _INCLUDE.findall(path.read_text(encoding="utf-8", errors="replace")):
-                # the compiler's order: beside the including file, then below the root; what is in neither is its to
-                # report
+                # the compiler's order: beside the including file, then below the root; the rest is its to report
                 places = (path.parent / name, self.folder() / name)
                 waiting += [Path(os.path.normpath(place)) for place in places if place.is_file()][:1]
-        return tuple(found)
+        return tuple(read)
 
-    def digest(self) -> str:
-        """Hash of everything the library depends on but the tools: contents, flags, this version, kind of machine.
+    def stem(self) -> str:
+        """Name, and hash of what the library depends on but the tools: contents, flags, this version, kind of machine.
 
         Raises BuildError when a file cannot be read.
         """
         try:
             contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.inputs()]
         except OSError as error:
-            raise BuildError(
-                f"op {self.name}: a source of it cannot be read ({error}); install the package again."
-            ) from error
-        parts = [self.name, self.sources, self.headers, contents, self.flags, self.libraries, self.kind, self.openmp]
-        return short_hash([*parts, __version__, platform.machine()])
+            text = f"op {self.name}: a source of it cannot be read ({error}); install the package again."
+            raise BuildError(text) from error
+        parts = [self.name, self.sources, contents, self.flags, self.libraries, self.kind]
+        return f"{self.name}-{short_hash([*parts, __version__, platform.machine()])}"
 
 
 def short_hash(parts: object) -> str:

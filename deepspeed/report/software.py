@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 
 from deepspeed.native import builders
-from deepspeed.native.compiler import find_ninja
 from deepspeed.report.rows import Probe, Row, Section, first_line, gather
 from deepspeed.version import __version__
 
@@ -26,7 +25,6 @@ REQUIRED = {
     "py-cpuinfo": ("", ""),
     "pydantic": ("2", "3"),
     "psutil": ("", ""),
-    "ninja": ("", ""),
     "hjson": ("", ""),
     "tqdm": ("", ""),
 }
@@ -171,13 +169,6 @@ def compiler_row() -> Row:
     return Row("C++ compiler", f"{_says([path, '--version'], r'^(.+)')}, {path}")
 
 
-def ninja_row() -> Row:
-    """The build tool, from the PATH or from its Python package."""
-    path = find_ninja()
-    doubt = "" if path else "Sources are compiled one after the other; install the Python package ninja."
-    return Row("ninja", path or "none", doubt)
-
-
 def cuda_rows(built_for: str | None) -> list[Row]:
     """nvcc and CUDA_HOME; ``built_for`` is the CUDA version of torch, None for builds that need neither."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -197,5 +188,4 @@ def cuda_rows(built_for: str | None) -> list[Row]:
 def tools_section(torch: ModuleType | None) -> Section:
     """Compiler and build tools."""
     built_for = getattr(getattr(torch, "version", None), "cuda", None)
-    nvcc = partial(cuda_rows, built_for)
-    return gather("build tools", {"C++ compiler": compiler_row, "ninja": ninja_row, "nvcc": nvcc})
+    return gather("build tools", {"C++ compiler": compiler_row, "nvcc": partial(cuda_rows, built_for)})

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from deepspeed.errors import BuildError
-from deepspeed.native.build import checked_compiler, compile_library
+from deepspeed.native.build import build, checked_compiler
 from deepspeed.native.ops import FUSED_ADAM, FUSED_LAMB, FUSED_LION
-from deepspeed.native.spec import OpSpec, source_root
+from deepspeed.native.spec import OpSpec, short_hash, source_root
 from deepspeed.optim import cuda
 from tests.gpu.test_fused_optimizers import (  # noqa: F401 - collected here too, with the fixture ``place`` of this file
     ADAM,
@@ -143,39 +143,28 @@ def host_source(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def host_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[OpSpec, ctypes.CDLL]:
-    compiler = shutil.which("g++")
-    if compiler is None or platform.system() != "Linux":
+    if shutil.which("g++") is None or platform.system() != "Linux":
         pytest.skip("needs g++ on Linux")
     folder = tmp_path_factory.mktemp("host")
+    shutil.copytree(source_root() / "common", folder / "common")
     (folder / "cuda").mkdir()
     for path in (source_root() / "cuda").iterdir():
-        (folder / "cuda" / path.name).write_text(host_source(path.read_text()))
+        name = path.with_suffix(".cpp").name if path.suffix == ".cu" else path.name
+        (folder / "cuda" / name).write_text(host_source(path.read_text()))
     for name, text in (("cuda_runtime.h", HOST_CUDA), ("cuda_bf16.h", HOST_BF16), ("cuda_fp16.h", "")):
         (folder / name).write_text(text)
 
-    def compile_one(op: OpSpec) -> ctypes.CDLL:
-        library = folder / f"{op.name}.so"
-        flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
-        # a wide access that is not aligned ends a CUDA kernel; here it must not pass either
-        flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-        command = [
-            compiler,
-            *flags,
-            "-I",
-            str(folder),
-            "-I",
-            str(source_root()),
-            "-x",
-            "c++",
-            str(folder / op.sources[0]),
-            "-o",
-            str(library),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr[:4000]
-        return ctypes.CDLL(str(library))
+    # a wide access that is not aligned ends a CUDA kernel; here it must not pass either
+    strict = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+    seen = short_hash([HOST_CUDA, HOST_BF16, (folder / "common/lowp.h").read_text()])  # included by <name>
+    flags = ("-O1", "-w", "-ffp-contract=off", *strict, f"-DEMULATED={seen}")
 
-    with ThreadPoolExecutor(3) as pool:
+    def compile_one(op: OpSpec) -> ctypes.CDLL:
+        source = op.sources[0].replace(".cu", ".cpp")
+        return ctypes.CDLL(str(build(OpSpec(f"host_{op.name}", (source,), flags=flags, root=folder))))
+
+    with ThreadPoolExecutor(3) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", "g++")
         return dict(zip(OPS, pool.map(compile_one, OPS), strict=True))
 
 
@@ -214,24 +203,17 @@ def test_no_source_needs_torch() -> None:
 
 
 @pytest.fixture(scope="module")
-def device_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[OpSpec, Path]:
+def device_libraries() -> dict[OpSpec, Path]:
     """Each op compiled for sm_80 and sm_90 with the flags of a user's build, any warning an error."""
     try:
-        compiler = checked_compiler("cuda")
+        checked_compiler("cuda")
     except BuildError as error:
         pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("device")
-
-    def compile_one(op: OpSpec) -> Path:
-        work = folder / op.name
-        work.mkdir()
-        strict = ("-Werror", "all-warnings", "-Xptxas", "-warn-spills", "-Xptxas", "-warn-lmem-usage")
-        return compile_library(replace(op, flags=(*op.flags, *strict)), compiler, work)
-
-    with pytest.MonkeyPatch.context() as patch:
+    strict = ("-Werror", "all-warnings", "-Xptxas", "-warn-spills", "-Xptxas", "-warn-lmem-usage")
+    with ThreadPoolExecutor(3) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0")
-        with ThreadPoolExecutor(3) as pool:
-            return dict(zip(OPS, pool.map(compile_one, OPS), strict=True))
+        libraries = pool.map(lambda op: build(replace(op, flags=(*op.flags, *strict))), OPS)
+        return dict(zip(OPS, libraries, strict=True))
 
 
 @pytest.mark.timeout(300)

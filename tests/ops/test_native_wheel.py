@@ -60,7 +60,7 @@ def test_a_plain_wheel_needs_no_compiler(tree: Path) -> None:
 
 @pytest.mark.skipif(GXX is None, reason="needs a C++ compiler")
 def test_a_wheel_with_libraries(tree: Path) -> None:
-    for name in (*ALL_OPS["cpu_checksum"].spec().sources, *ALL_OPS["cpu_checksum"].spec().headers):
+    for name in ALL_OPS["cpu_checksum"].spec().sources:
         source = tree / "csrc" / name
         source.parent.mkdir(parents=True, exist_ok=True)
         source.touch()
