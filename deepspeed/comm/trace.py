@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger, rank
+from deepspeed.observe.timers import trimmed_mean
 
 # Share of the message that crosses the busiest link, of n ranks: one pass round the ring, or two (an all-reduce).
 _ONE_PASS = ("all_gather", "reduce_scatter", "all_to_all")
@@ -32,13 +33,6 @@ def size_str(nbytes: int) -> str:
     """``1536`` -> ``1.5 KB``."""
     power = min((max(nbytes, 1).bit_length() - 1) // 10, 3)
     return f"{nbytes / 1024**power:.2f}".rstrip("0").rstrip(".") + f" {('B', 'KB', 'MB', 'GB')[power]}"
-
-
-def trimmed_mean(values: list[float], share: float = 0.1) -> float:
-    """Mean without the lowest and the highest ``share`` of the values."""
-    cut = int(len(values) * share)
-    kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / len(kept)
 
 
 class CommsLog:

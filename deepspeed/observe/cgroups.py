@@ -1,6 +1,4 @@
-"""Control groups of this process, of both kinds, and the memory that it may still have; read from the kernel's files
-under ``root``.
-"""
+"""Control groups of this process, of both kinds, and the memory that it may still have; from the kernel's files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +11,7 @@ _UNLIMITED = 1 << 60  # groups of the first kind write "no limit" as a number ne
 
 @dataclass(frozen=True)
 class Pool:
-    """Memory that processes share, in bytes: ``free`` can still be had. ``key`` is the same for all who share it, on
-    one machine only.
-    """
+    """Memory that processes share, in bytes: ``free`` can still be had. ``key`` is the same for all who share it."""
 
     key: tuple[str | int, ...]
     name: str
@@ -37,12 +33,9 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Folders of this process's groups, innermost first, and whether they are of the first kind (one tree for each
-    controller).
-    """
-    mounts: dict[
-        str, tuple[str, str]
-    ] = {}  # what part of each controller's tree is mounted, and where; "" is that of the second kind
+    """Folders of this process's groups, innermost first, and whether they are of the first kind (one tree each)."""
+    # what part of each controller's tree is mounted, and where; "" is that of the second kind
+    mounts: dict[str, tuple[str, str]] = {}
     for line in _text(root / "proc/self/mountinfo").splitlines():
         place, _, source = line.partition(" - ")
         kind, *_, options = source.split()
@@ -65,34 +58,27 @@ def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def memory_groups(root: Path = ROOT) -> list[Pool]:
-    """The groups that limit this process's memory, innermost first. Page cache is free: the kernel takes it back when
-    it is needed.
-    """
-    machine, found = _text(root / _BOOT), []
+    """The groups that limit this process's memory, innermost first. Page cache is free: the kernel takes it back."""
+    machine, pools = _text(root / _BOOT), []
     for folder, first in groups(root, "memory"):
         files = ("memory.limit_in_bytes",) if first else ("memory.max", "memory.high")
-        limits = [
-            (int(text), file) for file in files if (text := _text(folder / file)).isdigit() and int(text) < _UNLIMITED
-        ]
-        if limits:
+        texts = [(_text(folder / file), file) for file in files]
+        if limits := [(int(text), file) for text, file in texts if text.isdigit() and int(text) < _UNLIMITED]:
             limit, file = min(limits)
             stat, prefix = _numbers(folder / "memory.stat"), "total_" if first else ""
             used = int(_text(folder / ("memory.usage_in_bytes" if first else "memory.current")) or 0)
             used -= sum(stat.get(prefix + name, 0) for name in ("active_file", "inactive_file", "slab_reclaimable"))
             name = f"control group {folder} ({file} {limit / 2**20:,.0f} MiB)"
-            found.append(
-                Pool((machine, folder.stat().st_dev, folder.stat().st_ino), name, limit, max(0, limit - max(0, used)))
-            )
-    return found
+            key = (machine, folder.stat().st_dev, folder.stat().st_ino)
+            pools.append(Pool(key, name, limit, max(0, limit - max(0, used))))
+    return pools
 
 
 def memory_pools(root: Path = ROOT) -> list[Pool]:
-    """Everything that bounds this process's memory: its control groups, and the machine. Empty where the kernel does
-    not tell.
-    """
-    found, kib = memory_groups(root), _numbers(root / "proc/meminfo")
+    """Everything that bounds this process's memory: its control groups, and the machine. Empty where unknown."""
+    pools, kib = memory_groups(root), _numbers(root / "proc/meminfo")
     if "MemAvailable" in kib:
         free, total = kib["MemAvailable"] << 10, kib["MemTotal"] << 10
         name = f"available memory of the machine ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
-        found.append(Pool((_text(root / _BOOT),), name, total, free))
-    return found
+        pools.append(Pool((_text(root / _BOOT),), name, total, free))
+    return pools

@@ -1,5 +1,6 @@
 """Resident memory of this process, in bytes."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -10,8 +11,6 @@ from pathlib import Path
 
 import psutil
 
-_STATUS = Path("/proc/self/status")
-
 
 def rss_bytes() -> int:
     """Resident set size now."""
@@ -20,13 +19,11 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """Largest resident set since the process started or since ``reset_peak_rss`` last worked."""
-    try:
-        for line in _STATUS.read_text().splitlines():
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: the current value is the only portable answer
-    return rss_bytes()
+    return rss_bytes()  # not Linux: the only portable answer
 
 
 def reset_peak_rss() -> bool:
@@ -58,15 +55,10 @@ def return_large_blocks() -> bool:
 
     glibc raises that threshold by itself up to 32 MiB as soon as such a block is freed; gathered units then live in the
     heap, between long-lived shards, and the process keeps a quarter more memory than it uses. Nothing is changed when
-    the user has tuned malloc (MALLOC_* or GLIBC_TUNABLES variables), preloads another allocator, or the C library is
-    not glibc. Returns whether the setting was made.
+    the user has tuned malloc, preloads another allocator, or the C library is not glibc. Returns whether it was made.
     """
-    tuned = (
-        any(k.startswith("MALLOC_") for k in os.environ)
-        or "GLIBC_TUNABLES" in os.environ
-        or "malloc" in os.environ.get("LD_PRELOAD", "")
-    )
-    if tuned or platform.libc_ver()[0] != "glibc":
+    tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if tuned or "malloc" in os.environ.get("LD_PRELOAD", "") or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES))
@@ -101,22 +93,21 @@ _HUGE_BYTES = 2 << 20
 
 
 @functools.cache
-def _madvise() -> Callable[[int, int], None] | None:
+def _madvise() -> Callable[[int, int, int], int] | None:
     if not sys.platform.startswith("linux"):
         return None
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return lambda start, nbytes: function(start, nbytes, _MADV_HUGEPAGE)
+    return function
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Ask the kernel to back the 2 MiB-aligned inside of a fresh host buffer with huge pages.
+    """Ask the kernel to back the 2 MiB-aligned inside of a fresh host buffer with huge pages; only a hint.
 
-    Buffers that come and go with every unit are dominated by page faults otherwise. Only a hint: where it is not
-    understood, nothing happens.
+    Buffers that come and go with every unit are dominated by page faults otherwise.
     """
     advise = _madvise()
     start = -(-address // _HUGE_BYTES) * _HUGE_BYTES
     inside = (address + nbytes) // _HUGE_BYTES * _HUGE_BYTES - start
     if advise is not None and inside > 0:
-        advise(start, inside)
+        advise(start, inside, _MADV_HUGEPAGE)

@@ -36,7 +36,5 @@ def level_number(name: str) -> int:
 
 
 def set_log_level_from_string(log_level_str: str) -> None:
-    """Set the logger's level from ``"debug"``, ``"info"``, ``"warning"``, ``"error"`` or ``"critical"``; ValueError
-    otherwise.
-    """
+    """Set the logger's level by its name; ValueError for an unknown one."""
     logger.setLevel(level_number(log_level_str))

@@ -11,29 +11,18 @@ _GIB = 2**30
 
 def memory_report() -> str:
     """One line: device bytes now and at peak, host bytes now and at peak, machine use."""
-    accelerator = get_accelerator()
-    used = hostmem.host_total_bytes() - hostmem.host_available_bytes()
-    parts = (
-        []
-        if accelerator.device_name() == "cpu"
-        else [
-            f"allocated {accelerator.memory_allocated() / _GIB:.2f} GB (peak "
-            f"{accelerator.max_memory_allocated() / _GIB:.2f} GB)",
-            f"reserved {accelerator.memory_reserved() / _GIB:.2f} GB (peak "
-            f"{accelerator.max_memory_reserved() / _GIB:.2f} GB)",
-        ]
-    )
-    parts.append(f"process RSS {hostmem.rss_bytes() / _GIB:.2f} GB (peak {hostmem.peak_rss_bytes() / _GIB:.2f} GB)")
-    parts.append(f"machine {used / _GIB:.2f} of {hostmem.host_total_bytes() / _GIB:.2f} GB")
-    return ", ".join(parts)
+    accelerator, total = get_accelerator(), hostmem.host_total_bytes()
+    rows = [("process RSS", hostmem.rss_bytes(), hostmem.peak_rss_bytes())]
+    if accelerator.device_name() != "cpu":
+        rows.insert(0, ("allocated", accelerator.memory_allocated(), accelerator.max_memory_allocated()))
+        rows.insert(1, ("reserved", accelerator.memory_reserved(), accelerator.max_memory_reserved()))
+    used = [f"{what} {now / _GIB:.2f} GB (peak {peak / _GIB:.2f} GB)" for what, now, peak in rows]
+    machine = f"machine {(total - hostmem.host_available_bytes()) / _GIB:.2f} of {total / _GIB:.2f} GB"
+    return ", ".join([*used, machine])
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log ``message`` and the memory in use on rank 0, then start new peak measurements; does nothing without
-    ``force``.
-
-    Garbage is collected first, so that the numbers show what is really held.
-    """
+    """With ``force``: collect garbage, log ``message`` and the memory in use on rank 0, start new peak measurements."""
     if not force:
         return
     gc.collect()

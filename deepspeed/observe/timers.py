@@ -14,78 +14,79 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _trimmed_mean(values: list[float], percent: float) -> float:
-    cut = int(len(values) * percent)
+def trimmed_mean(values: list[float], share: float = 0.1) -> float:
+    """Mean without the lowest and the highest ``share`` of the values; 0 of none."""
+    cut = int(len(values) * share)
     kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
+    return sum(kept) / max(1, len(kept))
+
+
+class PhaseTimer:
+    """One phase. Times are milliseconds. Starting and stopping wait for the device first."""
+
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self.started_ = False
+        self._start = self._elapsed_ms = 0.0
+        self._records: list[float] = []
+
+    def start(self) -> None:
+        """Begin; UsageError when it runs already."""
+        if self.started_:
+            raise UsageError(f"The timer {self.name_!r} runs already; stop it before starting it again.")
+        get_accelerator().synchronize()
+        self._start = time.perf_counter()
+        self.started_ = True
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """End; adds to the time so far, or replaces it with ``reset``. ``record`` keeps the span for ``mean``."""
+        if not self.started_:
+            raise UsageError(f"The timer {self.name_!r} does not run; start it before stopping it.")
+        get_accelerator().synchronize()
+        span = (time.perf_counter() - self._start) * 1e3
+        self._elapsed_ms = span if reset else self._elapsed_ms + span
+        if record:
+            self._records.append(span)
+        self.started_ = False
+
+    def reset(self) -> None:
+        """Back to zero, not running."""
+        self.__init__(self.name_)  # type: ignore[misc]
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds so far; a running timer is stopped for the reading and goes on."""
+        running = self.started_
+        if running:
+            self.stop()
+        elapsed = self._elapsed_ms
+        if reset:
+            self._elapsed_ms = 0.0
+        if running:
+            self.start()
+        return elapsed
+
+    def mean(self) -> float:
+        """Mean of the recorded spans without the lowest and highest tenth, in milliseconds."""
+        return trimmed_mean(self._records)
 
 
 class SynchronizedWallClockTimer:
     """Timers by name; each start and stop waits for the device first, so device work is charged where it was issued."""
 
-    class Timer:
-        """One phase. Times are milliseconds."""
-
-        def __init__(self, name: str) -> None:
-            self.name_ = name
-            self.started_ = False
-            self._start = 0.0
-            self._elapsed_ms = 0.0
-            self._records: list[float] = []
-
-        def start(self) -> None:
-            """Begin; UsageError when it runs already."""
-            if self.started_:
-                raise UsageError(f"The timer {self.name_!r} runs already; stop it before starting it again.")
-            get_accelerator().synchronize()
-            self._start = time.perf_counter()
-            self.started_ = True
-
-        def stop(self, reset: bool = False, record: bool = False) -> None:
-            """End; adds to the time so far, or replaces it with ``reset``. ``record`` keeps the span for ``mean``."""
-            if not self.started_:
-                raise UsageError(f"The timer {self.name_!r} does not run; start it before stopping it.")
-            get_accelerator().synchronize()
-            span = (time.perf_counter() - self._start) * 1e3
-            self._elapsed_ms = span if reset else self._elapsed_ms + span
-            if record:
-                self._records.append(span)
-            self.started_ = False
-
-        def reset(self) -> None:
-            """Back to zero, not running."""
-            self.started_ = False
-            self._elapsed_ms = 0.0
-            self._records = []
-
-        def elapsed(self, reset: bool = True) -> float:
-            """Milliseconds so far; a running timer is stopped for the reading and goes on."""
-            running = self.started_
-            if running:
-                self.stop()
-            elapsed = self._elapsed_ms
-            if reset:
-                self._elapsed_ms = 0.0
-            if running:
-                self.start()
-            return elapsed
-
-        def mean(self) -> float:
-            """Mean of the recorded spans without the lowest and highest tenth, in milliseconds."""
-            return _trimmed_mean(self._records, 0.1)
+    Timer = PhaseTimer
 
     def __init__(self) -> None:
-        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+        self.timers: dict[str, PhaseTimer] = {}
 
-    def __call__(self, name: str) -> "SynchronizedWallClockTimer.Timer":
+    def __call__(self, name: str) -> PhaseTimer:
         """The timer ``name``, made on first use."""
-        return self.timers.setdefault(name, self.Timer(name))
+        return self.timers.setdefault(name, PhaseTimer(name))
 
     def has_timer(self, name: str) -> bool:
         """True when ``name`` was used."""
         return name in self.timers
 
-    def get_timers(self) -> dict[str, "SynchronizedWallClockTimer.Timer"]:
+    def get_timers(self) -> dict[str, PhaseTimer]:
         """All timers by name."""
         return self.timers
 
@@ -103,67 +104,45 @@ class SynchronizedWallClockTimer:
         ranks: list[int] | None = None,
     ) -> None:
         """Log the times of ``names`` divided by ``normalizer``, in milliseconds; rank 0 by default."""
-        times = [
-            f"{name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}"
-            for name in names
-            if name in self.timers
-        ]
+        timers = [self.timers[name] for name in names if name in self.timers]
+        times = [f"{timer.name_}: {timer.elapsed(reset=reset) / normalizer:.2f}" for timer in timers]
         memory = f" | {memory_report()}" if memory_breakdown else ""
         log_dist(f"time (ms) | {' | '.join(times)}{memory}", ranks=ranks)
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """Mean recorded time per name in milliseconds, divided by ``normalizer``."""
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
-        if reset:
-            for name in means:
-                self.timers[name].reset()
+        for name in means if reset else ():
+            self.timers[name].reset()
         return means
 
 
 class NoopTimer:
-    """The timers when nothing is to be timed."""
+    """The timers when nothing is to be timed, and each of them: every name can be used and takes no time."""
 
-    class Timer:
-        """Does nothing."""
+    def __call__(self, name: str) -> "NoopTimer":
+        return self
 
-        def start(self) -> None:
-            """Nothing."""
+    def start(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing."""
 
-        def stop(self, reset: bool = False, record: bool = False) -> None:
-            """Nothing."""
+    stop = reset = log = start
 
-        def reset(self) -> None:
-            """Nothing."""
+    def elapsed(self, reset: bool = True) -> float:
+        """Zero."""
+        return 0.0
 
-        def elapsed(self, reset: bool = True) -> float:
-            """Zero."""
-            return 0.0
-
-        def mean(self) -> float:
-            """Zero."""
-            return 0.0
-
-    def __init__(self) -> None:
-        self.timer = self.Timer()
-
-    def __call__(self, name: str) -> "NoopTimer.Timer":
-        """The one timer."""
-        return self.timer
+    mean = elapsed
 
     def has_timer(self, name: str) -> bool:
-        """True: every name can be used."""
+        """True."""
         return True
 
-    def get_timers(self) -> dict[str, "NoopTimer.Timer"]:
+    def get_timers(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """None."""
         return {}
 
-    def log(self, names: Iterable[str], **_kwargs: Any) -> None:
-        """Nothing."""
-
-    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Nothing."""
-        return {}
+    get_mean = get_timers
 
 
 class ThroughputTimer:
@@ -222,14 +201,13 @@ class ThroughputTimer:
         self.global_step_count += 1
         if counted:
             self.total_elapsed_time += self.step_elapsed_time
-            if report_speed and self._due():
+            if report_speed:
                 self._report()
         self.step_elapsed_time = 0.0
 
-    def _due(self) -> bool:
-        return self.steps_per_output is not None and self.global_step_count % self.steps_per_output == 0
-
     def _report(self) -> None:
+        if self.steps_per_output is None or self.global_step_count % self.steps_per_output:
+            return
         now = self.batch_size / max(self.step_elapsed_time, 1e-9)
         memory = f", {memory_report()}" if self.monitor_memory else ""
         self.logging(
@@ -240,11 +218,8 @@ class ThroughputTimer:
     def avg_samples_per_sec(self) -> float:
         """Samples per second over all counted updates; -inf before the first."""
         counted = self.global_step_count - self.start_step
-        return (
-            counted * self.batch_size / self.total_elapsed_time
-            if counted > 0 and self.total_elapsed_time > 0
-            else float("-inf")
-        )
+        measured = counted > 0 and self.total_elapsed_time > 0
+        return counted * self.batch_size / self.total_elapsed_time if measured else float("-inf")
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:

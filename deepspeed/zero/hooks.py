@@ -10,7 +10,6 @@ Private torch names used here: ``torch._C._current_graph_task_id`` (are we insid
 
 import dataclasses
 import functools
-import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -87,7 +86,7 @@ def hold_clipping() -> Borrowed:
     def put(function: Any) -> None:
         torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = function
 
-    return Borrowed("clipping", value=telling, registry=gc.callbacks, read=lambda: clip, write=put)
+    return Borrowed("clipping", value=telling, read=lambda: clip, write=put)
 
 
 class ModuleHooks:
