@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from deepspeed.comm.group_getters import register_mpu
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.config.model.features import inert_notes
-from deepspeed.device import device_for, get_accelerator, take_device
-from deepspeed.engine import DeepSpeedEngine
-from deepspeed.engine_info import DTYPES
+from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
+from deepspeed.engine import DeepSpeedEngine, OptimizerParts, Surroundings
 from deepspeed.engine_reports import follow_collectives, report_start
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
@@ -37,7 +37,7 @@ from deepspeed.zero.facts import UnitFacts, castable
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
-from deepspeed.zero.optim_view import attach, build_views, check_fresh
+from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fresh
 from deepspeed.zero.partition import statistics_dtypes
 from deepspeed.zero.plan import make_plan
 from deepspeed.zero.runtime import Runtime
@@ -75,114 +75,120 @@ def initialize(
         raise NotYetError("mesh_param (sequence parallelism) is not in this release")
     source = _config_source(args, config, config_params)
     suspended = shutdown_init_context()
+    lasting = contextlib.ExitStack()  # what lasts as long as the engine
     try:
         local_rank = _start_distributed(args, distributed_port, dist_init_required)
-        return _assemble(
+        if mpu is not None:
+            register_mpu(mpu)
+        engine = _assemble(
             model,
             source,
+            lasting,
             local_rank=local_rank,
+            group=mpu.get_data_parallel_group() if mpu is not None else None,
             optimizer=optimizer,
             model_parameters=model_parameters,
-            lr_scheduler=lr_scheduler,
-            group=mpu.get_data_parallel_group() if mpu is not None else None,
-            data=(training_data, collate_fn),
         )
+        try:
+            engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
+            if training_data is not None:
+                engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        except BaseException:
+            engine.destroy()
+            raise
+    except BaseException:
+        lasting.close()
+        raise
     finally:
         restore_init_context(suspended)
+    report_start(engine)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _from_args(args: Any, name: str) -> Any:
+    """``name`` of the client's arguments, which are a dict or a namespace; None where it is not there."""
+    return args.get(name) if isinstance(args, dict) else getattr(args, name, None)
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    given = args.get("deepspeed_config") if isinstance(args, dict) else getattr(args, "deepspeed_config", None)
-    if given is None and args is not None and not isinstance(args, dict):
-        given = getattr(args, "deepscale_config", None)
+    given = _from_args(args, "deepspeed_config")
+    if given is None:
+        given = _from_args(args, "deepscale_config")
     config = config if config is not None else config_params
     if config is not None and given is not None:
         raise UsageError("the configuration was given twice: as config= and as args.deepspeed_config; pass one of them")
-    if config is None and given is None:
+    source = config if config is not None else given
+    if source is None:
         raise UsageError(
             "no configuration: pass config= to deepspeed.initialize, or start the script with --deepspeed_config FILE"
         )
-    return config if config is not None else given
+    return source
 
 
 def _start_distributed(args: Any, port: int, required: bool | None) -> int:
     init_distributed(distributed_port=port, dist_init_required=required, verbose=False)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    stated = args.get("local_rank") if isinstance(args, dict) else getattr(args, "local_rank", None)
+    stated = _from_args(args, "local_rank")
     if stated is not None and stated >= 0 and stated != local_rank:
         raise UsageError(f"args.local_rank is {stated} but LOCAL_RANK is {local_rank}; drop one, or make them equal")
-    chosen = getattr(args, "device_rank", None)
-    index = local_rank if chosen is None else int(chosen)
+    chosen = _from_args(args, "device_rank")
     if chosen is None:
-        take_device(index)
-    elif get_accelerator().device_name() != "cpu":
-        get_accelerator().set_device(device_for(index).index)
-    return index
+        take_device(local_rank)
+        return local_rank
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(device_for(int(chosen)).index)
+    return int(chosen)
 
 
 def _assemble(
     model: nn.Module,
     source: Any,
+    lasting: contextlib.ExitStack,
     *,
     local_rank: int,
+    group: Any,
     optimizer: OptimizerLike | None,
     model_parameters: Any,
-    lr_scheduler: Any,
-    group: Any,
-    data: tuple[Any, Any],
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+) -> DeepSpeedEngine:
     backend = get_accelerator().communication_backend_name()
     probe = plain_mesh(backend, group=group)
     cfg = load_config(source, world_size=probe.data.size)
-    with contextlib.ExitStack() as undo:
-        hold_settings(undo, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
-        undo.callback(hold_clipping().give_back)
-        monitor = MonitorMaster(cfg)
-        undo.callback(monitor.close)
-        _mention(cfg)
-        _check_model(model)
-        base = choose_optimizer(cfg, model, optimizer, model_parameters)
-        if lr_scheduler is not None and base is None:
-            lr_scheduler = None
-        plan = make_plan(cfg, probe.zero.size)
-        mesh = build_mesh(backend, inner_size=plan.inner_size, group=group, control=plan.divergence != "assume_none")
-        follow_collectives(cfg, mesh)
-        device = get_accelerator().torch_device()
-        rules = _build_rules(cfg, model, base, device)
-        _mark_leaves(cfg, model)
-        groups = group_index(base.param_groups) if base is not None else None
-        order = names_by_group(model, base.param_groups) if base is not None else []
-        if base is not None:
-            check_fresh(base)
-        if plan.offload.device_share and getattr(base, "host_only", False) and device.type != "cpu":
-            raise OptimizerConfigError(
-                "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
-                f"{type(base).__name__} "
-                "cannot do; set ratio to 1, or use the Fused class of the same name"
-            )
-        parts = build(model, plan, _facts(cfg, mesh), rules=rules, policy=_policy(cfg), group_of=groups)
-        views = (
-            build_views(parts.units, len(base.param_groups), tile_numel=plan.offload.tile_numel)
-            if base is not None
-            else []
+    hold_settings(lasting, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
+    lasting.callback(hold_clipping().give_back)
+    monitor = MonitorMaster(cfg)
+    lasting.callback(monitor.close)
+    _mention(cfg)
+    _check_model(model)
+    base = choose_optimizer(cfg, model, optimizer, model_parameters)
+    plan = make_plan(cfg, probe.zero.size)
+    mesh = build_mesh(backend, inner_size=plan.inner_size, group=group, control=plan.divergence != "assume_none")
+    follow_collectives(cfg, mesh)
+    device = get_accelerator().torch_device()
+    rules = _build_rules(cfg, model, base, device)
+    _mark_leaves(cfg, model)
+    groups = base.param_groups if base is not None else []
+    order, place = names_by_group(model, groups), group_index(groups) if base is not None else None
+    if base is not None:
+        check_fresh(base)
+    if plan.offload.device_share and getattr(base, "host_only", False) and device.type != "cpu":
+        raise OptimizerConfigError(
+            "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
+            f"{type(base).__name__} cannot do; set ratio to 1, or use the Fused class of the same name"
         )
-        if base is not None:
-            attach(base, views)
-        scaler = build_loss_scaler(cfg)
-        engine = DeepSpeedEngine(
-            model, cfg, mesh=mesh, parts=parts, scaler=scaler, optimizer=base, views=views, device=device
-        )
-        engine._local_rank, engine.monitor, engine._group_names = local_rank, monitor, order
-        try:
-            engine.lr_scheduler = _choose_scheduler(cfg, base, lr_scheduler)
-            if data[0] is not None:
-                engine.training_dataloader = engine.deepspeed_io(data[0], collate_fn=data[1])
-        except BaseException:
-            engine.destroy()
-            raise
-        engine._held = undo.pop_all()
-    report_start(engine)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    parts = build(model, plan, _facts(cfg, mesh), rules=rules, policy=_policy(cfg), group_of=place)
+    views: list[OptimView] = []
+    if base is not None:
+        views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
+        attach(base, views)
+    return DeepSpeedEngine(
+        model,
+        cfg,
+        mesh=mesh,
+        parts=parts,
+        scaler=build_loss_scaler(cfg),
+        optimizer=OptimizerParts(base, views, order),
+        process=Surroundings(device, local_rank, monitor, lasting),
+    )
 
 
 def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
@@ -198,8 +204,8 @@ def _mention(cfg: DeepSpeedConfig) -> None:
     if cfg.vocabulary_size is not None and cfg.vocabulary_size % 8:
         padded = -(-cfg.vocabulary_size // 8) * 8
         log_dist(
-            f"vocabulary_size {cfg.vocabulary_size} is no multiple of 8; matrix units are faster with {padded} "
-            "(pad the embedding)",
+            f"vocabulary_size {cfg.vocabulary_size} is no multiple of 8; matrix units are faster with {padded} (pad the"
+            " embedding)",
             level=logging.WARNING,
         )
 
@@ -207,7 +213,7 @@ def _mention(cfg: DeepSpeedConfig) -> None:
 def _check_model(model: nn.Module) -> None:
     if next(model.parameters(), None) is None:
         raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to train or to shard")
-    own = set(model.parameters())
+    params = set(model.parameters())
     for name, param in model.named_parameters():
         if isinstance(param, UninitializedParameter):
             raise UsageError(
@@ -216,37 +222,34 @@ def _check_model(model: nn.Module) -> None:
             )
         if param.is_complex() and param.requires_grad:
             raise UsageError(
-                f"parameter {name!r} is complex ({param.dtype}), which the sharded optimizer cannot hold; keep "
-                "it as a real tensor with a "
-                "last dimension of 2 and use torch.view_as_complex(param) in forward"
+                f"parameter {name!r} is complex ({param.dtype}), which the sharded optimizer cannot hold; keep it as a "
+                "real tensor with a last dimension of 2 and use torch.view_as_complex(param) in forward"
             )
         if param.is_floating_point() and not castable(param.dtype) and param.requires_grad:
             raise UsageError(
-                f"parameter {name!r} is {param.dtype}: codes without their scales, which cannot be trained. "
-                "Let it require no gradient "
-                "(param.requires_grad_(False)), or build the model in bfloat16 or float32"
+                f"parameter {name!r} is {param.dtype}: codes without their scales, which cannot be trained. Let it "
+                "require no gradient (param.requires_grad_(False)), or build the model in bfloat16 or float32"
             )
         unit = getattr(param, "_ds_unit", None)
         keeper = unit.keeper if unit is not None else None
         # Clients evaluate with one engine and then train the same module with another, without destroying the first.
-        if not isinstance(keeper, Runtime) or (previous := keeper.client()) is None or previous.give_way(own):
+        if not isinstance(keeper, Runtime) or (previous := keeper.client()) is None or previous.give_way(params):
             continue
         raise UsageError(
-            f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, "
-            "or give this engine "
-            "its own copy of the module"
+            f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, or give "
+            "this engine its own copy of the module"
         )
 
 
 def choose_optimizer(
     cfg: DeepSpeedConfig, model: nn.Module, client: OptimizerLike | None, model_parameters: Any
 ) -> torch.optim.Optimizer | None:
-    """The client's optimizer (an object, or a function of the parameters), else the configured one; None where neither
-    is given.
-    """
-    parameters = _parameter_list(model, model_parameters)
+    """The client's optimizer (an object, or a function of the parameters), else the configured one; None without."""
+    given = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
+    parameters = list(given)
+    base: torch.optim.Optimizer | None = None
     if isinstance(client, torch.optim.Optimizer):
-        base: torch.optim.Optimizer | None = client
+        base = client
     elif callable(client):
         base = client(parameters)
     elif cfg.optimizer is not None:
@@ -255,35 +258,21 @@ def choose_optimizer(
         # With a share on the device the class must know both places.
         host = block is not None and block.ratio == 1.0
         base = build_optimizer(cfg.optimizer.type, cfg.optimizer.params, parameters=parameters, offload=host)
-    else:
-        base = None
-    if base is None:
-        if cfg.zero_stage in (1, 2):
-            raise OptimizerConfigError(
-                f"zero stage {cfg.zero_stage} requires an optimizer: pass optimizer= or add an 'optimizer' "
-                "block to the configuration"
-            )
-        return None
-    _check_owned(model, base)
-    return base
-
-
-def _parameter_list(model: nn.Module, model_parameters: Any) -> list[Any]:
-    if model_parameters is None:
-        return [p for p in model.parameters() if p.requires_grad]
-    return list(model_parameters)
-
-
-def _check_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    own = set(model.parameters())
-    for index, group in enumerate(optimizer.param_groups):
+    elif cfg.zero_stage in (1, 2):
+        raise OptimizerConfigError(
+            f"zero stage {cfg.zero_stage} requires an optimizer: pass optimizer= or add an 'optimizer' block to the "
+            "configuration"
+        )
+    params = set(model.parameters())
+    for index, group in enumerate(base.param_groups if base is not None else ()):
         for position, param in enumerate(group["params"]):
-            if param not in own:
+            if param not in params:
                 raise OptimizerConfigError(
                     f"the optimizer's parameter group {index} holds a tensor (number {position}, shape "
-                    f"{tuple(param.shape)}) that is no "
-                    f"parameter of the model {type(model).__name__}; build the optimizer from this model's parameters()"
+                    f"{tuple(param.shape)}) that is no parameter of the model {type(model).__name__}; build the "
+                    "optimizer from this model's parameters()"
                 )
+    return base
 
 
 def _build_rules(
@@ -312,32 +301,25 @@ def _build_rules(
 
 
 def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Parameter]:
-    """Parameters that modules of the classes in ``lower_precision_safe_modules`` own: autocast reads them in its dtype
-    anyway.
-    """
+    """Parameters of modules of the classes in ``lower_precision_safe_modules``: autocast reads them in its dtype."""
     names = cfg.torch_autocast.lower_precision_safe_modules if cfg.torch_autocast.enabled else None
     classes = tuple(_class_at(name) for name in names or ())
     return frozenset(p for m in model.modules() if isinstance(m, classes) for p in m.parameters(recurse=False))
 
 
 def _class_at(path: str) -> type:
+    key = "torch_autocast.lower_precision_safe_modules"
     try:
-        found = locate(path)
+        named = locate(path)
     except ErrorDuringImport as error:
-        raise DeepSpeedConfigError(
-            f"torch_autocast.lower_precision_safe_modules: importing {path!r} failed: {error}"
-        ) from error
-    if not isinstance(found, type):
-        raise DeepSpeedConfigError(
-            f"torch_autocast.lower_precision_safe_modules: {path!r} is no class; write it like torch.nn.Linear"
-        )
-    return found
+        raise DeepSpeedConfigError(f"{key}: importing {path!r} failed: {error}") from error
+    if not isinstance(named, type):
+        raise DeepSpeedConfigError(f"{key}: {path!r} is no class; write it like torch.nn.Linear")
+    return named
 
 
 def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
-    """Who divides what: the mean over ranks is taken once, split between packing and the step by the predivide
-    factor.
-    """
+    """Who divides what: the mean is taken once, split between packing and the step by the predivide factor."""
     mean = cfg.gradient_allreduce_op == "mean"
     total = early = float(mesh.divisor) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
@@ -355,12 +337,13 @@ def _mark_leaves(cfg: DeepSpeedConfig, model: nn.Module) -> None:
     leaf = cfg.zero.leaf_module
     if "leaf_module" not in cfg.zero.model_fields_set:
         return
-    if leaf.classes:
-        set_z3_leaf_modules(model, list(leaf.classes), raise_if_not_found=False)
-    if leaf.names:
-        set_z3_leaf_modules_by_name(model, list(leaf.names), raise_if_not_found=False)
-    if leaf.name_suffixes:
-        set_z3_leaf_modules_by_suffix(model, list(leaf.name_suffixes), raise_if_not_found=False)
+    for mark, names in (
+        (set_z3_leaf_modules, leaf.classes),
+        (set_z3_leaf_modules_by_name, leaf.names),
+        (set_z3_leaf_modules_by_suffix, leaf.name_suffixes),
+    ):
+        if names:
+            mark(model, list(names), raise_if_not_found=False)
 
 
 def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:
@@ -368,9 +351,7 @@ def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, 
         return None
     if client is not None:
         return client(base) if callable(client) and not hasattr(client, "step") else client
-    if cfg.scheduler is not None:
-        return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, base)
-    return None
+    return build_scheduler(cfg.scheduler.type, cfg.scheduler.params, base) if cfg.scheduler is not None else None
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,13 +17,12 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.device import get_accelerator
 from deepspeed.engine_checkpoint import EngineCheckpoint
-from deepspeed.engine_info import DTYPES, EngineInfo
-from deepspeed.engine_pending import EnginePending
-from deepspeed.engine_timing import EngineTiming
+from deepspeed.engine_reports import PHASES, EngineReports
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
+from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
@@ -37,7 +36,24 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.step import StepRules, take_step
 
 
-class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming, nn.Module):
+class OptimizerParts(NamedTuple):
+    """The optimizer, None without one; what it sees; and the names in each of its groups, as the client gave them."""
+
+    base: torch.optim.Optimizer | None
+    views: list[OptimView]
+    group_names: list[list[str]]
+
+
+class Surroundings(NamedTuple):
+    """What the process lends an engine; ``lasting`` is closed when it ends: process settings, metric files."""
+
+    device: torch.device
+    local_rank: int
+    monitor: MonitorMaster
+    lasting: contextlib.ExitStack
+
+
+class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     """Wraps ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
 
     def __init__(
@@ -48,51 +64,39 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         mesh: Mesh,
         parts: ZeroParts,
         scaler: LossScaler,
-        optimizer: torch.optim.Optimizer | None,
-        views: list[OptimView],
-        device: torch.device,
+        optimizer: OptimizerParts,
+        process: Surroundings,
     ) -> None:
         super().__init__()
-        self.module = module
-        self._config = config
-        self.mesh = mesh
-        self.device = device
+        self.module, self.mesh = module, mesh
+        self._config, self._parts, self._scaler = config, parts, scaler
         self.runtime = parts.runtime
-        self._parts = parts
-        self._scaler = scaler
-        self._views = views
-        tiled = [v for v in views if v.on_drive]
+        self.device, self.local_rank, self.monitor, self._lasting = process
+        self.basic_optimizer, self._views, group_names = optimizer
+        tiled = [v for v in self._views if v.on_drive]
         self.tiles = (
-            OptimTiles(tiled, optimizer, parts.tiers.optim_drive().staging) if optimizer is not None and tiled else None
+            OptimTiles(tiled, self.basic_optimizer, parts.tiers.optim_drive().staging)
+            if self.basic_optimizer is not None and tiled
+            else None
         )
         self._gas = config.gradient_accumulation_steps
         self._micro = config.train_micro_batch_size_per_gpu
         self._managed = config.managed_gradient_accumulation
-        self.basic_optimizer = optimizer
         self._offload = DeepSpeedZeRoOffload(module, parts.hooks)
-        self.optimizer: Any = self._wrap(optimizer)
+        self.optimizer: Any = self._offload if self.runtime.plan.regular.param.sharded else None
+        if self.basic_optimizer is not None:
+            self.optimizer = wrap_optimizer(self.basic_optimizer, self, self._views, offload=self._offload)
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
+        self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = False
+        self._destroyed = self._over_limit = self._lent = self.is_compiled = False
         self._forced_boundary: bool | None = None
-        self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = self._destroyed = (
-            False
-        )
-        self._backwards = 0
         self._norm: float | None = None
-        self._held = contextlib.ExitStack()  # what lasts as long as this engine: process settings, metric files
-        self._over_limit = False
-        self._relocation, self._lent = Relocation(parts.units, optimizer), False
+        self._relocation = Relocation(parts.units, self.basic_optimizer)
         self._start_timing(config)
         self._start_checkpoints()
-        self._tie_to_runtime()
-
-    def _wrap(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        if optimizer is not None:
-            return wrap_optimizer(optimizer, self, self._views, offload=self._offload)
-        return self._offload if self.runtime.plan.regular.param.sharded else None
-
-    def _tie_to_runtime(self) -> None:
+        self._group_names = group_names
         self.runtime.window_ends = self.is_gradient_accumulation_boundary
         self.runtime.on_backward = self._before_backward
         self.runtime.client = weakref.ref(self)
@@ -102,9 +106,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         """Another engine wants ``params``: an inference engine over no others is destroyed. Whether it was."""
         if self.basic_optimizer is not None or not params.issuperset(self.module.parameters()):
             return False
-        log_dist(
-            f"the inference engine of {type(self.module).__name__} gives its module to another one and is destroyed"
-        )
+        log_dist(f"the inference engine of {type(self.module).__name__} gives way to another one and is destroyed")
         self.destroy()
         return True
 
@@ -132,19 +134,20 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
                 self.runtime.reset(keep_gradients=True)
             raise
 
+    def _need_optimizer(self, what: str) -> None:
+        if self.basic_optimizer is None:
+            raise UsageError(
+                f"{what} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config"
+            )
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns that
-        divided loss.
+        """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns it.
 
         After an error inside it the accumulation window starts anew.
         """
         self._check_alive()
         self._forget_failed_backward()
-        if self.basic_optimizer is None:
-            raise UsageError(
-                "backward() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block "
-                "to the config"
-            )
+        self._need_optimizer("backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(
@@ -170,17 +173,12 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         return divided.detach() if divided is loss else divided
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count a micro-batch; at the accumulation boundary update the parameters and the schedule. Collective
-        there.
-        """
+        """Count a micro-batch; at the accumulation boundary update parameters and schedule, which is collective."""
         self._check_alive()
         self._forget_failed_backward()
         if self._syncing_off:
             raise UsageError("step() was called inside no_sync(); leave the context first")
-        if self.basic_optimizer is None:
-            raise UsageError(
-                "step() needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config"
-            )
+        self._need_optimizer("step()")
         self._step_applied = False
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
@@ -189,9 +187,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
             if self._step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self._report_progress()
-            self._write_metrics(
-                self.global_samples, lr=self.get_lr(), loss_scale=self.loss_scale() if self.fp16_enabled() else None
-            )
+            self._write_metrics(self.global_samples, self.loss_scale() if self.fp16_enabled() else None)
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
         if boundary:
@@ -230,22 +226,16 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         self._watch_memory()
 
     def _watch_memory(self) -> None:
-        """Say once when this rank holds more than ``memory.host_limit``: activations or the user's own data, since
-        states are planned.
-        """
+        """Say once when this rank holds more than ``memory.host_limit``, and that it is not states."""
         limit = self._config.memory.host_limit
-        if limit is None or self._over_limit or (held := hostmem.rss_bytes()) <= limit:
+        if limit is None or self._over_limit or (resident := hostmem.rss_bytes()) <= limit:
             return
         self._over_limit = True
         logger.warning(
-            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were "
-            "planned at %d MiB, so the rest "
-            "is activations, data or other objects: use smaller batches, activation checkpointing or fewer "
-            "loader workers",
-            self.global_rank,
-            held >> 20,
-            limit >> 20,
-            self.memory_plan().host >> 20,
+            "rank %d holds %d MiB of host memory, more than memory.host_limit (%d MiB); model states were planned at "
+            "%d MiB, so the rest is activations, data or other objects: use smaller batches, activation checkpointing "
+            "or fewer loader workers",
+            *(self.global_rank, resident >> 20, limit >> 20, self.memory_plan().host >> 20),
         )
 
     def _skips_nonfinite(self) -> bool:
@@ -289,9 +279,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients stay on their rank; the next backward outside (or the step) reduces them. Legal under every
-        plan.
-        """
+        """Inside, gradients stay on their rank, under every plan; the next backward outside, or the step, reduces."""
         if self._syncing_off:
             raise UsageError("no_sync() cannot be nested")
         self._syncing_off = self.runtime.gradients.hold = True
@@ -332,8 +320,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     def loss_scale(self) -> float:
         return self._scaler.loss_scale
 
-    def current_loss_scale(self) -> float:
-        return self._scaler.loss_scale
+    current_loss_scale = loss_scale
 
     def dynamic_loss_scale(self) -> bool:
         return isinstance(self._scaler, DynamicLossScaler)
@@ -346,12 +333,12 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the accumulation steps so that the global batch is ``train_batch_size`` samples."""
-        if train_batch_size < 1 or train_batch_size % (self._micro * self.mesh.data.size):
+        ranks = self.mesh.data.size
+        if train_batch_size < 1 or train_batch_size % (self._micro * ranks):
             raise ValueError(
-                f"train_batch_size {train_batch_size} is no multiple of micro batch {self._micro} x "
-                f"{self.mesh.data.size} ranks"
+                f"train_batch_size {train_batch_size} is no multiple of micro batch {self._micro} x {ranks} ranks"
             )
-        self._gas = train_batch_size // (self._micro * self.mesh.data.size)
+        self._gas = train_batch_size // (self._micro * ranks)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         self._micro = micro_batch_size
@@ -404,11 +391,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
         """``module.compile`` in place. Frames break at the hooks, so compile blocks for the best result."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
-        self._compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        return getattr(self, "_compiled", False)
+        self.is_compiled = True
 
     def empty_partition_cache(self) -> None:
         """Release every parameter that is gathered and not in use."""
@@ -438,15 +421,12 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """All weights by name on the first rank, None elsewhere. Collective. ValueError when parameters are not
-        sharded.
-        """
+        """All weights by name on the first rank, None elsewhere. Collective. ValueError if parameters are whole."""
         if not self.runtime.plan.regular.param.sharded:
             raise ValueError(
                 "this function works under a plan that shards parameters only; use module.state_dict() here"
             )
-        keep = self.mesh.first
-        return consolidated_state_dict(self.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
+        return consolidated_state_dict(self.module, keep=self.mesh.first, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -459,12 +439,10 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     ) -> dict[str, Any]:
         """``module.state_dict()``; sharded entries show their shape and refuse to be read or saved."""
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        frozen = (
-            {n for n, p in self.module.named_parameters() if not p.requires_grad}
-            if exclude_frozen_parameters
-            else set()
-        )
-        return {k: v for k, v in state.items() if k[len(prefix) :] not in frozen} if frozen else state
+        if not exclude_frozen_parameters:
+            return state
+        frozen = {prefix + name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
 
     def load_module_state_dict(
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
@@ -516,9 +494,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
 
     # -- errors and the end ---------------------------------------------------------------------------------------
     def _recover(self) -> None:
-        """What an error in a backward or a step leaves is of no use: drop it, and start the accumulation window
-        anew.
-        """
+        """Drop what an error in a backward or a step has left, and start the accumulation window anew."""
         self._parts.hooks.disarm()
         self._backwards = 0
         if self._managed:
@@ -563,7 +539,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         failed = self._end_save(together=together)
         self._relocation.come_back()
         self._destroyed = True
-        self._held.close()
+        self._lasting.close()
         self._parts.hooks.remove()
         self._offload.forget()
         self.runtime.reset()
@@ -586,7 +562,7 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
     def _report_progress(self) -> None:
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
-            self._report_times()
+            self.timers.log(PHASES)
             log_dist(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
             )
@@ -595,23 +571,6 @@ class DeepSpeedEngine(EngineInfo, EngineCheckpoint, EnginePending, EngineTiming,
         if not self.torch_autocast_enabled():
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
-
-    @property
-    def local_rank(self) -> int:
-        return self._local_rank
-
-    @property
-    def global_rank(self) -> int:
-        return self.mesh.job.ranks[self.mesh.job.index]
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.job.size
-
-    _local_rank = 0
-
-    def model_dtype(self) -> torch.dtype:
-        return DTYPES[self._config.compute_dtype]
 
 
 def _to_half(value: Any) -> Any:

@@ -1,42 +1,258 @@
-"""What an engine says about itself when it starts, and the log of its collectives."""
+"""What an engine answers about its configuration and place, what it measures and what it says of itself.
 
-from typing import TYPE_CHECKING
+Switched off, the measurements synchronise and time nothing.
+"""
+
+import contextlib
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from deepspeed.comm import trace
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
+from deepspeed.device import DTYPES
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.memory import see_memory_usage
+from deepspeed.observe.monitor import MonitorMaster
+from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.pending import raise_not_yet
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StatePlan
+from deepspeed.zero.unit import Unit
 
 if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine
+
+PHASES = ("forward", "backward", "step")
+
+
+def _setting(path: str) -> Any:
+    """A method that answers with the configuration's value at ``path``."""
+    read = attrgetter(f"_config.{path}")
+    return lambda self: read(self)
+
+
+class EngineReports:
+    """Mixin with the read-only part of the client interface and the engine's clocks.
+
+    ``_config``, ``mesh`` and the like come from the engine; one reader of each ``zero_*`` key from its ``__getattr__``.
+    """
+
+    _config: DeepSpeedConfig
+    mesh: Mesh
+    basic_optimizer: torch.optim.Optimizer | None
+    monitor: MonitorMaster
+    _gas: int
+    _micro: int
+
+    # -- configuration and place ----------------------------------------------------------------------------------
+    @property
+    def config(self) -> dict[str, Any]:
+        """The very dict the caller passed (or the parsed file)."""
+        return self._config.source
+
+    def train_batch_size(self) -> int:
+        return self._micro * self._gas * self.mesh.data.size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._gas
+
+    def get_batch_info(self) -> tuple[Any, Any, Any]:
+        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+
+    def zero_optimization(self) -> bool:
+        return self._config.zero_stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self._config.zero_stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._config.zero_stage >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        return self._config.zero.offload_optimizer is not None
+
+    zero_optimization_stage = _setting("zero_stage")  # client-facing name
+    fp16_auto_cast = _setting("fp16.auto_cast")
+    torch_autocast_enabled = _setting("torch_autocast.enabled")
+    gradient_clipping = _setting("gradient_clipping")
+    steps_per_print = _setting("steps_per_print")
+    wall_clock_breakdown = _setting("wall_clock_breakdown")
+    memory_breakdown = _setting("memory_breakdown")
+    dump_state = _setting("dump_state")
+
+    def fp16_enabled(self) -> bool:
+        return self._config.compute_dtype == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self._config.compute_dtype == "bf16"
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        return DTYPES[self._config.torch_autocast.dtype]
+
+    def model_dtype(self) -> torch.dtype:
+        return DTYPES[self._config.compute_dtype]
+
+    def accumulation_dtype(self) -> torch.dtype:
+        """Gradients accumulate in fp32 unless the configuration says otherwise."""
+        return DTYPES[self._config.grad_accum_dtype or "fp32"]
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(model dtype, gradient accumulation dtype)."""
+        return self.model_dtype(), self.accumulation_dtype()
+
+    def optimizer_name(self) -> str | None:
+        if self._config.optimizer is not None:
+            return self._config.optimizer.type
+        return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        return self._config.optimizer.params if self._config.optimizer is not None else None
+
+    def scheduler_name(self) -> str | None:
+        return self._config.scheduler.type if self._config.scheduler is not None else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        return self._config.scheduler.params if self._config.scheduler is not None else None
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.data.index
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> None:
+        return None
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.mesh.data.size
+
+    @property
+    def mp_world_size(self) -> int:
+        return 1
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return self.mesh.data.pg
+
+    seq_data_parallel_group = data_parallel_group
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.job.ranks[self.mesh.job.index]
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.job.size
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Per group: momentum for SGD and RMSprop, betas otherwise."""
+        return [g["momentum"] if "momentum" in g and "betas" not in g else g.get("betas") for g in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        return [group.get("type") for group in self._groups()]
+
+    # -- not in this release; signatures are final, clients inspect them ------------------------------------------
+    def train_batch(self, data_iter: Any = None) -> NoReturn:
+        raise_not_yet("engine.train_batch (pipeline engine)")
+
+    def eval_batch(self, data_iter: Any, **_: Any) -> NoReturn:
+        raise_not_yet("engine.eval_batch (pipeline engine)")
+
+    # -- clocks and metrics ---------------------------------------------------------------------------------------
+    def _start_timing(self, config: DeepSpeedConfig) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._spent_ms: dict[str, float] = {}  # by phase, since the last update
+        self._phases: list[str] = []
+        self.timers: Any = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
+        every = config.steps_per_print
+        reports = every is not None and math.isfinite(every)
+        throughput = config.timers.throughput
+        # A report that is never due needs no measurement, so a silent run does not wait for its device either.
+        measured = Namespace(enabled=throughput.enabled and reports, synchronized=throughput.synchronized)
+        batch, every = config.train_batch_size, every if reports else None
+        self.tput_timer = ThroughputTimer(measured, batch, steps_per_output=every)
+
+    @contextlib.contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        if name in self._phases:  # a forward inside a forward is part of it
+            yield
+            return
+        self._phases.append(name)
+        timer = self.timers(name)
+        before = timer.elapsed(reset=False)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.stop()
+            self._phases.remove(name)
+            self._spent_ms[name] = self._spent_ms.get(name, 0.0) + timer.elapsed(reset=False) - before
+        see_memory_usage(f"memory after {name}", force=self._config.memory_breakdown)
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        """Remember the undivided loss of one micro-batch for the metrics; nothing is read from the device yet."""
+        if self.monitor.enabled:
+            self._losses.append(loss.detach())
+
+    def _write_metrics(self, samples: int, loss_scale: float | None) -> None:
+        """The metrics of one update, at ``samples`` samples: learning rate, mean loss here, loss scale, times."""
+        spent, self._spent_ms = self._spent_ms, {}
+        if not self.monitor.enabled:
+            return
+        values = {"lr": next(iter(self.get_lr()), None), "loss_scale": loss_scale}
+        if self._losses:
+            values["train_loss"] = float(torch.stack([loss.float() for loss in self._losses]).mean())
+            self._losses.clear()
+        values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent.items() if time > 0}
+        self.monitor.write_events(
+            [(f"Train/Samples/{name}", value, samples) for name, value in values.items() if value is not None]
+        )
+
+    def get_wall_clock_timers(self) -> SynchronizedWallClockTimer | NoopTimer:
+        """The timers by name; harmless stand-ins unless ``wall_clock_breakdown`` is on."""
+        return self.timers
 
 
 def _rest(state: StatePlan | None) -> str:
     return "-" if state is None else f"{''.join(way.value for way in state.spread)} {state.tier.value}"
 
 
+def _numel(units: list[Unit]) -> int:
+    return sum(segment.numel for unit in units for segment in unit.layout.segments)
+
+
 def state_dump(engine: "DeepSpeedEngine") -> str:
-    """Every resolved key with its origin, the units with their rest places, and the optimizer's groups; several
-    lines.
-    """
+    """Every resolved key with its origin, the units with their rest places, and the optimizer's groups, by lines."""
     secret = {field.path for field in declared_fields(DeepSpeedConfig) if not field.info.repr}
     shown = [item for item in settings(engine._config) if item.pattern not in secret]
     config = [f"  {item.path} = {item.value!r} ({item.origin})" for item in shown]
     units = [
-        f"  {unit.name}: {sum(s.numel for s in unit.layout.segments):,} elements in {len(unit.params)} "
-        f"parameters, {unit.full.dtype}, "
+        f"  {unit.name}: {_numel([unit]):,} elements in {len(unit.params)} parameters, {unit.full.dtype}, "
         f"PARAM {_rest(unit.plan.param)}, GRAD {_rest(unit.plan.grad)}, OPTIM {_rest(unit.plan.optim)}"
         for unit in engine.runtime.units
     ]
-    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
-    optimizer = [
-        f"  group {i}: " + ", ".join(f"{k}={v}" for k, v in g.items() if k != "params") for i, g in enumerate(groups)
-    ]
-    name = type(engine.basic_optimizer).__name__ if groups else "none"
+    options = [", ".join(f"{k}={v}" for k, v in g.items() if k != "params") for g in engine._groups()]
+    optimizer = [f"  group {i}: {text}" for i, text in enumerate(options)]
+    name = type(engine.basic_optimizer).__name__ if options else "none"
     lines = ["configuration:", *config, f"units ({len(units)}):", *units, f"optimizer {name}:", *optimizer]
     return "\n".join(lines)
 
@@ -54,16 +270,12 @@ def report_start(engine: "DeepSpeedEngine") -> None:
 
 
 def follow_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
-    """With a ``comms_logger`` block, switch the log of ``deepspeed.comm`` on and enter this mesh's collectives in
-    it.
-    """
+    """With a ``comms_logger`` block, switch the communication log on and enter this mesh's collectives in it."""
     if "comms_logger" not in cfg.model_fields_set:
         return
     block = cfg.comms_logger
     on = block.enabled or "enabled" not in block.model_fields_set  # a block without the key is a wish for the log
-    trace.configure(
-        enabled=on, prof_all=block.prof_all, prof_ops=block.prof_ops, verbose=block.verbose, debug=block.debug
-    )
+    trace.configure(cfg, enabled=on)
     for group in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():
         group.ledger.append(trace.begin)
 
@@ -71,9 +283,8 @@ def follow_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
 def _summary(engine: "DeepSpeedEngine") -> str:
     units = engine.runtime.units
     moved = sum(u.movable for u in units)
-    numel = sum(s.numel for u in units for s in u.layout.segments)
     return (
-        f"DeepSpeed info: version={__version__}, {numel:,} parameters in {len(units)} units ({moved} sharded), "
+        f"DeepSpeed info: version={__version__}, {_numel(units):,} parameters in {len(units)} units ({moved} sharded), "
         f"{engine.mesh.job.size} ranks, {engine._config.compute_dtype}, "
         f"batch {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} x "
         f"{engine.gradient_accumulation_steps()} x {engine.mesh.divisor}; the engine alone divides by "

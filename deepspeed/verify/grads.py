@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.model.dtypes import dtype_policy
-from deepspeed.engine_info import DTYPES
+from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.verify.models import SAMPLES, Case, Losses, Place, case_named

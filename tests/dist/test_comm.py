@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import deepspeed
 import deepspeed.comm as comm
 from deepspeed.comm import group_getters as groups
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -181,6 +182,7 @@ def test_shard_groups_of_a_callers_own_group_join_its_members_only() -> None:
 
 MPI_RANK = """
 import os, torch
+import deepspeed
 import deepspeed.comm as comm
 comm.init_distributed(distributed_port=int(os.environ["TEST_PORT"]), verbose=False)
 x = torch.tensor([float(os.environ["LOCAL_RANK"])])
@@ -209,3 +211,32 @@ def test_ranks_started_by_mpi_meet_without_mpi4py() -> None:
         for process in ranks:
             process.kill()
             process.wait()
+
+
+class _SequenceHalves:
+    """An mpu whose sequence is split in two."""
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_rank(self) -> int:
+        return 7
+
+
+def _told_by_the_mpu() -> list[int]:
+    engine = deepspeed.initialize(
+        model=torch.nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1}, mpu=_SequenceHalves()
+    )[0]
+    try:
+        names = ("sequence_parallel_world_size", "model_parallel_rank", "data_parallel_world_size")
+        return [getattr(deepspeed.utils.groups, f"_get_{name}")() for name in names]
+    finally:
+        groups.register_mpu(None)
+        engine.destroy()
+
+
+def test_the_getters_ask_the_mpu_of_initialize(pool2: RankPool) -> None:
+    assert pool2.run(_told_by_the_mpu) == [[2, 7, 2]] * 2

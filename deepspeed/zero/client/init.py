@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from deepspeed.comm import collectives
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.device import get_accelerator, take_device
+from deepspeed.device import DTYPES, get_accelerator, take_device
 from deepspeed.errors import NotYetError, UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
@@ -38,7 +38,6 @@ from deepspeed.zero.partition import statistics_dtypes
 from deepspeed.zero.plan import OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
 from deepspeed.zero.unit import Unit
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "arange", "eye")
 _LEAST_AWAY = 1 << 14
 _orig_torch_arange = torch.arange
@@ -121,7 +120,7 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         cfg = load_config(source, world_size=self._mesh.data.size, lenient=True) if source else None
         if dtype is None:
-            dtype = _DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32
+            dtype = DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32
         self.dtype = dtype
         self.device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
