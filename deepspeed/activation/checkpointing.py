@@ -8,19 +8,21 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
-from deepspeed.activation.rng import MODEL_PARALLEL_RNG, MODEL_PARALLEL_SEED_OFFSET, RNGStatesTracker
 from deepspeed.config.parse import read_config_source
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
+from deepspeed.observe.log_tools import warning_once
 
-_MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL_RNG
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+# Distance between the default seed and the first tensor-parallel seed, as Megatron-style scripts expect it.
+_SEED_OFFSET = 2718
 
 # Argument of configure -> key of the ``activation_checkpointing`` block.
 _CONFIG_KEYS = {
@@ -31,9 +33,7 @@ _CONFIG_KEYS = {
     "synchronize": "synchronize_checkpoint_boundary",
     "profile": "profile",
 }
-_PARTITION_IS_INERT = (
-    "partition_activations has no effect: there are no tensor-parallel ranks to split activations over."
-)
+_PARTITION_IS_INERT = "partition_activations has no effect: there are no tensor-parallel ranks to split over."
 
 
 @dataclasses.dataclass
@@ -48,13 +48,61 @@ class _Settings:
     checkpoint_in_cpu: bool = False
     synchronize: bool = False
     profile: bool = False
-    warned: set[str] = dataclasses.field(default_factory=set)
 
-    def warn_once(self, message: str) -> None:
-        """Log ``message`` the first time it comes up."""
-        if message not in self.warned:
-            self.warned.add(message)
-            logger.warning(message)
+
+class RNGStatesTracker:
+    """Named random streams: code inside ``fork(name)`` draws from that one and leaves the default one untouched.
+
+    Tensor-parallel code needs randomness that is equal on all ranks (default stream) and one that differs between them
+    (``model-parallel-rng``). ``states_`` are generator states of the current device, or the CPU's where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """State of every stream, for ``set_states``."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Replace all streams by ``states``."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Start the stream ``name`` from ``seed``; UsageError when the name or the seed is taken."""
+        if name in self.states_:
+            raise UsageError(f"The random stream {name!r} exists already; reset() the tracker first.")
+        if seed in self.seeds_:
+            raise UsageError(f"Seed {seed} belongs to another random stream already, which draws the same numbers.")
+        self.seeds_.add(seed)
+        self.states_[name] = torch.empty(0)
+        with self.fork(name, seed=seed):
+            pass
+
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, *, seed: int | None = None) -> Iterator[None]:
+        """Draw from stream ``name`` inside, anew from a ``seed``; UsageError when it was never added."""
+        if name not in self.states_:
+            raise UsageError(
+                f"There is no random stream {name!r}; add it, or call model_parallel_cuda_manual_seed(seed), first."
+            )
+        accelerator = get_accelerator()
+        default = accelerator.get_rng_state()
+        if seed is None:
+            accelerator.set_rng_state(self.states_[name])
+        else:
+            accelerator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            self.states_[name] = accelerator.get_rng_state()
+            accelerator.set_rng_state(default)
 
 
 # The public interface is a module of functions (``deepspeed.checkpointing.configure(...)``, then ``checkpoint(fn, x)``
@@ -65,7 +113,7 @@ _CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
 
 
 class _ReplayedStreams:
-    """``function``, with the named random streams of its first run put back for every later run (the recomputation).
+    """``function``, later runs of which (recomputations) draw from the named streams as the first one did.
 
     torch restores only the default generators.
     """
@@ -86,22 +134,17 @@ class _ReplayedStreams:
             _CUDA_RNG_STATE_TRACKER.set_states(now)
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    return (value for value in values if isinstance(value, torch.Tensor))
-
-
 @contextlib.contextmanager
 def _boundary(name: str) -> Any:
     """Host offload of saved inputs, device synchronisation and timing around one checkpointed call, as configured."""
     accelerator = get_accelerator()
-    if _settings.synchronize or _settings.profile:
-        accelerator.synchronize()
+    wait = accelerator.synchronize if _settings.synchronize or _settings.profile else lambda: None
+    wait()
     start = time.perf_counter()
     offload = _settings.checkpoint_in_cpu and accelerator.device_name() != "cpu"
     with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
         yield
-    if _settings.synchronize or _settings.profile:
-        accelerator.synchronize()
+    wait()
     if _settings.profile:
         logger.info("checkpointed forward of %s: %.3f ms", name, (time.perf_counter() - start) * 1e3)
 
@@ -121,10 +164,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
             f"checkpoint({_name(function)}): the tensor {needing[0]!r} needs a gradient; pass it by position."
         )
-    reentrant = any(tensor.requires_grad for tensor in _tensors(args))
-    return _run(
-        functools.partial(function, **kwargs) if kwargs else function, args, name=_name(function), reentrant=reentrant
-    )
+    reentrant = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+    bound = functools.partial(function, **kwargs) if kwargs else function
+    return _run(bound, args, name=_name(function), reentrant=reentrant)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -160,47 +202,34 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Settings for ``checkpoint``; explicit arguments win over the ``activation_checkpointing`` block of
-    ``deepspeed_config``.
+    """Settings for ``checkpoint``; arguments win over the ``activation_checkpointing`` block of ``deepspeed_config``.
 
     ``checkpoint_in_cpu``: saved inputs rest in page-locked host memory. ``synchronize``: wait for the device at each
     boundary. ``profile``: log the forward time of each call. ``partition_activations`` splits over tensor-parallel
     ranks and has no effect in this release. ``contiguous_checkpointing`` needs it and ``num_checkpoints`` (UsageError).
     """
-    given = dict(
-        partition_activations=partition_activations,
-        contiguous_checkpointing=contiguous_checkpointing,
-        num_checkpoints=num_checkpoints,
-        checkpoint_in_cpu=checkpoint_in_cpu,
-        synchronize=synchronize,
-        profile=profile,
-    )
+    arguments = locals()
     block = _block(deepspeed_config)
-    merged = {name: given[name] if given[name] is not None else block.get(key) for name, key in _CONFIG_KEYS.items()}
+    merged = {
+        name: block.get(key) if arguments[name] is None else arguments[name] for name, key in _CONFIG_KEYS.items()
+    }
     changes: dict[str, Any] = {name: value for name, value in merged.items() if value is not None}
     _check(dataclasses.replace(_settings, mpu=mpu_, **changes))
     for name, value in {**changes, "mpu": mpu_, "configured": True}.items():
         setattr(_settings, name, value)
     if _settings.partition_activations:
-        _settings.warn_once(_PARTITION_IS_INERT)
+        warning_once(_PARTITION_IS_INERT)
 
 
 def _check(settings: _Settings) -> None:
     """Raise UsageError for a combination that cannot work."""
-    if (
-        settings.partition_activations
-        and settings.mpu is not None
-        and not hasattr(settings.mpu, "get_model_parallel_rank")
-    ):
-        raise UsageError(
-            "partition_activations: mpu_ has no get_model_parallel_rank(); pass an mpu with model-parallel getters."
-        )
-    if settings.contiguous_checkpointing and not settings.partition_activations:
+    partition, mpu = settings.partition_activations, settings.mpu
+    if partition and mpu is not None and not hasattr(mpu, "get_model_parallel_rank"):
+        raise UsageError("partition_activations: mpu_ has no get_model_parallel_rank(); pass an mpu that has it.")
+    if settings.contiguous_checkpointing and not partition:
         raise UsageError("contiguous_checkpointing works on partitioned activations; set partition_activations too.")
     if settings.contiguous_checkpointing and not settings.num_checkpoints:
-        raise UsageError(
-            "contiguous_checkpointing needs the number of checkpoints of a forward pass; set num_checkpoints."
-        )
+        raise UsageError("contiguous_checkpointing needs num_checkpoints, the number of checkpoints of a forward pass.")
 
 
 def is_configured() -> bool:
@@ -209,9 +238,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Drop buffers that packed activations occupied. This release keeps none between iterations, so nothing is left to
-    free.
-    """
+    """Drop buffers that packed activations occupied. This release keeps none between iterations."""
 
 
 def set_num_layers(nlayers: int) -> None:
@@ -223,7 +250,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Change ``partition_activations`` alone."""
     _settings.partition_activations = partition_activation
     if partition_activation:
-        _settings.warn_once(_PARTITION_IS_INERT)
+        warning_once(_PARTITION_IS_INERT)
 
 
 def get_cuda_rng_tracker() -> RNGStatesTracker:
@@ -231,29 +258,24 @@ def get_cuda_rng_tracker() -> RNGStatesTracker:
     return _CUDA_RNG_STATE_TRACKER
 
 
-def _tp_rank() -> int:
-    for getter in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
-        if hasattr(_settings.mpu, getter):
-            return int(getattr(_settings.mpu, getter)())
-    return 0
+def _add_parallel_stream(seed: int) -> None:
+    names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
+    rank = next((getattr(_settings.mpu, name) for name in names if hasattr(_settings.mpu, name)), lambda: 0)
+    _CUDA_RNG_STATE_TRACKER.reset()
+    _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + _SEED_OFFSET + rank())
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Default stream: ``seed``; stream ``model-parallel-rng``: ``seed + 2718 + tensor-parallel rank``. Other streams
-    are dropped.
-    """
-    _CUDA_RNG_STATE_TRACKER.reset()
+    """Default stream: ``seed``; ``model-parallel-rng``: ``seed + 2718 + tensor-parallel rank``. Others are dropped."""
     get_accelerator().manual_seed(seed)
-    _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + MODEL_PARALLEL_SEED_OFFSET + _tp_rank())
+    _add_parallel_stream(seed)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Restart only the ``model-parallel-rng`` stream, from ``seed + 2718 + tensor-parallel rank``."""
     states = _CUDA_RNG_STATE_TRACKER.get_states()
-    states.pop(_MODEL_PARALLEL_RNG_TRACKER_NAME, None)
-    _CUDA_RNG_STATE_TRACKER.reset()
-    _CUDA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, seed + MODEL_PARALLEL_SEED_OFFSET + _tp_rank())
-    _CUDA_RNG_STATE_TRACKER.set_states({**states, **_CUDA_RNG_STATE_TRACKER.get_states()})
+    _add_parallel_stream(seed)
+    _CUDA_RNG_STATE_TRACKER.set_states(states | _CUDA_RNG_STATE_TRACKER.get_states())
 
 
 def _set_cuda_rng_state(new_state: torch.Tensor, device: int | str | torch.device = -1) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.activation import checkpointing, rng
+from deepspeed.activation import checkpointing
 from deepspeed.errors import UsageError
 
 
@@ -16,7 +16,7 @@ from deepspeed.errors import UsageError
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(checkpointing, "_settings", checkpointing._Settings())
-    monkeypatch.setattr(checkpointing, "_CUDA_RNG_STATE_TRACKER", rng.RNGStatesTracker())
+    monkeypatch.setattr(checkpointing, "_CUDA_RNG_STATE_TRACKER", checkpointing.RNGStatesTracker())
     state = torch.get_rng_state()
     yield
     torch.set_rng_state(state)
@@ -116,7 +116,7 @@ def test_impossible_combinations_change_nothing() -> None:
 
 def test_inert_partitioning_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(checkpointing.logger, "warning", said.append)
+    monkeypatch.setattr(checkpointing.logger, "warning", lambda message, **_: said.append(message))
     checkpointing.configure(None, partition_activations=True)
     checkpointing.partition_activations_in_checkpoint(True)
     assert len(said) == 1 and "no effect" in said[0]
