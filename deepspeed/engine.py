@@ -112,13 +112,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
 
     # -- forward, backward, step ----------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. After an error inside it, the engine is as it was before, gradients of the window
-        included.
+        """The module's forward. After an error inside it, the engine and the window's gradients are as before.
 
         A DivergenceError starts the accumulation window anew: other ranks may hear of it in their backward.
         """
-        self._check_alive()
-        self._forget_failed_backward()
+        self._make_ready()
         if self._config.fp16.auto_cast and self.fp16_enabled():
             inputs, kwargs = _to_half(inputs), _to_half(kwargs)
         if self.module.training:
@@ -134,20 +132,12 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 self.runtime.reset(keep_gradients=True)
             raise
 
-    def _need_optimizer(self, what: str) -> None:
-        if self.basic_optimizer is None:
-            raise UsageError(
-                f"{what} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the config"
-            )
-
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Back-propagate ``loss`` (a scalar), divided by the accumulation steps if ``scale_wrt_gas``; returns it.
 
         After an error inside it the accumulation window starts anew.
         """
-        self._check_alive()
-        self._forget_failed_backward()
-        self._need_optimizer("backward()")
+        self._make_ready("backward()")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(
@@ -159,9 +149,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._in_engine_backward = True
         try:
             with self._clock("backward"):
-                (divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided).backward(
-                    retain_graph=retain_graph
-                )
+                scaled = divided * self._scaler.loss_scale if self._scaler.loss_scale != 1.0 else divided
+                scaled.backward(retain_graph=retain_graph)
                 if self.runtime.flushes == flushes or self.runtime.in_backward:
                     self._backwards += self.runtime.flushes == flushes
                     self.runtime.flush()
@@ -174,11 +163,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; at the accumulation boundary update parameters and schedule, which is collective."""
-        self._check_alive()
-        self._forget_failed_backward()
+        self._make_ready("step()")
         if self._syncing_off:
             raise UsageError("step() was called inside no_sync(); leave the context first")
-        self._need_optimizer("step()")
         self._step_applied = False
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
@@ -194,23 +181,16 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             self._saver.settle(wait=False)  # last, so that whoever catches a failed save has not lost a step
 
     def update(self) -> None:
-        """One optimizer update from the gradients at hand: unscale, clip, step, publish; or skip it on overflow.
-        Collective.
-        """
+        """One optimizer update from the gradients at hand, or none on overflow. Collective."""
         if self._backwards == 0 and not self.runtime.gradients.collect():
-            raise UsageError(
-                "step() was called before backward(): there are no gradients. Call engine.backward(loss) first"
-            )
+            raise UsageError("step() was called before backward(): there are no gradients. Call that first")
         assert self.basic_optimizer is not None
         config = self._config
-        rules = StepRules(
-            config.gradient_clipping, need_norm=config.zero.compute_grad_norm, skip_nonfinite=self._skips_nonfinite()
-        )
+        skip = config.bf16.check_grad_overflow or not self.bfloat16_enabled()
+        rules = StepRules(config.gradient_clipping, need_norm=config.zero.compute_grad_norm, skip_nonfinite=skip)
+        base, scale = self.basic_optimizer, self._scaler.loss_scale
         try:
-            scale = self._scaler.loss_scale
-            result = take_step(
-                self.runtime, self.basic_optimizer, self._views, tiles=self.tiles, rules=rules, loss_scale=scale
-            )
+            result = take_step(self.runtime, base, self._views, tiles=self.tiles, rules=rules, loss_scale=scale)
         except BaseException:
             self._recover()
             raise
@@ -237,9 +217,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             "or fewer loader workers",
             *(self.global_rank, resident >> 20, limit >> 20, self.memory_plan().host >> 20),
         )
-
-    def _skips_nonfinite(self) -> bool:
-        return self._config.bf16.check_grad_overflow or not self.bfloat16_enabled()
 
     def _before_backward(self) -> None:
         """A backward has begun, through the engine or not; the latter is scaled here."""
@@ -272,9 +249,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Force the answer of ``is_gradient_accumulation_boundary`` until called again."""
         if not self._managed:
-            raise UsageError(
-                "set_gradient_accumulation_boundary() has no meaning with managed_gradient_accumulation: false"
-            )
+            raise UsageError("with managed_gradient_accumulation: false there is no accumulation boundary to set")
         self._forced_boundary = is_boundary
 
     @contextlib.contextmanager
@@ -423,9 +398,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     ) -> dict[str, torch.Tensor] | None:
         """All weights by name on the first rank, None elsewhere. Collective. ValueError if parameters are whole."""
         if not self.runtime.plan.regular.param.sharded:
-            raise ValueError(
-                "this function works under a plan that shards parameters only; use module.state_dict() here"
-            )
+            raise ValueError("this function works where parameters are sharded; use module.state_dict() here")
         return consolidated_state_dict(self.module, keep=self.mesh.first, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -466,8 +439,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Move the states named in ``include`` (``OffloadStateTypeEnum``; None: all) to host memory until
-        ``reload_states``.
+        """Move states (``OffloadStateTypeEnum``; None: all) to host memory until ``reload_states``.
 
         What rests in host memory or on a drive already stays there, and so do parameters that are whole on every rank.
         Raises UsageError inside a forward or backward, ValueError for another device than "cpu" (or "none": nothing
@@ -505,6 +477,16 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         """Recover from a plain ``loss.backward()`` that raised: nobody else has noticed that it ended."""
         if self.runtime.in_backward and not inside_backward():
             self._recover()
+
+    def _make_ready(self, training: str = "") -> None:
+        """UsageError where a call of the client cannot be followed; ``training`` names one that needs an optimizer."""
+        self._check_alive()
+        self._forget_failed_backward()
+        if training and self.basic_optimizer is None:
+            raise UsageError(
+                f"{training} needs an optimizer: pass one to deepspeed.initialize or add an 'optimizer' block to the "
+                "config"
+            )
 
     def _check_destroyed(self) -> None:
         if self._destroyed:
@@ -563,9 +545,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0:
             self.timers.log(PHASES)
-            log_dist(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-            )
+            rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
+            log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
 
     def _autocast(self) -> Any:
         if not self.torch_autocast_enabled():

@@ -7,7 +7,6 @@ Every collective takes three more keywords than torch's: ``prof`` (time this cal
 import functools
 import inspect
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from deepspeed.comm.collectives import gather_flat, scatter_flat
-from deepspeed.comm.trace import LOG, TimedWork
+from deepspeed.comm.trace import LOG, TimedWork, started
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 
@@ -97,18 +96,13 @@ _RUNS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _nbytes(message: Any) -> int:
-    return sum(t.nbytes for t in ([message] if isinstance(message, torch.Tensor) else message))
-
-
 def _timed(name: str, run: Callable[[], Any], message: Any) -> Any:
     get_accelerator().synchronize()
-    start = time.perf_counter()
+    end = started(name, sum(t.nbytes for t in ([message] if isinstance(message, torch.Tensor) else message)))
     result = run()
     if result is not None and hasattr(result, "wait"):
-        return TimedWork(result, name, _nbytes(message), start)
-    get_accelerator().synchronize()
-    LOG.record(name, _nbytes(message), (time.perf_counter() - start) * 1e3)
+        return TimedWork(result, end)
+    end()
     return result
 
 

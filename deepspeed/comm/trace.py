@@ -71,6 +71,10 @@ class CommsLog:
         names = self.ops() if op is None else [op]
         return sum(len(calls) for name in names for calls in self._latencies_ms.get(name, {}).values())
 
+    def has_data(self) -> bool:
+        """True when something was recorded."""
+        return self.count() > 0
+
     def _rows(self, row: Callable[[str, int, list[float]], dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
         """``row`` of every op and message size, with the size."""
         return {
@@ -123,31 +127,33 @@ def _caller() -> str:
 LOG = CommsLog()
 
 
-def begin(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Callable[[], None] | None:
-    """An engine issues a collective: what to call when it was waited for, None when the log does not want it."""
-    if world_size == 1 or not LOG.wants(op, prof=False):
-        return None
-    name = LOG.named(op, None)
+def started(name: str, nbytes: int) -> Callable[[], None]:
+    """A message of ``nbytes`` sets out: what to call when it has arrived, which enters it under ``name``."""
     start = time.perf_counter()
 
     def end() -> None:
         get_accelerator().synchronize()
-        LOG.record(name, numel * dtype.itemsize, (time.perf_counter() - start) * 1e3)
+        LOG.record(name, nbytes, (time.perf_counter() - start) * 1e3)
 
     return end
+
+
+def begin(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Callable[[], None] | None:
+    """An engine issues a collective: what to call when it was waited for, None when the log does not want it."""
+    wanted = world_size > 1 and LOG.wants(op, prof=False)
+    return started(LOG.named(op, None), numel * dtype.itemsize) if wanted else None
 
 
 class TimedWork:
     """An asynchronous call in flight; its latency is recorded when it is waited for."""
 
-    def __init__(self, work: Any, op: str, nbytes: int, start: float) -> None:
-        self._work, self._op, self._nbytes, self._start = work, op, nbytes, start
+    def __init__(self, work: Any, end: Callable[[], None]) -> None:
+        self._work, self._end = work, end
 
     def wait(self, *args: Any) -> Any:
         """Wait for the collective, then record it."""
         result = self._work.wait(*args)
-        get_accelerator().synchronize()
-        LOG.record(self._op, self._nbytes, (time.perf_counter() - self._start) * 1e3)
+        self._end()
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -201,25 +207,12 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     return result if return_dict else None
 
 
-def reset_log() -> None:
-    """Forget all records."""
-    LOG.reset()
-
-
-def has_comm_data() -> bool:
-    """True when something was recorded."""
-    return LOG.count() > 0
-
-
-def get_comm_operation_count(op: str | None = None) -> int:
-    """Recorded calls, of one op or of all."""
-    return LOG.count(op)
-
-
-def get_logged_comm_ops() -> list[str]:
-    """Names of recorded ops."""
-    return LOG.ops()
-
-
-_PUBLIC = (configure, log_summary, reset_log, has_comm_data, get_comm_operation_count, get_logged_comm_ops)
-LOG_CALLS = {call.__name__: call for call in _PUBLIC}
+# Name in ``deepspeed.comm``.
+LOG_CALLS: dict[str, Callable[..., Any]] = {
+    "configure": configure,
+    "log_summary": log_summary,
+    "reset_log": LOG.reset,
+    "has_comm_data": LOG.has_data,
+    "get_comm_operation_count": LOG.count,
+    "get_logged_comm_ops": LOG.ops,
+}

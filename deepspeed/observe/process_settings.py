@@ -9,8 +9,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.observe.log import logger
-from deepspeed.observe.log_tools import level_number
+from deepspeed.observe.log import level_number, logger
 
 # The living changes, oldest first. The settings are the process's, and so is the order in which they were changed.
 _LIVING: "list[Borrowed]" = []

@@ -179,11 +179,13 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """A micro-batch begins. A second start without a stop between counts from the second."""
-        if not self.enabled:
-            return
+        if self.enabled:
+            self._start = self._now()
+
+    def _now(self) -> float:
         if self.synchronized and self.global_step_count >= self.start_step:
             get_accelerator().synchronize()
-        self._start = time.perf_counter()
+        return time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro-batch ends; ``global_step`` when an update ended with it."""
@@ -191,9 +193,7 @@ class ThroughputTimer:
             return
         counted = self.global_step_count >= self.start_step
         if counted:
-            if self.synchronized:
-                get_accelerator().synchronize()
-            self.step_elapsed_time += time.perf_counter() - self._start
+            self.step_elapsed_time += self._now() - self._start
         self._start = None
         self.micro_step_count += 1
         if not global_step:
@@ -201,13 +201,11 @@ class ThroughputTimer:
         self.global_step_count += 1
         if counted:
             self.total_elapsed_time += self.step_elapsed_time
-            if report_speed:
+            if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
                 self._report()
         self.step_elapsed_time = 0.0
 
     def _report(self) -> None:
-        if self.steps_per_output is None or self.global_step_count % self.steps_per_output:
-            return
         now = self.batch_size / max(self.step_elapsed_time, 1e-9)
         memory = f", {memory_report()}" if self.monitor_memory else ""
         self.logging(

@@ -4,8 +4,7 @@ from deepspeed.attrs import recursive_getattr, recursive_setattr
 from deepspeed.comm import is_initialized
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import OnDevice
-from deepspeed.observe.log import log_dist, logger
-from deepspeed.observe.log_tools import log_dist_once, set_log_level_from_string
+from deepspeed.observe.log import log_dist, log_dist_once, logger, set_log_level_from_string
 from deepspeed.observe.memory import see_memory_usage
 from deepspeed.observe.timers import instrument_w_nvtx
 from deepspeed.utils import groups, logging, timer, zero_to_fp32

@@ -1,4 +1,3 @@
 """Import path of the logger."""
 
-from deepspeed.observe.log import log_dist, logger
-from deepspeed.observe.log_tools import log_dist_once, print_dist, set_log_level_from_string, warning_once
+from deepspeed.observe.log import log_dist, log_dist_once, logger, print_dist, set_log_level_from_string, warning_once

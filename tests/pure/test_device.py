@@ -22,7 +22,7 @@ from deepspeed.device import (
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
-from deepspeed.observe import hostmem, log_tools, memory, timers
+from deepspeed.observe import hostmem, log, memory, timers
 from deepspeed.precision import legacy
 from deepspeed.tier.aligned import aligned_empty
 from deepspeed.zero.client import tiling
@@ -173,23 +173,23 @@ def test_throughput_skips_the_warm_up(cpu: Accelerator) -> None:
 
 def test_memory_report_is_quiet_without_force(cpu: Accelerator, caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
-    handler = log_tools.logging.StreamHandler(stream)
-    level = log_tools.logger.level
-    log_tools.logger.addHandler(handler)
+    handler = log.logging.StreamHandler(stream)
+    level = log.logger.level
+    log.logger.addHandler(handler)
     try:
-        log_tools.set_log_level_from_string("info")
+        log.set_log_level_from_string("info")
         memory.see_memory_usage("quiet")
         memory.see_memory_usage("after the forward", force=True)
-        log_tools.log_dist_once("only once", ranks=[0])
-        log_tools.log_dist_once("only once", ranks=[0])
+        log.log_dist_once("only once", ranks=[0])
+        log.log_dist_once("only once", ranks=[0])
     finally:
-        log_tools.logger.removeHandler(handler)
-        log_tools.logger.setLevel(level)
+        log.logger.removeHandler(handler)
+        log.logger.setLevel(level)
     text = stream.getvalue()
     assert "quiet" not in text and "after the forward: " in text and "process RSS" in text
     assert text.count("only once") == 1
     with pytest.raises(ValueError, match="loud"):
-        log_tools.set_log_level_from_string("loud")
+        log.set_log_level_from_string("loud")
 
 
 def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +238,9 @@ def test_log_lines_name_who_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = found.append  # type: ignore[method-assign]
-    monkeypatch.setattr(log_tools.logger, "handlers", [handler])
-    monkeypatch.setattr(log_tools.logger, "level", logging.INFO)
-    for write in (log_tools.log_dist, log_tools.log_dist_once, log_tools.print_dist, log_tools.warning_once):
+    monkeypatch.setattr(log.logger, "handlers", [handler])
+    monkeypatch.setattr(log.logger, "level", logging.INFO)
+    for write in (log.log_dist, log.log_dist_once, log.print_dist, log.warning_once):
         write(f"from {write.__name__}")
     memory.see_memory_usage("from memory", force=True)
     assert [(record.filename, record.funcName) for record in found] == [
