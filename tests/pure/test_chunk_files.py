@@ -46,7 +46,8 @@ def drawn(nbytes: int, seed: int = 0) -> torch.Tensor:
 def written(folder: Path, sizes: tuple[int, ...], file: str = "a.bin") -> Wrote:
     values = [drawn(size, index) for index, size in enumerate(sizes)]
     with ChunkWriter(folder / file) as writer:
-        assert [writer.append(each) for each in values] == list(range(len(sizes)))
+        for each in values:
+            writer.append(each)
         return values, writer.close()
 
 
@@ -112,7 +113,7 @@ def test_boxes_about_the_size_of_a_piece(tmp_path: Path, nbytes: int) -> None:
     assert all(len(place.crcs) == -(-place.extent // PIECE) for place in places)
     out = torch.empty_like(values[1])
     with ChunkReader(tmp_path) as reader:
-        reader.read(box(places[1]), 0, out, "w")
+        reader.read_many([(box(places[1]), 0, out, "w")])
     assert torch.equal(out, values[1])
 
 
@@ -131,10 +132,7 @@ def test_a_box_may_come_in_parts_of_any_dtype(folder: Path, small_pieces: int) -
     ]
     with ChunkWriter(folder / "a.bin") as writer:
         writer.append(drawn(10))
-        writer.begin()
-        for part in parts:
-            writer.add(part)
-        assert writer.end() == 1
+        writer.append(iter(parts))
         places = writer.close()
     with ChunkWriter(folder / "b.bin") as writer:
         writer.append(drawn(10))
@@ -145,17 +143,19 @@ def test_a_box_may_come_in_parts_of_any_dtype(folder: Path, small_pieces: int) -
 
 def test_values_may_change_as_soon_as_they_were_added(tmp_path: Path, small_pieces: int) -> None:
     buffer, expected = torch.empty(5000, dtype=torch.uint8), []
-    with ChunkWriter(tmp_path / "a.bin") as writer:
-        writer.begin()
+
+    def parts() -> Iterator[torch.Tensor]:
         for index in range(50):
             expected.append(buffer.copy_(drawn(5000, index)).clone())
-            writer.add(buffer)
+            yield buffer
             buffer.zero_()
-        writer.end()
+
+    with ChunkWriter(tmp_path / "a.bin") as writer:
+        writer.append(parts())
         (place,) = writer.close()
     out = torch.empty(250_000, dtype=torch.uint8)
     with ChunkReader(tmp_path) as reader:
-        reader.read(box(place), 0, out, "w")
+        reader.read_many([(box(place), 0, out, "w")])
     assert torch.equal(out, torch.cat(expected))
 
 
@@ -195,28 +195,14 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
         raise KeyError
     assert not list(tmp_path.iterdir())
     writer.abort()
-    for wrong in (writer.begin, writer.close, lambda: writer.add(drawn(1))):
+    for wrong in (writer.close, lambda: writer.append(drawn(1))):
         with pytest.raises(ValueError, match="a.bin"):
             wrong()
 
 
-def test_calls_out_of_order_and_other_tensors_are_refused(tmp_path: Path) -> None:
-    with ChunkWriter(tmp_path / "a.bin") as writer:
-        with pytest.raises(ValueError, match="outside of a box"):
-            writer.add(drawn(1))
-        writer.begin()
-        for wrong in (writer.begin, writer.close):
-            with pytest.raises(ValueError, match="still open"):
-                wrong()
-        with pytest.raises(ValueError, match="contiguous"):
-            writer.add(torch.zeros(4, 4).t())
-        writer.end()
-
-
-def test_a_box_that_is_left_open_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="still open"), ChunkWriter(tmp_path / "a.bin") as writer:
-        writer.begin()
-    assert not list(tmp_path.iterdir())
+def test_other_tensors_are_refused(tmp_path: Path) -> None:
+    with ChunkWriter(tmp_path / "a.bin") as writer, pytest.raises(ValueError, match="contiguous"):
+        writer.append(torch.zeros(4, 4).t())
 
 
 @pytest.mark.parametrize("expect", [0, 32 << 20])
@@ -271,7 +257,7 @@ def test_any_range_of_a_box_and_of_many(folder: Path, small_pieces: int) -> None
         assert all(torch.equal(out, right) for (_, _, out, _), right in zip(wanted, expected, strict=True))
         for each in wanted[:20]:
             each[2].zero_()
-            reader.read(*each)
+            reader.read_many([each])
         assert all(torch.equal(out, right) for (_, _, out, _), right in zip(wanted, expected, strict=True))
 
 
@@ -288,7 +274,7 @@ def test_only_the_pieces_of_the_range_are_read(
 
     monkeypatch.setattr(files.os, "preadv", read)
     with ChunkReader(tmp_path) as reader:
-        reader.read(box(place), 10 * small_pieces + 5, torch.empty(small_pieces, dtype=torch.uint8), "w")
+        reader.read_many([(box(place), 10 * small_pieces + 5, torch.empty(small_pieces, dtype=torch.uint8), "w")])
     assert asked == [(10 * small_pieces, small_pieces), (11 * small_pieces, small_pieces)]
 
 
@@ -355,9 +341,9 @@ def test_no_byte_of_a_damaged_piece_is_handed_over(tmp_path: Path) -> None:
     out = torch.zeros(3 * PIECE, dtype=torch.uint8)
     with ChunkReader(tmp_path) as reader:
         with pytest.raises(CheckpointError, match=f"between bytes {PIECE} and {2 * PIECE}"):
-            reader.read(box(place), 0, out, "w")
+            reader.read_many([(box(place), 0, out, "w")])
         assert not out[PIECE:].any()
-        reader.read(box(place), 2 * PIECE, out[:PIECE], "w")  # the reader goes on
+        reader.read_many([(box(place), 2 * PIECE, out[:PIECE], "w")])  # the reader goes on
 
 
 Harm = Callable[[Path], object]
@@ -379,7 +365,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, harm: str) -> None:
     act, message = HARMS[harm]
     act(tmp_path / "a.bin")
     with ChunkReader(tmp_path) as reader, pytest.raises(CheckpointError, match=message):
-        reader.read(box(place), 0, values[0], "layer.w")
+        reader.read_many([(box(place), 0, values[0], "layer.w")])
 
 
 def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,16 +379,16 @@ def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.
         ChunkReader(tmp_path) as reader,
         pytest.raises(CheckpointError, match="layer.w lies, cannot be read: Permission denied; this user"),
     ):
-        reader.read(box(place), 0, values[0], "layer.w")
+        reader.read_many([(box(place), 0, values[0], "layer.w")])
 
 
 def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:
     values, (place,) = written(tmp_path, (100_000,))
     with ChunkReader(tmp_path) as reader:
-        reader.read(box(place), 0, values[0], "w")
+        reader.read_many([(box(place), 0, values[0], "w")])
         os.truncate(tmp_path / "a.bin", 8192)
         with pytest.raises(CheckpointError, match="a.bin"):
-            reader.read(box(place), 0, values[0], "w")
+            reader.read_many([(box(place), 0, values[0], "w")])
 
 
 @pytest.mark.parametrize(
@@ -418,7 +404,7 @@ def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None
 def test_places_that_cannot_be_are_refused(tmp_path: Path, wrong: Box, lo: int, nbytes: int, message: str) -> None:
     written(tmp_path, (100,))
     with ChunkReader(tmp_path) as reader, pytest.raises(CheckpointError, match=message):
-        reader.read(wrong, lo, torch.empty(nbytes, dtype=torch.uint8), "layer.w")
+        reader.read_many([(wrong, lo, torch.empty(nbytes, dtype=torch.uint8), "layer.w")])
 
 
 def test_only_bytes_are_filled(tmp_path: Path) -> None:
@@ -426,19 +412,16 @@ def test_only_bytes_are_filled(tmp_path: Path) -> None:
     with ChunkReader(tmp_path) as reader:
         for out in (torch.empty(4), torch.empty(4, 2, dtype=torch.uint8).t()):
             with pytest.raises(ValueError, match="layer.w: bytes go to contiguous uint8 tensors"):
-                reader.read(box(place), 0, out, "layer.w")
+                reader.read_many([(box(place), 0, out, "layer.w")])
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     values = torch.zeros(1 << 20, dtype=torch.uint8)
     with ChunkWriter(tmp_path / "a.bin") as writer:
-        writer.begin()
-        for _ in range(160):
-            writer.add(values)
-        writer.end()
+        writer.append(values for _ in range(160))
         (place,) = writer.close()
     with ChunkReader(tmp_path) as reader:
         for lo in range(0, 160 << 20, 1 << 20):
-            reader.read(box(place), lo, values, "w")
+            reader.read_many([(box(place), lo, values, "w")])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 90 << 10

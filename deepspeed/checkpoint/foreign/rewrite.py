@@ -74,12 +74,9 @@ def write_source(source: Source, folder: Path, *, told: Progress = lambda _bytes
         for key, described in source.entries.items():
             if key[0] == "plain":
                 continue
-            writer.begin()
             values = stream(source, key)
-            for chunk in values.chunks():
-                writer.add(chunk)
-                told(chunk.nbytes)
-            writer.end()
+            writer.append(values.chunks())
+            told(values.nbytes)
             heads.append((key, described.dtype, described.shape, values.numel))
         for name, tensor in plain.tensors.items():
             writer.append(tensor)

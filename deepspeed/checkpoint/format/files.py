@@ -90,7 +90,7 @@ class ChunkWriter:
         self.rate_bytes = rate_bytes
         self.nbytes = 0  # written so far, padding included
         self._boxes: list[Placement] = []
-        self._inside = self._closed = False
+        self._closed = False
         self._buffer: torch.Tensor | None = None
         self._used = 0
         self._due = 0.0
@@ -110,33 +110,17 @@ class ChunkWriter:
             self.abort()
             raise
 
-    def append(self, values: torch.Tensor) -> int:
-        """A box of the bytes of ``values`` (contiguous, on the host or a device); its index among the placements."""
-        self.begin()
-        self.add(values)
-        return self.end()
-
-    def begin(self) -> None:
-        """Begin a box, whose values come by :meth:`add`."""
-        self._check_between()
+    def append(self, values: torch.Tensor | Iterable[torch.Tensor]) -> None:
+        """A box of the bytes of ``values`` (contiguous, on the host or a device), which may also come in parts."""
+        self._check_open()
         self._pad(ALIGN_BYTES)
         self._boxes.append(Placement(self.nbytes))
-        self._inside = True
-
-    def add(self, values: torch.Tensor) -> None:
-        """The next bytes of the open box; ``values`` may change as soon as this returns."""
-        if not self._inside:
-            raise ValueError(f"{self.path}: values outside of a box; begin one first")
-        self._put(_as_bytes(values))
-
-    def end(self) -> int:
-        """End the open box; its index among the placements."""
-        self._inside = False
-        return len(self._boxes) - 1
+        for part in [values] if isinstance(values, torch.Tensor) else values:
+            self._put(_as_bytes(part))
 
     def close(self) -> list[Placement]:
         """Pad the file to whole pages and bring it to the disk; the boxes in order. On failure the file is removed."""
-        self._check_between()
+        self._check_open()
         try:
             self._pad(ALIGN)
             self._send()
@@ -162,15 +146,14 @@ class ChunkWriter:
             self.path.unlink()
 
     def _release(self) -> None:
-        self._closed, self._inside, self._buffer = True, False, None
+        self._closed, self._buffer = True, None
         self._engine.close()
         self._file.close()
         self._staging.clear()
 
-    def _check_between(self) -> None:
-        if self._inside or self._closed:
-            wrong = "the file is closed" if self._closed else "a box is still open; end it first"
-            raise ValueError(f"{self.path}: {wrong}")
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self.path}: the file is closed")
 
     def _pad(self, multiple: int) -> None:
         if missing := -self.nbytes % multiple:
@@ -237,7 +220,7 @@ class ChunkWriter:
             if error is None and not self._closed:
                 self.close()
         finally:
-            self.abort()  # also of a box that was left open; does nothing after a good end
+            self.abort()  # does nothing after a good end
 
 
 class Wanted(NamedTuple):
@@ -269,10 +252,6 @@ class ChunkReader:
         self.folder = Path(folder)
         self._open: OrderedDict[str, int] = OrderedDict()
         self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def read(self, box: Box, lo: int, out: torch.Tensor, what: str) -> None:
-        """Fill ``out`` (uint8) with the bytes of ``box`` from ``lo`` on. Raises as :meth:`read_many`."""
-        self.read_many([(box, lo, out, what)])
 
     def read_many(self, wanted: Iterable[tuple[Box, int, torch.Tensor, str]]) -> None:
         """Fill many tensors, in the order of the files. Each is (box, first byte, uint8 tensor, name for errors).

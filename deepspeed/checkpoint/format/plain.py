@@ -259,18 +259,6 @@ class _Encoder:
         return {TAG: tag, "dtype": value.dtype.str, **shape, **self._raw(value.tobytes(), path)}
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"expected text, not {type(value).__name__}")
-    return value
-
-
-def _sizes(values: Any) -> list[int]:
-    if type(values) is not list or any(type(n) is not int or n < 0 for n in values):
-        raise ValueError(f"no shape: {values!r:.100}")
-    return values
-
-
 class _Decoder:
     """The way back, also for what earlier versions wrote. Only functions of this class run, whatever the content."""
 
@@ -280,19 +268,19 @@ class _Decoder:
         self._pickled = pickled
         self._known: dict[tuple[str, bool], torch.Tensor] = {}
         self._tags: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "int": lambda j: int(_text(j["hex"]), 16),
-            "float": lambda j: struct.unpack(">d", bytes.fromhex(_text(j["bits"])))[0],
+            "int": lambda j: int(j["hex"], 16),
+            "float": lambda j: struct.unpack(">d", bytes.fromhex(j["bits"]))[0],
             "complex": lambda j: complex(*(float(self.value(part)) for part in j["value"])),
             "str": lambda j: self._raw(j).decode("utf-8", "surrogatepass"),
             "bytes": self._raw,
             "bytearray": lambda j: bytearray(self._raw(j)),
-            "deque": lambda j: deque(self._items(j), None if j["longest"] is None else _sizes([j["longest"]])[0]),
+            "deque": lambda j: deque(self.value(j["items"]), j["longest"]),
             "Namespace": lambda j: self._with(Namespace(), j["value"]),
             "tensor": self._tensor,
-            "torch.Size": lambda j: torch.Size(_sizes(j["value"])),
+            "torch.Size": lambda j: torch.Size(j["value"]),
             "numpy.ndarray": self._array,
             "numpy.scalar": lambda j: self._array({**j, "shape": []})[()],
-            "numpy.str": lambda j: np.str_(_text(self.value(j["value"]))),
+            "numpy.str": lambda j: np.str_(self.value(j["value"])),
             "numpy.bytes": lambda j: np.bytes_(self._raw(j)),
             "timedelta": lambda j: datetime.timedelta(*self.value(j["value"])),
             "pickled": self._unpickled,
@@ -306,37 +294,31 @@ class _Decoder:
         if type(json) is not dict:
             raise TypeError(f"{type(json).__name__} is not of JSON")
         if TAG not in json:
-            return {_text(key): self.value(item) for key, item in json.items()}
-        tag = _text(json[TAG])
+            return {key: self.value(item) for key, item in json.items()}
+        tag = json[TAG]
         if tag in _TEXTS:
-            return _TEXTS[tag].read(_text(self.value(json["value"])))
+            return _TEXTS[tag].read(self.value(json["value"]))
         if tag in _MAPPINGS:
-            mapping = _MAPPINGS[tag](dict(self._items(json)))
+            mapping = _MAPPINGS[tag](dict(self.value(json["items"])))
             return self._with(mapping, json["attributes"]) if "attributes" in json else mapping
         if tag in self._tags:
             return self._tags[tag](json)
         if tag in _SERIES:
-            return _SERIES[tag](self._items(json))
+            return _SERIES[tag](self.value(json["items"]))
         raise ValueError(f"unknown kind of value {tag!r:.100}; it may need a newer release")
 
-    def _items(self, json: dict[str, Any]) -> list[Any]:
-        items = self.value(json["items"])
-        if type(items) is not list:
-            raise TypeError(f"items of {json[TAG]} are no list")
-        return items
-
     def _with(self, value: Any, attributes: Any) -> Any:
-        vars(value).update({_text(key): item for key, item in self.value(attributes).items()})
+        vars(value).update(self.value(attributes))
         return value
 
     def _unpickled(self, json: dict[str, Any]) -> Any:
-        ref = _text(json["ref"])
+        ref = json["ref"]
         if ref not in self._pickled:
             self.missing.add(ref)
         return self._pickled.get(ref)
 
     def _tensor(self, json: dict[str, Any]) -> torch.Tensor:
-        name, trained = _text(json["name"]), json.get("requires_grad") is True
+        name, trained = json["name"], json.get("requires_grad") is True
         if (name, trained) not in self._known:
             plain = self._known.get((name, not trained))
             stored = self._read(name) if plain is None else plain
@@ -345,11 +327,11 @@ class _Decoder:
 
     def _raw(self, json: dict[str, Any]) -> bytes:
         if "base64" in json:
-            return base64.b64decode(_text(json["base64"]), validate=True)
-        return self._read(_text(json["tensor"])).view(torch.uint8).cpu().numpy().tobytes()
+            return base64.b64decode(json["base64"], validate=True)
+        return self._read(json["tensor"]).view(torch.uint8).cpu().numpy().tobytes()
 
     def _array(self, json: dict[str, Any]) -> np.ndarray:
-        text, shape, content = _text(json["dtype"]), _sizes(json["shape"]), self._raw(json)
+        text, shape, content = json["dtype"], json["shape"], self._raw(json)
         if NUMPY_DTYPE.fullmatch(text) is None:
             raise ValueError(f"no dtype: {text!r:.100}")
         dtype = np.dtype(text)
