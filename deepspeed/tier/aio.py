@@ -5,6 +5,7 @@ threads do them. Bytes go through O_DIRECT as far as offset, address and length 
 cache.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -12,10 +13,8 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,7 +28,6 @@ from deepspeed.tier.transfer import Transfer
 __all__ = ["ALIGN", "AioEngine", "DirectFile", "FileTransfer", "TransferError", "aligned_empty"]
 
 _CODES = {"auto": 0, "io_uring": 1, "libaio": 2, "threads": 3}
-_NAMES = {code: name for name, code in _CODES.items()}
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _FULL = "free space there, or name a larger disk (nvme_path)"
 _ADVICE = {
@@ -41,66 +39,48 @@ _ADVICE = {
     errno.EBADF: "the file is not open for that; open it with writable=True",
     errno.ECHILD: "this process was forked from the one that made the engine; make a new engine here",
 }
-
-_Self = TypeVar("_Self")
+_I, _L, _P = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "new": (_P, [_I, _I, _L, _I, ctypes.POINTER(_I)]),
+    "backend": (_I, [_P]),
+    "submit": (_L, [_P, _I, _I, _I, _L, _P, _L]),
+    "wait": (_I, [_P, _L]),
+    "done": (_I, [_P, _L]),
+    "free": (None, [_P]),
+}
 
 
 class TransferError(DeepSpeedError, OSError):
     """A file could not be read or written; ``errno`` and ``filename`` say why and which."""
 
 
-class _Calls(Protocol):
-    """What moves the bytes. Failures are negative errno values, as in csrc/aio/aio.cpp."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def submit(
-        self,
-    ) -> Callable[[int, int, int, int, int, int], int]: ...  # write, direct fd, plain fd, offset, address, bytes
-    @property
-    def wait(self) -> Callable[[int], int]: ...
-    @property
-    def done(self) -> Callable[[int], int]: ...
-    @property
-    def free(self) -> Callable[[], object]: ...
+def _failure(code: int, what: str, path: str) -> TransferError:
+    advice = _ADVICE.get(code)
+    return TransferError(code, f"{what}: {os.strerror(code)}" + (f" ({advice})" if advice else ""), path)
 
 
 class _Native:
-    """csrc/aio; its methods are C functions, which leave the interpreter to other threads."""
+    """csrc/aio; its methods are C functions, which leave the interpreter to other threads.
+
+    ``submit`` takes write, direct fd, plain fd, offset, address and bytes and gives a ticket; failures are negative
+    errno values.
+    """
 
     def __init__(self, library: ctypes.CDLL, *, backend: str, depth: int, block: int, threads: int) -> None:
-        signatures = {
-            "new": (
-                ctypes.c_void_p,
-                [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int)],
-            ),
-            "backend": (ctypes.c_int, [ctypes.c_void_p]),
-            "submit": (
-                ctypes.c_int64,
-                [ctypes.c_void_p, *[ctypes.c_int] * 3, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
-            ),
-            "wait": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64]),
-            "done": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64]),
-            "free": (None, [ctypes.c_void_p]),
-        }
         functions: dict[str, Any] = {}
-        for name, (result, arguments) in signatures.items():
+        for name, (result, arguments) in _SIGNATURES.items():
             functions[name] = library[f"ds_aio_{name}"]  # an own object for each, so that signatures are nobody else's
             functions[name].restype, functions[name].argtypes = result, arguments
         error = ctypes.c_int(0)
         handle = functions["new"](_CODES[backend], depth, block, threads, ctypes.byref(error))
         if not handle:
-            text = (
-                f"file IO by {backend!r} is not to be had here ({os.strerror(-error.value)}); backend='auto' "
-                "takes what there is"
-            )
-            raise TransferError(-error.value, text)
-        self.name = _NAMES[functions["backend"](handle)]
-        self.submit = functools.partial(functions["submit"], handle)
-        self.wait = functools.partial(functions["wait"], handle)
-        self.done = functools.partial(functions["done"], handle)
-        self.free = functools.partial(functions["free"], handle)
+            why = f"is not to be had here ({os.strerror(-error.value)}); backend='auto' takes what there is"
+            raise TransferError(-error.value, f"file IO by {backend!r} {why}")
+        code = functions["backend"](handle)
+        self.name = next(name for name, number in _CODES.items() if number == code)
+        self.submit, self.wait, self.done, self.free = (
+            functools.partial(functions[name], handle) for name in ("submit", "wait", "done", "free")
+        )
 
 
 class _PythonThreads:
@@ -115,9 +95,7 @@ class _PythonThreads:
         self._tickets = itertools.count(1)
 
     def submit(self, write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
-        """A ticket, or -ECHILD."""
-        if os.getpid() != self._pid:
-            return -errno.ECHILD
+        """A ticket."""
         spans = [(at, min(self._block, nbytes - at)) for at in range(0, nbytes, self._block)]
         ticket = next(self._tickets)
         self._pieces[ticket] = [self._begin(write, plain, offset + at, address + at, size) for at, size in spans]
@@ -126,22 +104,18 @@ class _PythonThreads:
     def _begin(self, *move: int) -> "Future[int]":
         try:
             return self._pool.submit(self._move, *move)
-        except (
-            RuntimeError
-        ):  # the interpreter is ending, and pools take nothing more; a background save still has to end
-            found: Future[int] = Future()
-            found.set_result(self._move(*move))
-            return found
+        except RuntimeError:  # the interpreter is ending, and pools take nothing more; a save still has to end
+            done: Future[int] = Future()
+            done.set_result(self._move(*move))
+            return done
 
     @staticmethod
     def _move(write: int, fd: int, offset: int, address: int, size: int) -> int:
         memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        at = 0
+        act, at = os.pwritev if write else os.preadv, 0
         while at < size:
             try:
-                count = (
-                    os.pwritev(fd, [memory[at:]], offset + at) if write else os.preadv(fd, [memory[at:]], offset + at)
-                )
+                count = act(fd, [memory[at:]], offset + at)
             except OSError as error:
                 return -(error.errno or errno.EIO)
             if count == 0:
@@ -151,8 +125,6 @@ class _PythonThreads:
 
     def wait(self, ticket: int) -> int:
         """0 or the first failure."""
-        if os.getpid() != self._pid:
-            return -errno.ECHILD
         return next((code for code in [piece.result() for piece in self._pieces.pop(ticket)] if code), 0)
 
     def done(self, ticket: int) -> int:
@@ -165,7 +137,7 @@ class _PythonThreads:
             self._pool.shutdown()
 
 
-class DirectFile:
+class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
     """A file open twice: with O_DIRECT where the filesystem has it (``direct``), and through the page cache.
 
     With ``create`` it is made if need be. Raises OSError as ``open`` does.
@@ -185,8 +157,7 @@ class DirectFile:
                 os.close(self._plain)
                 raise
         if self.direct:
-            # Read-ahead would leave neighbours of a partial block in the page cache, where direct writes then have to
-            # find them.
+            # read-ahead would leave neighbours of a partial block in the page cache, for direct writes to find
             os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)
 
     @property
@@ -200,9 +171,7 @@ class DirectFile:
         return os.fstat(self._plain).st_size
 
     def allocate(self, nbytes: int) -> None:
-        """Reserve disk space for the first ``nbytes`` bytes; the file never shrinks. Raises TransferError when there is
-        no room.
-        """
+        """Reserve disk space for the first ``nbytes`` bytes (the file never shrinks); TransferError without room."""
         before = self.size
         if nbytes == 0:
             return
@@ -210,9 +179,7 @@ class DirectFile:
             _reserve(self._plain, nbytes)
         except OSError as error:
             if error.errno in (*_NO_DIRECT, errno.ENOSYS):
-                os.ftruncate(
-                    self._plain, max(before, nbytes)
-                )  # this filesystem cannot reserve; a full disk shows later
+                os.ftruncate(self._plain, max(before, nbytes))  # it cannot reserve; a full disk shows later
                 return
             os.ftruncate(self._plain, before)  # gives back the part that there was room for
             raise _failure(error.errno or errno.EIO, f"reserving {nbytes} bytes", self.path) from error
@@ -225,106 +192,92 @@ class DirectFile:
         """Close it, when the transfers under way are done."""
         fds, self._plain, self._direct = (self._plain, self._direct), -1, -1  # no new ones from here on
         for transfer in list(self._under_way):
-            transfer._settle()
+            transfer.settle()
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
 
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _reserve(fd: int, nbytes: int) -> None:
     """Disk space for the first ``nbytes`` bytes of a file. Raises OSError, EOPNOTSUPP among them.
 
-    Not by ``os.posix_fallocate`` where that can be avoided: on a filesystem without reservations it writes a byte into
-    every block.
+    Not by ``os.posix_fallocate``: on a filesystem without reservations it writes a byte into every block.
     """
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if call is None:
-        os.posix_fallocate(fd, 0, nbytes)
-        return
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, os.strerror(code))
 
 
-def _failure(code: int, what: str, path: str) -> TransferError:
-    advice = _ADVICE.get(code)
-    return TransferError(code, f"{what}: {os.strerror(code)}" + (f" ({advice})" if advice else ""), path)
-
-
 class FileTransfer(Transfer):
-    """A read or write of a file under way. It keeps the tensor alive and, while the engine is open, needs no wait to
-    finish.
-    """
+    """A read or write of a file under way. It keeps the tensor alive and, while its engine is open, ends unwaited."""
 
     def __init__(
         self, engine: "AioEngine", file: DirectFile, *, write: bool, offset: int, tensor: torch.Tensor
     ) -> None:
         self.nbytes = tensor.numel() * tensor.element_size()
-        self._engine, self._file, self._write, self._offset = engine, file, write, offset
+        self.asked = False
+        """Whether somebody has called ``wait``, and so knows of a failure."""
+        self._engine, self._file = engine, file
         self._tensor: torch.Tensor | None = tensor
+        self._what = f"{'writing' if write else 'reading'} {self.nbytes} bytes at offset {offset}"
         self._lock = threading.Lock()
-        # Lists that C code appends to: an interrupt (Ctrl-C) between a call's return and an assignment would lose the
-        # value.
-        self._ticket: list[int] = []
-        self._code: list[int] = []
-        self._told = False
-
-    def wait(self) -> None:
-        """Until it is done. Raises TransferError, with the file and the offset, when it failed; may be called again."""
-        self._told = True
-        code = self._settle()
-        if code:
-            raise self._failure(code)
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        if self._code or self._engine._foreign():
-            return True
-        if not self._lock.acquire(blocking=False):
-            return False  # somebody is waiting for it
-        try:
-            return bool(self._code) or self._engine._calls.done(self._ticket[0]) != 0
-        finally:
-            self._lock.release()
-
-    def _failure(self, code: int) -> TransferError:
-        verb, at = ("writing" if self._write else "reading"), f"{self.nbytes} bytes at offset {self._offset}"
-        return _failure(-code, f"{verb} {at}", self._file.path)
-
-    def _start(self) -> None:
-        tensor, file, engine = self._tensor, self._file, self._engine
-        assert tensor is not None
+        self._code: int | None = None
         with self._lock:
             # Known to both before either is asked whether it is open: closing them waits for what it finds.
             file._under_way[self] = engine._under_way[self] = None
             try:
                 if engine._closed or file._plain < 0:
                     raise ValueError(f"{'this AioEngine' if engine._closed else file.path} is closed")
-                arguments = (int(self._write), file._direct, file._plain, self._offset, tensor.data_ptr(), self.nbytes)
-                self._ticket.extend(itertools.starmap(engine._calls.submit, [arguments]))
-                self._code.extend(code for code in self._ticket if code < 0)
-            finally:
-                if self._code or not self._ticket:
-                    self._release()
-        if self._code:
-            self.wait()
+                fds = (file._direct, file._plain)
+                move = (int(write), *fds, offset, tensor.data_ptr(), self.nbytes)
+                self._ticket = -errno.ECHILD if engine._foreign() else engine._calls.submit(*move)
+            except BaseException:
+                self._code = -errno.ECANCELED
+                self._release()
+                raise
+            if self._ticket < 0:
+                self._code = self._ticket
+                self._release()
+        if self._code is not None:
+            raise self.failure(self._code)
 
-    def _settle(self) -> int:
-        if not self._code and self._engine._foreign():
+    def wait(self) -> None:
+        """Until it is done. Raises TransferError, with the file and the offset, when it failed; may be called again."""
+        self.asked = True
+        code = self.settle()
+        if code:
+            raise self.failure(code)
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        if self._code is not None or self._engine._foreign():
+            return True
+        if not self._lock.acquire(blocking=False):
+            return False  # somebody is waiting for it
+        try:
+            return self._code is not None or self._engine._calls.done(self._ticket) != 0
+        finally:
+            self._lock.release()
+
+    def failure(self, code: int) -> TransferError:
+        """What ``wait`` raises for such a ``code`` of :meth:`settle`."""
+        return _failure(-code, self._what, self._file.path)
+
+    def settle(self) -> int:
+        """Wait, and let go of the tensor; 0 or a negative errno."""
+        if self._code is None and self._engine._foreign():
             return -errno.ECHILD  # before the lock, which another thread may have held when this process was forked
         with self._lock:
-            if not self._code:
-                self._code.extend(map(self._engine._calls.wait, self._ticket))
+            if self._code is None:
+                self._code = self._engine._calls.wait(self._ticket)
             self._release()
-        return self._code[0] if self._code else -errno.ECANCELED  # interrupted before it began
+        return self._code
 
     def _release(self) -> None:
         self._tensor = None
@@ -332,7 +285,7 @@ class FileTransfer(Transfer):
             place.pop(self, None)
 
 
-class AioEngine:
+class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
     """Transfers between host tensors and files; several threads may use it.
 
     At most ``queue_depth`` pieces of ``block_bytes`` (a multiple of 4096) are under way on O_DIRECT descriptors, and
@@ -358,15 +311,14 @@ class AioEngine:
                 f"a backend of file IO is one of {', '.join(_CODES)}, not {backend!r} (argument or DS_AIO_BACKEND)"
             )
         library = load(ASYNC_IO) if backend in ("io_uring", "libaio") else try_load(ASYNC_IO)
-        self._calls: _Calls
+        self._calls: _Native | _PythonThreads
         if library is None:
             self._calls = _PythonThreads(block=block_bytes, threads=threads)
         else:
             self._calls = _Native(library, backend=backend, depth=queue_depth, block=block_bytes, threads=threads)
         self._pid, self._closed = os.getpid(), False
         self._under_way: dict[FileTransfer, None] = {}  # oldest first; holds the tensors
-        # also when it is never closed: at the end of the process, and before the tensors under way are collected with
-        # it
+        # also when it is never closed: at the end of the process, and before its tensors are collected with it
         self._end = weakref.finalize(self, self._calls.free)
 
     @property
@@ -383,9 +335,7 @@ class AioEngine:
         return self._start(file, offset, tensor, write=False)
 
     def write(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
-        """Start writing ``tensor`` to ``file`` at ``offset``; it must not change before ``wait``. Errors as
-        :meth:`read`.
-        """
+        """Start writing ``tensor`` at ``offset``; it must not change before ``wait``. Errors as :meth:`read`."""
         return self._start(file, offset, tensor, write=True)
 
     def _start(self, file: DirectFile, offset: int, tensor: torch.Tensor, *, write: bool) -> FileTransfer:
@@ -396,37 +346,25 @@ class AioEngine:
             )
         if offset < 0:
             raise ValueError(f"an offset in {file.path} is not negative: {offset}")
-        self._tidy()
-        transfer = FileTransfer(self, file, write=write, offset=offset, tensor=tensor)
-        transfer._start()
-        return transfer
-
-    def _tidy(self) -> None:
         # transfers that nobody waits for let go of their tensors here; they still know how they ended
         for transfer in list(self._under_way)[:2]:
             if transfer.done():
-                transfer._settle()
+                transfer.settle()
+        return FileTransfer(self, file, write=write, offset=offset, tensor=tensor)
 
     def _foreign(self) -> bool:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """End the engine when everything under way is done; failures that nobody asked for are logged. May be called
-        again.
-        """
+        """End it when everything under way is done; failures nobody asked for are logged. May be called again."""
         if self._foreign() or self._closed:
             return
         self._closed = True
         for transfer in list(self._under_way):
-            code = transfer._settle()
-            if code and not transfer._told:
-                logger.warning("file IO that nobody waited for failed: %s", transfer._failure(code))
+            code = transfer.settle()
+            if code and not transfer.asked:
+                logger.warning("file IO that nobody waited for failed: %s", transfer.failure(code))
         self._end()
 
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

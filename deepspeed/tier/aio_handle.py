@@ -5,9 +5,10 @@ import functools
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -24,7 +25,6 @@ _MOST_OPEN = 128  # files at a time, two descriptors each: 1024 is a usual limit
 _CHECK_BYTES = 8 << 20
 
 FileName = str | os.PathLike[str] | int
-_Self = TypeVar("_Self")
 
 
 class FileMismatchError(DeepSpeedError, ValueError):
@@ -56,17 +56,15 @@ def _check_contents(path: str, offset: int, host: torch.Tensor) -> None:
         file.seek(offset)
         for start in range(0, expected.numel(), _CHECK_BYTES):
             piece = expected[start : start + _CHECK_BYTES]
-            found = bytearray(file.read(piece.numel()))
-            if len(found) != piece.numel() or not torch.equal(torch.frombuffer(found, dtype=torch.uint8), piece):
+            data = bytearray(file.read(piece.numel()))
+            if len(data) != piece.numel() or not torch.equal(torch.frombuffer(data, dtype=torch.uint8), piece):
                 text = f"the {piece.numel()} bytes from offset {offset + start} on are not those of the tensor"
                 raise FileMismatchError(f"{path}: {text}; does something else write to this file or tensor?")
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """One read or write under way. ``host`` is ``buffer`` itself where that is on the host; ``whole``: it is all of the
-    file.
-    """
+    """One read or write. ``host`` is ``buffer`` itself where that is on the host; ``whole``: it is all of the file."""
 
     file: DirectFile
     transfer: Transfer
@@ -94,57 +92,57 @@ class _Operation:
         return None
 
 
-class _LockedBuffers:
-    """Host tensors that the system keeps in memory, held until they are given back; by address."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, torch.Tensor] = {}
-        self._refused = False
-
-    def new(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros that begin at a multiple of 4096; ordinary memory, and one line in the log, where locking is
-        refused.
-        """
-        memory = aligned_empty(count, dtype=dtype)
-        try:
-            memory = get_accelerator().pin_memory(memory)
-            if get_accelerator().is_synchronized_device():
-                _lock(memory)
-        except (OSError, RuntimeError) as error:
-            if not self._refused:
-                logger.warning(
-                    "page-locked memory is refused (%s); ordinary memory serves. More may be had with ulimit -l", error
-                )
-            self._refused = True
-            return memory
-        self._held[memory.data_ptr()] = memory
-        return memory
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(start <= first and last <= start + held.nbytes for start, held in self._held.items())
-
-    def free(self, tensor: torch.Tensor) -> bool:
-        """Whether it was one of these."""
-        held = self._held.pop(tensor.data_ptr(), None)
-        if held is not None and get_accelerator().is_synchronized_device():
-            _libc().munlock(ctypes.c_void_p(held.data_ptr()), ctypes.c_size_t(held.nbytes))
-        return held is not None
-
-    def clear(self) -> None:
-        """Free all."""
-        for tensor in list(self._held.values()):
-            self.free(tensor)
-
-
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
+def _span(memory: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    return ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+
+
 def _lock(memory: torch.Tensor) -> None:
-    if memory.nbytes and _libc().mlock(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)):
+    if memory.nbytes and _libc().mlock(*_span(memory)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class _LockedBuffers:
+    """Host tensors that the system keeps in memory until they are given back; by address."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._refused = False
+
+    def new(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros at a multiple of 4096; ordinary memory, and one line in the log, where locking is refused."""
+        memory = aligned_empty(count, dtype=dtype)
+        try:
+            memory = get_accelerator().pin_memory(memory)
+            if get_accelerator().is_synchronized_device():
+                _lock(memory)
+            self._tensors[memory.data_ptr()] = memory
+        except (OSError, RuntimeError) as error:
+            if not self._refused:
+                text = "page-locked memory is refused (%s); ordinary memory serves. More may be had with ulimit -l"
+                logger.warning(text, error)
+            self._refused = True
+        return memory
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(start <= first and last <= start + whole.nbytes for start, whole in self._tensors.items())
+
+    def free(self, tensor: torch.Tensor) -> bool:
+        """Whether it was one of these."""
+        whole = self._tensors.pop(tensor.data_ptr(), None)
+        if whole is not None and get_accelerator().is_synchronized_device():
+            _libc().munlock(*_span(whole))
+        return whole is not None
+
+    def clear(self) -> None:
+        """Free all."""
+        for tensor in list(self._tensors.values()):
+            self.free(tensor)
 
 
 def _end(engine: AioEngine, pending: deque[_Operation], locked: _LockedBuffers) -> None:
@@ -156,14 +154,20 @@ def _end(engine: AioEngine, pending: deque[_Operation], locked: _LockedBuffers) 
     locked.clear()
 
 
-class aio_handle:
+def _setting(name: str) -> Callable[["aio_handle"], Any]:
+    return lambda handle: handle._settings[name]
+
+
+class aio_handle(AbstractContextManager["aio_handle"]):
     """Reads and writes of whole tensors, from and to byte ``file_offset`` of a file; one thread uses it.
 
     A buffer is contiguous; one on a device travels through host memory. A file is a name or an open descriptor, which
     stays open. The ``sync`` calls return 1, the ``async`` ones 0, with :meth:`wait` to follow before the buffer is
     touched. A failure raises: an OSError that names the file, or FileMismatchError where the file has too few bytes.
     Nothing depends on alignment, but bytes travel fastest where address, offset and length are multiples of
-    ``get_alignment()``.
+    ``get_alignment()``. ``read`` and ``write`` move whole files and return 0; ``pread`` and ``pwrite`` move parts, and
+    go on after they returned with ``async_op``. ``validate`` reads everything a second time, by ordinary means, and
+    raises FileMismatchError where that gives other bytes.
 
     ``intra_op_parallelism`` is the number of threads where the page cache is in the way. ``single_submit`` and
     ``overlap_events`` are kept and returned only: requests are submitted together, and as room comes free. Close it, or
@@ -180,8 +184,8 @@ class aio_handle:
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size is a number of bytes, at least 1, not {block_size}")
-        self._block_size, self._queue_depth, self._threads = block_size, queue_depth, intra_op_parallelism
-        self._single_submit, self._overlap_events = single_submit, overlap_events
+        self._settings = {"block_size": block_size, "queue_depth": queue_depth, "threads": intra_op_parallelism}
+        self._settings |= {"single_submit": single_submit, "overlap_events": overlap_events, "alignment": ALIGN}
         self._engine = AioEngine(
             queue_depth=queue_depth, block_bytes=-(-block_size // ALIGN) * ALIGN, threads=intra_op_parallelism
         )
@@ -190,77 +194,57 @@ class aio_handle:
         self._locked = _LockedBuffers()
         self._last = weakref.finalize(self, _end, self._engine, self._pending, self._locked)
 
-    def get_block_size(self) -> int:
-        """Bytes of one request."""
-        return self._block_size
-
-    def get_queue_depth(self) -> int:
-        """Requests under way at most."""
-        return self._queue_depth
-
-    def get_single_submit(self) -> bool:
-        """As it was given."""
-        return self._single_submit
-
-    def get_overlap_events(self) -> bool:
-        """As it was given."""
-        return self._overlap_events
-
-    def get_intra_op_parallelism(self) -> int:
-        """Threads."""
-        return self._threads
-
-    def get_thread_count(self) -> int:
-        """The same by its old name."""
-        return self._threads
-
-    def get_alignment(self) -> int:
-        """Bytes; what begins and ends at multiples of it bypasses the page cache."""
-        return ALIGN
+    get_block_size = _setting("block_size")
+    get_queue_depth = _setting("queue_depth")
+    get_single_submit = _setting("single_submit")
+    get_overlap_events = _setting("overlap_events")
+    get_intra_op_parallelism = get_thread_count = _setting("threads")
+    get_alignment = _setting("alignment")
 
     def read(self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int = 0) -> int:
-        """Fill ``buffer`` with a whole file, of exactly its size, or from ``file_offset`` on. 0.
-
-        ``validate`` reads everything a second time, by ordinary means, and raises FileMismatchError where that gives
-        other bytes.
-        """
-        self._now(self._start(buffer, filename, file_offset, write=False, whole=file_offset == 0, validate=validate))
-        return 0
+        """Fill ``buffer`` with a whole file, of exactly its size, or from ``file_offset`` on. 0."""
+        return self._go(buffer, filename, file_offset, write=False, whole=file_offset == 0, validate=validate) - 1
 
     def write(self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int = 0) -> int:
         """Write ``buffer``; without an offset, the file has its bytes and no others afterwards. 0."""
-        self._now(self._start(buffer, filename, file_offset, write=True, whole=file_offset == 0, validate=validate))
-        return 0
+        return self._go(buffer, filename, file_offset, write=True, whole=file_offset == 0, validate=validate) - 1
 
     def pread(
         self, buffer: torch.Tensor, filename: FileName, validate: bool, async_op: bool, file_offset: int = 0
     ) -> int:
         """Fill ``buffer`` with that much of the file. 1, or 0 with ``async_op``."""
-        operation = self._start(buffer, filename, file_offset, write=False, validate=validate)
-        return self._later(operation) if async_op else self._now(operation)
+        return self._go(buffer, filename, file_offset, write=False, later=async_op, validate=validate)
 
     def pwrite(
         self, buffer: torch.Tensor, filename: FileName, validate: bool, async_op: bool, file_offset: int = 0
     ) -> int:
         """Write ``buffer`` into the file, which keeps what it has elsewhere. 1, or 0 with ``async_op``."""
-        operation = self._start(buffer, filename, file_offset, write=True, validate=validate)
-        return self._later(operation) if async_op else self._now(operation)
+        return self._go(buffer, filename, file_offset, write=True, later=async_op, validate=validate)
 
-    def sync_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
-        """:meth:`pread` that is done when it returns. 1."""
-        return self._now(self._start(buffer, filename, file_offset, write=False))
+    def _go(
+        self,
+        buffer: torch.Tensor,
+        filename: FileName,
+        file_offset: int = 0,
+        *,
+        write: bool,
+        later: bool = False,
+        whole: bool = False,
+        validate: bool = False,
+    ) -> int:
+        operation = self._start(buffer, filename, file_offset, write=write, whole=whole, validate=validate)
+        if later:
+            self._pending.append(operation)
+            return 0
+        failure = operation.settle()
+        if failure is not None:
+            raise failure
+        return 1
 
-    def sync_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
-        """:meth:`pwrite` that is done when it returns. 1."""
-        return self._now(self._start(buffer, filename, file_offset, write=True))
-
-    def async_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
-        """:meth:`pread` that goes on after it returned. 0."""
-        return self._later(self._start(buffer, filename, file_offset, write=False))
-
-    def async_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int = 0) -> int:
-        """:meth:`pwrite` that goes on after it returned. 0."""
-        return self._later(self._start(buffer, filename, file_offset, write=True))
+    sync_pread = functools.partialmethod(_go, write=False)
+    sync_pwrite = functools.partialmethod(_go, write=True)
+    async_pread = functools.partialmethod(_go, write=False, later=True)
+    async_pwrite = functools.partialmethod(_go, write=True, later=True)
 
     def wait(self) -> int:
         """Until everything queued is done; how many that were. Raises the first failure, others are logged."""
@@ -274,9 +258,7 @@ class aio_handle:
         return len(ended)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """``num_elem`` zeros of the example's dtype in page-locked memory, or ordinary memory where the system refuses
-        that.
-        """
+        """``num_elem`` zeros of the example's dtype in page-locked memory, or ordinary where that is refused."""
         return self._locked.new(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
@@ -291,32 +273,18 @@ class aio_handle:
         """Finish what is queued and give threads and descriptors back. May be called again."""
         self._last()
 
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(
-        self,
-        buffer: torch.Tensor,
-        filename: FileName,
-        offset: int,
-        *,
-        write: bool,
-        whole: bool = False,
-        validate: bool = False,
+        self, buffer: torch.Tensor, filename: FileName, offset: int, *, write: bool, whole: bool, validate: bool
     ) -> _Operation:
         if not self._last.alive:
             raise ValueError(f"this aio_handle is closed: {filename}")
         buffer = buffer.detach()
         if not buffer.is_contiguous():
-            raise ValueError(
-                f"file IO takes contiguous tensors, not strides {buffer.stride()} for shape "
-                f"{tuple(buffer.shape)}: {filename}"
-            )
+            kind = f"strides {buffer.stride()} for shape {tuple(buffer.shape)}"
+            raise ValueError(f"file IO takes contiguous tensors, not {kind}: {filename}")
         host = buffer
         if buffer.device.type != "cpu":
             host = aligned_empty(buffer.shape, dtype=buffer.dtype)
@@ -333,47 +301,29 @@ class aio_handle:
             file.close()
             raise
 
-    def _now(self, operation: _Operation) -> int:
-        failure = operation.settle()
-        if failure is not None:
-            raise failure
-        return 1
-
-    def _later(self, operation: _Operation) -> int:
-        self._pending.append(operation)
-        return 0
-
     def _settle(self, *, keep: int) -> None:
         while len(self._pending) > keep:
             self._ended.append(self._pending.popleft().settle())
 
 
-def aio_read(
-    buffer: torch.Tensor,
-    filename: FileName,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """``aio_handle(...).read`` in one call. 0."""
-    with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
-        return handle.read(buffer, filename, validate)
+def _once(act: Callable[[aio_handle, torch.Tensor, FileName, bool], int]) -> Callable[..., int]:
+    def call(
+        buffer: torch.Tensor,
+        filename: FileName,
+        block_size: int,
+        queue_depth: int,
+        single_submit: bool,
+        overlap_events: bool,
+        validate: bool,
+    ) -> int:
+        with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
+            return act(handle, buffer, filename, validate)
+
+    return call
 
 
-def aio_write(
-    buffer: torch.Tensor,
-    filename: FileName,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """``aio_handle(...).write`` in one call. 0."""
-    with aio_handle(block_size, queue_depth, single_submit, overlap_events) as handle:
-        return handle.write(buffer, filename, validate)
+# a handle, one ``read`` or ``write``, and its end, in one call
+aio_read, aio_write = _once(aio_handle.read), _once(aio_handle.write)
 
 
 def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:

@@ -10,8 +10,7 @@ from deepspeed.tier.transfer import Transfer
 
 
 class Staging:
-    """Hands out byte buffers, normally ``count`` at most; a buffer that is given back with a transfer is free when that
-    has ended.
+    """Hands out byte buffers, normally ``count`` at most; one that is given back with a transfer is free after that.
 
     Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is
     better than a hang. ``pin`` asks for page-locked memory; where the system refuses it, ordinary memory serves, and
@@ -19,8 +18,7 @@ class Staging:
     """
 
     def __init__(self, count: int, *, pin: bool = False) -> None:
-        self._count = max(1, count)
-        self._pin = pin
+        self._count, self._pin = max(1, count), pin
         self._free: list[torch.Tensor] = []
         self._busy: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._out = 0
@@ -61,7 +59,7 @@ class Staging:
 
     def settle(self) -> None:
         """Wait for every transfer; raises the first failure when all have ended."""
-        failure: BaseException | None = None
+        failure: OSError | None = None
         while self._busy:
             try:
                 self._retire()
@@ -81,12 +79,8 @@ class Staging:
         return self._out + len(self._busy) + len(self._free)
 
     def _fitting(self, nbytes: int) -> torch.Tensor | None:
-        found = min(
-            (i for i, b in enumerate(self._free) if b.numel() >= nbytes),
-            key=lambda i: self._free[i].numel(),
-            default=None,
-        )
-        return None if found is None else self._free.pop(found)
+        places = [i for i, b in enumerate(self._free) if b.numel() >= nbytes]
+        return self._free.pop(min(places, key=lambda i: self._free[i].numel())) if places else None
 
     def _reap(self) -> None:
         while self._busy and self._busy[0][1].done():
@@ -108,8 +102,7 @@ class Staging:
                 if buffer.data_ptr() % ALIGN == 0:
                     return buffer
             except RuntimeError as error:
-                logger.warning(
-                    "page-locked memory for staging is refused (%s); ordinary memory serves, copies are slower", error
-                )
+                text = "page-locked memory for staging is refused (%s); ordinary memory serves, copies are slower"
+                logger.warning(text, error)
             self._pin = False
         return aligned_empty(size)

@@ -11,10 +11,7 @@ _PIECE_NUMEL = 1 << 24  # that many fp32 numbers at once on their way to a devic
 
 
 class TierStore:
-    """Flat elements of one state in one place.
-
-    ``tensor`` holds them where that is memory; on a drive it shows shape and dtype, and reads as not-a-number.
-    """
+    """Flat elements of one state in one place: memory (``tensor`` has them), or a drive (it reads as not-a-number)."""
 
     on_drive = False
     tensor: torch.Tensor
@@ -77,9 +74,7 @@ class Memory(TierStore):
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor) -> None:
-    """``out.copy_(values)``, with the rounding done where ``out`` is: torch's copy from the host to a device rounds on
-    the host.
-    """
+    """``out.copy_(values)``, but rounded where ``out`` is: torch rounds on the host what it copies to a device."""
     if out.device == values.device or values.device.type != "cpu" or out.dtype == values.dtype:
         out.copy_(values)
         return

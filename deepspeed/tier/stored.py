@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.errors import InvalidStateError
 from deepspeed.tier.aligned import ALIGN
-from deepspeed.tier.drive import Drive, Region
+from deepspeed.tier.drive import Drive, Extent
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import TierStore, nothing
 from deepspeed.tier.transfer import ARRIVED, Transfer
@@ -19,17 +19,15 @@ _GLANCE_S = 0.2  # between looks whether a reader still exists
 
 
 class Held:
-    """A region that keeps its bytes until ``release``."""
+    """An extent that keeps its bytes until ``release``."""
 
-    def __init__(self, drive: Drive, region: Region, hurry: Callable[[], None]) -> None:
-        self._drive, self._region, self._hurry = drive, region, hurry
+    def __init__(self, drive: Drive, extent: Extent, hurry: Callable[[], None]) -> None:
+        self._drive, self._extent, self._hurry = drive, extent, hurry
         self._released = threading.Event()
 
     def read(self, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` (a host tensor of bytes) from byte ``start`` on. Raises TransferError; InvalidStateError once it
-        is released.
-        """
-        self._drive.read(self._region, start, out).wait()
+        """Fill ``out`` (host bytes) from byte ``start`` on. Raises TransferError; InvalidStateError once released."""
+        self._drive.read(self._extent, start, out).wait()
         if self._released.is_set():  # perhaps written over before these bytes came
             raise InvalidStateError("a state on a drive was read for a save that had let go of it; save again")
 
@@ -50,8 +48,7 @@ class Held:
 
 
 class Stored(TierStore):
-    """``numel`` elements of ``dtype`` in a region of ``drive``; reads and writes pass through the drive's staging
-    buffers.
+    """``numel`` elements of ``dtype`` in an extent of ``drive``; reads and writes pass through staging buffers.
 
     A write goes on in the background; whatever touches the same tensor next waits for it. Failures surface there, or at
     ``settle``.
@@ -63,12 +60,11 @@ class Stored(TierStore):
         self.drive, self.numel, self.dtype = drive, numel, dtype
         self.tensor = nothing((numel,), dtype)
         self.staging = staging or drive.staging
-        self._region = drive.reserve(numel * dtype.itemsize)
+        self._extent = drive.reserve(numel * dtype.itemsize)
         self._writes: list[tuple[Transfer, int, int]] = []
         self._ahead: deque[tuple[Transfer, torch.Tensor, int, int]] = deque()
-        # Weakly: what nobody can read any more holds nothing, however its reader got lost; an interrupt may come
-        # anywhere.
-        self._held: list[weakref.ref[Held]] = []
+        # weakly: what nobody can read any more holds nothing, however its reader got lost
+        self._readers: list[weakref.ref[Held]] = []
 
     def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
         if lent and self._straight(values, start):
@@ -90,7 +86,7 @@ class Stored(TierStore):
         """
         if not self._ahead and self._straight(out, start):
             self._wait_for_writes(start, start + out.numel())
-            return self.drive.read(self._region, start * self.dtype.itemsize, out)
+            return self.drive.read(self._extent, start * self.dtype.itemsize, out)
         self._load(out, start)
         return ARRIVED
 
@@ -144,7 +140,7 @@ class Stored(TierStore):
         self.forget_ahead()
         self._heal(start, stop)
         self._wait_for_writes(start, stop)
-        transfer = self.drive.write(self._region, start * self.dtype.itemsize, values)
+        transfer = self.drive.write(self._extent, start * self.dtype.itemsize, values)
         self._writes.append((transfer, start, stop))
         return transfer
 
@@ -156,30 +152,29 @@ class Stored(TierStore):
         self._wait_for_writes(0, self.numel)
 
     def hold(self, hurry: Callable[[], None]) -> "Held":
-        """What is here now, for a reader of any thread: the next write waits until it is released, and calls ``hurry``
-        first.
+        """What is here now, for a reader of any thread: the next write calls ``hurry`` and waits until it is released.
 
         Raises TransferError when an earlier write failed.
         """
         self.settle()
-        held = Held(self.drive, self._region, hurry)
-        left = [ref for ref in self._held if (earlier := ref()) is not None and not earlier.released]
-        self._held = [*left, weakref.ref(held)]  # what is never written would keep those of every save
-        return held
+        reader = Held(self.drive, self._extent, hurry)
+        left = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier.released]
+        self._readers = [*left, weakref.ref(reader)]  # what is never written would keep those of every save
+        return reader
 
     def drop(self) -> None:
         self._wait_for_readers()
         self.forget_ahead()
         with contextlib.suppress(OSError):
             self.settle()
-        self.drive.free(self._region)
+        self.drive.free(self._extent)
 
     def _wait_for_readers(self) -> None:
-        while self._held:
-            held = self._held[-1]()
-            if held is None or held.wait(_GLANCE_S):
-                self._held.pop()
-            held = None
+        while self._readers:
+            reader = self._readers[-1]()
+            if reader is None or reader.wait(_GLANCE_S):
+                self._readers.pop()
+            reader = None
 
     def _heal(self, start: int, stop: int) -> None:
         """Forget failed writes of values that are about to be written again."""
@@ -205,7 +200,7 @@ class Stored(TierStore):
     def _start(self, lo: int, hi: int) -> None:
         buffer, inside = self._window(lo, hi)
         try:
-            self._ahead.append((self.drive.read(self._region, lo * self.dtype.itemsize, inside), buffer, lo, hi))
+            self._ahead.append((self.drive.read(self._extent, lo * self.dtype.itemsize, inside), buffer, lo, hi))
         except BaseException:
             self.staging.give(buffer)
             raise

@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from deepspeed.errors import BuildError, DeepSpeedError
 from deepspeed.observe.log import logger
 from deepspeed.tier import aio
-from deepspeed.tier.aio import AioEngine, DirectFile, FileTransfer, TransferError, aligned_empty
+from deepspeed.tier.aio import AioEngine, DirectFile, TransferError, aligned_empty
 from tests.harness.aio import MIB, Make, content, noise, python, usable
 
 
@@ -279,25 +278,6 @@ def test_forked_child_gets_an_error(tmp_path: Path) -> None:
     """The engine's threads stay with the parent: the child is told so, at once, and may make its own."""
     ran = python(FORK, str(tmp_path / "data"), *usable())
     assert ran.returncode == 0, ran.stderr
-
-
-def test_interrupted_wait(file: DirectFile) -> None:
-    """Ctrl-C between the end of the C call and the next line: the next wait still knows the result."""
-    with AioEngine() as engine:
-        transfer = engine.write(file, 0, noise(MIB))
-        real = engine._calls.wait
-
-        class Interrupt(list):  # raises where a signal handler would run: after the value is stored
-            def extend(self, values: Iterator[int]) -> None:
-                super().extend(values)
-                raise KeyboardInterrupt
-
-        transfer._code = Interrupt()
-        with pytest.raises(KeyboardInterrupt):
-            transfer.wait()
-        transfer.wait()
-        assert isinstance(transfer, FileTransfer) and real(transfer._ticket[0]) == -errno.EINVAL
-    assert not engine._under_way
 
 
 # --- choosing ---

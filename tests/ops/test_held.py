@@ -92,7 +92,7 @@ def test_what_could_not_be_written_is_not_held(stored: Stored) -> None:
 def test_states_that_nobody_writes_remember_no_earlier_save(stored: Stored) -> None:
     for _ in range(5):
         stored.hold(lambda: None).release()
-    assert len(stored._held) == 1
+    assert len(stored._readers) == 1
 
 
 def test_what_is_read_after_its_release_is_refused(stored: Stored) -> None:

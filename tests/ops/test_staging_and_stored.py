@@ -19,7 +19,7 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.aligned import ALIGN, aligned_empty
-from deepspeed.tier.drive import AioSettings, Drive, sweep
+from deepspeed.tier.drive import AioSettings, Drive
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.stored import Stored
 
@@ -449,24 +449,6 @@ def test_the_arena_has_no_name_and_frees_its_space(make_drive: Callable[..., Dri
     stored.get(out).wait()
     assert out.eq(3).all()
     tmp_path.mkdir()
-
-
-def test_left_over_names_are_swept_and_living_drives_are_not_touched(
-    make_drive: Callable[..., Drive], tmp_path: Path
-) -> None:
-    living = make_drive()
-    stored = Stored(living, 5000, torch.float32)
-    stored.put(torch.ones(5000))
-    orphan, foreign, folder = tmp_path / "dead.dsarena", tmp_path / "notes.txt", tmp_path / "sub.dsarena"
-    orphan.write_bytes(b"x" * 10_000)
-    foreign.write_text("mine")
-    folder.mkdir()
-    make_drive()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "sub.dsarena"]
-    out = torch.zeros(5000)
-    stored.get(out).wait()
-    assert out.eq(1).all()
-    assert sweep(str(tmp_path)) == 0 and sweep(str(tmp_path / "missing")) == 0
 
 
 def test_two_drives_in_one_folder_keep_apart(make_drive: Callable[..., Drive]) -> None:

@@ -232,7 +232,7 @@ def test_a_full_disk_while_writing_is_named(tmp_path: Path, small_pieces: int, m
 
     message = "a.bin cannot be written: No space left on device; the filesystem is full"
     with pytest.raises(CheckpointError, match=message), ChunkWriter(tmp_path / "a.bin") as writer:
-        monkeypatch.setattr(aio.FileTransfer, "_settle", full)
+        monkeypatch.setattr(aio.FileTransfer, "settle", full)
         writer.append(drawn(1_000_000))
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
