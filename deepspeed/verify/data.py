@@ -5,7 +5,7 @@ Ranks train a tiny model over numbered samples, save in the middle of an epoch a
 the end of it. The samples that both have seen are counted; workers fetch ahead meanwhile, as in a real run.
 
 Every rank must get equally many samples. Where they do not divide, the last round of the epoch is filled with samples
-seen before, as torch's DistributedSampler does; these few are told and not counted.
+seen before, as torch's DistributedSampler does; these few are mentioned and not counted.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import deepspeed
+from deepspeed.verify.common import Report, add_numbers, check_numbers, command
 from deepspeed.verify.ranks import RankFailure, RankPool
 
 SAMPLES = 997  # a prime: no number of ranks divides it
@@ -78,24 +79,18 @@ def _train(engine: Any, steps: int | None) -> list[int]:
     return seen
 
 
-def train_and_save(folder: str, samples: int, batch: int, workers: int, steps: int) -> list[int]:
-    """Train ``steps`` steps on the ranks of this process group and save to ``folder``; what this rank saw.
+def train(folder: str, samples: int, batch: int, workers: int, steps: int | None) -> list[int]:
+    """Train ``steps`` steps and save to ``folder``, or load from it and train to the end of the epoch; what was seen.
+
     Collective.
     """
     with _may_have_children():
         engine = _engine(samples, batch, workers)
+        if steps is None:
+            engine.load_checkpoint(folder)
         seen = _train(engine, steps)
-        engine.save_checkpoint(folder)
-        engine.destroy()
-    return seen
-
-
-def load_and_train(folder: str, samples: int, batch: int, workers: int) -> list[int]:
-    """Load from ``folder`` and train to the end of the epoch; what this rank saw. Collective."""
-    with _may_have_children():
-        engine = _engine(samples, batch, workers)
-        engine.load_checkpoint(folder)
-        seen = _train(engine, None)
+        if steps is not None:
+            engine.save_checkpoint(folder)
         engine.destroy()
     return seen
 
@@ -112,13 +107,9 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
     One list of sample numbers for each rank, in the order seen. The padding at the end of the epoch is left out.
     """
     runs = {"save": before, "load": after}
-    found = [
-        f"{name}: ranks saw {sorted({len(r) for r in run})} samples"
-        for name, run in runs.items()
-        if len({len(r) for r in run}) > 1
-    ]
-    if found:
-        return found
+    counts = {name: sorted({len(r) for r in run}) for name, run in runs.items()}
+    if uneven := [f"{name}: ranks saw {count} samples" for name, count in counts.items() if len(count) > 1]:
+        return uneven
     # in the order of the epoch, in which ranks take turns: padding is at its end
     seen = [
         [(number, f"rank {rank} of the {name}") for turn in zip(*run, strict=True) for rank, number in enumerate(turn)]
@@ -141,67 +132,51 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
 
 
 def add_parser(commands: Any) -> None:
-    """Add ``data`` to the subcommands of ``ds_verify``."""
-    parser = commands.add_parser(
-        "data",
-        help="count the samples of an epoch that is saved on some ranks and resumed on others",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--save-n", type=int, default=4, metavar="RANKS", help="ranks that begin the epoch and save (default 4)"
-    )
-    parser.add_argument(
-        "--load-n", type=int, default=3, metavar="RANKS", help="ranks that load and finish it (default 3)"
-    )
-    parser.add_argument("--workers", type=int, default=2, help="worker processes of each rank's loader (default 2)")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"samples of an epoch (default {SAMPLES})")
-    parser.add_argument("--batch", type=int, default=BATCH, help=f"samples of a batch on each rank (default {BATCH})")
-    parser.add_argument("--at", type=int, metavar="STEP", help="steps before the save (default: a third of the epoch)")
-    parser.add_argument(
-        "--time-limit", type=float, default=180.0, help="seconds each of the two runs may take (default 180)"
+    """Add ``data`` to the commands of ``ds_verify``."""
+    text = "count the samples of an epoch that is saved on some ranks and resumed on others"
+    add_numbers(
+        command(commands, "data", text, __doc__),
+        ("--save-n", 4, "ranks that begin the epoch and save"),
+        ("--load-n", 3, "ranks that load and finish it"),
+        ("--workers", 2, "worker processes of each rank's loader"),
+        ("--samples", SAMPLES, "samples of an epoch"),
+        ("--batch", BATCH, "samples of a batch on each rank"),
+        ("--at", None, "steps before the save (default: a third of the epoch)"),
+        ("--time-limit", 180.0, "seconds each of the two runs may take"),
     )
 
 
 def _steps(options: argparse.Namespace) -> int:
     """Steps before the save; raises ValueError for numbers that cannot be."""
-    for name in ("save_n", "load_n", "samples", "batch"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    check_numbers(options, "save_n", "load_n", "samples", "batch")
     if options.workers < 0:
         raise ValueError("--workers must not be negative")
     steps = -(-options.samples // (options.save_n * options.batch))
     if options.at is not None and not 0 <= options.at <= steps:
-        raise ValueError(
-            f"--at {options.at}: an epoch of {options.samples} samples has {steps} steps of {options.save_n} x "
-            f"{options.batch}"
-        )
+        epoch = f"an epoch of {options.samples} samples has {steps} steps of {options.save_n} x {options.batch}"
+        raise ValueError(f"--at {options.at}: {epoch}")
     return max(1, steps // 3) if options.at is None else options.at
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Run ``ds_verify data``; raises ValueError (bad input) before any rank is started."""
-    steps = _steps(options)
-    common = (options.samples, options.batch, options.workers)
-    with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
-        try:
-            with RankPool(options.save_n) as pool:
-                before = pool.run(train_and_save, folder, *common, steps, time_limit=options.time_limit)
-            _tell(out, f"{options.save_n} ranks, {options.workers} workers each", before, "saved")
-            with RankPool(options.load_n) as pool:
-                after = pool.run(load_and_train, folder, *common, time_limit=options.time_limit)
-        except RankFailure as failure:
-            out.write(f"{failure}\nFAIL\n")
-            return 1
-    _tell(out, f"{options.load_n} ranks, {options.workers} workers each", after, "end of the epoch")
-    left = max(0, options.samples - sum(map(len, before)))
-    if extra := padding(left, options.load_n):
-        out.write(f"{extra} of these only fill the last round of {options.load_n} ranks\n")
-    wrong = faults(before, after, options.samples)
-    out.write("\n".join(wrong) + "\nFAIL\n" if wrong else f"{options.samples} samples: no sample twice, none missing\n")
+    steps, report = _steps(options), Report(out)
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder, contextlib.ExitStack() as pools:
+        first = pools.enter_context(RankPool(options.save_n))
+        second = first if options.load_n == options.save_n else pools.enter_context(RankPool(options.load_n))
+        for pool, until, end in ((first, steps, "saved"), (second, None, "end of the epoch")):
+            arguments = (folder, options.samples, options.batch, options.workers, until)
+            try:
+                runs.append(pool.run(train, *arguments, time_limit=options.time_limit))
+            except RankFailure as failure:
+                report.say(f"{failure}\nFAIL")
+                return 1
+            count = sum(map(len, runs[-1]))
+            report.say(f"{pool.world} ranks, {options.workers} workers each: {count} samples, then {end}")
+    rest = max(0, options.samples - sum(map(len, runs[0])))
+    if extra := padding(rest, options.load_n):
+        report.say(f"{extra} of these only fill the last round of {options.load_n} ranks")
+    wrong = faults(runs[0], runs[1], options.samples)
+    report.say("\n".join([*wrong, "FAIL"]) if wrong else f"{options.samples} samples: no sample twice, none missing")
     return 1 if wrong else 0
-
-
-def _tell(out: TextIO, who: str, seen: list[list[int]], end: str) -> None:
-    out.write(f"{who}: {sum(map(len, seen))} samples, then {end}\n")
-    out.flush()

@@ -10,11 +10,11 @@ A dtype of the model that changes otherwise than ``ds_config show --dtypes`` say
 asked for.
 """
 
-import time
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,16 @@ from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.verify.models import SAMPLES, Case, Losses, Place, case_named
+from deepspeed.verify.common import Report, add_model, add_numbers, check_numbers, command, config_of, cut
+from deepspeed.verify.models import SAMPLES, Case, Losses, Place
 from deepspeed.verify.ranks import RankFailure, RankPool
-from deepspeed.verify.reference import GATE_ADAM, Reference, train_reference, trainable
-from deepspeed.verify.user_model import load_user_case
+from deepspeed.verify.reference import GATE_ADAM, Reference, repeated, train_reference, trainable
+from deepspeed.verify.user_model import __doc__ as user_model_text, case_of
 
 TOLERANCE = 1e-6
 STEPS = 3
+COLUMNS = ("model", "stage", "bucket", "overlap", "accum", "loss", "grad", "norm", "param")
+WIDTHS = (24, 5, 6, 7, 5, 8, 8, 8, 8)
 MATRIX_MODELS = ("plain", "used_twice", "tied", "unused", "frozen", "conditional")
 MATRIX_ACCUMULATION = (1, 4)
 
@@ -84,29 +87,19 @@ class Cell:
 
     def label(self) -> tuple[str, ...]:
         """The cell as table columns: model, stage, bucket, overlap, accumulation."""
-        overlap = {None: "-", True: "on", False: "off"}[self.overlap]
-        return (
-            self.model,
-            *(str(v if v is not None else "-") for v in (self.stage, self.bucket)),
-            overlap,
-            str(self.accumulation or "-"),
-        )
+        overlap = None if self.overlap is None else "on" if self.overlap else "off"
+        values = (self.stage, self.bucket, overlap, self.accumulation)
+        return (self.model, *("-" if value is None else str(value) for value in values))
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """The largest errors of one cell over all steps, tensors and ranks; ``failure`` says what raised, if anything
-    did.
-    """
+    """The largest errors of one cell over all steps, tensors and ranks; ``failure``: what raised, if anything did."""
 
     cell: Cell
-    loss_error: float = 0.0
-    grad_error: float = 0.0
-    norm_error: float = 0.0
-    param_error: float = 0.0
+    errors: tuple[float, ...] = ()  # of losses, gradients, norms, parameters
     worst: str = ""
     failure: str = ""
-    seconds: float = 0.0
 
     def passed(self, tolerance: float = TOLERANCE) -> bool:
         """True when nothing raised and every error is within ``tolerance``."""
@@ -114,7 +107,7 @@ class CellResult:
 
     def largest(self) -> float:
         """The largest of the four errors."""
-        return max(self.loss_error, self.grad_error, self.norm_error, self.param_error)
+        return max(self.errors, default=0.0)
 
 
 def scaled_error(ours: Tensor, reference: Tensor) -> float:
@@ -123,9 +116,8 @@ def scaled_error(ours: Tensor, reference: Tensor) -> float:
         return float("inf")
     if reference.numel() == 0:
         return 0.0
-    difference = (ours.detach().double().cpu() - reference.double()).abs().max() / max(
-        1.0, float(reference.double().abs().max())
-    )
+    scale = max(1.0, float(reference.double().abs().max()))
+    difference = (ours.detach().double().cpu() - reference.double()).abs().max() / scale
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
 
@@ -165,15 +157,13 @@ def cell_config(cell: Cell, case: Case) -> dict[str, Any]:
 
 def load_case(cell: Cell) -> Case:
     """The case a cell names, with the cell's accumulation."""
-    case = load_user_case(cell.model, cell.config) if ":" in cell.model else case_named(cell.model)
+    case = case_of(cell.model, cell.config)
     return case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
 
 
 def engine_backward(engine: Any, case: Case, losses: Losses) -> None:
     """Back-propagate as the case says: through the engine or plainly, once or several times over one graph."""
-    repeated = [loss for loss in losses for _ in range(case.repeats)]
-    for count, loss in enumerate(repeated, start=1):
-        keep = count < len(repeated)
+    for loss, keep in repeated(case, losses):
         if case.plain_backward:
             loss.backward(retain_graph=keep)
         else:
@@ -182,8 +172,8 @@ def engine_backward(engine: Any, case: Case, losses: Losses) -> None:
 
 def full_gradients(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """Name -> full averaged gradient (fp32); a parameter without one counts as zero. Collective."""
-    found = {name: safe_get_full_grad(param) for name, param in params.items()}
-    return {name: torch.zeros(params[name].shape) if grad is None else grad.clone() for name, grad in found.items()}
+    grads = {name: safe_get_full_grad(param) for name, param in params.items()}
+    return {name: torch.zeros(params[name].shape) if grad is None else grad.clone() for name, grad in grads.items()}
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -198,13 +188,13 @@ def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors
     record = reference.steps[step]
     params = trainable(engine.module)
     for micro in range(case.accumulation):
-        losses = case.seeded_loss(engine, Place(step, micro, rank, world))
+        place = Place(step, micro, rank, world)
+        losses = case.seeded_loss(engine, place)
         for index, (ours, expected) in enumerate(zip(losses, record.losses[rank, micro], strict=True)):
-            errors.add(
-                "loss", scaled_error(ours.detach(), torch.tensor(expected)), f"{index} at step {step} micro {micro}"
-            )
+            error = scaled_error(ours.detach(), torch.tensor(expected))
+            errors.add("loss", error, f"{index} at step {step} micro {micro}")
         engine_backward(engine, case, losses)
-        case.write_by_hand(engine.module, Place(step, micro, rank, world))
+        case.write_by_hand(engine.module, place)
         if micro == case.accumulation - 1 and not case.by_hand:  # what was just written is reduced in the step
             for name, grad in full_gradients(params).items():
                 errors.add("grad", scaled_error(grad, record.grads[name]), f"{name} at step {step}")
@@ -217,23 +207,24 @@ def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors
 
 
 def start_engine(case: Case, config: dict[str, Any]) -> Any:
-    """An engine over the case's model. Raises InvalidStateError for tensors that are neither in the dtype they were
-    built in nor in one that the table of dtypes has for their kind. Collective."""
+    """An engine over the case's model. Collective.
+
+    Raises InvalidStateError for tensors that are neither in the dtype they were built in nor in one that the table of
+    dtypes has for their kind.
+    """
     model = case.build().train()
-    built = [{n: t.dtype for n, t in named} for named in (model.named_parameters(), model.named_buffers())]
+    built = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     engine = deepspeed.initialize(model=model, config=config)[0]
     policy = dtype_policy(engine._config)
     # Kept in fp32, or lowered by autocast, are parameters that the configuration or the model's class lists.
     listed = (["fp32"] if policy.compute else []) + ([policy.low] if engine._config.torch_autocast.enabled else [])
-    allowed = [
-        {DTYPES[name] for name in names if name}
-        for names in ([policy.compute, policy.buffers, *listed], [policy.buffers])
-    ]
+    buffers = {DTYPES[name] for name in [policy.buffers] if name}
+    params = buffers | {DTYPES[name] for name in [policy.compute, *listed] if name}
     changed = [
-        f"{name} from {before[name]} to {tensor.dtype}"
-        for before, named, dtypes in zip(built, (model.named_parameters(), model.named_buffers()), allowed, strict=True)
+        f"{name} from {built[name]} to {tensor.dtype}"
+        for named, allowed in ((model.named_parameters(), params), (model.named_buffers(), buffers))
         for name, tensor in named
-        if tensor.dtype not in {before[name], *dtypes}
+        if tensor.dtype not in {built[name], *allowed}
     ]
     if changed:
         raise InvalidStateError(
@@ -258,40 +249,84 @@ def compare_engine(case: Case, reference: Reference, config: dict[str, Any]) -> 
 
 def run_cell(cell: Cell, *, steps: int = STEPS) -> CellResult:
     """Run one cell on the ranks of this process group; the result holds this rank's errors. Collective."""
-    started = time.perf_counter()
     case = load_case(cell)
     reference = train_reference(case, world=dist.get_world_size(), steps=steps)
     config = cell_config(cell, case)
     largest, worst = compare_engine(case, reference, config)
     if lower := {key: cell.config[key] for key in DTYPE_KEYS if key in cell.config}:
         start_engine(case, config | lower).destroy()
-    return CellResult(
-        cell=cell,
-        loss_error=largest["loss"],
-        grad_error=largest["grad"],
-        norm_error=largest["norm"],
-        param_error=largest["param"],
-        worst=worst,
-        seconds=time.perf_counter() - started,
-    )
+    return CellResult(cell, tuple(largest.values()), worst)
 
 
-def worst_of(results: Sequence[CellResult]) -> CellResult:
-    """Merge the results that the ranks found for one cell."""
-    worst = max(results, key=CellResult.largest)
-    kinds = ("loss_error", "grad_error", "norm_error", "param_error")
-    return replace(worst, **{kind: max(getattr(result, kind) for result in results) for kind in kinds})
-
-
-def run_cell_on(pool: RankPool, cell: Cell, *, steps: int = STEPS, time_limit: float = 60.0) -> CellResult:
-    """Run one cell on a pool; an exception or a hang becomes the result's ``failure`` text."""
+def run_cell_on(pool: RankPool, cell: Cell, *, steps: int = STEPS) -> CellResult:
+    """Run one cell on a pool and merge what the ranks measured; an exception or a hang becomes its ``failure``."""
     try:
-        return worst_of(pool.run(run_cell, cell, steps=steps, time_limit=time_limit))
+        results: list[CellResult] = pool.run(run_cell, cell, steps=steps)
     except RankFailure as failure:
-        return CellResult(cell=cell, failure=str(failure))
+        return CellResult(cell, failure=str(failure))
+    errors = tuple(max(kind) for kind in zip(*(result.errors for result in results), strict=True))
+    return CellResult(cell, errors, max(results, key=CellResult.largest).worst)
 
 
 def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] | None = None) -> list[Cell]:
     """stage x bucket x overlap x accumulation x model, in a stable order."""
     axes = product(models, range(4), BUCKETS, (False, True), MATRIX_ACCUMULATION)
     return [Cell(m, stage=s, bucket=b, overlap=o, accumulation=a, config=config or {}) for m, s, b, o, a in axes]
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``grads`` to the commands of ``ds_verify``."""
+    text = "compare gradients, norms and parameters with plain one-process PyTorch"
+    parser = command(commands, "grads", text, user_model_text)
+    matrix = "every combination of stage, bucket, overlap and accumulation"
+    parser.add_argument("--matrix", action="store_true", help=matrix)
+    add_model(parser, "the configuration to check your model under")
+    add_numbers(
+        parser,
+        ("--ranks", 2, "number of CPU ranks"),
+        ("--steps", STEPS, "optimizer steps per cell"),
+        ("--tolerance", TOLERANCE, "largest error allowed"),
+        ("--time-limit", 120.0, "seconds one cell may take"),
+    )
+
+
+def _cells(options: argparse.Namespace, config: dict[str, Any]) -> list[Cell]:
+    model = options.model
+    if options.matrix:
+        return matrix_cells([model] if model else MATRIX_MODELS, config)
+    if config:
+        return [Cell(model or "plain", config=config)]
+    if model:
+        return [Cell(model, stage=stage) for stage in range(4)]
+    return [Cell("plain", stage=stage, bucket="huge", overlap=True, accumulation=1) for stage in range(4)]
+
+
+def _row(values: Sequence[str]) -> str:
+    return "  ".join(value.ljust(width) for value, width in zip(values, WIDTHS, strict=False))
+
+
+def run(options: argparse.Namespace, out: TextIO) -> int:
+    """Run ``ds_verify grads``; raises ValueError (bad input) before any rank is started."""
+    check_numbers(options, "ranks", "steps")
+    config, report = config_of(options), Report(out)
+    if aside := ", ".join(sorted(key for key in config if key not in KEPT_KEYS)):
+        report.say(f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {aside}")
+    report.say(f"{_row(COLUMNS)}  result")
+    failed: list[CellResult] = []
+    cells = _cells(options, config)
+    with RankPool(options.ranks, time_limit=options.time_limit) as pool:
+        for cell in cells:
+            result = run_cell_on(pool, cell, steps=options.steps)
+            passed = result.passed(options.tolerance)
+            failed += [] if passed else [result]
+            errors = ["-"] * 4 if result.failure else [f"{error:.1e}" for error in result.errors]
+            report.say(f"{_row((*cell.label(), *errors))}  {'ERROR' if result.failure else 'ok' if passed else 'FAIL'}")
+    for result in failed[:3]:
+        account = cut(result.failure) or f"largest error {result.largest():.3e} in {result.worst}"
+        report.say(f"\n{' '.join(result.cell.label())}: {account}")
+    report.failed = len(failed)
+    conditions = f"on {options.ranks} ranks, {options.steps} steps each, tolerance {options.tolerance:g}"
+    return report.end(f"{len(cells)} cells {conditions}", "all pass")

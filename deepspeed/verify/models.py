@@ -6,7 +6,7 @@ it is a function of a seed and of the place in the run (step, micro-batch, rank)
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -77,13 +77,10 @@ class Case:
         for index, param in enumerate(model.parameters() if self.by_hand else ()):
             if param.requires_grad and index % 3:
                 written = (torch.randn(param.shape, generator=generator) * share).to(param)
-                param.grad = (
-                    written
-                    if param.grad is None
-                    else param.grad.add_(written)
-                    if index % 3 == 1
-                    else param.grad + written
-                )
+                if param.grad is None:
+                    param.grad = written
+                else:
+                    param.grad = param.grad.add_(written) if index % 3 == 1 else param.grad + written
 
 
 def _freeze(*params: Tensor) -> None:
@@ -105,7 +102,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Input projection, a list of equal blocks, output projection; every variant below starts from it."""
+    """Input projection, a list of equal blocks, output projection; most variants below differ in ``trunk``."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -117,11 +114,14 @@ class Stack(nn.Module):
         """The blocks, typed."""
         return [layer for layer in self.layers if isinstance(layer, Block)]
 
-    def forward(self, x: Tensor) -> Any:
-        x = self.inp(x)
+    def trunk(self, x: Tensor) -> Tensor:
+        """The blocks, one after the other."""
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return x
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.trunk(self.inp(x)))
 
 
 class Checkpointed(Stack):
@@ -129,11 +129,10 @@ class Checkpointed(Stack):
 
     reentrant = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
+    def trunk(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(x)
+        return x
 
 
 class CheckpointedNonReentrant(Checkpointed):
@@ -145,17 +144,13 @@ class CheckpointedNonReentrant(Checkpointed):
 class UsedTwice(Stack):
     """One block runs twice and one of its leaf modules a third time within one forward pass."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        x = self.layers[0](x)
-        x = self.layers[1](x)
-        x = self.layers[0](x)
-        x = self.layers[2](x) + self.blocks()[0].norm(x)
-        return self.head(x)
+    def trunk(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.layers[1](self.layers[0](x)))
+        return self.layers[2](x) + self.blocks()[0].norm(x)
 
 
 class Tied(nn.Module):
-    """A token model whose output projection is its embedding: [samples, SEQUENCE] -> [samples, SEQUENCE,
+    """A token model whose output projection is its embedding: integers [samples, SEQUENCE] -> [.., SEQUENCE,
     VOCABULARY].
     """
 
@@ -169,11 +164,14 @@ class Tied(nn.Module):
     def embedded(self, tokens: Tensor) -> Tensor:
         return self.embed(tokens)
 
+    def projected(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedded(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return self.projected(x)
 
 
 class FunctionalTied(Tied):
@@ -183,10 +181,7 @@ class FunctionalTied(Tied):
         super().__init__()
         del self.head
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
+    def projected(self, x: Tensor) -> Tensor:
         return F.linear(x, self.embed.weight)
 
 
@@ -204,20 +199,12 @@ class Frozen(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        half_frozen = self.blocks()[1]
-        _freeze(
-            *self.inp.parameters(), *self.layers[0].parameters(), *half_frozen.up.parameters(), half_frozen.norm.bias
-        )
+        half = self.blocks()[1]
+        _freeze(*self.inp.parameters(), *self.layers[0].parameters(), *half.up.parameters(), half.norm.bias)
 
 
-class FrozenCheckpointed(Frozen):
+class FrozenCheckpointed(Frozen, CheckpointedNonReentrant):
     """Frozen parts below recomputed blocks, as adapters over a checkpointed base have them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(x)
 
 
 class Conditional(Stack):
@@ -239,9 +226,7 @@ class TwoHeads(Stack):
         self.second = nn.Linear(HIDDEN, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.inp(x)
-        for layer in self.layers:
-            x = layer(x)
+        x = self.trunk(self.inp(x))
         return self.head(x), self.second(x)
 
 
@@ -277,11 +262,8 @@ class SharedModule(Stack):
         super().__init__()
         self.alias = self.layers[1]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.alias(x))
+    def trunk(self, x: Tensor) -> Tensor:
+        return self.alias(super().trunk(x))
 
 
 class DictBlock(Block):
@@ -298,33 +280,31 @@ class Containers(Stack):
         super().__init__()
         self.layers = nn.ModuleList([DictBlock() for _ in range(3)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        state: dict[str, Any] = {"hidden": self.inp(x)}
+    def trunk(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"hidden": x}
         for layer in self.layers:
             state = layer(state)
-        return self.head(state["hidden"] + 0.5 * state["extra"][0])
+        return state["hidden"] + 0.5 * state["extra"][0]
 
 
 class NoGradFirst(Stack):
     """Each block runs once under ``no_grad`` (a target network) and once with gradients."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
+    def trunk(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             with torch.no_grad():
                 target = layer(x)
             x = layer(x) + 0.1 * target
-        return self.head(x)
+        return x
 
 
 class WithDropout(Stack):
     """Dropout between recomputed blocks; the masks must be the same in the recomputation."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
+    def trunk(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(lambda y, layer=layer: F.dropout(layer(y), 0.25), x, use_reentrant=False)
-        return self.head(x)
+        return x
 
 
 class Rotary(Tied):
@@ -337,9 +317,8 @@ class Rotary(Tied):
 
     def embedded(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        angles = torch.arange(5000, 5000 + tokens.shape[1], device=tokens.device).float()[:, None] * self.get_buffer(
-            "inv_freq"
-        )
+        positions = torch.arange(5000, 5000 + tokens.shape[1], device=tokens.device).float()
+        angles = positions[:, None] * self.get_buffer("inv_freq")
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         left, right = x.chunk(2, dim=-1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
@@ -352,11 +331,10 @@ class BatchNormed(Stack):
         super().__init__()
         self.norms = nn.ModuleList([nn.BatchNorm1d(HIDDEN) for _ in self.layers])
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(x)
+    def trunk(self, x: Tensor) -> Tensor:
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = layer(norm(x))
-        return self.head(x)
+        return x
 
 
 class Constants(Stack):
@@ -389,9 +367,8 @@ def seeded(model_class: type[nn.Module]) -> Callable[[], nn.Module]:
 def regression_batch(place: Place) -> tuple[Tensor, Tensor]:
     """Inputs [SAMPLES, IN_FEATURES] and targets [SAMPLES, OUT_FEATURES]."""
     generator = place.generator()
-    return torch.randn(SAMPLES, IN_FEATURES, generator=generator), torch.randn(
-        SAMPLES, OUT_FEATURES, generator=generator
-    )
+    x = torch.randn(SAMPLES, IN_FEATURES, generator=generator)
+    return x, torch.randn(SAMPLES, OUT_FEATURES, generator=generator)
 
 
 def token_batch(place: Place) -> tuple[Tensor, Tensor]:
@@ -430,54 +407,50 @@ def two_losses(model: nn.Module, batch: Any, place: Place) -> Losses:
     return [F.mse_loss(first, y), second.square().mean()]
 
 
-def _regression(name: str, model_class: type[nn.Module], **options: Any) -> Case:
-    return Case(
-        name=name, build=seeded(model_class), batch=regression_batch, loss=options.pop("loss", squared_error), **options
-    )
-
-
-def _tokens(name: str, model_class: type[nn.Module]) -> Case:
-    return Case(name=name, build=seeded(model_class), batch=token_batch, loss=cross_entropy)
-
-
-def all_cases() -> dict[str, Case]:
-    """Every named case; those up to ``manual_accumulation`` make the parity matrix, the rest are corners."""
-    cases = [
-        _regression("plain", Stack),
-        _regression("accumulation", Stack, accumulation=4),
-        _regression("clipping", Stack, clipping=0.05),
-        _regression("checkpoint_reentrant", Checkpointed),
-        _regression("checkpoint_nonreentrant", CheckpointedNonReentrant),
-        _regression("used_twice", UsedTwice),
-        _tokens("tied", Tied),
-        _regression("unused", Unused),
-        _regression("frozen", Frozen),
-        _regression("conditional", Conditional, loss=squared_error_branch),
-        _regression("two_losses", TwoHeads, loss=two_losses),
-        _regression("retain_graph", Stack, repeats=2),
-        _regression("manual", Stack, plain_backward=True),
-        _regression("by_hand", Unused, accumulation=2, clipping=0.05, by_hand=True),
-        _regression("by_hand_twice", TwoHeads, loss=two_losses, repeats=2, by_hand=True),
-        _regression("manual_accumulation", Stack, plain_backward=True, accumulation=3),
-        _tokens("functional_tied", FunctionalTied),
-        _regression("odd_shapes", OddShapes),
-        _regression("mixed_dtype", MixedDtype),
-        _regression("shared_module", SharedModule),
-        _regression("containers", Containers),
-        _regression("no_grad_first", NoGradFirst),
-        _regression("frozen_checkpointed", FrozenCheckpointed),
-        _regression("dropout_checkpointed", WithDropout),
-        _tokens("rotary", Rotary),
-        _regression("batch_norm", BatchNormed),
-        _regression("constants", Constants),
-        _regression("everything", UsedTwice, accumulation=2, clipping=0.05, repeats=2, plain_backward=True),
-    ]
-    return {case.name: case for case in cases}
+# name: model, and what differs from a regression with squared errors. Up to "manual_accumulation" they make the parity
+# matrix, the rest are corners.
+_TOKENS: dict[str, Any] = {"batch": token_batch, "loss": cross_entropy}
+_CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "plain": (Stack, {}),
+    "accumulation": (Stack, {"accumulation": 4}),
+    "clipping": (Stack, {"clipping": 0.05}),
+    "checkpoint_reentrant": (Checkpointed, {}),
+    "checkpoint_nonreentrant": (CheckpointedNonReentrant, {}),
+    "used_twice": (UsedTwice, {}),
+    "tied": (Tied, _TOKENS),
+    "unused": (Unused, {}),
+    "frozen": (Frozen, {}),
+    "conditional": (Conditional, {"loss": squared_error_branch}),
+    "two_losses": (TwoHeads, {"loss": two_losses}),
+    "retain_graph": (Stack, {"repeats": 2}),
+    "manual": (Stack, {"plain_backward": True}),
+    "by_hand": (Unused, {"accumulation": 2, "clipping": 0.05, "by_hand": True}),
+    "by_hand_twice": (TwoHeads, {"loss": two_losses, "repeats": 2, "by_hand": True}),
+    "manual_accumulation": (Stack, {"plain_backward": True, "accumulation": 3}),
+    "functional_tied": (FunctionalTied, _TOKENS),
+    "odd_shapes": (OddShapes, {}),
+    "mixed_dtype": (MixedDtype, {}),
+    "shared_module": (SharedModule, {}),
+    "containers": (Containers, {}),
+    "no_grad_first": (NoGradFirst, {}),
+    "frozen_checkpointed": (FrozenCheckpointed, {}),
+    "dropout_checkpointed": (WithDropout, {}),
+    "rotary": (Rotary, _TOKENS),
+    "batch_norm": (BatchNormed, {}),
+    "constants": (Constants, {}),
+    "everything": (UsedTwice, {"accumulation": 2, "clipping": 0.05, "repeats": 2, "plain_backward": True}),
+}
 
 
 def case_named(name: str, **changes: Any) -> Case:
     """Return the named case with some fields replaced; KeyError lists the names there are."""
-    cases = all_cases()
-    if name not in cases:
-        raise KeyError(f"no verification case is called {name!r}; there are: {', '.join(sorted(cases))}")
-    return replace(cases[name], **changes)
+    if name not in _CASES:
+        raise KeyError(f"no verification case is called {name!r}; there are: {', '.join(sorted(_CASES))}")
+    model, differences = _CASES[name]
+    fields: dict[str, Any] = {"batch": regression_batch, "loss": squared_error, **differences, **changes}
+    return Case(name=name, **{"build": seeded(model), **fields})
+
+
+def all_cases() -> dict[str, Case]:
+    """Every named case."""
+    return {name: case_named(name) for name in _CASES}

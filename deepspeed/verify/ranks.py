@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -41,13 +41,13 @@ class RankFailure(RuntimeError):
         self.types = types
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _context() -> BaseContext:
+def rank_context() -> BaseContext:
     """Forkserver where there is one: torch and deepspeed are imported once, and a new rank costs milliseconds."""
     # Thread counts are read when torch is imported, so they must be in the environment before the server starts.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,7 +61,7 @@ def _context() -> BaseContext:
     return context
 
 
-def _enter_world(rank: int, world: int, folder: str, port: int) -> None:
+def enter_world(rank: int, world: int, folder: str, port: int) -> None:
     """Send output to this rank's log, arm the stack dump and join the process group."""
     log = open(Path(folder) / f"rank{rank}.log", "a", buffering=1, encoding="utf-8")  # noqa: SIM115  open for the life of the rank
     os.dup2(log.fileno(), 1)
@@ -80,24 +80,20 @@ def _enter_world(rank: int, world: int, folder: str, port: int) -> None:
 def _serve(rank: int, world: int, folder: str, port: int, connection: Connection) -> None:
     """Body of one rank: receive (fn, args), answer (True, result) or (False, class name, traceback)."""
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    _enter_world(rank, world, folder, port)
+    enter_world(rank, world, folder, port)
     gc.freeze()  # a collection after every call must not walk through all of torch
     while True:
         try:
             message = connection.recv_bytes()
         except EOFError:
             return
-        answer: tuple[Any, ...]
         try:
             torch.manual_seed(0)
             function, args, kwargs = pickle.loads(message)
-            answer = (True, function(*args, **kwargs))
-            payload = pickle.dumps(answer)
+            payload = pickle.dumps((True, function(*args, **kwargs)))
         except BaseException as error:
-            answer = (False, type(error).__name__, traceback.format_exc())
-            payload = pickle.dumps(answer)
+            payload = pickle.dumps((False, type(error).__name__, traceback.format_exc()))
         connection.send_bytes(payload)
-        answer = ()
         gc.collect()
 
 
@@ -108,17 +104,53 @@ def _end_with_starter() -> None:
         os._exit(1)
 
 
+class Processes:
+    """``world`` ranks, each a process with a pipe: ``target(rank, world, folder, port, connection, *args)``."""
+
+    def __init__(self, world: int, target: Callable[..., None], *args: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="dspool-")
+        self.folder = Path(self._folder.name)
+        self.processes: list[BaseProcess] = []
+        self.connections: list[Connection] = []
+        context, port = rank_context(), free_port()
+        for rank in range(world):
+            ours, theirs = multiprocessing.Pipe()
+            process = context.Process(  # type: ignore[attr-defined]
+                target=target,
+                args=(rank, world, str(self.folder), port, theirs, *args),
+                daemon=True,
+                name=f"rank{rank}",
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def kill(self, ranks: Iterable[int] | None = None) -> None:
+        """SIGKILL to these ranks, or to all; returns when they are gone."""
+        chosen = [self.processes[rank] for rank in (range(len(self.processes)) if ranks is None else ranks)]
+        for process in chosen:
+            process.kill()
+        for process in chosen:
+            process.join()
+
+    def close(self) -> None:
+        """End the ranks: kindly when they are idle, by SIGKILL when they do not react."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.join(timeout=1.0)
+        self.kill()
+        self._folder.cleanup()
+
+
 class RankPool:
     """``world`` ranks on this machine joined by gloo; use as a context manager or call :meth:`close`."""
 
     def __init__(self, world: int, *, time_limit: float = 60.0) -> None:
         self.world = world
         self.time_limit = time_limit
-        self._context = _context()
-        self._processes: list[BaseProcess] = []
-        self._connections: list[Connection] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._log_starts: list[int] = []
+        self._ranks: Processes | None = None
 
     def __enter__(self) -> "RankPool":
         return self
@@ -126,35 +158,23 @@ class RankPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def start(self) -> None:
+    def start(self) -> Processes:
         """Start the ranks if they are not running."""
-        if self._processes:
-            return
-        self._folder = tempfile.TemporaryDirectory(prefix="dspool-")
-        port = _free_port()
-        for rank in range(self.world):
-            ours, theirs = multiprocessing.Pipe()
-            process = self._context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=(rank, self.world, self._folder.name, port, theirs), daemon=True, name=f"rank{rank}"
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
+        if self._ranks is None:
+            self._ranks = Processes(self.world, _serve)
+        return self._ranks
 
     def close(self) -> None:
-        """End the ranks: kindly when they are idle, by SIGKILL when they do not react."""
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            process.join(timeout=1.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._processes, self._connections = [], []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        """End the ranks."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+        if self._ranks is not None:
+            self._ranks.kill()
+        self.close()
 
     def run(
         self, function: Callable[..., Any], *args: Any, time_limit: float | None = None, **kwargs: Any
@@ -164,74 +184,63 @@ class RankPool:
         ``function`` is pickled by reference, so it must live at the top level of an importable module.
         Raises :class:`RankFailure` when any rank raises, dies, or needs more than ``time_limit`` seconds.
         """
-        self.start()
-        self._log_starts = [
-            self._log(rank).stat().st_size if self._log(rank).exists() else 0 for rank in range(self.world)
-        ]
+        ranks = self.start()
+        logs = [ranks.folder / f"rank{rank}.log" for rank in range(self.world)]
+        starts = [log.stat().st_size if log.exists() else 0 for log in logs]
         message = pickle.dumps((function, args, kwargs))
-        for connection in self._connections:
+        for connection in ranks.connections:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by _collect, with its log
                 connection.send_bytes(message)
-        answers = self._collect(self.time_limit if time_limit is None else time_limit)
+        answers = _collect(ranks, self.time_limit if time_limit is None else time_limit)
         if all(answer is not None and answer[0] for answer in answers):
             return [answer[1] for answer in answers if answer is not None]
-        failure = self._failure(answers, function)
-        self.kill()
-        raise failure
-
-    def _collect(self, limit: float) -> list[tuple[Any, ...] | None]:
-        answers: list[tuple[Any, ...] | None] = [None] * self.world
-        pending = dict(zip(self._connections, range(self.world), strict=True))
-        deadline = time.monotonic() + limit
-        while pending and (left := deadline - time.monotonic()) > 0:
-            for connection in wait(list(pending), timeout=left):
-                assert isinstance(connection, Connection)
-                rank = pending.pop(connection)
-                try:
-                    answers[rank] = pickle.loads(connection.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    answers[rank] = (False, "died", f"the process ended with exit code {self._exit_code(rank)}")
-                if not answers[rank][0]:  # type: ignore[index]
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        return answers
-
-    def _exit_code(self, rank: int) -> int | None:
-        self._processes[rank].join(timeout=1.0)
-        return self._processes[rank].exitcode
-
-    def _failure(self, answers: list[tuple[Any, ...] | None], function: Callable[..., Any]) -> RankFailure:
-        for rank, answer in enumerate(answers):
-            pid = self._processes[rank].pid
-            if answer is None and pid is not None and hasattr(signal, "SIGUSR1"):
+        for process, answer in zip(ranks.processes, answers, strict=True):
+            if answer is None and process.pid is not None and hasattr(signal, "SIGUSR1"):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)  # the hung rank writes the stacks of its threads into its log
+                    os.kill(process.pid, signal.SIGUSR1)  # a hung rank writes the stacks of its threads into its log
         time.sleep(0.3)
-        parts, types = [f"{getattr(function, '__qualname__', function)} failed on {self.world} ranks"], {}
-        for rank, answer in enumerate(answers):
-            if answer is not None and answer[0]:
-                parts.append(f"--- rank {rank}: finished")
-                continue
-            types[rank] = "hung" if answer is None else answer[1]
-            text = "no answer within the time limit; its stacks are below" if answer is None else answer[2]
-            parts.append(f"--- rank {rank}: {types[rank]}\n{text.rstrip()}\n{self._log_tail(rank)}".rstrip())
-        return RankFailure("\n".join(parts), types)
+        tails = [_tail(log, start) for log, start in zip(logs, starts, strict=True)]
+        self.kill()
+        raise _failure(getattr(function, "__qualname__", str(function)), answers, tails)
 
-    def _log(self, rank: int) -> Path:
-        assert self._folder is not None
-        return Path(self._folder.name) / f"rank{rank}.log"
 
-    def _log_tail(self, rank: int) -> str:
-        """What this rank wrote during the failed call."""
-        written = self._log(rank).read_bytes()[self._log_starts[rank] :] if self._log(rank).exists() else b""
-        lines = written.decode("utf-8", errors="replace").splitlines()
-        return "\n".join(["... log of this rank:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
+def _collect(ranks: Processes, limit: float) -> list[tuple[Any, ...] | None]:
+    answers: list[tuple[Any, ...] | None] = [None] * len(ranks.connections)
+    pending = {connection: rank for rank, connection in enumerate(ranks.connections)}
+    deadline = time.monotonic() + limit
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(pending), timeout=left):
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
+            try:
+                answer = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                process = ranks.processes[rank]
+                process.join(timeout=1.0)
+                answer = (False, "died", f"the process ended with exit code {process.exitcode}")
+            answers[rank] = answer
+            if not answer[0]:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return answers
 
-    def kill(self) -> None:
-        """End the ranks at once."""
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-        self.close()
+
+def _tail(log: Path, start: int) -> str:
+    """What a rank wrote during the failed call."""
+    written = log.read_bytes()[start:] if log.exists() else b""
+    lines = written.decode("utf-8", errors="replace").splitlines()
+    return "\n".join(["... log of this rank:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
+
+
+def _failure(function: str, answers: list[tuple[Any, ...] | None], tails: list[str]) -> RankFailure:
+    parts, types = [f"{function} failed on {len(answers)} ranks"], {}
+    for rank, (answer, tail) in enumerate(zip(answers, tails, strict=True)):
+        if answer is not None and answer[0]:
+            parts.append(f"--- rank {rank}: finished")
+            continue
+        types[rank] = "hung" if answer is None else answer[1]
+        text = "no answer within the time limit; its stacks are below" if answer is None else answer[2]
+        parts.append(f"--- rank {rank}: {types[rank]}\n{text.rstrip()}\n{tail}".rstrip())
+    return RankFailure("\n".join(parts), types)
 
 
 def resolve(reference: str) -> Any:

@@ -57,11 +57,16 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def repeated(case: Case, losses: list[Tensor]) -> list[tuple[Tensor, bool]]:
+    """Each loss ``case.repeats`` times, and whether the graph is kept: until the last."""
+    every = [loss for loss in losses for _ in range(case.repeats)]
+    return [(loss, count < len(every)) for count, loss in enumerate(every, 1)]
+
+
 def backward_all(case: Case, losses: list[Tensor], scale: float) -> None:
-    """Back-propagate each loss ``case.repeats`` times; the graph is kept until the last call."""
-    total = len(losses) * case.repeats
-    for count, loss in enumerate([loss for loss in losses for _ in range(case.repeats)], start=1):
-        (loss * scale).backward(retain_graph=count < total)
+    """Back-propagate each loss ``case.repeats`` times."""
+    for loss, keep in repeated(case, losses):
+        (loss * scale).backward(retain_graph=keep)
 
 
 def global_norm(grads: dict[str, Tensor]) -> float:
@@ -86,19 +91,15 @@ def train_reference(
         losses: dict[tuple[int, int], list[float]] = {}
         for rank in range(world):
             for micro in range(case.accumulation):
-                values = case.seeded_loss(model, Place(step, micro, rank, world))
+                place = Place(step, micro, rank, world)
+                values = case.seeded_loss(model, place)
                 backward_all(case, values, 1.0 / (world * case.accumulation))
-                case.write_by_hand(model, Place(step, micro, rank, world), share=1.0 / world)
+                case.write_by_hand(model, place, share=1.0 / world)
                 losses[rank, micro] = [float(value.detach()) for value in values]
-        for param in params.values():
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        grads = {name: p.grad.detach().clone() for name, p in params.items() if p.grad is not None}
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
         norm = global_norm(grads)
-        divisor = clip_factor(norm, case.clipping)
-        for param in params.values():
-            if param.grad is not None:
-                param.grad.div_(divisor)
+        for name, param in params.items():
+            param.grad = grads[name] / clip_factor(norm, case.clipping)
         torch_optimizer.step()
         torch_optimizer.zero_grad()
         after = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -13,9 +13,9 @@ additions only.
 
 import argparse
 import hashlib
+import json
 import math
 import random
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,52 +28,53 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.config import load_config
-from deepspeed.config.parse import read_config_source
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.verify.common import Report, add_model, add_numbers, check_numbers, command, config_of
 from deepspeed.verify.grads import engine_backward, full_parameters
 from deepspeed.verify.models import Case, Place
-from deepspeed.verify.offload import OffloadCell, case_of, digest, full_states, tier_config
+from deepspeed.verify.offload import ADAMW, Setup, digest, full_states
 from deepspeed.verify.ranks import RankFailure, RankPool
-from deepspeed.verify.user_model import load_user_case
 
 FIELDS = ("loss", "params", "opt", "lr", "rng", "scaler")
 STEPS, AT = 20, 10
 NEXT = 3  # steps compared after a load on other ranks
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # of a loss, relative
 Snapshot = dict[str, dict[str, str]]  # field -> name -> digest
-_ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 15, "warmup_max_lr": 1e-2}}
 # The first scales overflow, so that updates are skipped, and the scale grows again later.
 _FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 1}}
+# label: case, changes of the configuration, fields of the cell
+_VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "fp32": ("plain", {}, {}),
+    "bf16": ("plain", {"bf16": {"enabled": True}}, {}),
+    "fp16, dynamic scale": ("plain", _FP16, {}),
+    "dropout": ("dropout_checkpointed", {}, {}),
+    "open window": ("plain", {}, {"accumulation": 3, "cut": 1}),
+    "uneven shards": ("odd_shapes", {}, {}),
+    "async save": ("plain", {"checkpoint": {"async": True}}, {}),
+    "nvme": ("plain", {}, {"tier": "nvme"}),
+}
 
 
 @dataclass(frozen=True)
-class ResumeCell:
-    """One row of the report: ``model`` under ``config``, states on ``tier``; ``cut``: micro-batches of an open window
-    at the save.
-    """
+class ResumeCell(Setup):
+    """States rest on ``tier`` (None: as configured); ``cut``: micro-batches of an open window at the save."""
 
-    label: str
-    model: str
-    config: dict[str, Any]
     accumulation: int = 1
     cut: int = 0
     tier: str | None = None
 
     def case(self) -> Case:
         """The model and its data."""
-        return replace(case_of(OffloadCell(self.model, self.config, self.label)), accumulation=self.accumulation)
+        return replace(super().case(), accumulation=self.accumulation)
 
-    def settings(self, folder: str) -> dict[str, Any]:
-        """The configuration; ``folder`` is for states on a drive. The user's own offload blocks stay when ``tier`` is
-        None.
-        """
-        blocks = {k: v for k, v in self.config.get("zero_optimization", {}).items() if k.startswith("offload_")}
-        config = tier_config(
-            OffloadCell(self.model, self.config, self.label), self.tier or "none", folder, self.accumulation
-        )
+    def config_in(self, folder: str) -> dict[str, Any]:
+        """The configuration; ``folder`` is for states on a drive."""
+        config = self.settings(self.tier or "none", folder, self.accumulation)
         if self.tier is None:
-            config["zero_optimization"].update(blocks)
+            zero = self.config.get("zero_optimization", {})
+            config["zero_optimization"].update({k: v for k, v in zero.items() if k.startswith("offload_")})
         return config
 
 
@@ -82,42 +83,25 @@ def built_in_cells(stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[ResumeCell]:
     cells = []
     for stage in stages:
         zero = {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 200}
-        base = {"zero_optimization": zero, "optimizer": _ADAMW, "scheduler": _WARMUP}
-
-        def cell(
-            label: str, model: str = "plain", *, stage: int = stage, base: Any = base, **changes: Any
-        ) -> ResumeCell:
-            config = {**base, **changes.pop("config", {})}
-            return ResumeCell(f"stage {stage} {label}", model, config, **changes)
-
-        cells += [
-            cell("fp32"),
-            cell("bf16", config={"bf16": {"enabled": True}}),
-            cell("fp16, dynamic scale", config=_FP16),
-            cell("dropout", "dropout_checkpointed"),
-            cell("open window", accumulation=3, cut=1),
-            cell("uneven shards", "odd_shapes"),
-            cell("async save", config={"checkpoint": {"async": True}}),
-        ]
-        if stage:
-            cells.append(cell("nvme", tier="nvme"))
+        base = {"zero_optimization": zero, "optimizer": ADAMW, "scheduler": _WARMUP}
+        for label, (model, changes, fields) in _VARIANTS.items():
+            if stage or label != "nvme":
+                cells.append(ResumeCell(f"stage {stage} {label}", model, {**base, **changes}, **fields))
     return cells
 
 
 def user_cells(model: str, config: dict[str, Any]) -> list[ResumeCell]:
-    """The user's model under the user's configuration (or, without one, under every stage); with accumulation also cut
-    in a window.
+    """The user's model under the user's configuration, with accumulation also cut in a window; without one, under every
+    stage.
     """
     if not config:
-        return [
-            ResumeCell(f"stage {s}", model, {"zero_optimization": {"stage": s}, "optimizer": _ADAMW}) for s in range(4)
-        ]
-    config = {"optimizer": _ADAMW, "zero_optimization": {}, **config}
-    stage = (config["zero_optimization"] or {}).get("stage", 0)
-    config["zero_optimization"] = {**(config["zero_optimization"] or {}), "stage": stage}
+        configs = [{"zero_optimization": {"stage": stage}, "optimizer": ADAMW} for stage in range(4)]
+        return [ResumeCell(f"stage {stage}", model, each) for stage, each in enumerate(configs)]
+    zero = {"stage": 0, **(config.get("zero_optimization") or {})}
+    config = {"optimizer": ADAMW, **config, "zero_optimization": zero}
     accumulation = config.get("gradient_accumulation_steps", 1)
     accumulation = accumulation if isinstance(accumulation, int) else 1
-    cell = ResumeCell(f"stage {stage}", model, config, accumulation=accumulation)
+    cell = ResumeCell(f"stage {zero['stage']}", model, config, accumulation=accumulation)
     behind = {**config, "checkpoint": {**(config.get("checkpoint") or {}), "async": True}}
     cells = [cell, replace(cell, label=f"{cell.label} async save", config=behind)]
     return cells + ([replace(cell, label=f"{cell.label} open window", cut=1)] if accumulation > 1 else [])
@@ -129,7 +113,7 @@ def user_cells(model: str, config: dict[str, Any]) -> list[ResumeCell]:
 def _text(value: Any) -> str:
     """Every bit of a plain value."""
     if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {digest(value.cpu())}"
+        return f"{value.dtype} {tuple(value.shape)} {digest(value)}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k!r}: {_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -141,9 +125,8 @@ def _inside(view: Any, value: Any) -> Any:
     """An elementwise slot without the padding between parameters, which nothing depends on."""
     if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() != view.stop - view.start:
         return value
-    spans = [
-        (max(s.offset, view.start) - view.start, min(s.stop, view.stop) - view.start) for s in view.unit.layout.segments
-    ]
+    segments = view.unit.layout.segments
+    spans = [(max(s.offset, view.start) - view.start, min(s.stop, view.stop) - view.start) for s in segments]
     return torch.cat([value[lo:hi] for lo, hi in spans if lo < hi] or [value[:0]])
 
 
@@ -152,54 +135,51 @@ def _optimizer_state(engine: Any) -> dict[str, str]:
     optimizer = engine.basic_optimizer
     if optimizer is None:
         return {}
-    found = {}
+    texts = {}
     for view in engine._views:
         with engine.attached(view):
             for slot, value in optimizer.state.get(view.param, {}).items():
-                found[f"{slot} of {view.name} from {view.start} on"] = _text(_inside(view, value))
-    found |= {f"state[{k!r}]": _text(v) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+                texts[f"{slot} of {view.name} from {view.start} on"] = _text(_inside(view, value))
+    texts |= {f"state[{k!r}]": _text(v) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
     for index, group in enumerate(optimizer.param_groups):
-        found |= {f"{k} of group {index}": _text(v) for k, v in group.items() if k != "params"}
-    return found
+        texts |= {f"{k} of group {index}": _text(v) for k, v in group.items() if k != "params"}
+    return texts
 
 
 def snapshot(engine: Any) -> Snapshot:
     """Digests of all that decides how training goes on, as this rank sees it. Collective."""
-    counters = {n: repr(getattr(engine, n)) for n in ("global_steps", "global_samples", "micro_steps", "skipped_steps")}
-    params = {name: digest(value.cpu()) for name, value in full_parameters(engine.module).items()}
-    buffers = {name: digest(value.cpu()) for name, value in engine.module.named_buffers()}
-    whole = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
-    masters = {f"{name} (fp32 master)": digest(value.cpu()) for name, value in whole.items() if value is not None}
+    tensors = {**full_parameters(engine.module), **dict(engine.module.named_buffers())}
+    masters = {f"{n} (fp32 master)": safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
     rates = {"learning rates": _text(engine.get_lr() if engine.basic_optimizer is not None else [])}
     if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict"):
         rates["schedule"] = _text(engine.lr_scheduler.state_dict())
+    arrays = [np.asarray(part).tolist() for part in np.random.get_state()]
     return {
-        "params": params | buffers | masters,
+        "params": {name: digest(value) for name, value in (tensors | masters).items() if value is not None},
         "opt": _optimizer_state(engine),
         "lr": rates,
-        "rng": {
-            "torch": digest(torch.get_rng_state()),
-            "numpy": hashlib.sha256(
-                repr([np.asarray(part).tolist() for part in np.random.get_state()]).encode()
-            ).hexdigest()[:16],
-            "python": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:16],
-        },
+        "rng": {"torch": digest(torch.get_rng_state()), "numpy": hash_of(arrays), "python": hash_of(random.getstate())},
         "scaler": {
-            **counters,
+            **{name: repr(getattr(engine, name)) for name in _COUNTERS},
             "loss scale": _text(engine.scaler_state()),
             "gradient norm": _text(engine.get_global_grad_norm()),
         },
     }
 
 
-def difference(wanted: Snapshot, found: Snapshot) -> str:
+def hash_of(value: Any) -> str:
+    """One short hash of plain values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def difference(wanted: Snapshot, loaded: Snapshot) -> str:
     """The first field and name that differ; empty when nothing does."""
     for field in FIELDS:
-        ours, theirs = found.get(field, {}), wanted.get(field, {})
-        for name in dict.fromkeys((*theirs, *ours)):
-            if ours.get(name) != theirs.get(name):
-                there, here = (f"{side[name]:.60}" if name in side else "absent" for side in (theirs, ours))
-                return f"{field}: {name} ({there} without the interruption, {here} after the load)"
+        sides = wanted.get(field, {}), loaded.get(field, {})
+        for name in dict.fromkeys(name for side in sides for name in side):
+            if sides[0].get(name) != sides[1].get(name):
+                before, after = (f"{side[name]:.60}" if name in side else "absent" for side in sides)
+                return f"{field}: {name} ({before} without the interruption, {after} after the load)"
     return ""
 
 
@@ -242,34 +222,33 @@ def interrupted(
         engine.destroy()
         return f"right after the load, {wrong}"
     losses += train(engine, range(cut, last))
-    found = snapshot(engine)
+    resumed = snapshot(engine)
     engine.destroy()
-    pairs = enumerate(zip(straight, losses, strict=True))
-    parted = next((i for i, (a, b) in pairs if a != b and not (math.isnan(a) and math.isnan(b))), -1)
-    if parted >= 0:
-        return f"loss: number {parted + 1} is {losses[parted]!r}, not {straight[parted]!r}"
-    wrong = difference(end, found)
+    for number, (a, b) in enumerate(zip(straight, losses, strict=True), 1):
+        if a != b and not (math.isnan(a) and math.isnan(b)):
+            return f"loss: number {number} is {b!r}, not {a!r}"
+    wrong = difference(end, resumed)
     return f"at the end, {wrong}" if wrong else ""
 
 
 def train_case(engine: Any, case: Case, numbers: range) -> list[float]:
     """Micro-batches by their number in the run; dropout draws from the running generators."""
-    told = []
+    values = []
     for number in numbers:
         place = Place(*divmod(number, case.accumulation), dist.get_rank(), dist.get_world_size())
         losses = case.loss(engine, case.batch(place), place)
-        told += [float(loss.detach()) for loss in losses]
+        values += [float(loss.detach()) for loss in losses]
         random.random()
         np.random.rand()
         engine_backward(engine, case, losses)
         engine.step()
-    return told
+    return values
 
 
 def _start(cell: ResumeCell, case: Case, folder: str, seed: int) -> Any:
     model = case.build().train()
     seed_everything(seed + dist.get_rank())
-    return deepspeed.initialize(model=model, config=cell.settings(folder))[0]
+    return deepspeed.initialize(model=model, config=cell.config_in(folder))[0]
 
 
 def resume_on_rank(cell: ResumeCell, folder: str, steps: int, at: int) -> str:
@@ -286,162 +265,111 @@ def resume_on_rank(cell: ResumeCell, folder: str, steps: int, at: int) -> str:
 
 def whole_state(engine: Any) -> dict[str, str]:
     """Digests of all that does not depend on how it is cut: full tensors, the optimizer's numbers and groups, counters.
+
     Collective.
     """
     numbers: dict[str, str] = {}
     for view in engine._views:
         state = engine.basic_optimizer.state.get(view.param, {})
-        own = {k: v for k, v in state.items() if isinstance(v, (int, float)) or isinstance(v, Tensor) and v.dim() == 0}
+        plain = {k: v for k, v in state.items() if isinstance(v, (int, float)) or isinstance(v, Tensor) and not v.dim()}
         covered = [s for s in view.unit.layout.segments if max(s.offset, view.start) < min(s.stop, view.stop)]
-        numbers |= {f"{k} of {s.name}": _text(v) for s in covered for k, v in own.items()}
+        numbers |= {f"{k} of {s.name}": _text(v) for s in covered for k, v in plain.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, numbers)
     merged = {name: text for some in everyone for name, text in some.items()}
-    own_view = snapshot(engine)
-    groups = {k: v for k, v in own_view["opt"].items() if " of group " in k}
-    counters = {k: v for k, v in own_view["scaler"].items()}
-    return dict(sorted({**full_states(engine, []), **merged, **groups, **own_view["lr"], **counters}.items()))
+    mine = snapshot(engine)
+    groups = {k: v for k, v in mine["opt"].items() if " of group " in k}
+    return dict(sorted({**full_states(engine, []), **merged, **groups, **mine["lr"], **mine["scaler"]}.items()))
 
 
-def hash_of(state: dict[str, str]) -> str:
-    """One short hash of a whole state."""
-    return hashlib.sha256(repr(sorted(state.items())).encode()).hexdigest()[:12]
+def state_on_rank(cell: ResumeCell, folder: str, at: int, *, load: bool) -> tuple[dict[str, str], list[float]]:
+    """Train ``at`` steps and save, or load that on other ranks; the whole state then, and the losses of the next steps.
 
-
-def _next_losses(engine: Any, case: Case, first: int) -> list[float]:
-    """Losses of the next steps on samples that are the same on every rank, and so under any number of ranks."""
-    told = []
-    for step in range(first, first + NEXT):
+    Those are on samples that are the same on every rank, and so under any number of ranks. Collective.
+    """
+    case = cell.case()
+    engine = _start(cell, case, folder, 1000 if load else 5)
+    if load:
+        engine.load_checkpoint(folder, tag="resume")
+    else:
+        train_case(engine, case, range(at * cell.accumulation))
+        engine.save_checkpoint(folder, tag="resume")
+    state, values = whole_state(engine), []
+    for step in range(at, at + NEXT):
         for micro in range(case.accumulation):
             losses = case.seeded_loss(engine, Place(step, micro, 0, 1))
-            told += [float(loss.detach()) for loss in losses]
+            values += [float(loss.detach()) for loss in losses]
             engine_backward(engine, case, losses)
             engine.step()
-    return told
-
-
-def save_on_rank(cell: ResumeCell, folder: str, at: int) -> tuple[dict[str, str], list[float]]:
-    """Train ``at`` steps and save; the whole state at the save, and the losses of the steps after it. Collective."""
-    case = cell.case()
-    engine = _start(cell, case, folder, 5)
-    train_case(engine, case, range(at * cell.accumulation))
-    engine.save_checkpoint(folder, tag="resume")
-    found = whole_state(engine), _next_losses(engine, case, at)
     engine.destroy()
-    return found
-
-
-def load_on_rank(cell: ResumeCell, folder: str, at: int) -> tuple[dict[str, str], list[float]]:
-    """Load what ``save_on_rank`` saved on other ranks; the same as it returns. Collective."""
-    case = cell.case()
-    engine = _start(cell, case, folder, 1000)
-    engine.load_checkpoint(folder, tag="resume")
-    found = whole_state(engine), _next_losses(engine, case, at)
-    engine.destroy()
-    return found
+    return state, values
 
 
 # -- the command -------------------------------------------------------------------------------------------------
 
 
-def check_resume(pool: RankPool, cell: ResumeCell, *, steps: int, at: int, time_limit: float) -> tuple[bool, str]:
-    """Whether the cell resumes bit for bit, and the account."""
-    with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
-        try:
-            wrong = pool.run(resume_on_rank, cell, folder, steps, at, time_limit=time_limit)
-        except RankFailure as failure:
-            return False, str(failure)[:4000]
+def check_resume(pool: RankPool, cell: ResumeCell, folder: str, *, steps: int, at: int) -> tuple[bool, str]:
+    """Whether the cell resumes bit for bit, and the account. Raises RankFailure."""
+    wrong = pool.run(resume_on_rank, cell, folder, steps, at)
     account = next((f"{text} on rank {rank}" for rank, text in enumerate(wrong) if text), "")
     return not account, account or f"identical: {', '.join(FIELDS)}"
 
 
-def check_other_ranks(
-    save: RankPool, load: RankPool, cell: ResumeCell, *, at: int, time_limit: float
-) -> tuple[bool, str]:
-    """Whether the state survives a change of the number of ranks, and the account."""
-    with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
-        try:
-            before, losses = save.run(save_on_rank, cell, folder, at, time_limit=time_limit)[0]
-            after, again = load.run(load_on_rank, cell, folder, at, time_limit=time_limit)[0]
-        except RankFailure as failure:
-            return False, str(failure)[:4000]
+def check_other_ranks(save: RankPool, load: RankPool, cell: ResumeCell, folder: str, *, at: int) -> tuple[bool, str]:
+    """Whether the state survives a change of the number of ranks, and the account. Raises RankFailure."""
+    before, losses = save.run(state_on_rank, cell, folder, at, load=False)[0]
+    after, again = load.run(state_on_rank, cell, folder, at, load=True)[0]
     wrong = next((name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)), None)
     if wrong is not None:
         return False, f"{wrong} is not what was saved"
     text = f"state hash {hash_of(before)} at the save and after the load"
-    tolerance = TOLERANCES[_dtype_of(cell)]
     error = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(losses, again, strict=True))
-    if not error <= tolerance:
+    if not error <= TOLERANCES[cell.dtype]:
         return False, f"{text}, but losses after it differ by {error:.1e} ({losses} and {again})"
     return True, f"{text}; losses of the next {NEXT} steps differ by {error:.1e}"
 
 
-def _dtype_of(cell: ResumeCell) -> torch.dtype:
-    named = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return next(
-        (dtype for block, dtype in named.items() if (cell.config.get(block) or {}).get("enabled")), torch.float32
-    )
-
-
 def add_parser(commands: Any) -> None:
-    """Add ``resume`` to the subcommands of ``ds_verify``."""
-    parser = commands.add_parser(
-        "resume",
-        help="compare training that is saved and resumed with training in one go, bit for bit",
-        description=f"{__doc__}\n{sys.modules['deepspeed.verify.user_model'].__doc__ or ''}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Add ``resume`` to the commands of ``ds_verify``."""
+    text = "compare training that is saved and resumed with training in one go, bit for bit"
+    parser = command(commands, "resume", text, __doc__)
+    add_model(parser, "the configuration to check it under")
+    add_numbers(
+        parser,
+        ("--steps", STEPS, "optimizer steps in all"),
+        ("--at", AT, "steps before the save"),
+        ("--ranks", 2, "number of CPU ranks"),
+        ("--load-ranks", None, "number of ranks that load (default: as many)"),
+        ("--time-limit", 300.0, "seconds one run may take"),
     )
-    parser.add_argument("--model", metavar="MODULE:BUILD", help="your own model (see below)")
-    parser.add_argument("--config", metavar="FILE", help="the configuration to check it under")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps in all (default {STEPS})")
-    parser.add_argument("--at", type=int, default=AT, help=f"steps before the save (default {AT})")
-    parser.add_argument("--ranks", type=int, default=2, help="number of CPU ranks (default 2)")
-    parser.add_argument("--load-ranks", type=int, metavar="RANKS", help="number of ranks that load (default: as many)")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds one run may take (default 300)")
-
-
-def _cells(options: argparse.Namespace) -> list[ResumeCell]:
-    """The cells to check; raises ValueError for input that cannot be."""
-    if options.ranks < 1 or options.load_ranks is not None and options.load_ranks < 1:
-        raise ValueError("--ranks and --load-ranks must be at least 1")
-    if not 1 <= options.at < options.steps:
-        raise ValueError(
-            f"--at {options.at}: the save must lie between the first and the last of --steps {options.steps}"
-        )
-    config = read_config_source(options.config) if options.config else {}
-    if options.model is not None:
-        load_user_case(options.model, config)
-    cells = user_cells(options.model or "plain", config) if options.model or config else built_in_cells()
-    for cell in cells:
-        load_config(
-            cell.settings(tempfile.gettempdir()), world_size=options.ranks
-        )  # a fault of it is said before any rank starts
-    return cells
 
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Run ``ds_verify resume``; raises ValueError (bad input) before any rank is started."""
-    cells = _cells(options)
+    check_numbers(options, "ranks", "load_ranks")
+    if not 1 <= options.at < options.steps:
+        raise ValueError(
+            f"--at {options.at}: the save must lie between the first and the last of --steps {options.steps}"
+        )
+    config, report = config_of(options), Report(out)
+    given = options.model or config
+    cells = user_cells(options.model or "plain", config) if given else built_in_cells()
+    for cell in cells:  # a fault of the configuration is reported before any rank starts
+        load_config(cell.config_in(tempfile.gettempdir()), world_size=options.ranks)
     others = options.load_ranks not in (None, options.ranks)
     cells = [cell for cell in cells if not (others and (cell.cut or cell.config.get("checkpoint")))]
     width = max(len(cell.label) for cell in cells)
-    failed = 0
-    with RankPool(options.ranks) as pool, RankPool(options.load_ranks or 1) as load:
+    limit = options.time_limit
+    with RankPool(options.ranks, time_limit=limit) as pool, RankPool(options.load_ranks or 1, time_limit=limit) as load:
         for cell in cells:
-            if others:
-                fine, account = check_other_ranks(pool, load, cell, at=options.at, time_limit=options.time_limit)
-            else:
-                fine, account = check_resume(
-                    pool, cell, steps=options.steps, at=options.at, time_limit=options.time_limit
-                )
-            failed += not fine
-            out.write(f"{cell.model:<22}  {cell.label:<{width}}  {account if fine else 'FAIL'}\n")
-            if not fine:
-                out.write(f"    {account}\n")
-            out.flush()
+            with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
+                try:
+                    if others:
+                        fine, account = check_other_ranks(pool, load, cell, folder, at=options.at)
+                    else:
+                        fine, account = check_resume(pool, cell, folder, steps=options.steps, at=options.at)
+                except RankFailure as failure:
+                    fine, account = False, str(failure)
+            report.row(f"{cell.model:<22}  {cell.label:<{width}}", "" if fine else account, fine=account)
     where = f"{options.ranks} ranks" + (f", loaded on {options.load_ranks}" if others else "")
-    out.write(
-        f"\n{len(cells)} cells on {where}, saved after {options.at} steps: "
-        f"{f'{failed} FAIL' if failed else 'all identical'}\n"
-    )
-    return 1 if failed else 0
+    return report.end(f"{len(cells)} cells on {where}, saved after {options.at} steps", "all identical")

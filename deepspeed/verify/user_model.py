@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.verify.models import SAMPLES, SEQUENCE, Case, Losses, Place
+from deepspeed.verify.models import SAMPLES, SEQUENCE, Case, Losses, Place, case_named
 from deepspeed.verify.ranks import resolve
 
 BatchFunction = Callable[[int, int, int, int], Any]
@@ -113,3 +113,8 @@ def load_user_case(reference: str, config: dict[str, Any]) -> Case:
         accumulation=accumulation if isinstance(accumulation, int) else 1,
         clipping=float(clipping) if isinstance(clipping, (int, float)) else 1.0,
     )
+
+
+def case_of(model: str, config: dict[str, Any]) -> Case:
+    """The case that ``model`` names: ``module:build`` of a user, or one of ours."""
+    return load_user_case(model, config) if ":" in model else case_named(model)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.verify.ranks import _free_port
+from deepspeed.verify.ranks import free_port
 from tests.compat.common import need
 
 pytestmark = pytest.mark.timeout(180)
@@ -18,7 +18,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 
 
 def started_by(launcher: str) -> list[str]:
-    port = str(_free_port())
+    port = str(free_port())
     return {
         "python": [sys.executable, "-m"],
         "torchrun": [

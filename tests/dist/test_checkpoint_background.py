@@ -18,7 +18,7 @@ from deepspeed.checkpoint.format import files, folders
 from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver
-from deepspeed.verify.ranks import _context, _enter_world, _free_port
+from deepspeed.verify.ranks import enter_world, free_port, rank_context
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
 from tests.harness.pool import RankPool
@@ -237,7 +237,7 @@ def wanted(pool1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_process_that_ends_right_after_the_call_still_finishes_its_save(tmp_path: Path, wanted: Path) -> None:
-    command = [sys.executable, "-c", _ENDS, str(tmp_path), str(_free_port())]
+    command = [sys.executable, "-c", _ENDS, str(tmp_path), str(free_port())]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100, cwd=ROOT
     )
@@ -250,7 +250,7 @@ def test_a_process_that_ends_right_after_the_call_still_finishes_its_save(tmp_pa
 def wait_for_the_signal(folder: str, seconds: float) -> None:
     """A rank of its own, in the middle of a background save."""
     with tempfile.TemporaryDirectory() as meeting:
-        _enter_world(0, 1, meeting, _free_port())
+        enter_world(0, 1, meeting, free_port())
         save_twice(folder, seconds=seconds)
         Path(folder, "ready").touch()
         time.sleep(60)
@@ -267,7 +267,7 @@ def test_a_signal_during_a_background_save_leaves_a_whole_checkpoint(
     """An interrupt ends Python in order, so the save is finished; the others end it at once, and the checkpoint before
     stays the newest.
     """
-    context: Any = _context()
+    context: Any = rank_context()
     process = context.Process(target=wait_for_the_signal, args=(str(tmp_path), takes), daemon=True)
     process.start()
     try:

@@ -14,7 +14,7 @@ import pytest
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.verify.cli import main
-from deepspeed.verify.crash import CrashFailure, Job, Message, Witness, live
+from deepspeed.verify.crash import CrashFailure, Message, SavingJob, Witness, live
 
 pytestmark = pytest.mark.timeout(240)
 RANKS = 2
@@ -75,9 +75,9 @@ def never(message: Message) -> bool:
     return False
 
 
-def crash_and_resume(job: Job, point: tuple[str, str, str, int], *, nth: int = 2) -> None:
+def crash_and_resume(job: SavingJob, point: tuple[str, str, str, int], *, nth: int = 2) -> None:
     witness = Witness(Path(job.folder), job.background)
-    trapped = Job(**{**vars(job), "trap": functools.partial(arm, point, nth)})
+    trapped = SavingJob(**{**vars(job), "trap": functools.partial(arm, point, nth)})
     told = live(trapped, witness, until=never)
     steps = [m[1] for m in told if m[0] == "saving"]
     assert steps == [1, 2] or job.background and steps == [1, 2, 3]  # training goes on until the thread comes there
@@ -91,24 +91,24 @@ def crash_and_resume(job: Job, point: tuple[str, str, str, int], *, nth: int = 2
 @pytest.mark.parametrize("where", POINTS)
 def test_killed_at_a_turning_point_of_a_save(where: str, tmp_path: Path) -> None:
     # Pruning finds its first victim in the second save.
-    crash_and_resume(Job(str(tmp_path), RANKS, keep_last=1), POINTS[where], nth=1 if "old one" in where else 2)
+    crash_and_resume(SavingJob(str(tmp_path), RANKS, keep_last=1), POINTS[where], nth=1 if "old one" in where else 2)
 
 
 @pytest.mark.parametrize("where", ["after the manifest", "before latest names it"])
 def test_killed_at_a_turning_point_of_a_background_save(where: str, tmp_path: Path) -> None:
-    crash_and_resume(Job(str(tmp_path), RANKS, background=True), POINTS[where])
+    crash_and_resume(SavingJob(str(tmp_path), RANKS, background=True), POINTS[where])
 
 
 @pytest.mark.parametrize("where", SAME_TAG)
 def test_killed_while_a_tag_is_overwritten(where: str, tmp_path: Path) -> None:
-    crash_and_resume(Job(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=2 if "second" in where else 1)
+    crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=2 if "second" in where else 1)
 
 
 def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> None:
-    witness, job = Witness(tmp_path), Job(str(tmp_path), 1, tag="newest")
+    witness, job = Witness(tmp_path), SavingJob(str(tmp_path), 1, tag="newest")
     live(job, witness, until=saved)
     for where in ("between the two renames", "before the first rename"):
-        live(Job(**{**vars(job), "trap": functools.partial(arm, SAME_TAG[where], 1)}), witness, until=never)
+        live(SavingJob(**{**vars(job), "trap": functools.partial(arm, SAME_TAG[where], 1)}), witness, until=never)
     assert live(job, witness, until=saved)[0][1] >= 1
     assert witness.skipped == 2
 

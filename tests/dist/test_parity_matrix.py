@@ -59,9 +59,8 @@ def sweep(case: str, stage: int, settings: tuple[tuple[str, bool], ...]) -> list
 def check(per_rank: list[list[CellResult]]) -> None:
     """Every cell on every rank is within the tolerance; the message is the table of those that are not."""
     bad = [
-        f"rank {rank} {' '.join(r.cell.label())}: loss {r.loss_error:.1e} grad {r.grad_error:.1e} norm "
-        f"{r.norm_error:.1e} "
-        f"param {r.param_error:.1e} worst: {r.worst}"
+        f"rank {rank} {' '.join(r.cell.label())}: "
+        f"{dict(zip(('loss', 'grad', 'norm', 'param'), r.errors, strict=False))} worst: {r.worst}"
         for rank, results in enumerate(per_rank)
         for r in results
         if not r.passed(TOLERANCE)
