@@ -218,7 +218,6 @@ class EngineCheckpoint:
                 self.runtime,
                 source,
                 rules,
-                self.mesh,
                 check=lambda: self._check_schedule(source) if schedule else None,
                 begin=lambda: self._begin_loading(source),
             )

@@ -1,6 +1,4 @@
-"""Checkpoint helpers. ``diff_live`` brings the loader with it, which brings most of the package: it is imported when it
-is first used.
-"""
+"""Checkpoint helpers. ``diff_live`` brings most of the package with it, so it is imported when it is first used."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,4 @@
-"""All ranks or none: what one rank fails at is an error on every rank, so that nobody waits for a rank that has given
-up.
-"""
+"""All ranks or none: what one rank fails at is an error on every rank, so that nobody waits for one that gave up."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -14,9 +12,7 @@ _Named = TypeVar("_Named", bound=Hashable)
 
 
 class Shared:
-    """``mine``: what this rank tells the others; ``all``: what every rank told, in rank order, once the body has
-    ended.
-    """
+    """``mine``: what this rank tells the others; ``all``: what every rank told, in rank order, after the body."""
 
     def __init__(self) -> None:
         self.mine: Any = None
@@ -30,11 +26,9 @@ def gather(mesh: Mesh, value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def together(mesh: Mesh, what: str) -> Iterator[Shared]:
-    """Every rank of the job runs the body; an error on one is raised on all when all have ended. Collective unless
-    interrupted.
+    """Every rank of the job runs the body; an error on one is raised on all. Collective unless interrupted.
 
-    A rank's own CheckpointError is raised as it is, any other as a CheckpointError that names the rank and ``what`` it
-    was doing.
+    A rank's CheckpointError is raised there as it is, other errors as a CheckpointError that names rank and ``what``.
     """
     shared, error = Shared(), None
     try:
@@ -42,9 +36,9 @@ def together(mesh: Mesh, what: str) -> Iterator[Shared]:
     except Exception as failure:  # whatever it is, the other ranks wait for the answer
         error = failure
     kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-    said = gather(mesh, (None, shared.mine) if error is None else ((kind, str(error)), None))
-    shared.all = [value for _, value in said]
-    failed = [(rank, *bad) for rank, (bad, _) in zip(mesh.job.ranks, said, strict=True) if bad is not None]
+    answers = gather(mesh, (None, shared.mine) if error is None else ((kind, str(error)), None))
+    shared.all = [value for _, value in answers]
+    failed = [(rank, *bad) for rank, (bad, _) in zip(mesh.job.ranks, answers, strict=True) if bad is not None]
     if not failed:
         return
     if isinstance(error, CheckpointError):
@@ -53,13 +47,10 @@ def together(mesh: Mesh, what: str) -> Iterator[Shared]:
     raise kind(f"{what} failed on rank {rank}: {text}") from error
 
 
-def first_to_name(said: Iterable[Iterable[_Named]]) -> dict[_Named, int]:
-    """The first rank, by its number in the job, that names each thing, of what every rank says it has."""
-    found: dict[_Named, int] = {}
-    for rank, names in enumerate(said):
-        for name in names:
-            found.setdefault(name, rank)
-    return found
+def first_to_name(of_ranks: Iterable[Iterable[_Named]]) -> dict[_Named, int]:
+    """The first rank, by its number in the job, that names each thing."""
+    pairs = [(name, rank) for rank, names in enumerate(of_ranks) for name in names]
+    return dict(reversed(pairs))
 
 
 def in_no_model(extra: Sequence[Sequence[_Named]]) -> list[_Named]:

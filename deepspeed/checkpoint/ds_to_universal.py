@@ -1,8 +1,4 @@
-"""``ds_to_universal``: kept for scripts that call it. A checkpoint of this package loads at any world size without a
-conversion.
-
-A folder in DeepSpeed's layout does too; converting it once saves reading its many files again.
-"""
+"""``ds_to_universal``, for scripts that call it: every checkpoint loads at any world size without a conversion."""
 
 import argparse
 import sys
@@ -21,21 +17,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ds_to_universal", description=__doc__)
     parser.add_argument("--input_folder", required=True, help="a tag's folder")
     parser.add_argument("--output_folder", required=True, help="the folder to write")
-    parser.add_argument("--num_extract_workers", type=int, default=4, help="no effect")
-    parser.add_argument("--num_merge_workers", type=int, default=2, help="no effect")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="no effect")
-    parser.add_argument(
-        "--no_strict", action="store_true", help="no effect: what is missing is said when the checkpoint is loaded"
-    )
-    parser.add_argument("--inject_missing_state", action="store_true", help="no effect")
+    for option, default in (("--num_extract_workers", 4), ("--num_merge_workers", 2)):
+        parser.add_argument(option, type=int, default=default, help="no effect")
+    for option in ("--keep_temp_folder", "--no_strict", "--inject_missing_state"):
+        parser.add_argument(option, action="store_true", help="no effect")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace | None = None) -> None:
-    """Write ``input_folder`` as a checkpoint of this package to ``output_folder``, and ``latest_universal`` beside it.
-
-    Raises CheckpointError, OSError.
-    """
+    """Write ``input_folder`` as a checkpoint of this package to ``output_folder``, and ``latest_universal``."""
     args = parse_arguments() if args is None else args
     out = Path(args.output_folder)
     source = open_checkpoint(Path(args.input_folder))

@@ -251,9 +251,7 @@ class Rank:
         assert source is not None
         runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None)
         try:
-            loaded = load_into(
-                self.states, runtime, source, LoadRules(**rules), self.mesh, check=lambda: None, begin=lambda: None
-            )
+            loaded = load_into(self.states, runtime, source, LoadRules(**rules), check=lambda: None, begin=lambda: None)
             if window:
                 loaded.fill_gradients(self, factor=1.0)  # type: ignore[arg-type]
             return loaded

@@ -150,10 +150,9 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def _box(file: str, offset: int, extent: int, lo: int, hi: int, crcs: str, start: Any = None, shape: Any = None) -> Box:
-    numbers = (offset, extent, lo, hi)
-    if any(type(n) is not int or n < 0 for n in numbers):
-        raise ValueError(f"no box: {file!r} {numbers}")
     region = None if start is None else Region(_sizes(start), _sizes(shape))
+    for number in (offset, extent, lo, hi):
+        _sizes([number])
     return Box(_file(file), offset, extent, lo, hi, tuple(int(c, 16) for c in crcs.split()), region)
 
 

@@ -39,33 +39,24 @@ def _dtype(text: str) -> torch.dtype:
     return dtype
 
 
-class _Text(NamedTuple):
-    """A type whose values are one text each."""
-
-    kind: type
-    write: Callable[[Any], str]
-    read: Callable[[str], Any]
-
-
-_TEXTS = {
-    "torch.dtype": _Text(torch.dtype, lambda v: str(v).removeprefix("torch."), _dtype),
-    "torch.device": _Text(torch.device, str, torch.device),
-    "Path": _Text(type(Path()), str, Path),
-    "PurePosixPath": _Text(PurePosixPath, str, PurePosixPath),
-    "PureWindowsPath": _Text(PureWindowsPath, str, PureWindowsPath),
-    "date": _Text(datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
-    "datetime": _Text(datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+# Types whose values are one text each: tag, type, text of a value, value of a text.
+_TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "torch.dtype": (torch.dtype, lambda v: str(v).removeprefix("torch."), _dtype),
+    "torch.device": (torch.device, str, torch.device),
+    "Path": (type(Path()), str, Path),
+    "PurePosixPath": (PurePosixPath, str, PurePosixPath),
+    "PureWindowsPath": (PureWindowsPath, str, PureWindowsPath),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
 }
-_TEXT_TAGS = {text.kind: tag for tag, text in _TEXTS.items()}
+_TEXT_TAGS = {kind: tag for tag, (kind, _, _) in _TEXTS.items()}
 _SERIES = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _CONTAINERS = (list, Namespace, *_SERIES.values(), *_MAPPINGS.values())
 
 
 class Encoded(NamedTuple):
-    """``json``: what ``json.dumps`` takes, without nan. ``tensors``: on the host, contiguous, detached; may share
-    memory with the state.
-    """
+    """``json``: what ``json.dumps`` takes. ``tensors``: on the host, contiguous; may share memory with the state."""
 
     json: Any
     tensors: dict[str, torch.Tensor]
@@ -74,8 +65,7 @@ class Encoded(NamedTuple):
 def encode(value: Any, *, name: str) -> Encoded:
     """``value`` as JSON and tensors; tensors are named ``name/key/index``.
 
-    Raises PlainStateError that lists every place that holds something else than plain state, or a cycle, or too deep
-    nesting.
+    Raises PlainStateError: a list of the places that hold something else than plain state; a cycle; too deep nesting.
     """
     encoded, rest = split(value, name=name)
     if rest:
@@ -112,8 +102,7 @@ def split(value: Any, *, name: str) -> tuple[Encoded, dict[str, Any]]:
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
     """What ``encode`` or ``split`` was given, types included. ``tensor``: returns an entry of ``tensors`` by name.
 
-    ``pickled``: the objects that ``split`` left out. Raises CheckpointError when they are needed and not given, or on
-    malformed content.
+    ``pickled``: the objects that ``split`` left out. Raises CheckpointError when one is missing, or for malformed JSON.
     """
     decoder = _Decoder(tensor, pickled or {})
     try:
@@ -171,8 +160,9 @@ class _Encoder:
             return self._container(value, path)
         if kind in _TEXT_TAGS:
             # A datetime's text does not tell of named zones, nor of the second of two equal hours; repr does.
-            tag, text = _TEXT_TAGS[kind], _TEXTS[_TEXT_TAGS[kind]].write(value)
-            same = repr(_TEXTS[tag].read(text)) == repr(value)
+            tag = _TEXT_TAGS[kind]
+            _, write, read = _TEXTS[tag]
+            same = repr(read(text := write(value))) == repr(value)
             return {TAG: tag, "value": text} if same else self._left_out(value, path)
         if kind is int:
             return value if -(2**63) <= value < 2**63 else {TAG: "int", "hex": hex(value)}
@@ -251,8 +241,7 @@ class _Encoder:
         return {TAG: "tensor", "name": ref, **({"requires_grad": True} if value.requires_grad else {})}
 
     def _array(self, value: Any, path: str) -> Any:
-        plain = type(value) in (np.ndarray, value.dtype.type) and value.dtype.kind in NUMPY_KINDS
-        if not plain:
+        if type(value) not in (np.ndarray, value.dtype.type) or value.dtype.kind not in NUMPY_KINDS:
             return self._left_out(value, path)
         shape = {"shape": list(value.shape)} if isinstance(value, np.ndarray) else {}
         tag = "numpy.ndarray" if shape else "numpy.scalar"
@@ -297,7 +286,7 @@ class _Decoder:
             return {key: self.value(item) for key, item in json.items()}
         tag = json[TAG]
         if tag in _TEXTS:
-            return _TEXTS[tag].read(self.value(json["value"]))
+            return _TEXTS[tag][2](self.value(json["value"]))
         if tag in _MAPPINGS:
             mapping = _MAPPINGS[tag](dict(self.value(json["items"])))
             return self._with(mapping, json["attributes"]) if "attributes" in json else mapping

@@ -92,7 +92,6 @@ def load_into(
     runtime: Runtime,
     source: Source,
     rules: LoadRules,
-    mesh: Mesh,
     *,
     check: Callable[[], None],
     begin: Callable[[], None],
@@ -103,7 +102,7 @@ def load_into(
     """
     if isinstance(source, ReferenceSource):
         source = source.with_groups(states.groups)  # some of its files have numbers instead of names
-    what = f"loading {source.path}"
+    mesh, what = states.mesh, f"loading {source.path}"
     with together(mesh, what) as shared:
         match = compare(states, source, rules)
         shared.mine = match.extra

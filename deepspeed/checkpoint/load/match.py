@@ -93,11 +93,10 @@ def _put(
 
 
 def _compare_weights(states: States, source: Source, match: Comparison) -> None:
-    names, stored = names_of(states), source.facts.get("shared", {})
+    (shapes, aliases), stored = names_of(states), source.facts.get("shared", {})
     taken = set()
-    for name, shape in names.shapes.items():
-        aliases = [alias for alias, real in names.aliases.items() if real == name]
-        key = weight_key(source.entries, stored, name, aliases)
+    for name, shape in shapes.items():
+        key = weight_key(source.entries, stored, name, [alias for alias, real in aliases.items() if real == name])
         taken.add(key)
         _put(match, match.weights, source, name, key, shape)
     match.extra += [n for s, n in source.entries if s in WEIGHTS and (s, n) not in taken]

@@ -9,16 +9,8 @@ import torch
 from deepspeed.checkpoint.format.boxes import Region
 from deepspeed.checkpoint.load.match import Comparison
 from deepspeed.checkpoint.load.source import Key, Source, Wish, whole
-from deepspeed.checkpoint.save.collect import (
-    States,
-    pack_scalar,
-    part_key,
-    region_of,
-    segments_of,
-    shape_of,
-    view_key,
-    weights_of,
-)
+from deepspeed.checkpoint.save import collect
+from deepspeed.checkpoint.save.collect import States, region_of, segments_of, shape_of
 from deepspeed.errors import CheckpointError
 from deepspeed.zero.client.consolidate import persistent_buffers
 from deepspeed.zero.gradients import Gradients
@@ -80,7 +72,7 @@ def fill_weights(states: States, source: Source, match: Comparison, report: Call
     """Weights into the resting range of every unit. Publishing them is the caller's."""
     with torch.no_grad():
         for unit in states.units:
-            kind, _ = weights_of(unit)
+            kind, _ = collect.weights_of(unit)
             start, stop = unit.range_of(kind)
             with unit.values(kind, write=True) as values:
                 _fill_range(unit, kind, values, source, match.weights)
@@ -165,7 +157,7 @@ def _parts_of(view: OptimView, source: Source, parts: dict[str, set[str]]) -> di
     fillings: dict[str, _Filling] = {}
     for segment, slot in ((s, slot) for s in segments_of(view) for slot in sorted(parts.get(s.name, ()))):
         region = region_of(segment)
-        key = (f"part.{slot}", segment.name if region is None else part_key(segment.name, region))
+        key = (f"part.{slot}", segment.name if region is None else collect.part_key(segment.name, region))
         if key not in source.entries or view.unit.layout.granularity is Granularity.ELEMENT:
             raise CheckpointError(
                 f"optimizer state {slot!r} of {segment.name} belongs to the parts that the parameter was cut into "
@@ -179,7 +171,7 @@ def _opaque_of(view: OptimView, source: Source) -> dict[str, _Filling]:
     """State that fits the very same layout only."""
     fillings: dict[str, _Filling] = {}
     for slot in sorted({s.removeprefix("opaque.") for s, _ in source.entries if s.startswith("opaque.")}):
-        key = (f"opaque.{slot}", view_key(view))
+        key = (f"opaque.{slot}", collect.view_key(view))
         if key not in source.entries:
             raise CheckpointError(
                 f"optimizer state {slot!r} belongs to the layout it was saved under (ranks, sharding, buckets) "
@@ -193,7 +185,7 @@ def _scalars_of(view: OptimView, match: Comparison) -> dict[str, Any]:
     names = [s.name for s in segments_of(view)]
     # A parameter without any is one that the checkpoint does not have (which strict loading refuses).
     numbers = [s for n in names if (s := match.scalars.get(n))] or [{}]
-    packed = [{k: pack_scalar(v) for k, v in one.items()} for one in numbers]
+    packed = [{k: collect.pack_scalar(v) for k, v in one.items()} for one in numbers]
     differing = sorted({k for one in packed for k in one if any(other.get(k) != one[k] for other in packed)})
     if differing:
         raise CheckpointError(

@@ -10,10 +10,10 @@ import bisect
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -91,10 +91,7 @@ class StateReader:
     def hold(
         self, states: Iterable[tuple[Unit, StateKind]], views: Iterable[OptimView], hurry: Callable[[], None]
     ) -> None:
-        """From here on reads of these, which rest on a drive, give the values of now. Raises TransferError.
-
-        ``hurry`` is called when somebody waits for them to be read.
-        """
+        """From here on reads of these give the values of now; ``hurry`` is called when somebody waits for that."""
         for unit, kind in states:
             stored = unit.rest[kind]
             assert isinstance(stored, Stored)
@@ -104,7 +101,7 @@ class StateReader:
             if isinstance(layout.store, Stored):
                 self._holds[id(layout.store)] = layout.store.hold(hurry)
             tensors = {k: v if v.device.type == "meta" else v.clone() for k, v in layout.tensors.items()}
-            self._layouts[id(view)] = replace(layout, tensors=tensors)
+            self._layouts[id(view)] = layout._replace(tensors=tensors)
 
     def release(self) -> None:
         """Nothing more can be read. Also after an error, when a reader of parts stands still half way."""
@@ -171,8 +168,7 @@ class StateReader:
         return inside.view(dtype)
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """The slots of one view: tensors (on meta where the values are on a drive), and where on it they are."""
 
     tensors: dict[str, torch.Tensor]
@@ -231,10 +227,7 @@ def write_range(unit: Unit, kind: StateKind) -> WriteRange:
     return WriteRange(min(stop, start + index * each), min(stop, start + (index + 1) * each), replicas, index)
 
 
-Overlap = tuple[Segment, int, int]
-
-
-def overlaps(unit: Unit, turn: WriteRange) -> Iterator[Overlap]:
+def overlaps(unit: Unit, turn: WriteRange) -> Iterator[tuple[Segment, int, int]]:
     """(segment, lo, hi) in flat indices of everything in ``turn`` that this rank writes."""
     whole = unit.layout.granularity is Granularity.PARAMETER
     for position, segment in enumerate(unit.layout.segments):
@@ -281,14 +274,14 @@ def is_elementwise(view: OptimView, value: Any) -> bool:
     return value.numel() == view.stop - view.start and value.dim() == 1
 
 
-def _met(ours: list[Overlap], view: OptimView) -> list[Overlap]:
+def _met(ours: list[tuple[Segment, int, int]], view: OptimView) -> list[tuple[Segment, int, int]]:
     """Those of ``ours`` (ascending) that ``view`` meets. A unit may have a thousand of both."""
     first = bisect.bisect_right(ours, view.start, key=lambda o: o[2])
     return ours[first : bisect.bisect_left(ours, view.stop, key=lambda o: o[1])]
 
 
 def _slot_parts(
-    view: OptimView, slots: dict[str, tuple[torch.Tensor, Read]], turn: WriteRange, ours: list[Overlap]
+    view: OptimView, slots: dict[str, tuple[torch.Tensor, Read]], turn: WriteRange, ours: list[tuple[Segment, int, int]]
 ) -> Iterator[Part]:
     for name, (like, read) in slots.items():
         shape, numel = tuple(like.shape), like.numel()
@@ -421,25 +414,14 @@ def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
 
 
-@dataclass
-class Names:
-    """Global shapes of the parameters by name; tied names and the one they are stored under."""
-
-    shapes: dict[str, tuple[int, ...]]
-    aliases: dict[str, str]
-
-
-def names_of(states: States) -> Names:
-    """Every parameter that this rank has a part of, whole or not."""
-    names, stored = Names({}, {}), dict[int, str]()
+def names_of(states: States) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Global shapes of the parameters that this rank has a part of; tied names and the one they are stored under."""
+    shapes, stored = dict[str, tuple[int, ...]](), dict[int, str]()
     for unit in states.units:
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
-            names.shapes[segment.name] = shape_of(segment)
-            stored[id(param)] = segment.name
-    for name, param in states.module.named_parameters(remove_duplicate=False):
-        if stored.get(id(param), name) != name:
-            names.aliases[name] = stored[id(param)]
-    return names
+            shapes[segment.name], stored[id(param)] = shape_of(segment), segment.name
+    named = ((name, stored.get(id(p), name)) for name, p in states.module.named_parameters(remove_duplicate=False))
+    return shapes, {name: real for name, real in named if name != real}
 
 
 def nbytes_of(states: States) -> int:

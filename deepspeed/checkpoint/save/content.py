@@ -14,23 +14,8 @@ from deepspeed.checkpoint.agree import first_to_name, together
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.plain import Collected, Encoded, encode, split
 from deepspeed.checkpoint.rng import capture_rng
-from deepspeed.checkpoint.save.collect import (
-    Part,
-    StateReader,
-    States,
-    extra_modules,
-    frozen_names,
-    gradient_parts,
-    names_of,
-    nbytes_of,
-    odd_state,
-    partial_parts,
-    scalar_state,
-    sites,
-    weight_parts,
-    weights_of,
-    written_elsewhere,
-)
+from deepspeed.checkpoint.save import collect
+from deepspeed.checkpoint.save.collect import Part, States
 from deepspeed.version import __version__
 from deepspeed.zero.client.consolidate import persistent_buffers
 from deepspeed.zero.plan import StateKind
@@ -41,8 +26,7 @@ from deepspeed.zero.unit import Unit
 class Extras:
     """What the engine adds to its tensors. ``engine`` is JSON; the others are plain state.
 
-    ``ways``: how many ranks the model is cut over, by the names that docs/checkpoint-format.md has for the fact
-    ``world``.
+    ``ways``: how many ranks the model is cut over, by the names of the fact ``world`` in docs/checkpoint-format.md.
     """
 
     tag: str
@@ -62,9 +46,8 @@ class Extras:
 class Content:
     """What one rank saves. ``away``: parts that are read from a drive when their turn comes.
 
-    ``hold(hurry)``: from here on those are of this moment, until ``release``; ``hurry`` is called when an update waits
-    for that. ``facts``: this rank's, and ``common``: the first rank's for all. ``pickled``: client state by path that
-    the user lets be pickled.
+    ``hold(hurry)``: from now on those are of this moment, until ``release``; ``hurry`` is called when an update waits.
+    ``facts``: this rank's, ``common``: the first rank's for all. ``pickled``: client state to be pickled, by path.
     """
 
     parts: Iterable[Part] = ()
@@ -94,7 +77,7 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
         client, content.pickled = _client_state(gathered, "client_state")
         digest = rank if content.pickled else _digest(client)  # what is pickled is never equal
         digests = {name: crc32c(b.detach().cpu().contiguous()) for name, b in buffers.items()}
-        shared.mine = (digest, digests, sites(states), list(extra_modules(states.module)))
+        shared.mine = (digest, digests, collect.sites(states), list(collect.extra_modules(states.module)))
     clients, of_buffers, of_sites, extra_paths = zip(*shared.all, strict=True)
     if rank and clients[rank] != clients[0]:
         client, content.pickled = _client_state(gathered, f"ranks/{rank}/client_state")
@@ -104,9 +87,9 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
     if adds:
         first = first_to_name(extra_paths)
         packed = plain.add({p: s for p, s in extra.items() if first[p] == rank}, f"ranks/{rank}/extra_state")
-        content.common = {"shared": names_of(states).aliases, "extra_state": packed, "groups": states.groups}
-    elsewhere = written_elsewhere(states, first_to_name(of_sites))
-    without = elsewhere | frozen_names(states) if exclude_frozen else elsewhere
+        content.common = {"shared": collect.names_of(states)[1], "extra_state": packed, "groups": states.groups}
+    elsewhere = collect.written_elsewhere(states, first_to_name(of_sites))
+    without = elsewhere | collect.frozen_names(states) if exclude_frozen else elsewhere
     _add_parts(content, states, _buffer_parts(buffers, of_buffers, rank), elsewhere, without)
     content.parts = itertools.chain(content.parts, (_whole("plain", n, t) for n, t in plain.tensors.items()))
     return content
@@ -116,24 +99,25 @@ def _add_parts(
     content: Content, states: States, buffers: Iterator[Part], elsewhere: set[str], without: set[str]
 ) -> None:
     """Weights, optimizer slots, buffers and gradients, those of a drive apart."""
-    reader = StateReader(states)
-    near, away = _split_units(states, lambda u: u.on_drive(weights_of(u)[0]))
+    reader = collect.StateReader(states)
+    near, away = _split_units(states, lambda u: u.on_drive(collect.weights_of(u)[0]))
     _, open_window = _split_units(states, lambda u: u.grad_filled)
     open_near, open_away = _split_units(open_window, lambda u: u.on_drive(StateKind.GRAD))
     content.parts = itertools.chain(
-        weight_parts(near, reader, without=without),
+        collect.weight_parts(near, reader, without=without),
         buffers,
-        gradient_parts(open_near, reader, without=elsewhere),
-        partial_parts(states, without=elsewhere),
+        collect.gradient_parts(open_near, reader, without=elsewhere),
+        collect.partial_parts(states, without=elsewhere),
     )
     # gradients first: the next backward writes over them, the next update over the rest
     content.away = itertools.chain(
-        gradient_parts(open_away, reader, without=elsewhere), weight_parts(away, reader, without=without)
+        collect.gradient_parts(open_away, reader, without=elsewhere),
+        collect.weight_parts(away, reader, without=without),
     )
-    resting = [(u, weights_of(u)[0]) for u in away.units] + [(u, StateKind.GRAD) for u in open_away.units]
+    resting = [(u, collect.weights_of(u)[0]) for u in away.units] + [(u, StateKind.GRAD) for u in open_away.units]
     views = [view for unit in away.units for view in states.views_of(unit)]
     content.hold, content.release = functools.partial(reader.hold, resting, views), reader.release
-    content.nbytes = nbytes_of(states)
+    content.nbytes = collect.nbytes_of(states)
 
 
 def _split_units(states: States, rule: Callable[[Unit], bool]) -> tuple[States, States]:
@@ -158,11 +142,11 @@ def _digest(client: Encoded) -> list[int]:
 def _rank_facts(states: States, extras: Extras, plain: Collected) -> dict[str, Any]:
     """What may differ from rank to rank, as JSON, without the client state."""
     name = f"ranks/{states.mesh.job.index}"
-    odd = odd_state(states) if states.optimizer is not None else {}
+    odd = collect.odd_state(states) if states.optimizer is not None else {}
     return {
         "rng": plain.add(capture_rng(), f"{name}/rng"),
         "data": plain.add(extras.data, f"{name}/data"),
-        "scalars": scalar_state(states),
+        "scalars": collect.scalar_state(states),
         **({"odd": plain.add(odd, f"{name}/optimizer")} if odd else {}),
     }
 
@@ -177,7 +161,7 @@ def _common_facts(states: States, extras: Extras, plain: Collected) -> dict[str,
         "saved": {"tag": extras.tag, "time": saved, "deepspeed": __version__, "torch": torch.__version__},
         "world": world | extras.ways,
         "engine": extras.engine,
-        "shared": names_of(states).aliases,
+        "shared": collect.names_of(states)[1],
         "optimizer": _optimizer_facts(states, plain),
         "lr_scheduler": plain.add(extras.scheduler, "lr_scheduler"),
         "lr_scheduler_type": extras.scheduler_type,
@@ -201,7 +185,7 @@ def _optimizer_facts(states: States, plain: Collected) -> dict[str, Any] | None:
 
 def _extra_states(states: States) -> dict[str, Any]:
     """``get_extra_state()`` of the modules that have one, by module path."""
-    return {path: module.get_extra_state() for path, module in extra_modules(states.module).items()}
+    return {path: module.get_extra_state() for path, module in collect.extra_modules(states.module).items()}
 
 
 def _buffer_parts(buffers: dict[str, torch.Tensor], digests: Sequence[dict[str, int]], rank: int) -> Iterator[Part]:
