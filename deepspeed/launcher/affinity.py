@@ -4,6 +4,7 @@ A *CPU* is what the kernel schedules on; hyperthreads of one physical core are s
 of a physical core is handed out, because two ranks or threads on one core slow each other down.
 """
 
+import glob
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -26,61 +27,40 @@ class RankCores:
 
 @dataclass(frozen=True)
 class Topology:
-    """``cores`` lists the CPUs of each physical core; ``nodes`` maps a NUMA node with memory to its CPUs. Both may be
-    empty.
-    """
+    """The CPUs of each physical core, and of each NUMA node with memory. Both may be empty."""
 
     cores: tuple[tuple[int, ...], ...] = ()
     nodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def parse_core_list(text: str) -> list[int]:
-    """CPU numbers of ``0-3,8,10-11``. Raises DeepSpeedConfigError (a ValueError) for another form, or numbers that do
-    not ascend.
-    """
+    """CPU numbers of ``0-3,8,10-11``. Raises DeepSpeedConfigError (a ValueError) for anything else."""
     cores: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item, re.ASCII)
-        if match is None:
-            raise DeepSpeedConfigError(f"core list {text!r}: {item!r} is not a number or range; {_GRAMMAR}")
-        first, last = int(match[1]), int(match[2] or match[1])
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", item, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first or (cores and first <= cores[-1]):
-            raise DeepSpeedConfigError(
-                f"core list {text!r}: {item!r} does not ascend, or overlaps what is before it; {_GRAMMAR}"
-            )
-        if last - first > 1 << 16:
-            raise DeepSpeedConfigError(f"core list {text!r}: {item!r} has more cores than any machine; {_GRAMMAR}")
+            what = f"{item!r} is not a number or range, or does not ascend"
+            raise DeepSpeedConfigError(f"core list {text!r}: {what}; {_GRAMMAR}")
         cores += range(first, last + 1)
     return cores
 
 
-def _read_cpus(path: str) -> tuple[int, ...]:
-    """CPU list of a sysfs file; empty when there is no such file, or nothing in it."""
-    try:
+def _read_lists(root: str, kind: str, name: str) -> dict[int, tuple[int, ...]]:
+    """Number -> CPU list of every ``kind`` below ``root``; what the kernel does not show, or is empty, is left out."""
+    lists = {}
+    for path in glob.glob(f"{glob.escape(root)}/{kind}/{kind}[0-9]*/{name}"):
         with open(path, encoding="ascii") as file:
-            text = file.read().strip()
-    except OSError:
-        return ()
-    return tuple(parse_core_list(text)) if text else ()
-
-
-def _numbered(folder: str, kind: str) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"{kind}(\d+)", name)))
+            if text := file.read().strip():
+                number = path.removeprefix(f"{root}/{kind}/{kind}").partition("/")[0]
+                lists[int(number)] = tuple(parse_core_list(text))
+    return dict(sorted(lists.items()))
 
 
 def read_topology(root: str = SYSFS) -> Topology:
-    """Read physical cores and NUMA nodes below ``root``; what the kernel does not show (some containers) is left
-    empty.
-    """
-    cores = {
-        _read_cpus(f"{root}/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in _numbered(f"{root}/cpu", "cpu")
-    } - {()}
-    nodes = {node: _read_cpus(f"{root}/node/node{node}/cpulist") for node in _numbered(f"{root}/node", "node")}
-    return Topology(tuple(sorted(cores)), {node: cpus for node, cpus in nodes.items() if cpus})
+    """Read physical cores and NUMA nodes; some containers do not show them."""
+    cores = _read_lists(root, "cpu", "topology/thread_siblings_list")
+    return Topology(tuple(sorted(set(cores.values()))), _read_lists(root, "node", "cpulist"))
 
 
 def usable_cores(topology: Topology, allowed: Collection[int]) -> list[int]:
@@ -93,29 +73,17 @@ def usable_cores(topology: Topology, allowed: Collection[int]) -> list[int]:
 
 
 def share_cores(cores: Sequence[int], ranks: int, nodes: Mapping[int, Sequence[int]]) -> list[RankCores]:
-    """Give each of ``ranks`` ranks ``len(cores) // ranks`` neighbouring cores; a remainder stays unused, so that ranks
-    are equal.
+    """Give each rank ``len(cores) // ranks`` neighbouring cores; a remainder stays unused, so that ranks are equal.
 
     A rank whose cores are all local to one NUMA node (or to several that list the same CPUs) gets its memory there.
     Raises UsageError (an AssertionError) when there are fewer cores than ranks.
     """
     each = len(cores) // ranks
     if each == 0:
-        raise UsageError(
-            f"{ranks} ranks cannot be bound to {len(cores)} core(s); start fewer ranks, list more cores, or do not bind"
-        )
+        what = "start fewer ranks, list more cores, or do not bind"
+        raise UsageError(f"{ranks} ranks cannot be bound to {len(cores)} core(s); {what}")
     shares = [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-    return [
-        RankCores(share, tuple(node for node, cpus in nodes.items() if set(share) <= set(cpus))) for share in shares
-    ]
-
-
-def _allowed_cpus() -> set[int]:
-    if not hasattr(os, "sched_getaffinity"):
-        raise UsageError(
-            "this system cannot bind processes to cores; leave --bind_cores_to_rank and --bind_core_list out"
-        )
-    return os.sched_getaffinity(0)
+    return [RankCores(share, tuple(node for node in nodes if set(share) <= set(nodes[node]))) for share in shares]
 
 
 def plan_cores(
@@ -135,16 +103,14 @@ def plan_cores(
     if not job.bind_cores and job.core_list is None:
         return None
     if "KMP_AFFINITY" in env:
-        raise DeepSpeedConfigError(
-            "KMP_AFFINITY binds threads in its own way; unset it, or do not use --bind_cores_to_rank"
-        )
-    permitted = _allowed_cpus() if allowed is None else set(allowed)
+        what = "unset it, or do not use --bind_cores_to_rank"
+        raise DeepSpeedConfigError(f"KMP_AFFINITY binds threads in its own way; {what}")
+    if not hasattr(os, "sched_getaffinity"):
+        raise UsageError("this system cannot bind processes to cores; leave the flags for it out")
+    permitted = os.sched_getaffinity(0) if allowed is None else set(allowed)
     topology = read_topology(root)
-    if job.core_list is None:
-        return share_cores(usable_cores(topology, permitted), ranks, topology.nodes)
-    cores = parse_core_list(job.core_list)
+    cores = usable_cores(topology, permitted) if job.core_list is None else parse_core_list(job.core_list)
     if outside := [core for core in cores if core not in permitted]:
-        raise UsageError(
-            f"--bind_core_list {job.core_list}: core(s) {outside} do not exist here or are not this process's to use"
-        )
+        what = f"core(s) {outside} do not exist here or are not this process's to use"
+        raise UsageError(f"--bind_core_list {job.core_list}: {what}")
     return share_cores(cores, ranks, topology.nodes)

@@ -23,50 +23,8 @@ def _write(path: str, text: str) -> None:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UsageError(
-            f"cannot write {path} ({error.strerror}); remove it, or set TMPDIR to a folder of yours"
-        ) from error
-
-
-def run_backend(command: RunnerCommand) -> int:
-    """Run ``command`` and return its exit status, 128 + S when signal S ended it or this process was sent S and it did
-    not succeed.
-
-    Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. Its files are
-    removed at the end, and when this process is killed the backend is ended too. Raises UsageError when the program
-    cannot be started.
-    """
-    received: list[signal.Signals] = []
-    early: list[signal.Signals] = []
-    started: list[int] = []
-
-    def receive(number: signal.Signals) -> None:
-        received.append(number)
-        if started:
-            _send(started[0], number)
-        else:
-            early.append(number)
-
-    with contextlib.ExitStack() as stack:
-        for path, text in command.files.items():
-            _write(path, text)
-            stack.callback(os.unlink, path)
-        guardian = Guard(list(command.files))
-        stack.callback(guardian.dismiss)
-        stack.enter_context(
-            signals_to(receive)
-        )  # before there is a backend, which would outlive a signal that comes in between
-        try:
-            # Its own session, so that Ctrl-C in the terminal reaches it once, from here.
-            child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
-        except OSError as error:
-            raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
-        guardian.watch("starter", child.pid)
-        started.append(child.pid)
-        for number in early:
-            _send(child.pid, number)
-        status = _wait(child, received)
-    return 128 + received[0] if received and status != 0 else shell_status(status)
+        what = "remove it, or set TMPDIR to a folder of yours"
+        raise UsageError(f"cannot write {path} ({error.strerror}); {what}") from error
 
 
 def _send(pid: int, number: signal.Signals) -> None:
@@ -75,13 +33,36 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def _wait(child: "subprocess.Popen[bytes]", received: list[signal.Signals]) -> int:
-    deadline = None
-    while (status := child.poll()) is None:
-        if len(received) > 1 and deadline is None:
-            deadline = time.monotonic() + _KILL_S
-        if deadline is not None and time.monotonic() > deadline:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-        time.sleep(_POLL_S)
-    return status
+def run_backend(command: RunnerCommand) -> int:
+    """Run ``command`` and return its exit status, 128 + S when signal S ended it, or made it or this process fail.
+
+    Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. Its files are
+    removed at the end, and when this process is killed the backend is ended too. Raises UsageError when the program
+    cannot be started.
+    """
+    received: list[signal.Signals] = []
+    with contextlib.ExitStack() as stack:
+        for path, text in command.files.items():
+            _write(path, text)
+            stack.callback(os.unlink, path)
+        guardian = Guard(list(command.files))
+        stack.callback(guardian.dismiss)
+        # Before there is a backend, which would outlive a signal that comes in between.
+        stack.enter_context(signals_to(received.append))
+        try:
+            # Its own session, so that Ctrl-C in the terminal reaches it once, from here.
+            child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
+        except OSError as error:
+            raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
+        guardian.watch("starter", child.pid)
+        passed_on, deadline = 0, float("inf")
+        while (status := child.poll()) is None:
+            for number in received[passed_on:]:
+                _send(child.pid, number)
+                passed_on += 1
+            if passed_on > 1:
+                deadline = min(deadline, time.monotonic() + _KILL_S)
+            if time.monotonic() > deadline:
+                _send(child.pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+    return 128 + received[0] if received and status != 0 else shell_status(status)

@@ -14,19 +14,18 @@ import contextlib
 import os
 import shlex
 import shutil
-import subprocess
 import sys
-import threading
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TextIO
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, UsageError
-from deepspeed.launcher.cli import DEFAULT_HOSTFILE
-from deepspeed.launcher.hostfile import filter_hosts, read_hostfile
+from deepspeed.launcher.fanout import Connection
+from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, read_hostfile
+from deepspeed.launcher.job import INTERRUPTED, USAGE_STATUS
+from deepspeed.launcher.node.links import EventLoop
 from deepspeed.launcher.node.verdict import shell_status
 
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+BROKEN_PIPE = 141
 FANOUT = 64  # ssh processes at a time: each costs three file descriptors, and 1024 is a usual limit
 STOP_GRACE_S = 3.0
 # Nobody can answer a question of ssh's here, and a dead host must not hold up the answer of the others for minutes.
@@ -42,30 +41,22 @@ _REMOTE = (
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ds_ssh", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help=f"lines 'name slots=N' (default {DEFAULT_HOSTFILE})"
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("ds_ssh", description=__doc__, allow_abbrev=False, formatter_class=form)
+    path = f"lines 'name slots=N' (default {DEFAULT_HOSTFILE})"
+    parser.add_argument("-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help=path)
     parser.add_argument("-i", "--include", default="", metavar="HOSTS", help="only these hosts: NAME[@NAME...]")
     parser.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="all hosts but these")
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="the shell command; several words are joined with spaces"
-    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the shell command; words are joined with spaces")
     return parser
 
 
 def choose_hosts(path: str, *, include: str = "", exclude: str = "") -> list[str]:
     """Host names in file order. Raises DeepSpeedConfigError when the file cannot be read or no host is left."""
-    try:
-        slots = read_hostfile(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DeepSpeedConfigError(f"hostfile {path} cannot be read: {error}") from error
+    slots = read_hostfile(path)
     if slots is None:
-        raise DeepSpeedConfigError(
-            f"hostfile {path} does not exist or is not a file; name one with -f, or write lines 'name slots=N' there"
-        )
+        what = "does not exist or is not a file; name one with -f, or write lines 'name slots=N' there"
+        raise DeepSpeedConfigError(f"hostfile {path} {what}")
     hosts = list(filter_hosts({host: range(count) for host, count in slots.items()}, include=include, exclude=exclude))
     if not hosts:
         raise DeepSpeedConfigError(f"the filter leaves no host of {path}, which lists {', '.join(slots)}")
@@ -85,90 +76,65 @@ def remote_command(command: str) -> str:
     return f"/bin/sh -c {shlex.quote(_REMOTE)} ds_ssh {shlex.quote(command)}"
 
 
-class _Fleet:
-    """The ssh processes of one command."""
+class _Fleet(EventLoop):
+    """The ssh processes of one command, at most ``FANOUT`` at a time."""
 
-    def __init__(self, program: Sequence[str], command: str, out: TextIO, err: TextIO) -> None:
-        self._head, self._command = (*program, *SSH_OPTIONS), remote_command(command)
-        self._out, self._err = out, err
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
-        self._lock = threading.Lock()
+    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
+        super().__init__()
+        self._commands = commands
+        self._waiting = list(enumerate(commands))
+        self._running: dict[int, Connection] = {}
+        self._statuses = dict.fromkeys(commands, 0)
 
-    def run(self, host: str) -> int | None:
-        """Exit status of the command on ``host`` (128 + signal where ssh was killed); None when all was stopped before
-        it began.
-        """
-        with self._lock:
-            if self._stopped:
-                return None
-            command = [*self._head, host, self._command]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            self._running.add(process)
-        assert process.stdin and process.stdout and process.stderr
+    def run(self) -> dict[str, int]:
+        """Host -> exit status."""
         try:
-            errors = threading.Thread(target=self._copy, args=(host, process.stderr, self._err), daemon=True)
-            errors.start()
-            self._copy(host, process.stdout, self._out)
-            errors.join()
-            status = process.wait()
-        finally:
-            with self._lock:
-                self._running.discard(process)
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                pipe.close()
-        return shell_status(status)
-
-    def _copy(self, host: str, source: IO[bytes], target: TextIO) -> None:
-        for line in source:
-            text = line.decode("utf-8", errors="replace").rstrip("\r\n")
-            with self._lock:
-                target.write(f"{host}: {text}\n")
-                target.flush()
-
-    def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
-        """End what runs: hang up, wait, then kill; a second Ctrl-C kills at once. Nothing is started any more."""
-        with self._lock:
-            self._stopped = True
-            running = list(self._running)
-        for process in running:
-            with contextlib.suppress(OSError):
-                assert process.stdin
-                process.stdin.close()
-        try:
-            for process in running:
-                process.wait(timeout=grace_s)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            for process in running:
-                process.kill()
-
-
-def run_everywhere(
-    hosts: Sequence[str], command: str, *, program: Sequence[str], out: TextIO, err: TextIO
-) -> dict[str, int]:
-    """Run the shell ``command`` on all ``hosts`` and return host -> exit status; lines go to ``out`` and ``err`` behind
-    the host's name.
-
-    On KeyboardInterrupt, or when ``out`` is closed, the commands are ended before the exception goes on.
-    """
-    fleet = _Fleet(program, command, out, err)
-    with ThreadPoolExecutor(max_workers=min(FANOUT, len(hosts))) as threads:
-        answers = {host: threads.submit(fleet.run, host) for host in hosts}
-        try:
-            return {host: answer.result() or 0 for host, answer in answers.items()}
+            while self._waiting or self._running:
+                while self._waiting and len(self._running) < FANOUT:
+                    rank, host = self._waiting.pop(0)
+                    argv, prefix = self._commands[host], f"{host}: ".encode()
+                    self._running[rank] = Connection(rank, host, argv, self.post, prefix=prefix, drain_s=None)
+                self.handle_next()
         except BaseException:
-            fleet.stop()
+            self._stop()
             raise
+        return self._statuses
+
+    def _stop(self) -> None:
+        """Hang up, wait, then kill; a second Ctrl-C kills at once."""
+        for connection in self._running.values():
+            connection.hang_up()
+        end = time.monotonic() + STOP_GRACE_S
+        with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+            while self._running and time.monotonic() < end:
+                self.handle_next()
+        for connection in self._running.values():
+            connection.cut()
+
+    def _on_ended(self, rank: int, status: int) -> None:
+        self._statuses[self._running.pop(rank).host] = shell_status(status)
+
+    def _on_deaf(self) -> None:
+        raise BrokenPipeError
+
+    def _on_tick(self) -> None:
+        """Nobody is asked for a sign of life."""
 
 
-def _first_other(statuses: Mapping[str, int], err: TextIO) -> int:
+def run_everywhere(hosts: Sequence[str], command: str, *, program: Sequence[str]) -> dict[str, int]:
+    """Run the shell ``command`` on all ``hosts`` and return host -> exit status (128 + signal where ssh was killed).
+
+    On KeyboardInterrupt, or when standard output is closed, the commands are ended before the exception goes on.
+    """
+    return _Fleet({host: [*program, *SSH_OPTIONS, host, remote_command(command)] for host in hosts}).run()
+
+
+def _first_other(statuses: Mapping[str, int]) -> int:
     failed = {host: status for host, status in statuses.items() if status != 0}
     if failed:
-        named = ", ".join(
-            f"{host} ({'not reached, or exit ' if status == 255 else 'exit '}{status})"
-            for host, status in failed.items()
-        )
-        err.write(f"ds_ssh: {len(failed)} of {len(statuses)} hosts failed: {named}\n")
+        how = {host: f"{'not reached, or ' if status == 255 else ''}exit {status}" for host, status in failed.items()}
+        named = ", ".join(f"{host} ({words})" for host, words in how.items())
+        sys.stderr.write(f"ds_ssh: {len(failed)} of {len(statuses)} hosts failed: {named}\n")
     return next(iter(failed.values()), 0)
 
 
@@ -181,13 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("no command to run; write it behind the options, for example: ds_ssh hostname")
     try:
         hosts = choose_hosts(options.hostfile, include=options.include, exclude=options.exclude)
-        statuses = run_everywhere(
-            hosts, " ".join(words), program=ssh_program(os.environ), out=sys.stdout, err=sys.stderr
-        )
-        return _first_other(statuses, sys.stderr)
+        return _first_other(run_everywhere(hosts, " ".join(words), program=ssh_program(os.environ)))
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_ssh: {error}\n")
-        return BAD_INPUT
+        return USAGE_STATUS
     except KeyboardInterrupt:
         sys.stderr.write("ds_ssh: interrupted; the commands were ended\n")
         return INTERRUPTED

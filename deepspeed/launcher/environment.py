@@ -1,5 +1,4 @@
-"""Which variables the ranks on other hosts are given: those with certain prefixes, and those of ``.deepspeed_env``
-files.
+"""Which variables the ranks on other hosts are given: those with certain prefixes, and those of ``.deepspeed_env``.
 
 Later sources win: this process's variables, the file in the home directory, the file in the current directory.
 """
@@ -14,18 +13,8 @@ from deepspeed.errors import DeepSpeedConfigError
 # runner.EXPORT_ENVS). Of CUDA only what changes how programs run: which devices and toolkit there are differs between
 # machines.
 EXPORT_ENVS = [
-    "MLFLOW",
-    "PYTHON",
-    "MV2",
-    "UCX",
-    "NCCL",
-    "GLOO",
-    "TORCH_",
-    "PYTORCH_",
-    "OMP_",
-    "CUDA_DEVICE_",
-    "CUDA_LAUNCH",
-    "CUDA_MODULE",
+    *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH_", "PYTORCH_", "OMP_"),
+    *("CUDA_DEVICE_", "CUDA_LAUNCH", "CUDA_MODULE"),
 ]
 # What decides how the launchers themselves behave must be the same on all hosts.
 _OUR_OWN = ("DS_ACCELERATOR", "DS_JOIN_TIMEOUT_S", "DS_HOST_TIMEOUT_S")
@@ -47,26 +36,22 @@ def parse_environment(lines: Iterable[str], *, name: str) -> dict[str, str]:
     A value is everything behind the first ``=``, taken literally. ``name`` is for messages.
     Raises DeepSpeedConfigError on a line without ``=`` or with a name that no shell accepts.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for number, raw in enumerate(lines, start=1):
-        line = raw.strip()
+        line, where = raw.strip(), f"{name}, line {number}"
         if not line or line.startswith("#"):
             continue
         key, equals, value = line.partition("=")
         key = key.strip()
         if not equals:
             # Not the line itself: what has lost its name may be a password.
-            raise DeepSpeedConfigError(f"{name}, line {number} has no '='; expected KEY=VALUE")
+            raise DeepSpeedConfigError(f"{where} has no '='; expected KEY=VALUE")
         if not _NAME.match(key):
-            raise DeepSpeedConfigError(
-                f"{name}, line {number}: {key!r} is not a variable name; use letters, digits and underscores"
-            )
+            raise DeepSpeedConfigError(f"{where}: {key!r} is not a variable name; use letters, digits and underscores")
         if "\0" in value:
-            raise DeepSpeedConfigError(
-                f"{name}, line {number}: the value of {key} has a zero byte, which no variable can hold"
-            )
-        found[key] = value
-    return found
+            raise DeepSpeedConfigError(f"{where}: the value of {key} has a zero byte, which no variable can hold")
+        variables[key] = value
+    return variables
 
 
 def read_environment_files(name: str, folders: Sequence[str]) -> dict[str, str]:
@@ -74,19 +59,17 @@ def read_environment_files(name: str, folders: Sequence[str]) -> dict[str, str]:
 
     Raises DeepSpeedConfigError for a file that cannot be read, in addition to :func:`parse_environment`.
     """
-    found: dict[str, str] = {}
-    for path in dict.fromkeys(os.path.join(folder, name) for folder in folders):
-        if not os.path.exists(path):
-            continue
+    variables: dict[str, str] = {}
+    paths = dict.fromkeys(os.path.join(folder, name) for folder in folders)
+    for path in filter(os.path.exists, paths):
         try:
             with open(path, encoding="utf-8") as file:
-                found |= parse_environment(file, name=path)
+                variables |= parse_environment(file, name=path)
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not a text file"
-            raise DeepSpeedConfigError(
-                f"{path}, which lists variables for other hosts, cannot be read: {why}"
-            ) from error
-    return found
+            what = "which lists variables for other hosts, cannot be read"
+            raise DeepSpeedConfigError(f"{path}, {what}: {why}") from error
+    return variables
 
 
 def exported(

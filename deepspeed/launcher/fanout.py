@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher.job import Job
+from deepspeed.launcher.job import USAGE_STATUS, Job
 from deepspeed.launcher.node.hub import SIGNAL_GRACE_S, Hub, Message
 from deepspeed.launcher.node.links import BEAT, PAUSE, TICK_S, EventLoop, FrameReader, Post, Silence
 from deepspeed.launcher.node.member import say_that_ranks_may_end
@@ -25,17 +25,18 @@ from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict
 from deepspeed.launcher.runners import RunnerOptions, ssh_command
 
 _SSH_FAILED = 255  # what ssh itself ends with; every other status is the remote command's
-USAGE_STATUS = 2
 _FAREWELL_S = 8.0  # how long nodes may take to end by themselves after the verdict
-_DRAIN_S = 1.0
 _LAST_WORDS_BYTES = 1000
 
 
-class _Node:
+class Connection:
     """One ssh child: its output goes to this process's, its messages and its end become events."""
 
-    def __init__(self, rank: int, host: str, argv: Sequence[str], post: Post, *, prefix: bytes) -> None:
+    def __init__(
+        self, rank: int, host: str, argv: Sequence[str], post: Post, *, prefix: bytes, drain_s: float | None = 1.0
+    ) -> None:
         self.rank, self.host = rank, host
+        self._drain_s = drain_s  # how long its output may take after its end
         self.joined = False
         self.silence = Silence()
         self._tail = b""
@@ -56,6 +57,12 @@ class _Node:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
+    def hang_up(self) -> None:
+        """Close its input."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
     def cut(self) -> None:
         """End the connection, and what hangs on it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -63,8 +70,9 @@ class _Node:
 
     def _wait(self) -> None:
         status = self._process.wait()
+        self.hang_up()
         for thread in self._readers:
-            thread.join(_DRAIN_S)  # a shared ssh connection may keep the pipes open for ever
+            thread.join(self._drain_s)  # a shared ssh connection may keep the pipes open for ever
         self._post("ended", self.rank, status)
 
     def _copy(self, source: BinaryIO, target: BinaryIO) -> None:
@@ -79,6 +87,7 @@ class _Node:
             self._write(target, output)
             self.silence.broken()
         self._write(target, reader.end())
+        source.close()
 
     @property
     def last_words(self) -> str:
@@ -102,7 +111,7 @@ class FanOut(EventLoop):
     def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], *, show_traceback: bool) -> None:
         super().__init__()
         self._hosts, self._commands = tuple(hosts), tuple(commands)
-        self._nodes: list[_Node] = []
+        self._nodes: list[Connection] = []
         self._running: set[int] = set()
         self._signalled = self._parting = False
         self._ticks = 0
@@ -127,7 +136,7 @@ class FanOut(EventLoop):
         for rank, (host, argv) in enumerate(zip(self._hosts, self._commands, strict=True)):
             prefix = f"{host}: ".encode() if len(self._hosts) > 1 else b""
             try:
-                self._nodes.append(_Node(rank, host, argv, self.post, prefix=prefix))
+                self._nodes.append(Connection(rank, host, argv, self.post, prefix=prefix))
             except OSError as error:
                 raise UsageError(
                     f"cannot start {argv[0]}: {error.strerror}; install ssh, or name another program in DS_SSH"

@@ -19,16 +19,11 @@ _LISTED = 10  # hosts named in a message
 
 
 def nearest_hint(name: str, candidates: Iterable[str]) -> str:
-    """What a message about the unknown ``name`` ends with: the candidate that resembles it, or the first few of
-    them.
-    """
+    """The end of a message about the unknown ``name``: the candidate that resembles it, or the first few of them."""
     known = list(candidates)
     close = difflib.get_close_matches(name, known, n=1)
-    return (
-        f"did you mean {close[0]!r}?"
-        if close
-        else f"known: {', '.join(known[:_LISTED])}{', ...' * (len(known) > _LISTED)}"
-    )
+    listed = f"known: {', '.join(known[:_LISTED])}{', ...' * (len(known) > _LISTED)}"
+    return f"did you mean {close[0]!r}?" if close else listed
 
 
 def parse_hostfile(lines: Iterable[str], *, name: str = "hostfile") -> dict[str, int]:
@@ -42,19 +37,16 @@ def parse_hostfile(lines: Iterable[str], *, name: str = "hostfile") -> dict[str,
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
+        where = f"{name}, line {number}"
         match = _LINE.match(line)
         if match is None:
-            raise DeepSpeedConfigError(
-                f"{name}, line {number} is {line[:80]!r}; expected one host per line, 'name slots=N'"
-            )
+            raise DeepSpeedConfigError(f"{where} is {line[:80]!r}; expected one host per line, 'name slots=N'")
         host, slots = match.group(1), int(match.group(2))
         if host in hosts:
-            raise DeepSpeedConfigError(f"{name}, line {number} names host {host!r} a second time; merge the two lines")
+            raise DeepSpeedConfigError(f"{where} names host {host!r} a second time; merge the two lines")
         if slots == 0:
-            raise DeepSpeedConfigError(
-                f"{name}, line {number} gives host {host!r} no slot; delete the line, or leave the host out "
-                "with --exclude"
-            )
+            what = "delete the line, or leave the host out with --exclude"
+            raise DeepSpeedConfigError(f"{where} gives host {host!r} no slot; {what}")
         hosts[host] = slots
     if not hosts:
         raise DeepSpeedConfigError(f"{name} names no host; add at least one line 'name slots=N'")
@@ -62,17 +54,12 @@ def parse_hostfile(lines: Iterable[str], *, name: str = "hostfile") -> dict[str,
 
 
 def read_hostfile(path: str) -> dict[str, int] | None:
-    """Parse the file at ``path``; None when there is no such file. Raises as :func:`parse_hostfile` does."""
-    if not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return parse_hostfile(file, name=f"hostfile {path}")
+    """Parse the file at ``path``; None when there is no such file. Raises as :func:`load_hostfile` does."""
+    return load_hostfile(path) if os.path.isfile(path) else None
 
 
 def load_hostfile(path: str) -> dict[str, int]:
-    """Parse the file that the user named. Raises DeepSpeedConfigError when it cannot be read, in addition to
-    :func:`parse_hostfile`.
-    """
+    """Parse the file that the user named. Raises DeepSpeedConfigError when it cannot be read or is wrong."""
     try:
         with open(path, encoding="utf-8") as file:
             return parse_hostfile(file, name=f"hostfile {path}")
@@ -89,35 +76,16 @@ def parse_filter(spec: str) -> dict[str, list[int] | None]:
     for node in spec.split("@"):
         host, colon, slot_text = node.strip().partition(":")
         if not host:
-            raise DeepSpeedConfigError(
-                f"filter {spec!r} has an empty host name; expected NODE[@NODE...] with NODE = name[:slot[,slot...]]"
-            )
-        if not colon:
-            chosen[host] = None
-            continue
+            form = "expected NODE[@NODE...] with NODE = name[:slot[,slot...]]"
+            raise DeepSpeedConfigError(f"filter {spec!r} has an empty host name; {form}")
         try:
-            slots = {int(slot) for slot in slot_text.split(",")}
+            slots = {int(slot) for slot in slot_text.split(",")} if colon else set()
         except ValueError as error:
-            raise DeepSpeedConfigError(
-                f"filter {spec!r}: slots of host {host!r} must be numbers, got {slot_text!r}"
-            ) from error
+            what = f"slots of host {host!r} must be numbers, got {slot_text!r}"
+            raise DeepSpeedConfigError(f"filter {spec!r}: {what}") from error
         known = chosen.get(host, [])
-        chosen[host] = None if known is None else sorted(slots | set(known))
+        chosen[host] = None if known is None or not colon else sorted(slots | set(known))
     return chosen
-
-
-def _check_filter(chosen: Mapping[str, list[int] | None], hosts: Mapping[str, Sequence[int]]) -> None:
-    for host, slots in chosen.items():
-        if host not in hosts:
-            raise DeepSpeedConfigError(
-                f"the filter names host {host!r}, which is not one of the {len(hosts)} host(s) of this job; "
-                f"{nearest_hint(host, hosts)}"
-            )
-        for slot in slots or ():
-            if slot not in hosts[host]:
-                raise DeepSpeedConfigError(
-                    f"the filter names slot {slot} of host {host!r}, which has slots {list(hosts[host])}"
-                )
 
 
 def filter_hosts(hosts: Mapping[str, Sequence[int]], *, include: str = "", exclude: str = "") -> dict[str, list[int]]:
@@ -127,10 +95,14 @@ def filter_hosts(hosts: Mapping[str, Sequence[int]], *, include: str = "", exclu
     """
     if include and exclude:
         raise DeepSpeedConfigError("include and exclude were both given; use one of them")
-    if not include and not exclude:
-        return {host: list(slots) for host, slots in hosts.items()}
-    chosen = parse_filter(include or exclude)
-    _check_filter(chosen, hosts)
+    chosen = parse_filter(include or exclude) if include or exclude else {}
+    for host, wanted in chosen.items():
+        if host not in hosts:
+            what = f"which is not one of the {len(hosts)} host(s) of this job; {nearest_hint(host, hosts)}"
+            raise DeepSpeedConfigError(f"the filter names host {host!r}, {what}")
+        if missing := [slot for slot in wanted or () if slot not in hosts[host]]:
+            what = f"slot {missing[0]} of host {host!r}, which has slots {list(hosts[host])}"
+            raise DeepSpeedConfigError(f"the filter names {what}")
     result: dict[str, list[int]] = {}
     for host, slots in hosts.items():
         named = chosen.get(host, [])

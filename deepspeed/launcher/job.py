@@ -1,9 +1,31 @@
 """What one command line asks to run, independent of how the nodes are reached. Pure."""
 
+import argparse
 import base64
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.errors import UsageError
+
+USAGE_STATUS = 2  # of a command line that cannot work
+INTERRUPTED = 130
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_SWITCH = {"action": "store_true"}
+# What both the command and the launcher of one node understand: flag -> what argparse is told.
+COMMON_FLAGS: Mapping[str, dict[str, Any]] = {
+    "--module": {**_SWITCH, "help": "run the script as 'python -m NAME'"},
+    "--no_python": {**_SWITCH, "help": "run the script directly, without the interpreter"},
+    "--no_local_rank": {**_SWITCH, "help": "do not add --local_rank=N behind the script"},
+    "--bind_cores_to_rank": {**_SWITCH, "help": "give each rank CPU cores of its own"},
+    "--bind_core_list": {"metavar": "LIST", "help": "the cores to give out, as in 0-3,8,10-11; implies binding"},
+    "--enable_each_rank_log": {"default": "None", "metavar": "DIR", "help": "one log file per rank in this directory"},
+    "--log_level": {"choices": _LEVELS, "default": "info", "help": "verbosity of the launcher"},
+    "-q --quiet": {**_SWITCH, "help": "same as --log_level error"},
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,38 @@ class Job:
         return sum(len(slots) for slots in list(self.world.values())[:node_rank])
 
 
-def encode_world(world: Mapping[str, tuple[int, ...] | list[int]]) -> str:
+def add_flags(group: argparse._ActionsContainer, flags: Mapping[str, dict[str, Any]]) -> None:
+    """Add flags given as a table; several names of one are separated by blanks."""
+    for names, what in flags.items():
+        group.add_argument(*names.split(), **what)
+
+
+def job_of(options: argparse.Namespace, script: str, arguments: Sequence[str], pid: int, **rest: Any) -> Job:
+    """The job of a parsed command line; ``rest`` are its fields that ``COMMON_FLAGS`` do not give."""
+    return Job(
+        script=script,
+        arguments=tuple(arguments),
+        module=options.module,
+        no_python=options.no_python,
+        local_rank_argument=not options.no_local_rank,
+        log_dir=None if options.enable_each_rank_log == "None" else options.enable_each_rank_log,
+        bind_cores=options.bind_cores_to_rank,
+        core_list=options.bind_core_list,
+        pid_file=f"/tmp/{pid}.deepspeed" if pid else None,
+        log_level="error" if options.quiet else options.log_level,
+        cwd=os.getcwd(),
+        python=sys.executable,
+        **rest,
+    )
+
+
+def check_kind(options: argparse.Namespace) -> None:
+    """Raise UsageError for a script that is to be two things at once."""
+    if options.no_python and options.module:
+        raise UsageError("--no_python and --module exclude each other; use one of them")
+
+
+def encode_world(world: Mapping[str, Sequence[int]]) -> str:
     """URL-safe base64 of the JSON of host -> device ids, the form of ``--world_info``."""
     return base64.urlsafe_b64encode(json.dumps({host: list(slots) for host, slots in world.items()}).encode()).decode()
 
@@ -68,9 +121,7 @@ def decode_world(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def arguments_of_script(given: Sequence[str], script: str, parsed: Sequence[str]) -> list[str]:
-    """What follows ``script`` on the command line ``given``; ``parsed`` lacks a ``--`` directly behind it, which
-    argparse drops.
-    """
+    """What follows ``script`` in ``given``; ``parsed`` lacks a ``--`` directly behind it, which argparse drops."""
     rest = len(parsed)
     dropped = list(given[len(given) - rest - 2 : len(given) - rest]) == [script, "--"]
     return ["--", *parsed] if dropped else list(parsed)

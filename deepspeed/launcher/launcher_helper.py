@@ -1,5 +1,4 @@
-"""Becomes one rank under mpirun: turns MPI's variables into RANK and LOCAL_RANK, which scripts read before they call
-anything of ours.
+"""Becomes one rank under mpirun: turns MPI's variables into RANK and LOCAL_RANK, which scripts read themselves.
 
 python -m deepspeed.launcher.launcher_helper --launcher mpich SCRIPT [ARGUMENTS...]
 """
@@ -10,25 +9,21 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher.job import arguments_of_script
+from deepspeed.launcher.job import USAGE_STATUS, arguments_of_script
 
 # PMIX and PALS: MPICH of HPE Cray systems.
-RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK")
-LOCAL_RANK_VARIABLES = ("PALS_LOCAL_RANKID", "MPI_LOCALRANKID")
-USAGE_STATUS = 2
+_SOURCES = {"RANK": ("PMIX_RANK", "PMI_RANK"), "LOCAL_RANK": ("PALS_LOCAL_RANKID", "MPI_LOCALRANKID")}
 
 
 def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
     """RANK and LOCAL_RANK from what MPI set in ``env``. Raises UsageError when it set nothing."""
-    rank = next((env[name] for name in RANK_VARIABLES if env.get(name)), None)
-    local_rank = next((env[name] for name in LOCAL_RANK_VARIABLES if env.get(name)), None)
-    if rank is None or local_rank is None:
-        missing = RANK_VARIABLES if rank is None else LOCAL_RANK_VARIABLES
-        raise UsageError(
-            f"none of {', '.join(missing)} is set, so this process was not started by MPICH's mpirun; start it "
-            "with that"
-        )
-    return {"RANK": rank, "LOCAL_RANK": local_rank}
+    variables = {}
+    for name, sources in _SOURCES.items():
+        variables[name] = next((env[source] for source in sources if env.get(source)), "")
+        if not variables[name]:
+            what = "so this process was not started by MPICH's mpirun; start it with that"
+            raise UsageError(f"none of {', '.join(sources)} is set, {what}")
+    return variables
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -17,21 +17,16 @@ _CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host``, as a hostfile names it, is this machine: by name, or because an address of it is one of
-    ours.
-    """
+    """Whether ``host``, as a hostfile names it, is this machine: by name, or by an address that is one of ours."""
     name = host.rpartition("@")[2].lower()
-    own = socket.gethostname().lower()
-    if name in ("localhost", own) or name == own.partition(".")[0] or name.partition(".")[0] == own:
+    mine = socket.gethostname().lower()
+    if name in ("localhost", mine) or name == mine.partition(".")[0] or name.partition(".")[0] == mine:
         return True
-    try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)  # only an address of this machine can be bound
-            return True
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)  # only an address of this machine can be bound
+                return True
     return False
 
 
@@ -63,68 +58,56 @@ def _unreachable(host: str, options: RunnerOptions) -> str | None:
     """Why ``host`` cannot be reached, None when it can."""
     command = [*ssh_prefix(host, options=options, connect_timeout_s=5), "true"]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_CHECK_S
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_S)
     except subprocess.TimeoutExpired:
         return f"no answer within {_CHECK_S:g} s"
     except OSError as error:
         return f"{command[0]} cannot be started: {error.strerror}"
-    said = next((line.strip() for line in done.stderr.splitlines() if line.strip()), "")
-    return None if done.returncode == 0 else said or f"ssh ended with status {done.returncode}"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return lines[0].strip() if lines else f"ssh ended with status {done.returncode}"
 
 
 def check_reachable(hosts: Sequence[str], options: RunnerOptions) -> None:
-    """Run ``true`` on all ``hosts`` at once. Raises UsageError naming those that ssh does not reach, with ssh's first
-    words.
-    """
+    """Run ``true`` on all ``hosts`` at once. Raises UsageError naming those not reached, with ssh's first words."""
     with ThreadPoolExecutor(max_workers=min(len(hosts), _CHECKS_AT_A_TIME)) as threads:
-        answers = dict(zip(hosts, threads.map(lambda host: _unreachable(host, options), hosts), strict=True))
-    failed = {host: why for host, why in answers.items() if why is not None}
+        answers = zip(hosts, threads.map(lambda host: _unreachable(host, options), hosts), strict=True)
+        failed = {host: why for host, why in answers if why is not None}
     if failed:
         first, why = next(iter(failed.items()))
         others = f" (nor are {len(failed) - 1} more: {', '.join(list(failed)[1:6])})" if len(failed) > 1 else ""
         raise UsageError(
-            f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' "
-            "work without a password, "
-            "or skip this test with --no_ssh_check"
+            f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' work "
+            "without a password, or skip this test with --no_ssh_check"
         )
 
 
 def check_programs(options: RunnerOptions) -> None:
     """Raise UsageError when a program of the runner is not installed here, or is another backend's."""
     runner = RUNNERS[options.launcher]
-    programs = (options.ssh[0],) if options.launcher == "ssh" else runner.programs
-    for program in programs:
+    for program in (options.ssh[0],) if options.launcher == "ssh" else runner.programs:
         if shutil.which(program) is None:
             raise UsageError(
                 f"--launcher {options.launcher} needs the program {program!r}, which is not on PATH; install "
-                f"{runner.install}, "
-                "or choose another --launcher"
+                f"{runner.install}, or choose another --launcher"
             )
     if options.launcher == "mvapich":
-        said = subprocess.run(
-            ["mpiname"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-        ).stdout
-        if "MVAPICH" not in said.upper():
-            raise UsageError(
-                f"the mpiname on PATH reports {said.strip()[:80]!r}, which is not MVAPICH; put MVAPICH first on PATH"
-            )
+        done = subprocess.run(["mpiname"], stdin=subprocess.DEVNULL, capture_output=True)
+        name = done.stdout.decode(errors="replace").strip()[:80]
+        if "MVAPICH" not in name.upper():
+            raise UsageError(f"the mpiname on PATH reports {name!r}, which is not MVAPICH; put MVAPICH first on PATH")
 
 
 def remove_stale_pid_file(path: str) -> None:
     """Remove ``path`` when the process it names, other than this one, has ended."""
-    try:
-        with open(path, encoding="ascii") as file:
-            pid = int(file.read())
-        if pid != os.getpid():
-            os.kill(pid, 0)
-            return
-    except FileNotFoundError:
-        return
-    except PermissionError:
-        return  # it runs, as somebody else
-    except (ValueError, OSError):
-        pass  # no such process, or nothing that names one
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # PermissionError: it runs, as somebody else
+        try:
+            with open(path, encoding="ascii") as file:
+                pid = int(file.read())
+            if pid != os.getpid():
+                os.kill(pid, 0)
+                return
+        except (ValueError, ProcessLookupError):
+            pass  # no such process, or nothing that names one
         os.unlink(path)

@@ -10,8 +10,9 @@ The rules, in one place:
 - What was asked for is what starts, or nothing does.
 """
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from deepspeed.errors import UsageError
 from deepspeed.launcher.hostfile import filter_hosts, parse_filter
@@ -23,9 +24,7 @@ World = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class LocalDevices:
-    """Accelerators that this process can use; ``visible`` is the value of ``variable`` that restricts them, None when
-    it is not set.
-    """
+    """Accelerators that this process can use; ``visible`` is what ``variable`` restricts them to, None when not set."""
 
     count: int
     variable: str = ""
@@ -58,36 +57,31 @@ class Request:
     force_multi: bool = False
     master_addr: str = ""
 
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Request":
+        """The request of a parsed command line."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+
     @property
     def selected_by(self) -> tuple[str, ...]:
         """Flags that choose hosts or devices."""
-        given = {
-            "--include": self.include,
-            "--exclude": self.exclude,
-            "--num_nodes": self.num_nodes != -1,
-            "--num_gpus": self.num_gpus != -1,
-        }
-        return tuple(flag for flag, value in given.items() if value)
+        names = ("include", "exclude", "num_nodes", "num_gpus")
+        return tuple(f"--{name}" for name in names if getattr(self, name) not in ("", -1))
 
     def check(self) -> None:
         """Raise UsageError for numbers that mean nothing and flags that contradict each other."""
-        if self.num_gpus == 0 or self.num_gpus < -1:
-            raise UsageError(f"--num_gpus {self.num_gpus} starts no rank; give a number from 1 on, or leave it out")
-        if self.num_nodes == 0 or self.num_nodes < -1:
-            raise UsageError(f"--num_nodes {self.num_nodes} leaves no node; give a number from 1 on, or leave it out")
+        for name, effect in (("num_gpus", "starts no rank"), ("num_nodes", "leaves no node")):
+            if (value := getattr(self, name)) == 0 or value < -1:
+                raise UsageError(f"--{name} {value} {effect}; give a number from 1 on, or leave it out")
         if self.node_rank < -1:
             raise UsageError(f"--node_rank {self.node_rank} is no node; nodes are counted from 0")
         if self.include and self.exclude:
             raise UsageError("--include and --exclude were both given; use one of them")
         if (self.include or self.exclude) and len(self.selected_by) > 1:
-            raise UsageError(
-                f"{self.selected_by[0]} already says which devices are used, so {self.selected_by[1]} cannot "
-                "be given too"
-            )
+            first, second, *_ = self.selected_by
+            raise UsageError(f"{first} already says which devices are used, so {second} cannot be given too")
         if self.no_ssh and self.node_rank == -1:
-            raise UsageError(
-                "--no_ssh means that you start every node yourself, so say which node this is with --node_rank"
-            )
+            raise UsageError("--no_ssh means that you start every node yourself; say which this is with --node_rank")
         if self.force_multi and self.node_rank != -1:
             raise UsageError("--force_multi uses a runner and --node_rank uses none; leave one of them out")
 
@@ -106,45 +100,32 @@ class Place:
 
 
 def select(hosts: Mapping[str, int], request: Request) -> World:
-    """Apply the flags to the hostfile's hosts. Raises UsageError or DeepSpeedConfigError when less would start than was
-    asked for.
-    """
+    """Apply the flags to the hostfile's hosts. Raises UsageError or DeepSpeedConfigError rather than start less."""
     slots = {host: tuple(range(count)) for host, count in hosts.items()}
-    if request.num_nodes > len(slots):
-        raise UsageError(
-            f"--num_nodes {request.num_nodes}, but the hostfile lists {len(slots)} host(s); add hosts, or "
-            "lower the number"
-        )
-    if request.num_nodes > 0:
-        slots = dict(list(slots.items())[: request.num_nodes])
-    if request.num_gpus > 0:
-        for host, numbers in slots.items():
-            if request.num_gpus > len(numbers):
-                raise UsageError(
-                    f"--num_gpus {request.num_gpus}, but the hostfile gives host {host} {len(numbers)} "
-                    "slot(s); lower the number"
-                )
-        slots = {host: numbers[: request.num_gpus] for host, numbers in slots.items()}
+    nodes, each = request.num_nodes, request.num_gpus
+    if nodes > len(slots):
+        what = f"the hostfile lists {len(slots)} host(s); add hosts, or lower the number"
+        raise UsageError(f"--num_nodes {nodes}, but {what}")
+    if nodes > 0:
+        slots = dict(list(slots.items())[:nodes])
+    for host, numbers in slots.items() if each > 0 else ():
+        if each > len(numbers):
+            what = f"the hostfile gives host {host} {len(numbers)} slot(s); lower the number"
+            raise UsageError(f"--num_gpus {each}, but {what}")
+        slots[host] = numbers[:each]
     chosen = filter_hosts(slots, include=request.include, exclude=request.exclude)
     if not chosen:
-        raise UsageError(
-            f"--exclude {request.exclude} leaves no slot of the hostfile's {len(slots)} host(s); exclude less"
-        )
+        what = f"leaves no slot of the hostfile's {len(slots)} host(s); exclude less"
+        raise UsageError(f"--exclude {request.exclude} {what}")
     return {host: tuple(numbers) for host, numbers in chosen.items()}
 
 
 def _on_cpu(request: Request) -> World:
     if request.exclude:
-        raise UsageError(
-            "--exclude has nothing to leave out, because no accelerator is used here; give --num_gpus for "
-            "ranks on the CPU"
-        )
-    named = (
-        max((slot for slots in parse_filter(request.include).values() for slot in slots or ()), default=0)
-        if request.include
-        else 0
-    )
-    count = request.num_gpus if request.num_gpus > 0 else named + 1
+        what = "has nothing to leave out, because no accelerator is used here; give --num_gpus for ranks on the CPU"
+        raise UsageError(f"--exclude {what}")
+    named = [slot for slots in parse_filter(request.include or LOCALHOST).values() for slot in slots or ()]
+    count = request.num_gpus if request.num_gpus > 0 else max(named, default=0) + 1
     chosen = filter_hosts({LOCALHOST: range(count)}, include=request.include)
     return {host: tuple(slots) for host, slots in chosen.items()}
 
@@ -158,83 +139,63 @@ def _here(request: Request, devices: LocalDevices) -> Place:
             f"--num_gpus {request.num_gpus}, but {devices.count} accelerator(s) are visible to this process; "
             "lower the number, widen the visible devices, or set DS_ACCELERATOR=cpu for ranks on the CPU"
         )
-    numbers = devices.numbers
-    count = request.num_gpus if request.num_gpus > 0 else devices.count
-    if numbers is None:
-        if request.include or request.exclude:
-            raise UsageError(
-                f"--include and --exclude take device numbers, but {devices.described} does not; use --num_gpus"
-            )
-        # The ranks see all of them, in that order, and each takes the one of its local rank.
-        return Place({LOCALHOST: tuple(range(count))}, 0, on_devices=False, uses_devices=True)
-    if request.include or request.exclude:
-        chosen = filter_hosts({LOCALHOST: numbers}, include=request.include, exclude=request.exclude)
-        if not chosen:
-            raise UsageError(f"--exclude {request.exclude} leaves no device of {devices.described}; exclude less")
-        return Place({LOCALHOST: tuple(chosen[LOCALHOST])}, 0, on_devices=True, uses_devices=True)
-    return Place({LOCALHOST: numbers[:count]}, 0, on_devices=True, uses_devices=True)
+    numbers, filtered = devices.numbers, request.include or request.exclude
+    if numbers is None and filtered:
+        what = f"take device numbers, but {devices.described} does not; use --num_gpus"
+        raise UsageError(f"--include and --exclude {what}")
+    # Devices without numbers: the ranks see all of them, in that order, and each takes the one of its local rank.
+    known = range(devices.count) if numbers is None else numbers
+    chosen = filter_hosts({LOCALHOST: known}, include=request.include, exclude=request.exclude).get(LOCALHOST)
+    if chosen is None:
+        raise UsageError(f"--exclude {request.exclude} leaves no device of {devices.described}; exclude less")
+    count = request.num_gpus if request.num_gpus > 0 else len(chosen)
+    return Place({LOCALHOST: tuple(chosen[:count])}, 0, on_devices=numbers is not None, uses_devices=True)
 
 
 def _check_slots_here(host: str, slots: Sequence[int], devices: LocalDevices) -> bool:
-    """Whether the ranks of this machine are to be shown just ``slots``. Raises UsageError for slots that it does not
-    have.
-    """
+    """Whether the ranks of this machine are to see just ``slots``. Raises UsageError for slots it does not have."""
     if devices.count == 0:
         return False
     numbers = devices.numbers
     if numbers is None:
         if len(slots) > devices.count or tuple(slots) != tuple(range(len(slots))):
-            raise UsageError(
-                f"slots {list(slots)} of host {host} cannot be found in {devices.described}, which names no "
-                "numbers; unset it"
-            )
+            what = f"cannot be found in {devices.described}, which names no numbers; unset it"
+            raise UsageError(f"slots {list(slots)} of host {host} {what}")
         return False
-    missing = [slot for slot in slots if slot not in numbers]
-    if missing:
+    if missing := [str(slot) for slot in slots if slot not in numbers]:
         raise UsageError(
-            f"host {host} is this machine and has no device {', '.join(map(str, missing))}: this process sees "
-            f"{devices.described}; correct "
-            "the hostfile or the selection, widen the visible devices, or set DS_ACCELERATOR=cpu for ranks on the CPU"
+            f"host {host} is this machine and has no device {', '.join(missing)}: this process sees "
+            f"{devices.described}; correct the hostfile or the selection, widen the visible devices, or set "
+            "DS_ACCELERATOR=cpu for ranks on the CPU"
         )
     return True
 
 
 def _by_hand(world: World, request: Request, devices: LocalDevices) -> Place:
     if not 0 <= request.node_rank < len(world):
-        raise UsageError(
-            f"--node_rank {request.node_rank} is not one of the {len(world)} node(s) of this job; count from 0 "
-            f"to {len(world) - 1}"
-        )
+        what = f"is not one of the {len(world)} node(s) of this job; count from 0 to {len(world) - 1}"
+        raise UsageError(f"--node_rank {request.node_rank} {what}")
     host, slots = list(world.items())[request.node_rank]
     return Place(world, request.node_rank, _check_slots_here(host, slots, devices), devices.count > 0)
 
 
 def _by_hand_without_hostfile(request: Request, devices: LocalDevices) -> Place:
-    missing = [
-        flag
-        for flag, given in (("--num_nodes", request.num_nodes > 0), ("--num_gpus", request.num_gpus > 0))
-        if not given
-    ]
-    if request.num_nodes != 1 and not request.master_addr:
-        missing.append("--master_addr")
+    nodes, each = request.num_nodes, request.num_gpus
+    given = {"--num_nodes": nodes > 0, "--num_gpus": each > 0, "--master_addr": nodes == 1 or bool(request.master_addr)}
+    missing = ", ".join(flag for flag, value in given.items() if not value)
     if missing or request.include or request.exclude:
         raise UsageError(
-            "--node_rank without a hostfile needs --num_nodes, --num_gpus and --master_addr, the same on every "
-            "node, and no --include or "
-            f"--exclude{'; missing: ' + ', '.join(missing) if missing else ''}"
+            "--node_rank without a hostfile needs --num_nodes, --num_gpus and --master_addr, the same on every node, "
+            f"and no --include or --exclude{'; missing: ' + missing if missing else ''}"
         )
-    world = {f"node{node}": tuple(range(request.num_gpus)) for node in range(request.num_nodes)}
-    if 0 < devices.count < request.num_gpus:
-        raise UsageError(
-            f"--num_gpus {request.num_gpus}, but {devices.count} accelerator(s) are visible to this process; "
-            "lower the number"
-        )
+    if 0 < devices.count < each:
+        what = f"{devices.count} accelerator(s) are visible to this process; lower the number"
+        raise UsageError(f"--num_gpus {each}, but {what}")
+    world = {f"node{node}": tuple(range(each)) for node in range(nodes)}
     place = _by_hand(world, request, LocalDevices(devices.count))
     # The nodes must agree on the slots, and each may have another variable; so that holds as it is, and slots are only
     # counted.
-    return Place(
-        world, place.node_rank, on_devices=place.on_devices and devices.visible is None, uses_devices=place.uses_devices
-    )
+    return replace(place, on_devices=place.on_devices and devices.visible is None)
 
 
 def find_place(
@@ -258,19 +219,16 @@ def find_place(
             return _by_hand_without_hostfile(request, devices())
         if request.num_nodes > 1:
             raise UsageError(
-                f"--num_nodes {request.num_nodes}, but no hostfile says which; name one with --hostfile, or "
-                "start every node yourself with "
-                "--node_rank R --num_gpus G --master_addr A"
+                f"--num_nodes {request.num_nodes}, but no hostfile says which; name one with --hostfile, or start "
+                "every node yourself with --node_rank R --num_gpus G --master_addr A"
             )
         place = _here(request, devices())
-        return Place(place.world, None, place.on_devices, place.uses_devices) if request.force_multi else place
+        return replace(place, node_rank=None) if request.force_multi else place
     world = select(hosts, request)
     if request.node_rank != -1:
         return _by_hand(world, request, devices())
-    first = next(iter(world))
-    if len(world) == 1 and not request.force_multi and is_here(first):
-        found = devices()
-        return Place(world, 0, _check_slots_here(first, world[first], found), found.count > 0)
+    if len(world) == 1 and not request.force_multi and is_here(next(iter(world))):
+        return _by_hand(world, replace(request, node_rank=0), devices())
     return Place(world, None, not cpu_only, not cpu_only)
 
 
@@ -287,10 +245,9 @@ def master_address(
     if given or len(names) == 1:
         return given or "127.0.0.1"
     first, second = names[:2]
-    if place.node_rank is not None:
-        if first in (LOCALHOST, "127.0.0.1", "::1"):
-            raise UsageError(
-                f"the first host is {first}, which the other nodes cannot reach; name this machine with --master_addr"
-            )
-        return first
-    return own_address(second) if is_here(first) else first
+    if place.node_rank is None:
+        return own_address(second) if is_here(first) else first
+    if first in (LOCALHOST, "127.0.0.1", "::1"):
+        what = f"the first host is {first}, which the other nodes cannot reach"
+        raise UsageError(f"{what}; name this machine with --master_addr")
+    return first

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from deepspeed.launcher.cli import main, parse_args
 from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name
 from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, read_hostfile
-from deepspeed.launcher.job import encode_world
+from deepspeed.launcher.job import encode_world as encode_world_info
 from deepspeed.observe.log import logger
 
 __all__ = [
@@ -37,19 +37,15 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Apply one filter to host -> slot list; see :func:`deepspeed.launcher.hostfile.filter_hosts`."""
+    """Apply one filter to host -> slot list."""
     return filter_hosts(host_info, include=include_str, exclude=exclude_str)
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
     """Apply one filter to host -> slot count and return host -> chosen slots."""
-    slots = {host: list(range(count)) for host, count in resource_pool.items()}
-    return filter_hosts(slots, include=inclusion, exclude=exclusion)
-
-
-def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Return URL-safe base64 of the JSON of host -> device ids."""
-    return encode_world({host: list(slots) for host, slots in world_info.items()})
+    return filter_hosts(
+        {host: range(count) for host, count in resource_pool.items()}, include=inclusion, exclude=exclusion
+    )
 
 
 if __name__ == "__main__":

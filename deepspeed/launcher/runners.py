@@ -1,4 +1,4 @@
-"""How a job reaches its hosts, as pure functions from a job to command lines.
+"""How a job reaches its hosts, as pure functions from a job to command lines, run or only shown.
 
 Two kinds of runner. *ssh* and *pdsh* start one launcher per host (``deepspeed.launcher.launch``), which starts and
 watches its ranks. *MPI* (openmpi, mpich, impi, mvapich) and *Slurm* start the ranks themselves; each rank learns from
@@ -7,12 +7,14 @@ their variables who it is (``deepspeed.comm.discovery``), and flags that need a 
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from deepspeed.errors import UsageError
+from deepspeed.launcher.environment import masked
 from deepspeed.launcher.hostfile import nearest_hint
 from deepspeed.launcher.job import Job, encode_world
+from deepspeed.launcher.resources import Place
 
 CONNECT_TIMEOUT_S = 10
 _PDSH_FANOUT = 1024
@@ -31,9 +33,9 @@ _MVAPICH = {
 class RunnerOptions:
     """What the command line says about reaching the hosts.
 
-    ``selected_by`` names the flags that chose hosts or devices; ``scratch`` is what the paths of files that a
-    backend reads begin with;
-    ``env`` are this process's variables; ``save_pid`` is the process id that names the pid files, 0 for none.
+    ``selected_by`` names the flags that chose hosts or devices; ``scratch`` is what the paths of files that a backend
+    reads begin with; ``env`` are this process's variables; ``save_pid`` is the process id that names the pid files, 0
+    for none.
     """
 
     launcher: str = "ssh"
@@ -49,19 +51,15 @@ class RunnerOptions:
 
 
 class RunnerCommand(NamedTuple):
-    """One process to start: its arguments, variables on top of this process's own, and files (path -> text) to write
-    first.
-    """
+    """One process to start: its arguments, variables on top of this process's own, and files (path -> text)."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]
-    files: Mapping[str, str]
+    env: Mapping[str, str] = {}
+    files: Mapping[str, str] = {}
 
 
 class Runner(NamedTuple):
-    """One backend. ``programs`` must be on PATH; ``install`` says where they come from; ``per_host`` runners start
-    launchers.
-    """
+    """One backend: programs that must be on PATH, where they come from, and whether it starts a launcher per host."""
 
     programs: tuple[str, ...]
     install: str
@@ -70,9 +68,7 @@ class Runner(NamedTuple):
 
 
 def split_arguments(text: str, *, source: str = "--launcher_args") -> tuple[str, ...]:
-    """Words of ``text`` as a shell would split them. Raises UsageError naming ``source`` for a quote that is not
-    closed.
-    """
+    """Words of ``text`` as a shell would split them. Raises UsageError naming ``source`` for an open quote."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -105,9 +101,7 @@ def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, runn
 
 
 def _remote_text(job: Job, command: str, options: RunnerOptions) -> str:
-    """The one text that a host's login shell is given: an ordinary shell (users' own may not know ``export``) becomes
-    ``command``.
-    """
+    """The one text that a host's login shell is given: an ordinary shell (users' may differ) becomes ``command``."""
     steps = [f"cd {shlex.quote(job.cwd)}"]
     if options.venv_script:
         script = options.venv_script if "/" in options.venv_script else f"./{options.venv_script}"
@@ -123,8 +117,8 @@ def _remote_text(job: Job, command: str, options: RunnerOptions) -> str:
 def ssh_prefix(host: str, *, options: RunnerOptions, connect_timeout_s: int = CONNECT_TIMEOUT_S) -> list[str]:
     """The ssh command line up to and with ``host``. Nobody can answer a question of ssh's, so it must not ask any."""
     port = ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
-    own = options.launcher_args if options.launcher == "ssh" else ()
-    return [*options.ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *port, *own, host]
+    more = options.launcher_args if options.launcher == "ssh" else ()
+    return [*options.ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *port, *more, host]
 
 
 def ssh_command(job: Job, node_rank: int, *, options: RunnerOptions) -> list[str]:
@@ -148,7 +142,7 @@ def _pdsh(job: Job, options: RunnerOptions) -> RunnerCommand:
         env["PDSH_SSH_ARGS_APPEND"] = f"{options.env.get('PDSH_SSH_ARGS_APPEND', '')} -p {options.ssh_port}".strip()
     # -S: the largest status of all hosts; -b: one Ctrl-C ends it.
     head = ("pdsh", "-S", "-b", "-f", str(_PDSH_FANOUT), "-w", ",".join(job.hosts))
-    return RunnerCommand((*head, *options.launcher_args, text), env, {})
+    return RunnerCommand((*head, *options.launcher_args, text), env)
 
 
 def _refuse_launcher_flags(job: Job, options: RunnerOptions) -> None:
@@ -162,25 +156,21 @@ def _refuse_launcher_flags(job: Job, options: RunnerOptions) -> None:
         "--venv_script": options.venv_script is not None,
         "--ssh_port": options.ssh_port is not None,
     }
-    for flag, wanted in given.items():
-        if wanted:
-            raise UsageError(
-                f"{flag} has no effect with --launcher {name}, which starts the ranks itself; use {name}'s own "
-                "option through "
-                "--launcher_args, or --launcher ssh"
-            )
-
-
-def _refuse_selection(options: RunnerOptions) -> None:
-    if options.selected_by:
+    if flag := next((flag for flag, wanted in given.items() if wanted), None):
         raise UsageError(
-            f"{options.selected_by[0]} does not work with --launcher {options.launcher}, which takes the hosts "
-            "and slots of the "
-            "hostfile as they are; write a hostfile with just those, or use --launcher ssh"
+            f"{flag} has no effect with --launcher {name}, which starts the ranks itself; use {name}'s own option "
+            "through --launcher_args, or --launcher ssh"
         )
 
 
-def _refuse_separator(job: Job, options: RunnerOptions) -> None:
+def _refuse_for_mpi(job: Job, options: RunnerOptions) -> None:
+    """Raise UsageError for what an mpirun does not do."""
+    _refuse_launcher_flags(job, options)
+    if options.selected_by:
+        raise UsageError(
+            f"{options.selected_by[0]} does not work with --launcher {options.launcher}, which takes the hosts and "
+            "slots of the hostfile as they are; write a hostfile with just those, or use --launcher ssh"
+        )
     if ":" in job.arguments:
         raise UsageError(
             f"the script has the argument ':', which {options.launcher}'s mpirun takes for the start of another program"
@@ -191,10 +181,8 @@ def _equal_slots(job: Job, options: RunnerOptions) -> int:
     counts = {host: len(slots) for host, slots in job.world.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{host} has {count}" for host, count in counts.items())
-        raise UsageError(
-            f"--launcher {options.launcher} needs the same number of slots on every host, but {listed}; use "
-            "--launcher ssh"
-        )
+        needs = f"--launcher {options.launcher} needs the same number of slots on every host"
+        raise UsageError(f"{needs}, but {listed}; use --launcher ssh")
     return next(iter(counts.values()))
 
 
@@ -211,72 +199,51 @@ def _variables(flag: str, variables: Mapping[str, str]) -> list[str]:
     return [word for name, value in variables.items() for word in (flag, name, value)]
 
 
+def _hydra(job: Job, options: RunnerOptions, more: Mapping[str, str]) -> tuple[int, list[str], list[str]]:
+    """Ranks per host, and the words of MPICH's mpirun and Intel's: sizes and arguments, variables and hosts."""
+    _refuse_for_mpi(job, options)
+    each = _equal_slots(job, options)
+    sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": str(each)}
+    variables = _variables("-genv", {**job.exports, **_meeting_point(job), **sizes, **more})
+    return each, ["-ppn", str(each), *options.launcher_args], [*variables, "-hosts", ",".join(job.hosts)]
+
+
 def _openmpi(job: Job, options: RunnerOptions) -> RunnerCommand:
-    _refuse_launcher_flags(job, options)
-    _refuse_selection(options)
-    _refuse_separator(job, options)
+    _refuse_for_mpi(job, options)
     hostfile = ("-hostfile", options.hostfile) if options.hostfile else ()
     variables = {"UCX_TLS": "tcp", **job.exports, **_meeting_point(job)}
     exports = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
     head = ("mpirun", "-n", str(job.world_size), *hostfile, "--mca", "btl", "^openib", *options.launcher_args)
-    return RunnerCommand((*head, *exports, *_rank_command(job)), {}, {})
+    return RunnerCommand((*head, *exports, *_rank_command(job)))
 
 
 def _mpich(job: Job, options: RunnerOptions) -> RunnerCommand:
-    _refuse_launcher_flags(job, options)
-    _refuse_selection(options)
-    _refuse_separator(job, options)
-    each = _equal_slots(job, options)
-    sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": str(each)}
-    variables = _variables("-genv", {**job.exports, **_meeting_point(job), **sizes})
-    head = (
-        "mpirun",
-        "-n",
-        str(job.world_size),
-        "-ppn",
-        str(each),
-        *options.launcher_args,
-        *variables,
-        "-hosts",
-        ",".join(job.hosts),
-    )
+    _, sizes, variables = _hydra(job, options, {})
     helper = (job.python, "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", "mpich")
     kind = (("--module",) if job.module else ()) + (("--no_python",) if job.no_python else ())
-    return RunnerCommand((*head, *helper, *kind, job.script, *job.arguments), {}, {})
+    head = ("mpirun", "-n", str(job.world_size), *sizes, *variables)
+    return RunnerCommand((*head, *helper, *kind, job.script, *job.arguments))
 
 
 def _impi(job: Job, options: RunnerOptions) -> RunnerCommand:
-    _refuse_launcher_flags(job, options)
-    _refuse_selection(options)
-    _refuse_separator(job, options)
-    each = _equal_slots(job, options)
-    sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": str(each)}
     # Its pinning would confine all threads of a rank to one core.
-    variables = _variables("-genv", {**job.exports, **_meeting_point(job), **sizes, "I_MPI_PIN": "0"})
-    words = ["mpirun", "-ppn", str(each), *options.launcher_args, *variables, "-hosts", ",".join(job.hosts)]
+    each, sizes, variables = _hydra(job, options, {"I_MPI_PIN": "0"})
+    words = ["mpirun", *sizes, *variables]
     for rank in range(job.world_size):
-        words += [":"] if rank else []
-        words += [
-            "-n",
-            "1",
-            *_variables("-env", {"RANK": str(rank), "LOCAL_RANK": str(rank % each)}),
-            *_rank_command(job),
-        ]
-    return RunnerCommand(tuple(words), {}, {})
+        identity = _variables("-env", {"RANK": str(rank), "LOCAL_RANK": str(rank % each)})
+        words += [*([":"] if rank else []), "-n", "1", *identity, *_rank_command(job)]
+    return RunnerCommand(tuple(words))
 
 
 def _mvapich(job: Job, options: RunnerOptions) -> RunnerCommand:
-    _refuse_launcher_flags(job, options)
-    _refuse_selection(options)
-    _refuse_separator(job, options)
+    _refuse_for_mpi(job, options)
     each = _equal_slots(job, options)
     hostfile = f"{options.scratch}mvapich_hostfile"
     on_devices = {"MV2_USE_CUDA": "1"} if job.on_devices else {}
     variables = _variables("-env", {**_MVAPICH, **on_devices, **job.exports, **_meeting_point(job)})
     head = ("mpirun", "-np", str(job.world_size), "-ppn", str(each), "--hostfile", hostfile, *options.launcher_args)
-    return RunnerCommand(
-        (*head, *variables, *_rank_command(job)), {}, {hostfile: "".join(f"{host}\n" for host in job.hosts)}
-    )
+    files = {hostfile: "".join(f"{host}\n" for host in job.hosts)}
+    return RunnerCommand((*head, *variables, *_rank_command(job)), files=files)
 
 
 def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
@@ -286,22 +253,13 @@ def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
         if slots != tuple(range(each)):
             raise UsageError(
                 f"--launcher slurm can only use the first devices of every host, but {host} is to use "
-                f"{','.join(map(str, slots))}; "
-                "use --num_gpus, or --launcher ssh"
+                f"{','.join(map(str, slots))}; use --num_gpus, or --launcher ssh"
             )
     devices = ("--gpus-per-node", str(each)) if "--num_gpus" in options.selected_by else ()
-    hosts = (
-        "--nodelist",
-        ",".join(job.hosts),
-        "--nodes",
-        str(len(job.hosts)),
-        "--ntasks-per-node",
-        str(each),
-        *devices,
-    )
+    hosts = ("--nodelist", ",".join(job.hosts), "--nodes", str(len(job.hosts)), "--ntasks-per-node", str(each))
     # --export separates values with commas and cannot quote them, so they travel in srun's own environment.
-    head = ("srun", "-n", str(job.world_size), *options.launcher_args, *hosts, "--export=ALL")
-    return RunnerCommand((*head, *_rank_command(job)), {**job.exports, **_meeting_point(job)}, {})
+    head = ("srun", "-n", str(job.world_size), *options.launcher_args, *hosts, *devices, "--export=ALL")
+    return RunnerCommand((*head, *_rank_command(job)), {**job.exports, **_meeting_point(job)})
 
 
 RUNNERS: Mapping[str, Runner] = {
@@ -317,14 +275,52 @@ RUNNERS: Mapping[str, Runner] = {
 
 def find_runner(name: str) -> str:
     """Canonical name of a runner. Raises UsageError, with the nearest one, for an unknown name."""
-    found = name.lower()
-    if found not in RUNNERS:
-        raise UsageError(f"--launcher {name!r} is unknown; {nearest_hint(found, RUNNERS)}")
-    return found
+    if name.lower() not in RUNNERS:
+        raise UsageError(f"--launcher {name!r} is unknown; {nearest_hint(name.lower(), RUNNERS)}")
+    return name.lower()
 
 
 def build(job: Job, options: RunnerOptions) -> RunnerCommand:
-    """The one process that starts ``job`` through a backend other than ssh. Raises UsageError for what the backend
-    cannot do.
-    """
+    """The one process that starts ``job`` through a backend other than ssh. Raises UsageError for what it cannot do."""
     return RUNNERS[options.launcher].build(job, options)
+
+
+def _numbers(numbers: tuple[int, ...] | range) -> str:
+    """``0-3`` for consecutive numbers, else ``0,2,3``."""
+    consecutive = len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+    return f"{numbers[0]}-{numbers[-1]}" if consecutive else ",".join(map(str, numbers))
+
+
+def _commands(job: Job, options: RunnerOptions) -> list[str]:
+    if options.launcher == "ssh":
+        shown = ((host, ssh_command(job, node, options=options)) for node, host in enumerate(job.hosts))
+        return [line for host, argv in shown for line in (f"command for {host}:", f"  {shlex.join(argv)}")]
+    command = build(job, options)
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in masked(command.env).items()]
+    lines = ["command:", f"  {' '.join([*assignments, shlex.join(command.argv)])}"]
+    for path, text in command.files.items():
+        lines += [f"file {path}:", *(f"  {line}" for line in text.splitlines())]
+    return lines
+
+
+def describe(job: Job, place: Place, *, options: RunnerOptions) -> str:
+    """What ``--dry_run`` shows: world, meeting point, variables, exact commands; secret values are masked everywhere.
+
+    Raises UsageError when the runner cannot run the job.
+    """
+    job = replace(job, exports=masked(job.exports))
+    lines = [f"world: {job.world_size} rank(s) on {len(job.hosts)} host(s)"]
+    kind = "devices" if place.uses_devices else "the CPU, slots"
+    for node, (host, slots) in enumerate(job.world.items()):
+        first = job.first_rank(node)
+        lines.append(f"  {host}: {kind} {_numbers(slots)}; ranks {_numbers(range(first, first + len(slots)))}")
+    port = f"port {job.master_port}" if job.master_port else "a free port that node 0 chooses"
+    where = f"{job.master_addr}, {port}" if job.master_addr else "found by the ranks in their scheduler's variables"
+    lines.append(f"meeting point: {where}")
+    if place.node_rank is not None:
+        command = shlex.join(node_command(job, place.node_rank, options=options))
+        lines += [f"node {place.node_rank} runs in this process, as with:", f"  {command}"]
+    else:
+        lines += ["variables for the hosts:", *(f"  {name}={value}" for name, value in job.exports.items())]
+        lines += _commands(job, options)
+    return "\n".join(lines) + "\n"

@@ -2,7 +2,6 @@
 stand-in.
 """
 
-import io
 import os
 import shutil
 import signal
@@ -118,13 +117,13 @@ def test_no_command_no_program_and_help(
     assert ds_ssh.ssh_program({"DS_SSH": "sh -x"}) == ["sh", "-x"]
 
 
-def test_more_hosts_than_processes_at_a_time(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_hosts_than_processes_at_a_time(
+    ssh: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(ds_ssh, "FANOUT", 2)
-    out = io.StringIO()
     hosts = [f"h{number}" for number in range(5)]
-    statuses = ds_ssh.run_everywhere(hosts, "echo $FAKE_HOST", program=[str(ssh / "ssh")], out=out, err=out)
-    assert statuses == dict.fromkeys(hosts, 0)
-    assert sorted(out.getvalue().splitlines()) == [f"{host}: {host}" for host in hosts]
+    assert ds_ssh.run_everywhere(hosts, "echo $FAKE_HOST", program=[str(ssh / "ssh")]) == dict.fromkeys(hosts, 0)
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"{host}: {host}" for host in hosts]
 
 
 def test_it_starts_without_torch() -> None:

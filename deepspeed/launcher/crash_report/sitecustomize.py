@@ -6,6 +6,7 @@ installed before the script starts is the only way that asks nothing of the scri
 Everything is undone before the script runs: the search path, the environment, and a sitecustomize of the user's own.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -20,10 +21,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 def _restore_environment() -> str | None:
     """Remove every trace from path and environment; return the report file, if the launcher named one."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
-    user_path = os.environ.pop("DS_USER_PYTHONPATH", None)
-    if user_path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
+    os.environ.pop("PYTHONPATH", None)
+    if (user_path := os.environ.pop("DS_USER_PYTHONPATH", None)) is not None:
         os.environ["PYTHONPATH"] = user_path
     return os.environ.pop("DS_CRASH_REPORT", None)
 
@@ -31,24 +30,20 @@ def _restore_environment() -> str | None:
 def _run_users_sitecustomize() -> None:
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
-        module = module_from_spec(spec)
-        sys.modules["sitecustomize"] = module
-        spec.loader.exec_module(module)
+        sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["sitecustomize"])
 
 
 def _install(report_file: str) -> None:
-    previous = sys.excepthook
-    owner = os.getpid()
+    previous, owner = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         # A forked child (a data loader worker) inherits the hook, but its failure is not the rank's.
         if os.getpid() == owner and not issubclass(kind, KeyboardInterrupt):
             moment = time.time()
-            try:
-                with open(report_file, "w", encoding="utf-8", errors="replace") as file:
-                    file.write(f"{moment!r}\n{''.join(traceback.format_exception(kind, value, trace))}")
-            except OSError:
-                pass  # the report is a convenience; the traceback below is printed in any case
+            # The report is a convenience; the traceback below is printed in any case.
+            with contextlib.suppress(OSError), open(report_file, "w", encoding="utf-8", errors="replace") as file:
+                file.write(f"{moment!r}\n{''.join(traceback.format_exception(kind, value, trace))}")
         previous(kind, value, trace)
 
     sys.excepthook = hook

@@ -5,7 +5,6 @@ jobs that start at the same moment cannot collide. Node K writes its messages to
 reads those to it from ``to/K/0``, ``to/K/1``, ...; ``news`` counts the former, ``beat/K`` the times it has looked.
 """
 
-import hashlib
 import json
 import os
 import queue
@@ -50,11 +49,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _fingerprint(job: Job) -> str:
-    """Equal for launchers that were told of the same hosts and slots."""
-    return hashlib.sha256(encode_world(job.world).encode()).hexdigest()
-
-
 class HostLink:
     """Node 0's link: the hub is in this process, and hears the other nodes through the store."""
 
@@ -71,7 +65,7 @@ class HostLink:
         self._over = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         if self._others:
-            store.set(_KEY, _fingerprint(job))
+            store.set(_KEY, encode_world(job.world))
             self._listener.start()
         self.send(meeting_point(store))
 
@@ -181,7 +175,7 @@ class StoreLink:
         _await_port(address, port, end)
         left = timedelta(seconds=max(5.0, end - time.monotonic()))
         store = TCPStore(address, port, is_master=False, timeout=left, wait_for_workers=False)
-        if store.get(_KEY).decode() != _fingerprint(self._job):
+        if store.get(_KEY).decode() != encode_world(self._job.world):
             what = "it was started with other hosts or slots than node 0; give every node the same hostfile and filters"
         elif store.add(f"{_KEY}/claim/{self._node}", 1) > 1:
             what = f"a launcher with --node_rank {self._node} is in this job already; give every node its own"
@@ -200,13 +194,12 @@ def _await_port(address: str, port: int, end: float) -> None:
             return
         except OSError as error:
             reason = error.strerror or str(error)
-        now = time.monotonic()
-        if now > end:
-            raise UsageError(
-                f"node 0 cannot be reached at {address}:{port} ({reason}), tried for {now - started:.0f} s; check "
-                "--master_addr and --master_port, that the launcher of node 0 runs, and that no firewall is in between"
-            )
-        if now - started > SAY_AFTER_S and silent:
+        waited = time.monotonic() - started
+        if time.monotonic() > end:
+            what = "check --master_addr and --master_port, that the launcher of node 0 runs, and that no firewall is in"
+            tried = f"node 0 cannot be reached at {address}:{port} ({reason}), tried for {waited:.0f} s"
+            raise UsageError(f"{tried}; {what} between")
+        if waited > SAY_AFTER_S and silent:
             silent = False
             logger.info("waiting up to %.0f s for node 0 at %s:%d (%s)", end - started, address, port, reason)
         time.sleep(0.1)

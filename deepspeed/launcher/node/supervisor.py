@@ -40,79 +40,64 @@ class NodeJob:
     job: Job
     node_rank: int
     runner: str = ""
-    cores: tuple[RankCores, ...] | None = None
+    cores: list[RankCores] | None = None
 
     @property
     def devices(self) -> tuple[int, ...]:
         """Device ids that all ranks of this node may use; there are as many as ranks."""
         return self.job.world[self.job.hosts[self.node_rank]]
 
-    @property
-    def ranks(self) -> int:
-        """Ranks on this node."""
-        return len(self.devices)
+    def rank(self, local: int) -> int:
+        """Global rank of local rank ``local``."""
+        return self.job.first_rank(self.node_rank) + local
 
 
 def node_job(job: Job, node_rank: int, *, runner: str = "") -> NodeJob:
     """The part of ``job`` that node ``node_rank`` runs. Raises UsageError when there is no such node, or no port."""
     nodes = len(job.hosts)
     if not 0 <= node_rank < nodes:
-        raise UsageError(
-            f"--node_rank {node_rank} is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
-        )
+        what = f"is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
+        raise UsageError(f"--node_rank {node_rank} {what}")
     if nodes > 1 and job.master_port == 0 and runner != "ssh":
-        raise UsageError(
-            "--master_port is needed when nodes are started one by one: the others cannot know a port that "
-            "node 0 chooses"
-        )
-    cores = plan_cores(job, len(job.world[job.hosts[node_rank]]))
-    return NodeJob(job, node_rank, runner, None if cores is None else tuple(cores))
+        what = "when nodes are started one by one: the others cannot know a port that node 0 chooses"
+        raise UsageError(f"--master_port is needed {what}")
+    return NodeJob(job, node_rank, runner, plan_cores(job, len(job.world[job.hosts[node_rank]])))
 
 
-def _omp_threads(node: NodeJob, local: int) -> str:
-    if node.cores is not None:
-        return str(len(node.cores[local].cores))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // node.ranks))
-
-
-def rank_environment(node: NodeJob, local: int, *, port: int, run_id: str, report_file: str) -> dict[str, str]:
+def rank_environment(node: NodeJob, local: int, go: Message, report_file: str) -> dict[str, str]:
     """Variables that rank ``local`` of this node gets in addition to this process's own.
 
     The names of DeepSpeed, the names of torchrun (so that libraries recognise an elastic launch and use the launcher's
     store), the visible devices, and those by which ``crash_report`` is loaded and told where to write.
     """
-    job = node.job
-    rank = str(job.first_rank(node.node_rank) + local)
-    world, on_node, nodes = str(job.world_size), str(node.ranks), str(len(job.hosts))
+    job, ranks = node.job, len(node.devices)
+    if node.cores is not None:
+        threads = str(len(node.cores[local].cores))
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // ranks))
     user_path = os.environ.get("PYTHONPATH")
     report_path = os.path.dirname(os.path.abspath(crash_report.__file__))
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": world,
-        "LOCAL_SIZE": on_node,
-        "CROSS_RANK": str(node.node_rank),
-        "CROSS_SIZE": nodes,
+    names = {
+        "RANK ROLE_RANK": node.rank(local),
+        "LOCAL_RANK": local,
+        "WORLD_SIZE ROLE_WORLD_SIZE": job.world_size,
+        "LOCAL_SIZE LOCAL_WORLD_SIZE": ranks,
+        "CROSS_RANK GROUP_RANK": node.node_rank,
+        "CROSS_SIZE GROUP_WORLD_SIZE": len(job.hosts),
         "MASTER_ADDR": job.master_addr,
-        "MASTER_PORT": str(port),
-        "LOCAL_WORLD_SIZE": on_node,
-        "GROUP_RANK": str(node.node_rank),
-        "GROUP_WORLD_SIZE": nodes,
-        "ROLE_RANK": rank,
+        "MASTER_PORT": go["port"],
         "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": world,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": go["run_id"],
+        "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "OMP_NUM_THREADS": _omp_threads(node, local),
+        "OMP_NUM_THREADS": threads,
         "PYTHONPATH": os.pathsep.join([report_path, user_path]) if user_path else report_path,
         "DS_CRASH_REPORT": report_file,
+        **({"DS_USER_PYTHONPATH": user_path} if user_path else {}),
     }
-    if user_path:
-        environment["DS_USER_PYTHONPATH"] = user_path
+    environment = {name: str(value) for equal, value in names.items() for name in equal.split()}
     if job.on_devices:
         get_accelerator().set_visible_devices_envs(environment, list(node.devices))
     return environment
@@ -120,31 +105,28 @@ def rank_environment(node: NodeJob, local: int, *, port: int, run_id: str, repor
 
 def rank_arguments(node: NodeJob, local: int, log_file: str) -> tuple[str, ...]:
     """The command line that starts rank ``local`` of this node through ``rank_exec``."""
-    job, cores = node.job, node.cores[local] if node.cores is not None else None
-    pinned = ",".join(map(str, cores.cores)) if cores is not None else ""
+    job, cores = node.job, node.cores[local] if node.cores is not None else RankCores(())
     command: tuple[str, ...] = (job.script,)
     if not job.no_python:
         command = (sys.executable, "-u", *(("-m",) if job.module else ()), job.script)
-    if cores is not None and cores.memory_nodes and (numactl := shutil.which("numactl")):
+    if cores.memory_nodes and (numactl := shutil.which("numactl")):
         command = (numactl, "-m", ",".join(map(str, cores.memory_nodes)), *command)
     local_rank = (f"--local_rank={local}",) if job.local_rank_argument else ()
+    pinned = ",".join(map(str, cores.cores))
     head = (sys.executable, "-I", "-S", rank_exec.__file__, str(os.getpid()), log_file, pinned)
     return (*head, *command, *local_rank, *job.arguments)
 
 
 def rank_log_files(node: NodeJob) -> list[str]:
-    """One log file per local rank (empty without a log directory); creates the directory. Raises UsageError when a file
-    exists.
-    """
-    folder = node.job.log_dir
+    """One log file per local rank, "" without a log directory, which is made. Raises UsageError when a file exists."""
+    folder, ranks = node.job.log_dir, range(len(node.devices))
     if folder is None:
-        return [""] * node.ranks
+        return [""] * len(ranks)
     os.makedirs(folder, exist_ok=True)
-    stamp, first = time.strftime("%Y%m%d%H%M%S"), node.job.first_rank(node.node_rank)
-    files = [os.path.abspath(os.path.join(folder, f"{stamp}_rank{first + local}.log")) for local in range(node.ranks)]
-    for file in files:
-        if os.path.exists(file):
-            raise UsageError(f"log file {file} exists already; name another directory with --enable_each_rank_log")
+    stamp = os.path.join(os.path.abspath(folder), time.strftime("%Y%m%d%H%M%S"))
+    files = [f"{stamp}_rank{node.rank(local)}.log" for local in ranks]
+    for file in filter(os.path.exists, files):
+        raise UsageError(f"log file {file} exists already; name another directory with --enable_each_rank_log")
     return files
 
 
@@ -178,7 +160,12 @@ def run_node(node: NodeJob) -> int:
     log_files = rank_log_files(node)
 
     def start(go: Message) -> Ranks:
-        commands = [_command(node, local, go, log_files[local], scratch) for local in range(node.ranks)]
+        commands = []
+        for local, log_file in enumerate(log_files):
+            report_file = os.path.join(scratch, f"rank{local}")
+            environment = rank_environment(node, local, go, report_file)
+            argv = rank_arguments(node, local, log_file)
+            commands.append(RankCommand(node.rank(local), argv, environment, report_file))
         stdin = subprocess.DEVNULL if node.runner else None
         return Ranks(commands, guardian, lambda index: member.post("rank", index), stdin=stdin)
 
@@ -208,10 +195,3 @@ def run_node(node: NodeJob) -> int:
             sys.stderr.write(verdict.text)
             sys.stderr.flush()
     return verdict.status
-
-
-def _command(node: NodeJob, local: int, go: Message, log_file: str, scratch: str) -> RankCommand:
-    report_file = os.path.join(scratch, f"rank{local}")
-    environment = rank_environment(node, local, port=go["port"], run_id=go["run_id"], report_file=report_file)
-    rank = node.job.first_rank(node.node_rank) + local
-    return RankCommand(rank, rank_arguments(node, local, log_file), environment, report_file)
