@@ -26,7 +26,7 @@ class RankCores:
 
 
 @dataclass(frozen=True)
-class Topology:
+class CpuTopology:
     """The CPUs of each physical core, and of each NUMA node with memory. Both may be empty."""
 
     cores: tuple[tuple[int, ...], ...] = ()
@@ -57,13 +57,13 @@ def _read_lists(root: str, kind: str, name: str) -> dict[int, tuple[int, ...]]:
     return dict(sorted(lists.items()))
 
 
-def read_topology(root: str = SYSFS) -> Topology:
+def read_topology(root: str = SYSFS) -> CpuTopology:
     """Read physical cores and NUMA nodes; some containers do not show them."""
     cores = _read_lists(root, "cpu", "topology/thread_siblings_list")
-    return Topology(tuple(sorted(set(cores.values()))), _read_lists(root, "node", "cpulist"))
+    return CpuTopology(tuple(sorted(set(cores.values()))), _read_lists(root, "node", "cpulist"))
 
 
-def usable_cores(topology: Topology, allowed: Collection[int]) -> list[int]:
+def usable_cores(topology: CpuTopology, allowed: Collection[int]) -> list[int]:
     """The first allowed CPU of every physical core, NUMA node by NUMA node, so that equal shares cross few borders."""
     known = {cpu for core in topology.cores for cpu in core}
     cores = [*topology.cores, *((cpu,) for cpu in allowed if cpu not in known)]
@@ -73,9 +73,8 @@ def usable_cores(topology: Topology, allowed: Collection[int]) -> list[int]:
 
 
 def share_cores(cores: Sequence[int], ranks: int, nodes: Mapping[int, Sequence[int]]) -> list[RankCores]:
-    """Give each rank ``len(cores) // ranks`` neighbouring cores; a remainder stays unused, so that ranks are equal.
+    """Give each rank equally many neighbouring cores, and memory from the NUMA nodes that all of these are local to.
 
-    A rank whose cores are all local to one NUMA node (or to several that list the same CPUs) gets its memory there.
     Raises UsageError (an AssertionError) when there are fewer cores than ranks.
     """
     each = len(cores) // ranks
@@ -96,9 +95,8 @@ def plan_cores(
 ) -> list[RankCores] | None:
     """Cores of the ``ranks`` ranks on this node; None when ``job`` does not ask for binding.
 
-    ``allowed`` are the CPUs this process may use (default: ask the kernel); a core list must keep to them.
-    Raises DeepSpeedConfigError (a ValueError) for a malformed list or when KMP_AFFINITY is set, which would bind
-    threads elsewhere; UsageError for CPUs that are not allowed here, or too few of them.
+    ``allowed`` are the CPUs this process may use (default: ask the kernel). Raises DeepSpeedConfigError (a ValueError)
+    for a malformed list or KMP_AFFINITY; UsageError for CPUs that are not allowed, or too few of them.
     """
     if not job.bind_cores and job.core_list is None:
         return None

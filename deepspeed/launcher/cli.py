@@ -33,31 +33,27 @@ from deepspeed.launcher.machine import (
     own_address,
     remove_stale_pid_file,
 )
-from deepspeed.launcher.resources import BY_HAND_PORT, Place, Request, find_place, master_address
+from deepspeed.launcher.resources import BY_HAND_PORT, Location, Selection, find_place, master_address
 from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, describe, find_runner, split_arguments
 from deepspeed.observe.log import logger
 
 # For runners that cannot be told a port later: below those from which Linux serves outgoing connections.
 _SOME_PORTS = range(20000, 29973)
-_DESCRIPTION = (
-    "Start a training script on the accelerators of one or many hosts; what follows the script belongs to it."
-)
+_DESCRIPTION = "Start a script on the accelerators of one or many hosts; what follows the script belongs to it."
 _RULES = """\
 hosts and devices:
   Without a hostfile the job runs on this machine: one rank per accelerator that CUDA_VISIBLE_DEVICES leaves visible,
-  or one on the
-  CPU. --num_gpus N takes the first N visible ones; slots in --include and --exclude are device numbers as in
-  CUDA_VISIBLE_DEVICES,
-  and never one that it hides. Without accelerators, or with DS_ACCELERATOR=cpu, --num_gpus N starts N ranks on the CPU.
+  or one on the CPU. --num_gpus N takes the first N visible ones; slots in --include and --exclude are device numbers
+  as in CUDA_VISIBLE_DEVICES, and never one that it hides. Without accelerators, or with DS_ACCELERATOR=cpu,
+  --num_gpus N starts N ranks on the CPU.
   A hostfile has lines 'name slots=N'. FILTER is name[:slot,...][@name...], as in 'node1@node2:0,2'.
-  The ranks meet on the first host, by its name in the hostfile, unless --master_addr says otherwise.
-  Other hosts are given variables starting with MLFLOW, PYTHON, MV2, UCX, NCCL,
-  GLOO, TORCH_, PYTORCH_, OMP_, CUDA_DEVICE_, CUDA_LAUNCH or CUDA_MODULE, and those of .deepspeed_env files (lines
-  KEY=VALUE; in the home directory, then here; DS_ENV_FILE names another file).
+  The ranks meet on the first host, by its name in the hostfile, unless --master_addr says otherwise. Other hosts are
+  given variables starting with MLFLOW, PYTHON, MV2, UCX, NCCL, GLOO, TORCH_, PYTORCH_, OMP_, CUDA_DEVICE_, CUDA_LAUNCH
+  or CUDA_MODULE, and those of .deepspeed_env files (lines KEY=VALUE; in the home directory, then in the current one;
+  DS_ENV_FILE names another file).
 
 exit status:
-  0 when every rank returned 0; that of the rank that failed first, 128 + S after signal S; 2 when the command line
-  cannot work.
+  0 when every rank returned 0; that of the rank that failed first, 128 + S after signal S; 2 for a wrong command line.
 """
 _SWITCH = {"action": "store_true"}
 _BY_HAND = (
@@ -153,15 +149,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 def refuse_absent(options: argparse.Namespace) -> None:
     """Raise NotYetError for a flag whose effect this release does not have, UsageError for numbers out of range."""
     if options.autotuning:
-        raise NotYetError(
-            "--autotuning is not in this release; leave it out, and set batch and bucket sizes in the "
-            "configuration yourself"
-        )
+        what = "leave it out, and set batch and bucket sizes in the configuration yourself"
+        raise NotYetError(f"--autotuning is not in this release; {what}")
     if options.elastic_training or options.min_elastic_nodes != -1 or options.max_elastic_nodes != -1:
-        raise NotYetError(
-            "--elastic_training and its limits are not in this release; leave them out, and resume a "
-            "checkpoint to go on with other nodes"
-        )
+        what = "leave them out, and resume a checkpoint to go on with other nodes"
+        raise NotYetError(f"--elastic_training and its limits are not in this release; {what}")
     for flag, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
         if port is not None and not 0 <= port <= 65535:
             raise UsageError(f"{flag} {port} is no port number; ports go from 1 to 65535")
@@ -177,15 +169,13 @@ def check_target(options: argparse.Namespace) -> None:
     elif options.module:
         # Only the top-level package is looked up: finding more would import it.
         if PathFinder.find_spec(target.partition(".")[0], [folder, *sys.path]) is None:
-            raise UsageError(
-                f"module {target!r} was not found from {folder} or in the Python environment; check the name after "
-                "--module"
-            )
+            where = f"from {folder} or in the Python environment"
+            raise UsageError(f"module {target!r} was not found {where}; check the name after --module")
     elif not os.path.exists(target):
         raise UsageError(f"script {target!r} does not exist in {folder}; check the path")
 
 
-def _find_place(options: argparse.Namespace, request: Request) -> Place:
+def _find_place(options: argparse.Namespace, request: Selection) -> Location:
     # The default hostfile need not be there.
     absent = options.hostfile == DEFAULT_HOSTFILE and not os.path.exists(options.hostfile)
     hosts = None if absent else load_hostfile(options.hostfile)
@@ -197,14 +187,12 @@ def _find_place(options: argparse.Namespace, request: Request) -> Place:
         is_here=is_this_machine,
     )
     if hosts is not None and place.node_rank is None and place.uses_devices and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        logger.warning(
-            "CUDA_VISIBLE_DEVICES of this shell is not passed on to the hosts; choose devices with --include "
-            "or --exclude"
-        )
+        what = "choose devices with --include or --exclude"
+        logger.warning("CUDA_VISIBLE_DEVICES of this shell is not passed on to the hosts; %s", what)
     return place
 
 
-def _port(options: argparse.Namespace, place: Place, launcher: str) -> int:
+def _port(options: argparse.Namespace, place: Location, launcher: str) -> int:
     """As given; else 0 where node 0 can choose and tell, a fixed one by hand, and any one for other runners."""
     if options.master_port is not None:
         return int(options.master_port)
@@ -213,7 +201,7 @@ def _port(options: argparse.Namespace, place: Place, launcher: str) -> int:
     return 0 if launcher in ("ssh", "slurm") else random.choice(_SOME_PORTS)
 
 
-def make_job(options: argparse.Namespace, place: Place, launcher: str) -> Job:
+def make_job(options: argparse.Namespace, place: Location, launcher: str) -> Job:
     """The job that ``options`` describe at ``place``. Raises UsageError or DeepSpeedConfigError."""
     elsewhere = place.node_rank is None
     address, exports = options.master_addr, {}
@@ -237,7 +225,7 @@ def make_job(options: argparse.Namespace, place: Place, launcher: str) -> Job:
     )
 
 
-def _runner_options(options: argparse.Namespace, request: Request, launcher: str) -> RunnerOptions:
+def _runner_options(options: argparse.Namespace, request: Selection, launcher: str) -> RunnerOptions:
     return RunnerOptions(
         launcher=launcher,
         launcher_args=split_arguments(options.launcher_args),
@@ -282,7 +270,7 @@ def _launch(options: argparse.Namespace) -> int:
     refuse_absent(options)
     check_target(options)
     launcher = find_runner(options.launcher)
-    request = Request.of(options)
+    request = Selection.of(options)
     runner = _runner_options(options, request, launcher)
     place = _find_place(options, request)
     job = make_job(options, place, launcher)

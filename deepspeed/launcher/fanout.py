@@ -207,8 +207,7 @@ class FanOut(EventLoop):
 def run_over_ssh(job: Job, *, options: RunnerOptions) -> int:
     """Run ``job`` on all its hosts through ssh and return its exit status; the verdict is the last text shown.
 
-    Statuses are those of ``supervisor.run_node``; 1 also when a host cannot be reached or cannot start its launcher,
-    130 after Ctrl-C. Raises UsageError when ssh cannot be started.
+    1 when a host cannot be reached or cannot start its launcher. Raises UsageError when ssh cannot be started.
     """
     commands = [ssh_command(job, rank, options=options) for rank in range(len(job.hosts))]
     verdict = FanOut(job.hosts, commands, show_traceback=job.world_size > 1).run()

@@ -45,7 +45,7 @@ class LocalDevices:
 
 
 @dataclass(frozen=True)
-class Request:
+class Selection:
     """What the flags ask for; -1 and empty texts mean that a flag was not given."""
 
     include: str = ""
@@ -58,7 +58,7 @@ class Request:
     master_addr: str = ""
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> "Request":
+    def of(cls, options: argparse.Namespace) -> "Selection":
         """The request of a parsed command line."""
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
@@ -87,7 +87,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a job runs. ``node_rank`` is the node whose ranks this process runs; None: a runner reaches the hosts.
 
     ``on_devices`` as in :class:`deepspeed.launcher.job.Job`; ``uses_devices`` is false where ranks run on the CPU.
@@ -99,7 +99,7 @@ class Place:
     uses_devices: bool
 
 
-def select(hosts: Mapping[str, int], request: Request) -> World:
+def select(hosts: Mapping[str, int], request: Selection) -> World:
     """Apply the flags to the hostfile's hosts. Raises UsageError or DeepSpeedConfigError rather than start less."""
     slots = {host: tuple(range(count)) for host, count in hosts.items()}
     nodes, each = request.num_nodes, request.num_gpus
@@ -120,7 +120,7 @@ def select(hosts: Mapping[str, int], request: Request) -> World:
     return {host: tuple(numbers) for host, numbers in chosen.items()}
 
 
-def _on_cpu(request: Request) -> World:
+def _on_cpu(request: Selection) -> World:
     if request.exclude:
         what = "has nothing to leave out, because no accelerator is used here; give --num_gpus for ranks on the CPU"
         raise UsageError(f"--exclude {what}")
@@ -130,10 +130,10 @@ def _on_cpu(request: Request) -> World:
     return {host: tuple(slots) for host, slots in chosen.items()}
 
 
-def _here(request: Request, devices: LocalDevices) -> Place:
+def _on_this_machine(request: Selection, devices: LocalDevices) -> Location:
     """This machine without a hostfile."""
     if devices.count == 0:
-        return Place(_on_cpu(request), 0, on_devices=False, uses_devices=False)
+        return Location(_on_cpu(request), 0, on_devices=False, uses_devices=False)
     if request.num_gpus > devices.count:
         raise UsageError(
             f"--num_gpus {request.num_gpus}, but {devices.count} accelerator(s) are visible to this process; "
@@ -149,7 +149,7 @@ def _here(request: Request, devices: LocalDevices) -> Place:
     if chosen is None:
         raise UsageError(f"--exclude {request.exclude} leaves no device of {devices.described}; exclude less")
     count = request.num_gpus if request.num_gpus > 0 else len(chosen)
-    return Place({LOCALHOST: tuple(chosen[:count])}, 0, on_devices=numbers is not None, uses_devices=True)
+    return Location({LOCALHOST: tuple(chosen[:count])}, 0, on_devices=numbers is not None, uses_devices=True)
 
 
 def _check_slots_here(host: str, slots: Sequence[int], devices: LocalDevices) -> bool:
@@ -171,23 +171,22 @@ def _check_slots_here(host: str, slots: Sequence[int], devices: LocalDevices) ->
     return True
 
 
-def _by_hand(world: World, request: Request, devices: LocalDevices) -> Place:
+def _by_hand(world: World, request: Selection, devices: LocalDevices) -> Location:
     if not 0 <= request.node_rank < len(world):
         what = f"is not one of the {len(world)} node(s) of this job; count from 0 to {len(world) - 1}"
         raise UsageError(f"--node_rank {request.node_rank} {what}")
     host, slots = list(world.items())[request.node_rank]
-    return Place(world, request.node_rank, _check_slots_here(host, slots, devices), devices.count > 0)
+    return Location(world, request.node_rank, _check_slots_here(host, slots, devices), devices.count > 0)
 
 
-def _by_hand_without_hostfile(request: Request, devices: LocalDevices) -> Place:
+def _by_hand_without_hostfile(request: Selection, devices: LocalDevices) -> Location:
     nodes, each = request.num_nodes, request.num_gpus
     given = {"--num_nodes": nodes > 0, "--num_gpus": each > 0, "--master_addr": nodes == 1 or bool(request.master_addr)}
     missing = ", ".join(flag for flag, value in given.items() if not value)
     if missing or request.include or request.exclude:
-        raise UsageError(
-            "--node_rank without a hostfile needs --num_nodes, --num_gpus and --master_addr, the same on every node, "
-            f"and no --include or --exclude{'; missing: ' + missing if missing else ''}"
-        )
+        needs = "--num_nodes, --num_gpus and --master_addr, the same on every node, and no --include or --exclude"
+        why = f"; missing: {missing}" if missing else ""
+        raise UsageError(f"--node_rank without a hostfile needs {needs}{why}")
     if 0 < devices.count < each:
         what = f"{devices.count} accelerator(s) are visible to this process; lower the number"
         raise UsageError(f"--num_gpus {each}, but {what}")
@@ -199,19 +198,18 @@ def _by_hand_without_hostfile(request: Request, devices: LocalDevices) -> Place:
 
 
 def find_place(
-    request: Request,
+    request: Selection,
     hosts: Mapping[str, int] | None,
     *,
     cpu_only: bool,
     devices: Callable[[], LocalDevices],
     is_here: Callable[[str], bool],
-) -> Place:
+) -> Location:
     """Decide where a job runs; ``hosts`` is the hostfile's content, None without one.
 
     ``devices`` is asked only where ranks run on this machine, because counting them is slow; ``is_here`` tells whether
     a host is this machine; ``cpu_only`` whether ranks run on the CPU everywhere. Raises UsageError or
-    DeepSpeedConfigError, whose message is for the user, when the flags contradict each other or ask for more than there
-    is.
+    DeepSpeedConfigError when the flags contradict each other or ask for more than there is.
     """
     request.check()
     if hosts is None:
@@ -222,18 +220,18 @@ def find_place(
                 f"--num_nodes {request.num_nodes}, but no hostfile says which; name one with --hostfile, or start "
                 "every node yourself with --node_rank R --num_gpus G --master_addr A"
             )
-        place = _here(request, devices())
+        place = _on_this_machine(request, devices())
         return replace(place, node_rank=None) if request.force_multi else place
     world = select(hosts, request)
     if request.node_rank != -1:
         return _by_hand(world, request, devices())
     if len(world) == 1 and not request.force_multi and is_here(next(iter(world))):
         return _by_hand(world, replace(request, node_rank=0), devices())
-    return Place(world, None, not cpu_only, not cpu_only)
+    return Location(world, None, not cpu_only, not cpu_only)
 
 
 def master_address(
-    place: Place, given: str, *, is_here: Callable[[str], bool], own_address: Callable[[str], str]
+    place: Location, given: str, *, is_here: Callable[[str], bool], own_address: Callable[[str], str]
 ) -> str:
     """Where the ranks meet: as given; the loopback for one host; else the first host, by its name in the hostfile.
 

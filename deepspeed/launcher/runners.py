@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.launcher.environment import masked
 from deepspeed.launcher.hostfile import nearest_hint
 from deepspeed.launcher.job import Job, encode_world
-from deepspeed.launcher.resources import Place
+from deepspeed.launcher.resources import Location
 
 CONNECT_TIMEOUT_S = 10
 _PDSH_FANOUT = 1024
@@ -303,7 +303,7 @@ def _commands(job: Job, options: RunnerOptions) -> list[str]:
     return lines
 
 
-def describe(job: Job, place: Place, *, options: RunnerOptions) -> str:
+def describe(job: Job, place: Location, *, options: RunnerOptions) -> str:
     """What ``--dry_run`` shows: world, meeting point, variables, exact commands; secret values are masked everywhere.
 
     Raises UsageError when the runner cannot run the job.

@@ -126,9 +126,9 @@ class Hosts:
 def remove_left_over() -> None:
     """Remove the namespaces of test processes that were killed before they could."""
     for line in _ip("netns", "list").splitlines():
-        found = re.match(r"ds(\d+)-\w+", line)
-        if found and not Path(f"/proc/{found[1]}").exists():
-            _ip("netns", "del", found[0])
+        match = re.match(r"ds(\d+)-\w+", line)
+        if match and not Path(f"/proc/{match[1]}").exists():
+            _ip("netns", "del", match[0])
 
 
 @pytest.fixture(scope="module")

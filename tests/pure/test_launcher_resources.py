@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from deepspeed.errors import DeepSpeedError
 from deepspeed.launcher.hostfile import load_hostfile, parse_hostfile
 from deepspeed.launcher.machine import is_this_machine, own_address, remove_stale_pid_file
-from deepspeed.launcher.resources import LocalDevices, Place, Request, find_place, master_address, select
+from deepspeed.launcher.resources import LocalDevices, Location, Selection, find_place, master_address, select
 
 TWO = {"worker-0": 4, "worker-1": 2}
 CPU = LocalDevices(0)
@@ -20,8 +20,8 @@ UUIDS = LocalDevices(2, "CUDA_VISIBLE_DEVICES", "GPU-aa, GPU-bb")
 
 
 def place(
-    request: Request, hosts: dict[str, int] | None = None, *, devices: LocalDevices = GPUS, here: str = "localhost"
-) -> Place:
+    request: Selection, hosts: dict[str, int] | None = None, *, devices: LocalDevices = GPUS, here: str = "localhost"
+) -> Location:
     return find_place(
         request, hosts, cpu_only=devices.count == 0, devices=lambda: devices, is_here=lambda host: host == here
     )
@@ -33,29 +33,29 @@ def place(
 @pytest.mark.parametrize(
     ("request_", "devices", "slots"),
     [
-        (Request(), GPUS, (0, 1, 2, 3)),
-        (Request(num_gpus=2), GPUS, (0, 1)),
-        (Request(num_nodes=1), GPUS, (0, 1, 2, 3)),
-        (Request(include="localhost:3,1"), GPUS, (1, 3)),
-        (Request(exclude="localhost:0"), GPUS, (1, 2, 3)),
-        (Request(), SOME, (4, 5, 6)),
-        (Request(num_gpus=2), SOME, (4, 5)),
-        (Request(include="localhost:6"), SOME, (6,)),
-        (Request(exclude="localhost:5"), SOME, (4, 6)),
+        (Selection(), GPUS, (0, 1, 2, 3)),
+        (Selection(num_gpus=2), GPUS, (0, 1)),
+        (Selection(num_nodes=1), GPUS, (0, 1, 2, 3)),
+        (Selection(include="localhost:3,1"), GPUS, (1, 3)),
+        (Selection(exclude="localhost:0"), GPUS, (1, 2, 3)),
+        (Selection(), SOME, (4, 5, 6)),
+        (Selection(num_gpus=2), SOME, (4, 5)),
+        (Selection(include="localhost:6"), SOME, (6,)),
+        (Selection(exclude="localhost:5"), SOME, (4, 6)),
         (
-            Request(),
+            Selection(),
             LocalDevices(2, "CUDA_VISIBLE_DEVICES", "7,2,9"),
             (7, 2),
         ),  # a device that does not exist ends the list
-        (Request(), UUIDS, (0, 1)),
-        (Request(num_gpus=1), UUIDS, (0,)),
-        (Request(), CPU, (0,)),
-        (Request(num_gpus=5), CPU, (0, 1, 2, 3, 4)),
-        (Request(include="localhost:0,1"), CPU, (0, 1)),
-        (Request(include="localhost"), CPU, (0,)),
+        (Selection(), UUIDS, (0, 1)),
+        (Selection(num_gpus=1), UUIDS, (0,)),
+        (Selection(), CPU, (0,)),
+        (Selection(num_gpus=5), CPU, (0, 1, 2, 3, 4)),
+        (Selection(include="localhost:0,1"), CPU, (0, 1)),
+        (Selection(include="localhost"), CPU, (0,)),
     ],
 )
-def test_this_machine(request_: Request, devices: LocalDevices, slots: tuple[int, ...]) -> None:
+def test_this_machine(request_: Selection, devices: LocalDevices, slots: tuple[int, ...]) -> None:
     found = place(request_, devices=devices)
     assert found.world == {"localhost": slots} and found.node_rank == 0
     # names that are no numbers are left to the variable, which the ranks inherit
@@ -66,28 +66,28 @@ def test_this_machine(request_: Request, devices: LocalDevices, slots: tuple[int
 @pytest.mark.parametrize(
     ("request_", "devices", "sentence"),
     [
-        (Request(num_gpus=0), GPUS, "--num_gpus 0 starts no rank"),
-        (Request(num_gpus=-2), GPUS, "--num_gpus -2 starts no rank"),
-        (Request(num_gpus=5), GPUS, "4 accelerator.s. are visible"),
-        (Request(num_gpus=4), SOME, "3 accelerator.s. are visible"),
-        (Request(include="localhost:1"), SOME, "slot 1 of host 'localhost', which has slots .4, 5, 6."),
-        (Request(include="localhost:4"), GPUS, "slot 4"),
-        (Request(exclude="localhost"), GPUS, "leaves no device"),
-        (Request(exclude="localhost:0"), CPU, "--exclude has nothing to leave out"),
-        (Request(include="localhost:0"), UUIDS, "take device numbers"),
-        (Request(include="localhos:0"), GPUS, "did you mean 'localhost'"),
-        (Request(include="localhost:x"), CPU, "must be numbers"),
-        (Request(num_nodes=2), GPUS, "--num_nodes 2, but no hostfile says which"),
-        (Request(num_nodes=0), GPUS, "--num_nodes 0 leaves no node"),
-        (Request(no_ssh=True), GPUS, "--no_ssh means that you start every node yourself"),
-        (Request(node_rank=-3), GPUS, "--node_rank -3 is no node"),
-        (Request(include="localhost", exclude="localhost"), GPUS, "both given"),
-        (Request(include="localhost", num_gpus=1), GPUS, "--num_gpus cannot be given too"),
-        (Request(exclude="localhost", num_nodes=1), GPUS, "--num_nodes cannot be given too"),
-        (Request(force_multi=True, node_rank=0), GPUS, "leave one of them out"),
+        (Selection(num_gpus=0), GPUS, "--num_gpus 0 starts no rank"),
+        (Selection(num_gpus=-2), GPUS, "--num_gpus -2 starts no rank"),
+        (Selection(num_gpus=5), GPUS, "4 accelerator.s. are visible"),
+        (Selection(num_gpus=4), SOME, "3 accelerator.s. are visible"),
+        (Selection(include="localhost:1"), SOME, "slot 1 of host 'localhost', which has slots .4, 5, 6."),
+        (Selection(include="localhost:4"), GPUS, "slot 4"),
+        (Selection(exclude="localhost"), GPUS, "leaves no device"),
+        (Selection(exclude="localhost:0"), CPU, "--exclude has nothing to leave out"),
+        (Selection(include="localhost:0"), UUIDS, "take device numbers"),
+        (Selection(include="localhos:0"), GPUS, "did you mean 'localhost'"),
+        (Selection(include="localhost:x"), CPU, "must be numbers"),
+        (Selection(num_nodes=2), GPUS, "--num_nodes 2, but no hostfile says which"),
+        (Selection(num_nodes=0), GPUS, "--num_nodes 0 leaves no node"),
+        (Selection(no_ssh=True), GPUS, "--no_ssh means that you start every node yourself"),
+        (Selection(node_rank=-3), GPUS, "--node_rank -3 is no node"),
+        (Selection(include="localhost", exclude="localhost"), GPUS, "both given"),
+        (Selection(include="localhost", num_gpus=1), GPUS, "--num_gpus cannot be given too"),
+        (Selection(exclude="localhost", num_nodes=1), GPUS, "--num_nodes cannot be given too"),
+        (Selection(force_multi=True, node_rank=0), GPUS, "leave one of them out"),
     ],
 )
-def test_what_cannot_start_here(request_: Request, devices: LocalDevices, sentence: str) -> None:
+def test_what_cannot_start_here(request_: Selection, devices: LocalDevices, sentence: str) -> None:
     with pytest.raises(DeepSpeedError, match=sentence):
         place(request_, devices=devices)
 
@@ -96,10 +96,10 @@ def test_devices_are_not_counted_for_a_refusal_or_for_other_hosts() -> None:
     def count() -> LocalDevices:
         raise AssertionError("counted")
 
-    for request in (Request(num_gpus=0), Request(num_nodes=2), Request(no_ssh=True)):
+    for request in (Selection(num_gpus=0), Selection(num_nodes=2), Selection(no_ssh=True)):
         with pytest.raises(DeepSpeedError):
             find_place(request, None, cpu_only=False, devices=count, is_here=lambda host: False)
-    assert find_place(Request(), TWO, cpu_only=False, devices=count, is_here=lambda host: False).node_rank is None
+    assert find_place(Selection(), TWO, cpu_only=False, devices=count, is_here=lambda host: False).node_rank is None
 
 
 # hostfiles
@@ -108,32 +108,32 @@ def test_devices_are_not_counted_for_a_refusal_or_for_other_hosts() -> None:
 @pytest.mark.parametrize(
     ("request_", "world"),
     [
-        (Request(), {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1)}),
-        (Request(num_nodes=1), {"worker-0": (0, 1, 2, 3)}),
-        (Request(num_nodes=2, num_gpus=2), {"worker-0": (0, 1), "worker-1": (0, 1)}),
-        (Request(include="worker-1@worker-0:2"), {"worker-0": (2,), "worker-1": (0, 1)}),
-        (Request(exclude="worker-1"), {"worker-0": (0, 1, 2, 3)}),
+        (Selection(), {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1)}),
+        (Selection(num_nodes=1), {"worker-0": (0, 1, 2, 3)}),
+        (Selection(num_nodes=2, num_gpus=2), {"worker-0": (0, 1), "worker-1": (0, 1)}),
+        (Selection(include="worker-1@worker-0:2"), {"worker-0": (2,), "worker-1": (0, 1)}),
+        (Selection(exclude="worker-1"), {"worker-0": (0, 1, 2, 3)}),
     ],
 )
-def test_hostfile_selection(request_: Request, world: dict[str, tuple[int, ...]]) -> None:
+def test_hostfile_selection(request_: Selection, world: dict[str, tuple[int, ...]]) -> None:
     assert select(TWO, request_) == world
     found = place(request_, TWO)
-    assert found == Place(world, None, on_devices=True, uses_devices=True)  # not even one host is this machine
+    assert found == Location(world, None, on_devices=True, uses_devices=True)  # not even one host is this machine
 
 
 @pytest.mark.parametrize(
     ("request_", "sentence"),
     [
-        (Request(num_nodes=3), "--num_nodes 3, but the hostfile lists 2 host"),
-        (Request(num_gpus=3), "--num_gpus 3, but the hostfile gives host worker-1 2 slot"),
-        (Request(include="worker1"), "did you mean 'worker-"),
-        (Request(include="worker-1:2"), "slot 2 of host 'worker-1'"),
-        (Request(exclude="worker-0@worker-1"), "leaves no slot"),
-        (Request(include="@"), "empty host name"),
-        (Request(node_rank=2), "--node_rank 2 is not one of the 2 node"),
+        (Selection(num_nodes=3), "--num_nodes 3, but the hostfile lists 2 host"),
+        (Selection(num_gpus=3), "--num_gpus 3, but the hostfile gives host worker-1 2 slot"),
+        (Selection(include="worker1"), "did you mean 'worker-"),
+        (Selection(include="worker-1:2"), "slot 2 of host 'worker-1'"),
+        (Selection(exclude="worker-0@worker-1"), "leaves no slot"),
+        (Selection(include="@"), "empty host name"),
+        (Selection(node_rank=2), "--node_rank 2 is not one of the 2 node"),
     ],
 )
-def test_never_fewer_than_asked(request_: Request, sentence: str) -> None:
+def test_never_fewer_than_asked(request_: Selection, sentence: str) -> None:
     with pytest.raises(DeepSpeedError, match=sentence):
         place(request_, TWO)
 
@@ -141,7 +141,7 @@ def test_never_fewer_than_asked(request_: Request, sentence: str) -> None:
 @given(st.integers(-1, 4), st.integers(-1, 5))
 def test_hostfile_worlds_have_what_was_asked_for(num_nodes: int, num_gpus: int) -> None:
     try:
-        world = place(Request(num_nodes=num_nodes, num_gpus=num_gpus), TWO).world
+        world = place(Selection(num_nodes=num_nodes, num_gpus=num_gpus), TWO).world
     except DeepSpeedError:
         assert num_nodes in (0, 3, 4) or num_gpus == 0 or num_gpus > (2 if num_nodes != 1 else 4)
         return
@@ -150,47 +150,47 @@ def test_hostfile_worlds_have_what_was_asked_for(num_nodes: int, num_gpus: int) 
 
 
 def test_a_single_host_is_local_only_if_it_is_this_machine() -> None:
-    assert place(Request(include="worker-1"), TWO, here="worker-1") == Place(
+    assert place(Selection(include="worker-1"), TWO, here="worker-1") == Location(
         {"worker-1": (0, 1)}, 0, on_devices=True, uses_devices=True
     )
-    assert place(Request(include="worker-1"), TWO).node_rank is None
-    assert place(Request(include="worker-1", force_multi=True), TWO, here="worker-1").node_rank is None
-    assert place(Request(force_multi=True)).node_rank is None
+    assert place(Selection(include="worker-1"), TWO).node_rank is None
+    assert place(Selection(include="worker-1", force_multi=True), TWO, here="worker-1").node_rank is None
+    assert place(Selection(force_multi=True)).node_rank is None
     with pytest.raises(DeepSpeedError, match="has no device 0, 1: this process sees CUDA_VISIBLE_DEVICES=4,5,6"):
-        place(Request(include="worker-1"), TWO, devices=SOME, here="worker-1")
+        place(Selection(include="worker-1"), TWO, devices=SOME, here="worker-1")
     with pytest.raises(DeepSpeedError, match="has no device 4, 5: this process sees 4 accelerator"):
-        place(Request(), {"localhost": 6})
-    assert place(Request(), {"localhost": 6}, devices=CPU).world == {"localhost": (0, 1, 2, 3, 4, 5)}
-    assert place(Request(), {"localhost": 2}, devices=UUIDS) == Place(
+        place(Selection(), {"localhost": 6})
+    assert place(Selection(), {"localhost": 6}, devices=CPU).world == {"localhost": (0, 1, 2, 3, 4, 5)}
+    assert place(Selection(), {"localhost": 2}, devices=UUIDS) == Location(
         {"localhost": (0, 1)}, 0, on_devices=False, uses_devices=True
     )
 
 
 def test_nodes_by_hand() -> None:
-    assert place(Request(node_rank=1, no_ssh=True), TWO).node_rank == 1
-    alone = Request(node_rank=1, num_nodes=2, num_gpus=3, master_addr="10.0.0.1")
+    assert place(Selection(node_rank=1, no_ssh=True), TWO).node_rank == 1
+    alone = Selection(node_rank=1, num_nodes=2, num_gpus=3, master_addr="10.0.0.1")
     world = {"node0": (0, 1, 2), "node1": (0, 1, 2)}
-    assert place(alone) == Place(world, 1, on_devices=True, uses_devices=True)
-    assert place(alone, devices=SOME) == Place(
+    assert place(alone) == Location(world, 1, on_devices=True, uses_devices=True)
+    assert place(alone, devices=SOME) == Location(
         world, 1, on_devices=False, uses_devices=True
     )  # the variable holds as it is
-    assert place(alone, devices=CPU) == Place(world, 1, on_devices=False, uses_devices=False)
+    assert place(alone, devices=CPU) == Location(world, 1, on_devices=False, uses_devices=False)
     with pytest.raises(DeepSpeedError, match="2 accelerator"):
         place(alone, devices=UUIDS)
     for incomplete in (
-        Request(node_rank=0),
-        Request(node_rank=0, num_nodes=2, num_gpus=2),
-        Request(node_rank=0, num_nodes=1),
+        Selection(node_rank=0),
+        Selection(node_rank=0, num_nodes=2, num_gpus=2),
+        Selection(node_rank=0, num_nodes=1),
     ):
         with pytest.raises(DeepSpeedError, match="needs --num_nodes, --num_gpus and --master_addr.*missing"):
             place(incomplete)
     with pytest.raises(DeepSpeedError, match="--node_rank 2 is not one of the 2"):
-        place(Request(node_rank=2, num_nodes=2, num_gpus=1, master_addr="a"))
+        place(Selection(node_rank=2, num_nodes=2, num_gpus=1, master_addr="a"))
 
 
 def test_master_address() -> None:
     def address(hosts: str, given: str = "", node_rank: int | None = None, here: str = "") -> str:
-        found = Place({host: (0,) for host in hosts.split()}, node_rank, on_devices=True, uses_devices=True)
+        found = Location({host: (0,) for host in hosts.split()}, node_rank, on_devices=True, uses_devices=True)
         return master_address(
             found, given, is_here=lambda host: host == here, own_address=lambda toward: f"own-toward-{toward}"
         )

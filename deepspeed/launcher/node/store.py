@@ -60,7 +60,7 @@ class HostLink:
         self._hub = Hub(job.hosts, self._tell, show_traceback=job.world_size > 1)
         self._others = {node: Silence() for node in range(1, len(job.hosts))}
         self._beats = dict.fromkeys(self._others, 0)
-        self._told = dict.fromkeys(self._others, 0)
+        self._sent = dict.fromkeys(self._others, 0)
         self._ticks = 0
         self._over = threading.Event()
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -98,8 +98,8 @@ class HostLink:
         if node == 0:
             self._post("hub", message)
         else:
-            self._store.set(f"{_KEY}/to/{node}/{self._told[node]}", json.dumps(message))
-            self._told[node] += 1
+            self._store.set(f"{_KEY}/to/{node}/{self._sent[node]}", json.dumps(message))
+            self._sent[node] += 1
 
     def _listen(self) -> None:
         heard = dict.fromkeys(self._others, 0)

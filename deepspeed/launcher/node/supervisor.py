@@ -152,9 +152,8 @@ def _pid_file(path: str | None) -> Iterator[None]:
 def run_node(node: NodeJob) -> int:
     """Run this node's part of the job to the job's end and return the job's exit status, equal on all nodes.
 
-    0 when every rank on every node returned 0; otherwise the status of the rank that failed first, 128 + S for one
-    ended by signal S; the same for a signal S that a launcher received; 1 when a host was lost or the nodes did not
-    find each other. When it returns, no process of the job is left on this node.
+    That of the rank that failed first, 128 + S for a signal S that ended it or that a launcher received, 1 when a host
+    was lost or the nodes did not find each other. No process of the job is left on this node then.
     Raises UsageError when the port is taken or a log or pid file exists; no rank has been started then.
     """
     log_files = rank_log_files(node)
