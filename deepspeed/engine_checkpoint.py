@@ -14,7 +14,7 @@ from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_
 from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.content import Extras, content_of
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
-from deepspeed.checkpoint.weights.torch_file import TorchFile
+from deepspeed.checkpoint.weights.weight_files import torch_file
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.observe.log import log_dist, logger
@@ -175,7 +175,7 @@ class EngineCheckpoint:
                 if self.mesh.first:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-                    write = stack.enter_context(TorchFile(path, shapes, aliases=aliases)).write
+                    write = stack.enter_context(torch_file(path, shapes, aliases=aliases))
             with together(self.mesh, f"writing {path}"):
                 through(whole_weights(self.module, tensors), write if self.mesh.first else lambda name, values: None)
                 stack.close()  # the file gets its name before anybody is told that all is well

@@ -1,6 +1,7 @@
 """``ds_to_universal``, for scripts that call it: every checkpoint loads at any world size without a conversion."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from deepspeed.observe.log import logger
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; options about workers and intermediate files have no effect, because there are none."""
+    """The command line; options about workers, intermediate files and strictness have no effect."""
     parser = argparse.ArgumentParser(prog="ds_to_universal", description=__doc__)
     parser.add_argument("--input_folder", required=True, help="a tag's folder")
     parser.add_argument("--output_folder", required=True, help="the folder to write")
@@ -28,13 +29,10 @@ def main(args: argparse.Namespace | None = None) -> None:
     """Write ``input_folder`` as a checkpoint of this package to ``output_folder``, and ``latest_universal``."""
     args = parse_arguments() if args is None else args
     out = Path(args.output_folder)
-    source = open_checkpoint(Path(args.input_folder))
-    try:
+    with contextlib.closing(open_checkpoint(Path(args.input_folder))) as source:
         if source.kind == "deepspeed-checkpoint":
             logger.warning("%s loads at any world size as it is; converting it only makes a copy", source.path)
         write_checkpoint(source, out.parent, out.name, latest=False)
-    finally:
-        source.close()
     write_atomically(out.parent / LATEST_UNIVERSAL, out.name.encode())
 
 

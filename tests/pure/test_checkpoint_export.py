@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed.checkpoint.foreign.cuts import Slice, column_width, columns, row_width, rows, sub_groups
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool import export
 from deepspeed.checkpoint.tool.cli import main
 from deepspeed.checkpoint.tool.common import appearing, opened
-from deepspeed.checkpoint.tool.reference_layout import each_cuts, sub_groups, whole_group_cuts
-from deepspeed.checkpoint.weights.safetensors_file import read_safetensors
 from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, plan_shards, write_weights
 from deepspeed.checkpoint.weights.weights import Stream, stream
 from deepspeed.errors import CheckpointError
@@ -78,8 +77,10 @@ def test_shards_have_an_index_that_accounts_for_every_byte(tmp_path: Path) -> No
 
 
 def test_tied_weights_are_written_once_for_safetensors_and_shared_in_torch_files(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
     out = exported(tmp_path, "--format", "hf")
-    assert "head.weight" not in read_safetensors(out / "model.safetensors")
+    assert "head.weight" not in load_file(out / "model.safetensors")
     assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "bin"), "--format", "torch"]) == 0
     state = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
     assert state["head.weight"].data_ptr() == state["emb.weight"].data_ptr()
@@ -225,23 +226,27 @@ def test_dcp_is_read_back_by_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numels", [[5], [13, 1, 7, 0, 40], [1, 1, 1], [64, 64]])
 def test_cuts_cover_every_element_once_and_padding_is_at_the_end(world: int, numels: list[int]) -> None:
     members = [(f"p{i}", n) for i, n in enumerate(numels)]
-    for cut in (whole_group_cuts, each_cuts):
-        flats = [cut(members, rank, world) for rank in range(world)]
-        assert len({f.numel for f in flats}) == 1
+    width, total = column_width(members, world), sum(numels)
+    assert width * world % (2 * world) == 0 and total <= width * world < total + 2 * world
+    each = {
+        width: list(columns(members, 0, width=width, world=world)),
+        sum(row_width(n, world) for n in numels): list(rows(members, 0, world)),
+    }
+    for length, slices in each.items():
         for name, numel in members:
-            spans = sorted((c.start, c.start + c.numel) for f in flats for c in f.cuts if c.name == name and c.numel)
+            spans = sorted((s.lo, s.hi) for s in slices if s.name == name)
             assert [i for lo, hi in spans for i in range(lo, hi)] == list(range(numel))
-        for flat in flats:
-            taken = sorted(i for c in flat.cuts for i in range(c.at, c.at + c.numel))
-            assert len(set(taken)) == len(taken) and all(i < flat.numel - flat.padding for i in taken)
-    total = sum(numels)
-    slices = [whole_group_cuts(members, rank, world) for rank in range(world)]
-    assert sum(f.numel - f.padding for f in slices) == total and sum(f.numel for f in slices) % (2 * world) == 0
+        for rank in range(world):
+            taken = [i for s in slices if s.rank == rank for i in range(s.at, s.at + s.hi - s.lo)]
+            assert len(set(taken)) == len(taken) and all(i < length for i in taken)
 
 
 def test_the_worked_example_of_117_elements() -> None:
-    first, second = (whole_group_cuts([("w", 117)], rank, 2) for rank in range(2))
-    assert (first.numel, first.padding, second.numel, second.padding) == (60, 0, 60, 3)
+    assert column_width([("w", 117)], 2) == 60
+    assert list(columns([("w", 117)], 0, width=60, world=2)) == [
+        Slice("w", 0, 60, 0, 0, 0),
+        Slice("w", 60, 117, 1, 0, 0),
+    ]
 
 
 def test_sub_groups_end_when_they_reach_the_limit() -> None:

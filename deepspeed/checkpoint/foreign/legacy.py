@@ -1,9 +1,6 @@
-"""Checkpoints written by DeepSpeed 0.19, read where they lie: weights, optimizer state by parameter name, counters,
-client state.
+"""Checkpoints written by DeepSpeed 0.19, read where they lie: weights, optimizer state by name, counters, client state.
 
-Only the pickle inside each file is held in memory, and that without its tensors; they are read by range. What is needed
-of a folder is its file names, the model state and, per data-parallel rank, the optimizer state; ``legacy_shards`` knows
-how parameters were cut.
+Only the pickle inside each file is held in memory, and that without its tensors; they are read by range.
 """
 
 import re
@@ -13,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.checkpoint.foreign.legacy_pieces import Pieces
-from deepspeed.checkpoint.foreign.legacy_shards import Shapes, columns, rows, scaler_state, sharded
-from deepspeed.checkpoint.foreign.legacy_whole import unsharded
+from deepspeed.checkpoint.foreign.pieces import Pieces
+from deepspeed.checkpoint.foreign.sharded import Shapes, in_columns, in_rows, scaler_state, sharded
 from deepspeed.checkpoint.foreign.universal import add_universal
-from deepspeed.checkpoint.foreign.unpickle import Stored, load_restricted, materialize
+from deepspeed.checkpoint.foreign.unpickle import FileTensor, load_restricted, materialize
+from deepspeed.checkpoint.foreign.unsharded import UNNAMED, unsharded
 from deepspeed.checkpoint.format.boxes import Region, Span, runs
 from deepspeed.checkpoint.load.source import Described, Key, Wish, outside
 from deepspeed.errors import CheckpointError
@@ -25,21 +22,14 @@ from deepspeed.errors import CheckpointError
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 _OTHER = re.compile(
-    r"(layer_\d+.*-model_states|.*expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
+    r"offloaded_tensors"
+    r"|(layer_\d+.*-model_states|.*expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
 )
 _EXTRA = "_extra_state"  # how state dicts name what Module.get_extra_state() returned
 # What is not the user's at the top level of a model-state file.
 _ENGINE_KEYS = {
-    *(
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-    ),
-    *("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+    *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
     *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
     *("num_experts", "ds_autoep_layers", "folding", "universal_checkpoint_info"),
 }
@@ -49,18 +39,11 @@ class ReferenceSource:
     """A ``Source`` over files of the reference package. ``kind``: "deepspeed-0.19" or "universal"."""
 
     def __init__(self, path: Path, kind: str, pieces: Mapping[Key, Pieces], facts: dict[str, Any]) -> None:
-        self.path = path
-        self.kind = kind
-        self._pieces = pieces
-        self._facts = facts
+        self.path, self.kind, self.facts, self._pieces = path, kind, facts, pieces
 
     @property
     def entries(self) -> dict[Key, Described]:
         return {key: Described(p.dtype, p.shape) for key, p in self._pieces.items()}
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self._facts
 
     def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
         """See ``Source.read``. Values that were stored in a smaller type are cast."""
@@ -76,16 +59,17 @@ class ReferenceSource:
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{what} cannot be read: {error}") from error
 
+    @property
+    def unnamed(self) -> list[str]:
+        """What unsharded optimizer state is listed under where nothing tells its parameters."""
+        return sorted({name for _, name in self._pieces if name.startswith(UNNAMED)})
+
     def close(self) -> None:
         """Files are open only while they are read."""
 
     def with_groups(self, groups: Sequence[Sequence[str]]) -> "ReferenceSource":
-        """The same checkpoint where unsharded optimizer state, which the reference stores without names, is named by
-        ``groups``.
-        """
-        if not any(name.startswith("unnamed ") for _, name in self._pieces):
-            return self
-        return open_reference(self.path, groups=groups)
+        """The same checkpoint where unsharded optimizer state, which the file numbers, is named by ``groups``."""
+        return open_reference(self.path, groups=groups) if self.unnamed else self
 
 
 class _Files(NamedTuple):
@@ -99,10 +83,8 @@ class _Files(NamedTuple):
 def open_reference(folder: Path, *, groups: Sequence[Sequence[str]] | None = None) -> ReferenceSource:
     """The checkpoint of DeepSpeed 0.19 in ``folder``: of any level of sharding, or converted to the universal layout.
 
-    ``groups``: names of the trained parameters of each optimizer group, in order. Only unsharded checkpoints need it,
-    and only when the names do not follow from shapes and values; without it such state is there under names that begin
-    with "unnamed ". Raises CheckpointError naming the file or tensor when anything is missing, damaged, or of a kind
-    that is not read.
+    ``groups``: names of the trained parameters of each optimizer group, in order, for unsharded state that has none.
+    Raises CheckpointError naming the file or tensor when anything is missing, damaged, or of a kind that is not read.
     """
     try:
         files = _find(folder)
@@ -117,166 +99,128 @@ def open_reference(folder: Path, *, groups: Sequence[Sequence[str]] | None = Non
 
 def _find(folder: Path) -> _Files:
     names = sorted(p.name for p in folder.iterdir())
-    other = next((n for n in names if _OTHER.fullmatch(n)), None)
-    if other is not None:
+    for name in filter(_OTHER.fullmatch, names):
         raise CheckpointError(
-            f"{folder / other} is a part of a pipeline or of experts; such checkpoints of DeepSpeed are not read"
+            f"{folder / name} is of a pipeline or of experts, or swap files of NVMe; these are not read"
         )
-    if "offloaded_tensors" in names:
-        raise CheckpointError(f"{folder / 'offloaded_tensors'} holds swap files of NVMe offload, which are not read")
-    found: dict[re.Pattern[str], dict[int, Path]] = {_MODEL: {}, _OPTIM: {}}
-    for pattern, by_rank in found.items():
+    by_kind: list[list[Path]] = []
+    for pattern, what in ((_MODEL, "model"), (_OPTIM, "optimizer")):
+        by_rank: dict[int, Path] = {}
         for match in filter(None, map(pattern.fullmatch, names)):
+            path, rank = folder / match.string, int(match["dp"] or 0)
             if int(match["mp"]):
-                raise CheckpointError(
-                    f"{folder / match.string} is of a model cut by tensor or pipeline parallelism, which is not read"
-                )
-            if by_rank.setdefault(int(match["dp"] or 0), folder / match.string) != folder / match.string:
-                raise CheckpointError(
-                    f"{folder} holds {match.string} and {by_rank[int(match['dp'] or 0)].name} for the same rank"
-                )
-    if not found[_MODEL]:
+                raise CheckpointError(f"{path} is of a model cut by tensor or pipeline parallelism, which is not read")
+            if by_rank.setdefault(rank, path) != path:
+                raise CheckpointError(f"{folder} holds {path.name} and {by_rank[rank].name} for the same rank")
+        gaps = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
+        if gaps:
+            raise CheckpointError(f"{folder} lacks the {what} state file of rank(s) {str(gaps)[1:-1]}")
+        by_kind.append([by_rank[rank] for rank in sorted(by_rank)])
+    if not by_kind[0]:
         raise CheckpointError(
             f"{folder} has no file *mp_rank_00_model_states.pt; it is no complete checkpoint of DeepSpeed"
         )
-    universal = (folder / "zero").is_dir()
-    return _Files(_row(folder, found[_MODEL], "model"), _row(folder, found[_OPTIM], "optimizer"), universal)
-
-
-def _row(folder: Path, by_rank: dict[int, Path], what: str) -> list[Path]:
-    gaps = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
-    if gaps:
-        raise CheckpointError(
-            f"{folder} lacks the {what} state file of rank(s) {str(gaps)[1:-1]}; there is {by_rank[max(by_rank)].name}"
-        )
-    return [by_rank[rank] for rank in sorted(by_rank)]
+    return _Files(by_kind[0], by_kind[1], (folder / "zero").is_dir())
 
 
 def _load(path: Path) -> dict[str, Any]:
-    found = load_restricted(path)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not the state of a model or optimizer")
-    return found
+    state = load_restricted(path)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not the state of a model or optimizer")
+    return state
 
 
 def _assemble(
     files: _Files, models: list[dict[str, Any]], groups: Sequence[Sequence[str]] | None
 ) -> tuple[dict[Key, Pieces], dict[str, Any]]:
     """All tensors, and the facts."""
-    model, folder = models[0], files.model[0].parent
+    model, first, folder = models[0], files.model[0], files.model[0].parent
     if int(model.get("mp_world_size", 1)) != 1:
         raise CheckpointError(
-            f"{files.model[0]} is of a model cut over {model['mp_world_size']} ranks; only whole models are read"
+            f"{first} is of a model cut over {model['mp_world_size']} ranks; only whole ones are read"
         )
     if model.get("module") is None or "global_steps" not in model:
-        raise CheckpointError(
-            f"{files.model[0]} is no model state of DeepSpeed: it lacks its key 'module' or 'global_steps'"
-        )
-    facts = _facts(model)
-    pieces: dict[Key, Pieces] = {}
+        raise CheckpointError(f"{first} is no model state of DeepSpeed: it lacks its key 'module' or 'global_steps'")
+    facts, pieces = _facts(model), dict[Key, Pieces]()
     shapes: Shapes | None = model.get("param_shapes")
     if shapes is None:
         if files.optim:
             raise CheckpointError(
-                f"{files.model[0]} lists no parameters, but there is {files.optim[0].name}; the folder is mixed up"
+                f"{first} lists no parameters, but there is {files.optim[0].name}; the folder is mixed up"
             )
-        facts |= unsharded(pieces, model, groups=groups, where=files.model[0])
+        facts |= unsharded(pieces, model, groups=groups, where=first)
     elif files.universal:
         facts |= add_universal(pieces, shapes, model=model, folder=folder)
     else:
         facts |= _sharded(pieces, shapes, files)
-    facts["optimizer"]["type"] = _optimizer_type(facts["config"])
+    named = facts["config"].get("optimizer")
+    facts["optimizer"]["type"] = named.get("type") if isinstance(named, dict) else None
     shared = facts["shared"] = _shared(model, pieces)
-    for (state, name), found in _unoptimised(models, files.model).items():
+    for (state, name), values in _unoptimised(models, files.model).items():
         if ("master", name) not in pieces and name not in shared:
-            pieces[state, name] = found.check(f"{state} of {name}", folder)
+            pieces[state, name] = values.check(f"{state} of {name}", folder)
     return pieces, facts
 
 
 def _sharded(pieces: dict[Key, Pieces], shapes: Shapes, files: _Files) -> dict[str, Any]:
     """Masters and slots from the files of all ranks."""
+    folder = files.model[0].parent
     if not files.optim:
-        raise CheckpointError(
-            f"{files.model[0].parent} has no optimizer state files; the trained weights of DeepSpeed lie in them"
-        )
+        raise CheckpointError(f"{folder} has no optimizer state files; the trained weights of DeepSpeed lie in them")
     states = [_load(path)["optimizer_state_dict"] for path in files.optim]
     counts = states[0]["partition_count"]
     world = max(counts) if isinstance(counts, list) else int(counts)
-    if len(states) != world:
-        raise CheckpointError(
-            f"{files.optim[0].parent} has {len(states)} optimizer state files, but was written by {world} ranks"
-        )
     by_parameter = "fp32_flat_groups" in states[0]
-    if by_parameter and len(files.model) != world:
-        raise CheckpointError(
-            f"{files.model[0].parent} has {len(files.model)} model state files, but was written by {world} ranks"
-        )
-    cut = rows if by_parameter else columns
-    return sharded(pieces, cut(states, shapes, files.optim), shapes, where=files.optim) | {
-        "loss_scaler": scaler_state(states[0])
-    }
+    for paths, what in ((files.optim, "optimizer"), (files.model if by_parameter else files.optim, "model")):
+        if len(paths) != world:
+            raise CheckpointError(f"{folder} has {len(paths)} {what} state files, but was written by {world} ranks")
+    state = (in_rows if by_parameter else in_columns)(states, shapes, files.optim)
+    optimizer = sharded(pieces, state, shapes, where=files.optim)
+    return {"optimizer": optimizer, "loss_scaler": scaler_state(states[0])}
 
 
 def _facts(model: dict[str, Any]) -> dict[str, Any]:
     config = materialize(model.get("ds_config")) or {}
-    extra = {
-        n.removesuffix(_EXTRA).removesuffix("."): materialize(v)
-        for n, v in model["module"].items()
-        if n.endswith(_EXTRA)
-    }
-    steps = int(model["global_steps"])
-    client = {key: materialize(value) for key, value in model.items() if key not in _ENGINE_KEYS}
+    extra = {n: v for n, v in model["module"].items() if n.endswith(_EXTRA)}
+    engine = {name: int(model.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")}
+    # Not stored; a save is between two steps, so every one of them had all its micro-steps.
+    engine["micro_steps"] = engine["global_steps"] * int(config.get("gradient_accumulation_steps") or 1)
     return {
         "saved": {"deepspeed": str(model.get("ds_version"))},
-        "engine": {
-            "global_steps": steps,
-            "global_samples": int(model.get("global_samples", 0)),
-            "skipped_steps": int(model.get("skipped_steps", 0)),
-            # Not stored; a save is between two steps, so every one of them had all its micro-steps.
-            "micro_steps": steps * int(config.get("gradient_accumulation_steps") or 1),
-        },
-        "optimizer": {"type": None, "groups": [], "scalars": {}},
+        "engine": engine,
         "lr_scheduler": materialize(model.get("lr_scheduler")),
         "loss_scaler": None,
-        "client_state": client,
+        "client_state": {key: materialize(value) for key, value in model.items() if key not in _ENGINE_KEYS},
         "ranks": [],
         "config": config,
-        "extra_state": extra,
+        "extra_state": {n.removesuffix(_EXTRA).removesuffix("."): materialize(v) for n, v in extra.items()},
         "world": {"size": int(model.get("dp_world_size", 1))},
     }
 
 
-def _optimizer_type(config: dict[str, Any]) -> str | None:
-    found = config.get("optimizer")
-    return found.get("type") if isinstance(found, dict) else None
-
-
 def _shared(model: dict[str, Any], pieces: Mapping[Key, Pieces]) -> dict[str, str]:
     """Alias -> name of the weight it is tied to: as recorded, else by being one tensor in the file."""
-    found = {str(alias): str(name) for alias, name in (model.get("shared_params") or {}).items()}
+    shared = {str(alias): str(name) for alias, name in (model.get("shared_params") or {}).items()}
     first: dict[tuple[Any, ...], str] = {}
-    trained = {name for state, name in pieces if state == "master"}
     buffers = set(model.get("buffer_names") or ())
-    weights = {n: t for n, t in model["module"].items() if isinstance(t, Stored) and t.numel and n not in buffers}
-    for name in sorted(weights, key=lambda n: n not in trained):  # the name that has optimizer state is the real one
+    weights = {n: t for n, t in model["module"].items() if isinstance(t, FileTensor) and t.numel and n not in buffers}
+    # The name that has optimizer state is the real one.
+    for name in sorted(weights, key=lambda name: ("master", name) not in pieces):
         real = first.setdefault(weights[name].place, name)
         if real != name:
-            found.setdefault(name, real)
-    return found
+            shared.setdefault(name, real)
+    return shared
 
 
 def _unoptimised(models: list[dict[str, Any]], paths: list[Path]) -> dict[Key, Pieces]:
-    """Buffers and frozen parameters, and trained ones by their values in the model's type, which masters take the place
-    of.
-    """
-    model, found = models[0], dict[Key, Pieces]()
+    """Buffers and frozen parameters, and trained ones by their values in the model's type, which masters take over."""
+    model, values = models[0], dict[Key, Pieces]()
     buffers = set(model.get("buffer_names") or ())
     sliced = paths[0].name.startswith("zero_pp_rank")  # parameters in the module are empty then
     for name, stored in model["module"].items():
-        if isinstance(stored, Stored) and not name.endswith(_EXTRA) and (name in buffers or not sliced):
-            found["buffer" if name in buffers else "param", name] = Pieces.of(stored)
-    for name, shape in (model.get("frozen_param_shapes") or {}).items():
-        if sliced:
-            slices = [(m.get("frozen_param_fragments") or {}).get(name) for m in models]
-            found["param", name] = Pieces.of_slices(tuple(shape), slices)
-    return found
+        if isinstance(stored, FileTensor) and not name.endswith(_EXTRA) and (name in buffers or not sliced):
+            values["buffer" if name in buffers else "param", name] = Pieces.of(stored)
+    for name, shape in (model.get("frozen_param_shapes") or {}).items() if sliced else ():
+        parts = [(m.get("frozen_param_fragments") or {}).get(name) for m in models]
+        values["param", name] = Pieces.of_rows(tuple(shape), parts)
+    return values

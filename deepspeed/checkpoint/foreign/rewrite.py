@@ -1,109 +1,95 @@
-"""Any checkpoint that can be opened, written as one of this package's; tensors pass through in pieces, without a
-process group.
-"""
+"""Any checkpoint that can be opened, written as one of this package's; tensors pass through in pieces."""
 
-import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.foreign.legacy import ReferenceSource
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter
-from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
+from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Manifest
 from deepspeed.checkpoint.format.plain import Collected
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import write_client_files, write_script
 from deepspeed.checkpoint.save.collect import in_rows, pack_scalar
 from deepspeed.checkpoint.weights.weight_files import Progress
-from deepspeed.checkpoint.weights.weights import COMPUTE_DTYPES, compute_dtype, stream
+from deepspeed.checkpoint.weights.weights import COMPUTE_DTYPES, block_of, compute_dtype, stream
+from deepspeed.errors import CheckpointError
 
 _DATA = "rank_00000.bin"
 
 
 def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
-    """The manifest's facts for what ``source`` says of itself. Ranks other than the first have no state of their own
-    there.
-    """
+    """The manifest's facts for what ``source`` says of itself. Only the first rank has state of its own."""
     facts = source.facts
     size = int((facts.get("world") or {}).get("size") or 1)
-    client = plain.add(facts.get("client_state") or {}, "client_state")
-    return {
-        "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},
-        "world": {
-            "size": size,
-            "compute_dtype": next(n for n, d in COMPUTE_DTYPES.items() if d == compute_dtype(facts)),
-        },
-        "engine": facts.get("engine") or {},
-        "shared": facts.get("shared") or {},
-        "optimizer": _optimizer_facts(facts.get("optimizer") or {}, plain),
-        "lr_scheduler": plain.add(facts.get("lr_scheduler"), "lr_scheduler"),
-        "loss_scaler": plain.add(facts.get("loss_scaler"), "loss_scaler"),
-        "extra_state": plain.add(facts.get("extra_state") or {}, "extra_state"),
-        "config": facts.get("config") or {},
-        "ranks": [
-            {"rng": None, "data": None, **({"client_state": client} if rank == 0 else {})} for rank in range(size)
-        ],
-    }
-
-
-def _optimizer_facts(facts: dict[str, Any], plain: Collected) -> dict[str, Any] | None:
-    if not facts.get("groups"):
-        return None
+    dtype = next(name for name, dtype in COMPUTE_DTYPES.items() if dtype == compute_dtype(facts))
+    first = {"rng": None, "data": None, "client_state": plain.add(facts.get("client_state") or {}, "client_state")}
+    optimizer = facts.get("optimizer") or {}
     groups = [
         {"names": list(g["names"]), "options": plain.add(g["options"], f"optimizer/{i}")}
-        for i, g in enumerate(facts["groups"])
+        for i, g in enumerate(optimizer.get("groups") or [])
     ]
-    scalars = (facts.get("scalars") or {}).items()
+    scalars = (optimizer.get("scalars") or {}).items()
     rows = in_rows((name, {slot: pack_scalar(value) for slot, value in values.items()}) for name, values in scalars)
-    return {"type": facts.get("type"), "groups": groups, "scalars": rows, "odd": None}
+    found = {
+        "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},
+        "world": {"size": size, "compute_dtype": dtype},
+        "optimizer": {"type": optimizer.get("type"), "groups": groups, "scalars": rows, "odd": None}
+        if groups
+        else None,
+        "ranks": [first, *({"rng": None, "data": None} for _ in range(size - 1))],
+    }
+    found |= {name: facts.get(name) or {} for name in ("engine", "shared", "config")}
+    found |= {name: plain.add(facts.get(name), name) for name in ("lr_scheduler", "loss_scaler")}
+    return {**found, "extra_state": plain.add(facts.get("extra_state") or {}, "extra_state")}
 
 
-def write_source(source: Source, folder: Path, *, told: Progress = lambda _bytes: None) -> Manifest:
-    """Fill the folder ``folder`` with the tensors and facts of ``source``; the manifest, which is not written yet.
-
-    Holds a piece of one tensor, and the tensors of the client state. Raises CheckpointError.
-    """
+def _write(source: Source, folder: Path, told: Progress) -> Manifest:
+    """Fill ``folder`` with the tensors and facts of ``source``; the manifest, which is not written yet."""
     plain = Collected()
     facts = _facts_of(source, plain)
-    heads: list[tuple[Key, torch.dtype, tuple[int, ...], int]] = []
-    with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(ChunkWriter(folder / _DATA))
+    heads: list[tuple[str, str, torch.dtype, tuple[int, ...]]] = []
+    with ChunkWriter(folder / _DATA) as writer:
         for key, described in source.entries.items():
             if key[0] == "plain":
                 continue
             values = stream(source, key)
             writer.append(values.chunks())
             told(values.nbytes)
-            heads.append((key, described.dtype, described.shape, values.numel))
+            heads.append((*key, described.dtype, described.shape))
         for name, tensor in plain.tensors.items():
             writer.append(tensor)
-            heads.append((("plain", name), tensor.dtype, tuple(tensor.shape), tensor.numel()))
+            heads.append(("plain", name, tensor.dtype, tuple(tensor.shape)))
         places = writer.close()
-    entries = {
-        key: Entry(*key, dtype, shape, (Box(_DATA, place.offset, place.extent, 0, numel, tuple(place.crcs)),))
-        for (key, dtype, shape, numel), place in zip(heads, places, strict=True)
-    }
+    entries = {}
+    for (state, name, dtype, shape), place in zip(heads, places, strict=True):
+        box = Box(_DATA, place.offset, place.extent, 0, torch.Size(shape).numel(), tuple(place.crcs))
+        entries[state, name] = Entry(state, name, dtype, shape, (box,))
     return Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, facts)
 
 
 def write_checkpoint(
     source: Source, save_dir: Path, tag: str, *, latest: bool = True, told: Progress = lambda _bytes: None
 ) -> Path:
-    """Make ``source`` the checkpoint ``tag`` of ``save_dir``, with ``latest`` the one it names. Appears whole or not at
-    all.
+    """Make ``source`` the checkpoint ``tag`` of ``save_dir``, whole or not at all, and with ``latest`` what that names.
 
-    Raises CheckpointError, PlainStateError (client state that needs pickle), OSError.
+    Holds a piece of one tensor, and the tensors of the client state. Raises CheckpointError, also when its optimizer
+    state has no names; PlainStateError (client state that needs pickle); OSError.
     """
     folders.check_tag(tag)
+    if isinstance(source, ReferenceSource) and source.unnamed:
+        raise CheckpointError(
+            f"{source.path} numbers its optimizer state ({source.unnamed[0]}, and {len(source.unnamed) - 1} more), and "
+            "nothing in it tells the names; load it with engine.load_checkpoint, which knows them, and save it"
+        )
     folder = folders.begin(save_dir, tag)
     try:
-        manifest = write_source(source, folder, told=told)
-        facts = source.facts
-        zero = (facts.get("config") or {}).get("zero_optimization")
-        level = int((zero or {}).get("stage") or 0) if isinstance(zero, dict) else 0
+        manifest, facts = _write(source, folder, told), source.facts
+        level = int(block_of(facts.get("config"), "zero_optimization").get("stage") or 0)
         bf16 = compute_dtype(facts) == torch.bfloat16
         write_client_files(folder, manifest, facts.get("client_state") or {}, level=level, whole=level < 3, bf16=bf16)
         folders.write_atomically(folder / MANIFEST, manifest.to_bytes(crc32c))

@@ -18,11 +18,13 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load.reader import located
-from deepspeed.checkpoint.tool import audit, diff, export, importing, info, prune, verify
+from deepspeed.checkpoint.tool import diff, export, info, verify
+from deepspeed.checkpoint.tool.common import say, sized
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 
@@ -53,123 +55,112 @@ def _size(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ds_checkpoint",
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="ds_checkpoint", allow_abbrev=False, description=__doc__, formatter_class=raw)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, text: str, *positional: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, allow_abbrev=False, help=text, description=text)
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, *positional: str
+    ) -> Callable[..., object]:
+        description = _DIFF_HELP if name == "diff" else text
+        sub = commands.add_parser(name, allow_abbrev=False, help=text, description=description, formatter_class=raw)
+        sub.set_defaults(run=run)
         for word in positional:
             sub.add_argument(word, metavar={"checkpoint": "CKPT"}.get(word, word.upper()))
         if name != "prune":
-            sub.add_argument(
-                "--tag", default=None, help="which checkpoint of the folder (default: what 'latest' names)"
-            )
-        return sub
+            text = "which checkpoint of the folder (default: what 'latest' names)"
+            sub.add_argument("--tag", default=None, help=text)
+        return sub.add_argument
 
-    command("verify", "read every byte; check sizes, checksums and coverage", "checkpoint")
-    command("info", "what a checkpoint holds", "checkpoint").add_argument(
-        "--tensors", action="store_true", help="list every tensor"
+    text = "read every byte; check sizes, checksums and coverage"
+    command("verify", lambda args: verify.run(located(Path(args.checkpoint), args.tag)), text, "checkpoint")
+    add = command("info", _info, "what a checkpoint holds", "checkpoint")
+    add("--tensors", action="store_true", help="list every tensor")
+    text = "compare with another checkpoint or a model file, tensor by tensor"
+    add = command("diff", _diff, text, "checkpoint", "other")
+    text = "live: a function that returns the model, or a tuple that begins with it"
+    add("--model", metavar="MODULE:BUILD", help=text)
+    text = "live: also compare the state that the optimizer of this configuration keeps"
+    add("--config", metavar="FILE", help=text)
+    text = "live: also compare values of weights, for a build() that loads them"
+    add("--values", action="store_true", help=text)
+    add("--tag-b", default=None, help="which checkpoint of OTHER (default: as --tag)")
+    add("-q", "--quiet", action="store_true", help="only what differs")
+    text = "what every file is, and how many pickle opcodes loading executes"
+    command("audit", lambda args: info.audit(located(Path(args.checkpoint), args.tag)), text, "checkpoint")
+    _export_options(
+        command("export", export.run, "write the weights, or everything, for other programs", "checkpoint", "out")
     )
-    two = command("diff", "compare with another checkpoint or a model file, tensor by tensor", "checkpoint", "other")
-    _live_options(two)
-    two.add_argument("--tag-b", default=None, help="which checkpoint of OTHER (default: as --tag)")
-    two.add_argument("-q", "--quiet", action="store_true", help="only what differs")
-    command("audit", "what every file is, and how many pickle opcodes loading executes", "checkpoint")
-    _export_options(command("export", "write the weights, or everything, for other programs", "checkpoint", "out"))
-    into = command("import", "write a checkpoint in DeepSpeed's layout as one of this package's", "source", "out")
-    into.add_argument("--as", dest="as_tag", default=None, metavar="TAG", help="its tag in OUT (default: as in SOURCE)")
-    old = command("prune", "remove older complete checkpoints, never the one 'latest' names", "folder")
-    old.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
-    old.add_argument("--dry-run", action="store_true", help="only say what would go")
+    text = "write a checkpoint in DeepSpeed's layout as one of this package's"
+    add = command("import", export.run_import, text, "source", "out")
+    add("--as", dest="as_tag", default=None, metavar="TAG", help="its tag in OUT (default: as in SOURCE)")
+    add = command("prune", _prune, "remove older complete checkpoints, never the one 'latest' names", "folder")
+    add("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
+    add("--dry-run", action="store_true", help="only say what would go")
     return parser
 
 
-def _live_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = _DIFF_HELP
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:BUILD",
-        help="live: a function that returns the model, or a tuple that begins with it",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="live: also compare the state that the optimizer of this configuration keeps"
-    )
-    parser.add_argument(
-        "--values", action="store_true", help="live: also compare values of weights, for a build() that loads them"
-    )
+def _export_options(add: Callable[..., object]) -> None:
+    text = "hf: safetensors; fp32: as zero_to_fp32.py; torch: .bin"
+    add("--format", choices=export.FORMATS, required=True, help=text)
+    text = "of the weights (default keep: what training computes in)"
+    add("--dtype", choices=sorted(export.DTYPES), default=None, help=text)
+    text = "most bytes of one file (default 5GB)"
+    add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help=text)
+    text = "deepspeed: its layout (default: as saved)"
+    add("--stage", dest="zero", type=int, choices=(0, 1, 2, 3), default=None, help=text)
+    add("--world", type=_count, default=None, metavar="N", help="deepspeed: ranks (default: as saved)")
+    add("--exclude-frozen", action="store_true", help="leave frozen weights out")
+    text = "dcp, deepspeed: unpickle client state, which can run any code"
+    add("--allow-pickle", action="store_true", help=text)
+    add("--overwrite", action="store_true", help="write into a folder that is not empty")
 
 
-def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--format", choices=export.FORMATS, required=True, help="hf: safetensors; fp32: as zero_to_fp32.py; torch: .bin"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=sorted(export.DTYPES),
-        default=None,
-        help="of the weights (default keep: what training computes in)",
-    )
-    parser.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)"
-    )
-    parser.add_argument(
-        "--stage",
-        dest="zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        default=None,
-        help="deepspeed: its layout (default: as saved)",
-    )
-    parser.add_argument("--world", type=_count, default=None, metavar="N", help="deepspeed: ranks (default: as saved)")
-    parser.add_argument("--exclude-frozen", action="store_true", help="leave frozen weights out")
-    parser.add_argument(
-        "--allow-pickle", action="store_true", help="dcp, deepspeed: unpickle client state, which can run any code"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+def _info(args: argparse.Namespace) -> int:
+    return info.run(Path(args.checkpoint), args.tag, tensors=args.tensors)
 
 
-def _run(args: argparse.Namespace) -> int:
-    if args.command == "prune":
-        return prune.run(Path(args.folder), args.keep_last, dry_run=args.dry_run)
-    if args.command == "import":
-        return importing.run(Path(args.source), Path(args.out), tag=args.tag, as_tag=args.as_tag)
-    if args.command == "export":
-        return export.run(args)
-    path = Path(args.checkpoint)
-    if args.command == "info":
-        return info.run(path, args.tag, tensors=args.tensors)
-    if args.command == "diff":
-        if args.checkpoint == "live":
-            return _diff_live(args)
+def _diff(args: argparse.Namespace) -> int:
+    first, second = Path(args.checkpoint), Path(args.other)
+    if args.checkpoint != "live":
         if args.model or args.config or args.values:
             raise UsageError("--model, --config and --values belong to: ds_checkpoint diff live CKPT")
-        if not Path(args.other).exists():
-            raise CheckpointError(f"there is no {args.other}")
-        return diff.run(path, Path(args.other), tag=args.tag, tag_b=args.tag_b, quiet=args.quiet)
-    return {"verify": verify.run, "audit": audit.run}[args.command](located(path, args.tag))
-
-
-def _diff_live(args: argparse.Namespace) -> int:
+        if not second.exists():
+            raise CheckpointError(f"there is no {second}")
+        return diff.run(first, second, tag=args.tag, tag_b=args.tag_b, quiet=args.quiet)
     from deepspeed.checkpoint.tool import live  # noqa: PLC0415 - the only command that needs the whole package
 
     if not args.model:
         raise UsageError(
             "diff live needs --model MODULE:BUILD, a function that returns the model; a folder of that name is ./live"
         )
-    return live.run(
-        Path(args.other),
-        args.model,
-        config=args.config,
-        tag=args.tag_b or args.tag,
-        values=args.values,
-        quiet=args.quiet,
-    )
+    tag = args.tag_b or args.tag
+    return live.run(second, args.model, config=args.config, tag=tag, values=args.values, quiet=args.quiet)
+
+
+def _prune(args: argparse.Namespace) -> int:
+    """Remove older complete checkpoints and what dead saves have left behind, and say what; 0."""
+    folder = Path(args.folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    if folders.is_complete(folder):
+        raise CheckpointError(f"{folder} is itself a checkpoint; name the folder that holds the checkpoints")
+    if not args.dry_run:
+        folders.repair(folder)
+    left, complete, named = folders.left_behind(folder), folders.complete_tags(folder), folders.read_latest(folder)
+    if not complete and not left:
+        raise CheckpointError(f"there is no checkpoint in {folder}")
+    gone = [path for path in complete[args.keep_last :] if path.name != named]
+    files = (file for path in [*gone, *left] for file in path.rglob("*") if file.is_file())
+    total, verb = sum(file.lstat().st_size for file in files), "would remove" if args.dry_run else "removed"
+    tags = [path.name for path in gone] if args.dry_run else folders.prune(folder, args.keep_last)
+    for path in [] if args.dry_run else left:
+        folders.discard(path)
+    for what in [*tags, *(f"{path.name}, left behind by a save that died" for path in left)]:
+        say(f"{verb} {what}")
+    kept = [path.name for path in complete if path.name not in tags]
+    say(f"{verb} {sized(total)}; kept: {', '.join(kept) or 'none'}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,14 +169,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
     try:
-        status = _run(args)
+        status: int = args.run(args)
         sys.stdout.flush()
         return status
+    except BrokenPipeError:
+        # The reader left. Without this the interpreter would complain once more when it closes the streams.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (DeepSpeedError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            # The reader left. Without this the interpreter would complain once more when it closes the streams.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
         sys.stderr.write(f"ds_checkpoint: {error}\n")
         return BAD_INPUT
     except KeyboardInterrupt:

@@ -12,21 +12,14 @@ from deepspeed.checkpoint.load.reader import located, open_checkpoint
 from deepspeed.checkpoint.load.source import Source
 
 
-@contextlib.contextmanager
-def opened(path: Path, tag: str | None = None, *, allow_pickle: bool = False) -> Iterator[Source]:
+def opened(path: Path, tag: str | None = None, *, allow_pickle: bool = False) -> contextlib.closing[Source]:
     """The checkpoint, closed afterwards. ``allow_pickle``: may unpickle client state. Raises CheckpointError."""
-    source = open_checkpoint(located(path, tag), allow_pickle=allow_pickle)
-    try:
-        yield source
-    finally:
-        source.close()
+    return contextlib.closing(open_checkpoint(located(path, tag), allow_pickle=allow_pickle))
 
 
 @contextlib.contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out``; what it holds moves into ``out`` at the end, and vanishes when something goes
-    wrong.
-    """
+    """A hidden folder beside ``out``; what it holds moves into ``out`` when the body ends well, else it vanishes."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with folders.temporary_for(out) as hidden:
         hidden.mkdir()

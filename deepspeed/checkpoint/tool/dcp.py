@@ -1,10 +1,7 @@
-"""Checkpoints in the format of torch.distributed.checkpoint, written without a process group, one tensor in memory at a
-time.
-"""
+"""Checkpoints for torch.distributed.checkpoint, written without a process group, one tensor in memory at a time."""
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +10,16 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from deepspeed.checkpoint.weights.weight_files import Progress
 from deepspeed.checkpoint.weights.weights import Stream
 
 
 class StreamPlanner(DefaultSavePlanner):
     """Plans with tensors that have no memory, and reads each one's values when its turn has come."""
 
-    def __init__(self, streams: dict[str, Stream], told: Callable[[int], None]) -> None:
+    def __init__(self, streams: dict[str, Stream], told: Progress) -> None:
         super().__init__()
-        self._streams = streams
-        self._told = told
+        self._streams, self._told = streams, told
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The values of one item."""
@@ -33,12 +30,7 @@ class StreamPlanner(DefaultSavePlanner):
         return values.whole()
 
 
-def _expanded(stream: Stream) -> torch.Tensor:
-    """A stand-in with shape and dtype whose one element takes the place of all."""
-    return torch.zeros((), dtype=stream.dtype).expand(stream.shape)
-
-
-def write_dcp(out: Path, tree: dict[str, Any], told: Callable[[int], None]) -> None:
+def write_dcp(out: Path, tree: dict[str, Any], told: Progress) -> None:
     """Write ``tree`` (nested dicts of Stream, numbers, str, lists) to the folder ``out``.
 
     Nested names are joined by dots, as torch.distributed.checkpoint does. Holds up to three times the largest tensor.
@@ -47,12 +39,13 @@ def write_dcp(out: Path, tree: dict[str, Any], told: Callable[[int], None]) -> N
     streams: dict[str, Stream] = {}
 
     def stand_in(value: Any, path: str) -> Any:
+        """For a tensor: one of its shape whose one element takes the place of all."""
         if isinstance(value, dict):
             return {k: stand_in(v, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
-        if isinstance(value, Stream):
-            streams[path] = value
-            return _expanded(value)
-        return value
+        if not isinstance(value, Stream):
+            return value
+        streams[path] = value
+        return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
     state = stand_in(tree, "")
     # One file per tensor: the writer keeps everything that goes into a file until the file is complete.

@@ -1,95 +1,80 @@
 """``export --format deepspeed``: DeepSpeed's own layout, for going back to it. Holds one of its files at a time.
 
 A level is DeepSpeed's number for what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-Levels 1 and 2 cut each optimizer group, laid end to end, into one slice per rank; level 3 cuts every parameter for
-itself.
 """
 
-import contextlib
+import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.foreign import cuts
+from deepspeed.checkpoint.foreign.cuts import Slice
 from deepspeed.checkpoint.format import names
 from deepspeed.checkpoint.format.folders import check_tag, write_latest
-from deepspeed.checkpoint.load.source import Key, Source, whole
+from deepspeed.checkpoint.load.source import Source, whole
 from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.tool import reference_pickles
-from deepspeed.checkpoint.weights.weight_files import save_file
-from deepspeed.checkpoint.weights.weights import compute_dtype, shared_names, stream, weight_keys
+from deepspeed.checkpoint.weights.weight_files import finished
+from deepspeed.checkpoint.weights.weights import (
+    block_of,
+    compute_dtype,
+    shared_names,
+    stream,
+    weight_keys,
+    with_aliases,
+)
 from deepspeed.errors import CheckpointError
 from deepspeed.version import __version__
 
 _SUB_GROUP = 1_000_000_000
-_CLIP = 1.0
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Elements of one parameter in one rank's flat tensor: ``numel`` from ``start`` of the parameter on, at ``at`` of
-    the flat tensor.
-    """
+class _Named:
+    """An instance of the class of DeepSpeed that ``name`` names: pickles as that with these attributes."""
 
-    name: str
-    start: int
-    at: int
-    numel: int
+    name = ""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
 
 
-@dataclass(frozen=True)
-class Flat:
-    """One flat tensor of one rank: its parts, its length, and how many of its last elements are padding."""
-
-    cuts: tuple[Cut, ...]
-    numel: int
-    padding: int
+class ConstantScale(_Named):
+    name = "deepspeed.runtime.fp16.loss_scaler LossScaler"
 
 
-def whole_group_cuts(members: Sequence[tuple[str, int]], rank: int, world: int) -> Flat:
-    """Levels 1 and 2: rank ``rank``'s slice of a group (name, numel) laid end to end and padded to a multiple of 2 x
-    world.
-    """
-    total = sum(numel for _, numel in members)
-    part = -(-total // (2 * world)) * 2
-    lo, hi = rank * part, (rank + 1) * part
-    cuts, offset = [], 0
-    for name, numel in members:
-        first, last = max(lo, offset), min(hi, offset + numel)
-        if first < last:
-            cuts.append(Cut(name, first - offset, first - lo, last - first))
-        offset += numel
-    return Flat(tuple(cuts), part, max(0, min(part, hi - total)))
+class OverflowScale(_Named):
+    name = "deepspeed.runtime.fp16.loss_scaler DynamicLossScaler"
 
 
-def each_cuts(members: Sequence[tuple[str, int]], rank: int, world: int) -> Flat:
-    """Level 3: rank ``rank``'s slice of every parameter, each padded to a multiple of ``world``, end to end."""
-    cuts, at = [], 0
-    for name, numel in members:
-        part = -(-numel // world)
-        start = min(numel, rank * part)
-        cuts.append(Cut(name, start, at, min(numel, start + part) - start))
-        at += part
-    return Flat(tuple(cuts), at, 0)
+class FragmentAddress(_Named):
+    name = "deepspeed.utils.tensor_fragment fragment_address"
 
 
-def sub_groups(members: Sequence[tuple[str, int]], world: int, limit: int) -> list[list[tuple[str, int]]]:
-    """Level 3: runs of a group's parameters whose slices together reach ``limit`` elements."""
-    found: list[list[tuple[str, int]]] = [[]]
-    filled = 0
-    for member in members:
-        if filled >= limit:
-            found.append([])
-            filled = 0
-        found[-1].append(member)
-        filled += -(-member[1] // world)
-    return [run for run in found if run]
+class Level(_Named):
+    name = "deepspeed.runtime.zero.config ZeroStageEnum"
+    number = 0
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return (Level, (self.number,))
+
+
+class _Pickler(pickle._Pickler):
+    """The Python pickler: the compiled one insists on importing every class under the name it writes."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if not (isinstance(obj, type) and issubclass(obj, _Named)):
+            super().save_global(obj, name)  # type: ignore[misc]
+            return
+        self.write(pickle.GLOBAL + obj.name.replace(" ", "\n").encode() + b"\n")  # type: ignore[attr-defined]
+        self.memoize(obj)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -101,100 +86,76 @@ class Layout:
     world: int
     exclude_frozen: bool = False
 
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return compute_dtype(self.source.facts)
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        return dict(self.source.facts.get("config") or {})
-
-    @cached_property
-    def zero(self) -> dict[str, Any]:
-        block = self.config.get("zero_optimization")
-        return block if isinstance(block, dict) else {}
-
-    @cached_property
-    def options(self) -> list[dict[str, Any]]:
-        return [dict(group["options"]) for group in self.source.facts["optimizer"]["groups"]]
-
-    @cached_property
-    def groups(self) -> list[list[tuple[str, int]]]:
-        """(name, numel) of every optimizer group in flattening order, less the frozen ones, which an optimizer of the
-        user may list.
-        """
-        shapes = {key[1]: d.shape for key, d in self.source.entries.items() if key[0] == "master"}
-        return [[(n, prod(shapes[n])) for n in group if n in shapes] for group in self.listed]
-
-    @cached_property
-    def listed(self) -> list[list[str]]:
-        """Every name of every optimizer group."""
-        return [list(group["names"]) for group in self.source.facts["optimizer"]["groups"]]
+    def __post_init__(self) -> None:
+        facts = self.source.facts
+        self.dtype, self.config = compute_dtype(facts), dict(facts.get("config") or {})
+        self.zero, self.scaler = block_of(self.config, "zero_optimization"), facts.get("loss_scaler") or {}
+        self.scalars: dict[str, dict[str, Any]] = facts["optimizer"].get("scalars") or {}
+        self.options = [dict(group["options"]) for group in facts["optimizer"]["groups"]]
+        self.listed = [list(group["names"]) for group in facts["optimizer"]["groups"]]
+        self.shapes = {key[1]: torch.Size(d.shape) for key, d in self.source.entries.items() if key[0] == "master"}
+        # In flattening order, less the frozen ones, which an optimizer of the user may list.
+        self.groups = [[(n, prod(self.shapes[n])) for n in group if n in self.shapes] for group in self.listed]
+        limit = int(float(self.zero.get("sub_group_size") or _SUB_GROUP))
+        self.runs = [cuts.sub_groups(group, self.world, limit) for group in self.groups]
+        keys = weight_keys(self.source, exclude_frozen=self.exclude_frozen)
+        self.frozen = [key for key in keys if key[0] == "param"]
 
     @cached_property
     def slots(self) -> list[str]:
-        """Optimizer slots, all of their parameter's shape. Raises CheckpointError for others, which that layout cannot
-        hold.
-        """
+        """Optimizer slots. Raises CheckpointError for those of another shape than their parameter's."""
         entries = self.source.entries
         odd = [k for k in entries if k[0].startswith(("opaque.", "part."))]
         odd += [k for k, d in entries.items() if k[0].startswith("optim.") and d.shape != entries["master", k[1]].shape]
         if odd and self.level:
             raise CheckpointError(
-                f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter, "
-                "which DeepSpeed's "
-                "sharded layout cannot hold; export with --stage 0"
+                f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter, which "
+                "DeepSpeed's sharded layout cannot hold; export with --stage 0"
             )
         return list(dict.fromkeys(k[0].removeprefix("optim.") for k in entries if k[0].startswith("optim.")))
 
-    def scalars(self, name: str) -> dict[str, Any]:
-        """Numbers the optimizer keeps for a parameter."""
-        return dict((self.source.facts["optimizer"].get("scalars") or {}).get(name) or {})
-
-    def shape(self, name: str) -> torch.Size:
-        return torch.Size(self.source.entries["master", name].shape)
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Elements of every flat tensor of a rank: one per group (levels 1, 2) or sub-group (3)."""
+        if self.level < 3:
+            return [cuts.column_width(group, self.world) for group in self.groups]
+        return [sum(cuts.row_width(n, self.world) for _, n in run) for runs in self.runs for run in runs]
 
     @cached_property
-    def frozen(self) -> list[Key]:
-        return [k for k in weight_keys(self.source, exclude_frozen=self.exclude_frozen) if k[0] == "param"]
-
-    def flats(self, rank: int) -> list[Flat]:
-        """The flat tensors of a rank, one per group (levels 1, 2) or sub-group (3)."""
+    def slices(self) -> dict[tuple[int, int], list[Slice]]:
+        """What lies in the flat tensors, by rank and part."""
+        slices: list[Slice] = []
         if self.level < 3:
-            return [whole_group_cuts(group, rank, self.world) for group in self.groups]
-        return [each_cuts(run, rank, self.world) for group in self.groups for run in self.runs(group)]
+            for part, (group, width) in enumerate(zip(self.groups, self.lengths, strict=True)):
+                slices += cuts.columns(group, part, width=width, world=self.world)
+        else:
+            for part, run in enumerate(run for runs in self.runs for run in runs):
+                slices += cuts.rows(run, part, self.world)
+        found: dict[tuple[int, int], list[Slice]] = {}
+        for s in slices:
+            found.setdefault((s.rank, s.part), []).append(s)
+        return found
 
-    def runs(self, group: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-        """The sub-groups of a group."""
-        return sub_groups(group, self.world, int(float(self.zero.get("sub_group_size") or _SUB_GROUP)))
+    def padding(self, rank: int, part: int) -> int:
+        """How many of the last elements of a column are none of the group's."""
+        width = self.lengths[part]
+        return max(0, min(width, (rank + 1) * width - sum(numel for _, numel in self.groups[part])))
 
-    def values(self, state: str, flat: Flat, *, padded: bool) -> torch.Tensor:
-        """A flat tensor of ``state``, zeros where nothing is stored."""
-        out = torch.zeros(flat.numel - (0 if padded else flat.padding), dtype=torch.float32)
-        for cut in flat.cuts:
-            key = (state, cut.name)
-            if cut.numel and key in self.source.entries:
-                target = out[cut.at : cut.at + cut.numel]
-                stored = (
-                    target
-                    if self.source.entries[key].dtype == target.dtype
-                    else target.to(self.source.entries[key].dtype)
-                )
-                self.source.read(key, stored, start=cut.start)
-                if stored is not target:
-                    target.copy_(stored)
+    def values(self, state: str, rank: int, part: int, *, padding: int = 0) -> torch.Tensor:
+        """A flat tensor of ``state`` without its last ``padding`` elements, zeros where nothing is stored."""
+        out = torch.zeros(self.lengths[part] - padding, dtype=torch.float32)
+        for name, lo, hi, _, _, at in self.slices.get((rank, part), []):
+            if (state, name) in self.source.entries:
+                stream(self.source, (state, name), dtype=torch.float32).read(lo, out[at : at + hi - lo])
         return out
 
 
-def _scaler(layout: Layout) -> Any:
-    state = layout.source.facts.get("loss_scaler") or {}
-    scale = float(state.get("cur_scale", 1.0))
+def _scaler(layout: Layout) -> _Named:
+    state, block = layout.scaler, block_of(layout.config, "fp16")
+    scale, hysteresis = float(state.get("cur_scale", 1.0)), int(block.get("hysteresis", 2))
     if not state.get("dynamic"):
-        return reference_pickles.LossScaler(cur_scale=scale, dynamic=False)
-    fp16 = layout.config.get("fp16")
-    block = fp16 if isinstance(fp16, dict) else {}
-    hysteresis = int(block.get("hysteresis", 2))
-    return reference_pickles.DynamicLossScaler(
+        return ConstantScale(cur_scale=scale, dynamic=False)
+    return OverflowScale(
         cur_scale=scale,
         cur_iter=int(state.get("cur_iter", 0)),
         last_overflow_iter=int(state.get("last_overflow_iter", -1)),
@@ -212,147 +173,137 @@ def _scaler(layout: Layout) -> Any:
 
 def _flat_state(layout: Layout, rank: int) -> dict[str, Any]:
     """The optimizer's own state dict over flat tensors."""
-    state = {}
-    for index, flat in enumerate(layout.flats(rank)):
-        scalars = layout.scalars(flat.cuts[0].name) if flat.cuts else _first_scalars(layout)
-        state[index] = {**scalars, **{slot: layout.values(f"optim.{slot}", flat, padded=True) for slot in layout.slots}}
-    groups, first = [], 0
-    for options, group in zip(layout.options, layout.groups, strict=True):
-        count = len(layout.runs(group)) if layout.level == 3 else 1
+    any_scalars = next((layout.scalars.get(name, {}) for group in layout.groups for name, _ in group), {})
+    state: dict[int, dict[str, Any]] = {}
+    for part in range(len(layout.lengths)):
+        slices = layout.slices.get((rank, part))
+        state[part] = dict(layout.scalars.get(slices[0].name, {}) if slices else any_scalars)
+        state[part] |= {slot: layout.values(f"optim.{slot}", rank, part) for slot in layout.slots}
+    groups: list[dict[str, Any]] = []
+    first = 0
+    for options, runs in zip(layout.options, layout.runs, strict=True):
+        count = len(runs) if layout.level == 3 else 1
         groups.append({**options, "params": list(range(first, first + count))})
         first += count
     return {"state": state, "param_groups": groups}
 
 
-def _first_scalars(layout: Layout) -> dict[str, Any]:
-    return next((layout.scalars(name) for group in layout.groups for name, _ in group), {})
-
-
-def _wrapped_in_bf16(layout: Layout) -> bool:
-    """Whether DeepSpeed would use its bf16 wrapper, whose files differ."""
-    types = layout.config.get("data_types")
-    accumulation = types.get("grad_accum_dtype") if isinstance(types, dict) else None
-    return layout.level == 1 and layout.dtype == torch.bfloat16 and accumulation in ("fp32", "float32")
-
-
-def optim_file(layout: Layout, rank: int) -> dict[str, Any]:
+def _optim_file(layout: Layout, rank: int) -> dict[str, Any]:
     """Contents of a rank's optimizer-state file."""
-    state = _flat_state(layout, rank)
-    flats = layout.flats(rank)
-    common = {"loss_scaler": _scaler(layout), "overflow": False}
-    common["dynamic_loss_scale"] = bool((layout.source.facts.get("loss_scaler") or {}).get("dynamic"))
-    inner: dict[str, Any]
+    state, parts = _flat_state(layout, rank), range(len(layout.lengths))
+    inner: dict[str, Any] = {
+        "zero_stage": Level(number=layout.level),
+        "loss_scaler": _scaler(layout),
+        "overflow": False,
+    }
+    inner["dynamic_loss_scale"] = bool(layout.scaler.get("dynamic"))
     if layout.level == 3:
-        flat_weights = [layout.values("master", flat, padded=True) for flat in flats]
-        inner = {"zero_stage": reference_pickles.ZeroEnum(3), **common, "partition_count": layout.world}
-        inner |= {"optimizer_state_dict": state, "fp32_flat_groups": flat_weights}
+        masters = [layout.values("master", rank, part) for part in parts]
+        inner |= {"partition_count": layout.world, "optimizer_state_dict": state, "fp32_flat_groups": masters}
     else:
-        wrapper = _wrapped_in_bf16(layout)
-        inner = {} if wrapper else {**common, "zero_stage": reference_pickles.ZeroEnum(layout.level)}
+        # DeepSpeed has a wrapper for this, whose files differ.
+        accumulation = block_of(layout.config, "data_types").get("grad_accum_dtype")
+        wrapper = layout.level == 1 and layout.dtype == torch.bfloat16 and accumulation in ("fp32", "float32")
+        paddings = [layout.padding(rank, part) for part in parts]
+        masters = [layout.values("master", rank, p, padding=0 if wrapper else paddings[p]) for p in parts]
+        gaps = {"param_alignment_paddings": [[0] * len(group) for group in layout.groups]}
+        inner = {} if wrapper else {**inner, **gaps}
         inner |= {
-            "clip_grad": float(layout.config.get("gradient_clipping") or _CLIP),
+            "clip_grad": float(layout.config.get("gradient_clipping") or 1.0),
             "base_optimizer_state": state,
-            "single_partition_of_fp32_groups": [layout.values("master", flat, padded=wrapper) for flat in flats],
-            "group_paddings": [flat.padding for flat in flats],
-            "partition_count": [layout.world] * len(flats),
+            "single_partition_of_fp32_groups": masters,
+            "group_paddings": paddings,
+            "partition_count": [layout.world] * len(parts),
             "ds_version": __version__,
-            "param_slice_mappings": [_addresses(flat) for flat in flats],
+            "param_slice_mappings": [
+                OrderedDict(
+                    (s.name, FragmentAddress(numel=s.hi - s.lo, start=s.at)) for s in layout.slices.get((rank, p), [])
+                )
+                for p in parts
+            ],
         }
-        if not wrapper:
-            inner["param_alignment_paddings"] = [[0] * len(group) for group in layout.groups]
     return {"optimizer_state_dict": inner, "ds_config": layout.config, "ds_version": __version__}
-
-
-def _addresses(flat: Flat) -> dict[str, Any]:
-    return OrderedDict((c.name, reference_pickles.FragmentAddress(numel=c.numel, start=c.at)) for c in flat.cuts)
 
 
 def _module(layout: Layout) -> dict[str, torch.Tensor]:
     """The model's state dict; without values at level 3, buffers excepted."""
-    found: dict[str, torch.Tensor] = OrderedDict()
+    state: dict[str, torch.Tensor] = OrderedDict()
     for key in weight_keys(layout.source, exclude_frozen=layout.exclude_frozen):
-        stored = layout.source.entries[key].dtype
-        dtype = layout.dtype if key[0] == "master" else stored
+        dtype = layout.dtype if key[0] == "master" else layout.source.entries[key].dtype
         empty = layout.level == 3 and key[0] != "buffer"
-        found[key[1]] = torch.empty(0, dtype=dtype) if empty else stream(layout.source, key, dtype=dtype).whole()
-    found.update({alias: found[name] for alias, name in shared_names(layout.source).items() if name in found})
-    return found
+        state[key[1]] = torch.empty(0, dtype=dtype) if empty else stream(layout.source, key, dtype=dtype).whole()
+    return with_aliases(state, shared_names(layout.source))
 
 
-def _fragment(layout: Layout, key: Key, rank: int) -> torch.Tensor:
+def _fragment(layout: Layout, name: str, rank: int) -> torch.Tensor:
     """What a rank holds of a frozen parameter."""
+    key = ("param", name)
+    described = layout.source.entries[key]
     if layout.level < 3:
         return whole(layout.source, key)
-    described = layout.source.entries[key]
     numel = prod(described.shape)
-    part = -(-numel // layout.world)
-    out, start = torch.zeros(part, dtype=described.dtype), min(numel, rank * part)
-    layout.source.read(key, out[: min(numel, start + part) - start], start=start)
+    out = torch.zeros(cuts.row_width(numel, layout.world), dtype=described.dtype)
+    for s in cuts.rows([(name, numel)], 0, layout.world):
+        if s.rank == rank:
+            layout.source.read(key, out[: s.hi - s.lo], start=s.lo)
     return out
 
 
 def _whole_state(layout: Layout) -> dict[str, Any]:
-    """Level 0: the optimizer's state dict over whole parameters, wrapped where DeepSpeed keeps fp32 copies of a
-    low-precision model.
-    """
+    """Level 0: state over whole parameters, wrapped where DeepSpeed keeps fp32 copies of a low-precision model."""
+    source = layout.source
     trained = [[name for name, _ in group] for group in layout.groups]
-    members = (
-        layout.listed if layout.dtype == torch.float32 else trained
-    )  # torch's own state dict counts frozen ones too
-    flat = [name for group in members for name in group]
-    number = {name: i for i, name in enumerate(flat)}
-    entries = layout.source.entries
+    # torch's own state dict counts frozen ones too
+    members = layout.listed if layout.dtype == torch.float32 else trained
+    number = {name: i for i, name in enumerate(name for group in members for name in group)}
     state = {}
     for name in (name for group in trained for name in group):
-        slots = {s: whole(layout.source, (f"optim.{s}", name)) for s in layout.slots if (f"optim.{s}", name) in entries}
-        state[number[name]] = {**layout.scalars(name), **slots}
+        slots = [slot for slot in layout.slots if (f"optim.{slot}", name) in source.entries]
+        state[number[name]] = {
+            **layout.scalars.get(name, {}),
+            **{slot: whole(source, (f"optim.{slot}", name)) for slot in slots},
+        }
     # torch keeps the names beside the numbers; readers that must name the state find them there.
     pairs = zip(layout.options, members, strict=True)
-    groups = [{**options, "params": [number[n] for n in group], "param_names": list(group)} for options, group in pairs]
-    found = {"state": state, "param_groups": groups}
+    groups = [{**options, "params": [number[n] for n in group], "param_names": group} for options, group in pairs]
+    inner = {"state": state, "param_groups": groups}
     if layout.dtype == torch.float32:
-        return found
-    scaler = layout.source.facts.get("loss_scaler") or {}
-    head: dict[str, Any] = {
-        "dynamic_loss_scale": bool(scaler.get("dynamic")),
-        "cur_scale": float(scaler.get("cur_scale", 1.0)),
-    }
-    head["cur_iter"] = int(scaler.get("cur_iter", (layout.source.facts.get("engine") or {}).get("global_steps", 0)))
-    if head["dynamic_loss_scale"]:
-        known = vars(_scaler(layout))
-        head |= {k: known[k] for k in ("last_overflow_iter", "scale_factor", "scale_window")}
+        return inner
+    steps = (source.facts.get("engine") or {}).get("global_steps", 0)
+    known = {**vars(_scaler(layout)), "cur_iter": int(layout.scaler.get("cur_iter", steps))}
+    kept = ("last_overflow_iter", "scale_factor", "scale_window") if known["dynamic"] else ()
     return {
-        **head,
-        "optimizer_state_dict": found,
-        "fp32_groups": [[whole(layout.source, ("master", n)) for n in g] for g in members],
+        "dynamic_loss_scale": known["dynamic"],
+        **{name: known[name] for name in ("cur_scale", "cur_iter", *kept)},
+        "optimizer_state_dict": inner,
+        "fp32_groups": [[whole(source, ("master", name)) for name in group] for group in members],
     }
 
 
-def model_file(layout: Layout, rank: int) -> dict[str, Any]:
+def _model_file(layout: Layout, rank: int) -> dict[str, Any]:
     """Contents of a rank's model-state file."""
-    facts, sharded = layout.source.facts, layout.level > 0
+    facts, sharded, source = layout.source.facts, layout.level > 0, layout.source
     engine = facts.get("engine") or {}
-    with_frozen = layout.level >= 2 and not layout.exclude_frozen
-    shapes = [OrderedDict((n, layout.shape(n)) for n, _ in group) for group in layout.groups] if sharded else None
-    frozen = (
-        OrderedDict((k[1], torch.Size(layout.source.entries[k].shape)) for k in layout.frozen) if with_frozen else None
-    )
-    fragments = OrderedDict((k[1], _fragment(layout, k, rank)) for k in layout.frozen) if with_frozen else None
+    frozen = [name for _, name in layout.frozen] if layout.level >= 2 and not layout.exclude_frozen else None
     return {
         **(facts.get("client_state") or {}),
         "module": _module(layout),
-        "buffer_names": [k[1] for k in layout.source.entries if k[0] == "buffer"],
+        "buffer_names": [k[1] for k in source.entries if k[0] == "buffer"],
         "optimizer": None if sharded else _whole_state(layout),
-        "param_shapes": shapes,
-        "frozen_param_shapes": frozen,
-        "shared_params": (shared_names(layout.source) if rank == 0 else {}) if sharded else None,
-        "frozen_param_fragments": fragments,
+        "param_shapes": [OrderedDict((n, layout.shapes[n]) for n, _ in group) for group in layout.groups]
+        if sharded
+        else None,
+        "frozen_param_shapes": None
+        if frozen is None
+        else OrderedDict((n, torch.Size(source.entries["param", n].shape)) for n in frozen),
+        "shared_params": (shared_names(source) if rank == 0 else {}) if sharded else None,
+        "frozen_param_fragments": None
+        if frozen is None
+        else OrderedDict((n, _fragment(layout, n, rank)) for n in frozen),
         "lr_scheduler": facts.get("lr_scheduler"),
         "data_sampler": None,
         "random_ltd": None,
-        "skipped_steps": int(engine.get("skipped_steps") or 0),
-        "global_steps": int(engine.get("global_steps") or 0),
-        "global_samples": int(engine.get("global_samples") or 0),
+        **{name: int(engine.get(name) or 0) for name in ("skipped_steps", "global_steps", "global_samples")},
         "dp_world_size": layout.world,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
@@ -361,19 +312,19 @@ def model_file(layout: Layout, rank: int) -> dict[str, Any]:
     }
 
 
-def _files(layout: Layout) -> Iterator[tuple[str, Callable[[Layout, int], dict[str, Any]], int]]:
-    """(name, function that makes the contents, rank)."""
+def _files(layout: Layout) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Names, and functions that make the contents."""
     for rank in range(layout.world if layout.level == 3 else 1):
         prefix = f"{names.ZERO_FILE_PREFIX}{rank}_" if layout.level == 3 else ""
-        yield f"{prefix}{names.MODEL_FILE_PREFIX}00{names.MODEL_FILE_SUFFIX}", model_file, rank
+        yield f"{prefix}{names.MODEL_FILE_PREFIX}00{names.MODEL_FILE_SUFFIX}", partial(_model_file, layout, rank)
     start = names.BF16_ZERO_FILE_PREFIX if layout.dtype == torch.bfloat16 else names.ZERO_FILE_PREFIX
     for rank in range(layout.world if layout.level else 0):
-        yield f"{start}{rank}_{names.MODEL_FILE_PREFIX}00{names.OPTIM_FILE_SUFFIX}", optim_file, rank
+        name = f"{start}{rank}_{names.MODEL_FILE_PREFIX}00{names.OPTIM_FILE_SUFFIX}"
+        yield name, partial(_optim_file, layout, rank)
 
 
 def write(source: Source, out: Path, *, level: int | None, world: int, exclude_frozen: bool) -> Path:
-    """Write ``source`` into ``out`` as DeepSpeed would with ``world`` ranks; the tag's folder. ``level`` None: as it
-    was saved.
+    """Write ``source`` into ``out`` as DeepSpeed would with ``world`` ranks, ``level`` None: its own; the tag's folder.
 
     Raises CheckpointError when there is no optimizer, or state that the layout cannot hold; OSError.
     """
@@ -382,8 +333,7 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
         raise CheckpointError(
             f"{source.path} holds no optimizer, which DeepSpeed's layout needs; export the weights with --format torch"
         )
-    zero = (facts.get("config") or {}).get("zero_optimization")
-    saved = int((zero or {}).get("stage") or 0) if isinstance(zero, dict) else 0
+    saved = int(block_of(facts.get("config"), "zero_optimization").get("stage") or 0)
     layout = Layout(source, saved if level is None else level, world, exclude_frozen)
     _ = layout.slots  # refuse before anything is written
     if layout.level in (1, 2) and layout.zero.get("round_robin_gradients"):
@@ -392,15 +342,14 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
             "under round_robin_gradients DeepSpeed's order of parameters depends on the machine; export with "
             "--stage 3 or 0"
         )
-    tag = check_tag(source.path.name)
-    folder = out / tag
+    folder = out / check_tag(source.path.name)
     folder.mkdir(parents=True, exist_ok=True)
-    planned = list(_files(layout))
-    with contextlib.ExitStack() as stack:
-        told = stack.enter_context(progress("export", len(planned)))
-        for name, make, rank in planned:
-            save_file(folder / name, partial(reference_pickles.save, make(layout, rank)))
+    files = dict(_files(layout))
+    with progress("export", len(files)) as told:
+        for name, make in files.items():
+            with finished(folder / name) as path:
+                torch.save(make(), path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
             told(1)
     write_script(out)
-    write_latest(out, tag)
+    write_latest(out, folder.name)
     return folder

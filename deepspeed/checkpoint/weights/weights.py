@@ -10,14 +10,12 @@ import torch
 from deepspeed.checkpoint.load.source import Key, Source
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # as a checkpoint names them
-CHUNK_BYTES = 32 << 20  # what one step of a stream holds, before a cast
+_CHUNK_BYTES = 32 << 20  # what one step of a stream holds, before a cast
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A tensor that is read in pieces: ``read(start, out)`` fills the flat host tensor ``out`` of ``dtype`` from
-    element ``start`` on.
-    """
+    """A tensor in pieces: ``read(start, out)`` fills the flat host tensor ``out`` with elements from ``start`` on."""
 
     name: str
     dtype: torch.dtype
@@ -32,7 +30,7 @@ class Stream:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[torch.Tensor]:
+    def chunks(self, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[torch.Tensor]:
         """The elements in order, as flat tensors that share one buffer: use each before asking for the next."""
         length = max(1, min(self.numel, chunk_bytes // self.dtype.itemsize))
         buffer = torch.empty(length, dtype=self.dtype, device="cpu")
@@ -44,52 +42,54 @@ class Stream:
     def whole(self) -> torch.Tensor:
         """The tensor in its shape."""
         values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        flat, start = values.view(-1), 0
-        for chunk in self.chunks():
-            flat[start : start + chunk.numel()] = chunk
-            start += chunk.numel()
+        start = 0
+        for piece in values.view(-1).split(_CHUNK_BYTES // self.dtype.itemsize):
+            self.read(start, piece)
+            start += piece.numel()
         return values
 
 
 def stream(source: Source, key: Key, *, name: str | None = None, dtype: torch.dtype | None = None) -> Stream:
     """The tensor ``key`` of ``source``, cast to ``dtype`` piece by piece when that differs from what is stored."""
     described = source.entries[key]
-    wanted = dtype or described.dtype
 
     def read(start: int, out: torch.Tensor) -> None:
-        if wanted == described.dtype:
-            source.read(key, out, start=start)
-            return
-        stored = torch.empty(out.numel(), dtype=described.dtype, device="cpu")
+        stored = out if out.dtype == described.dtype else torch.empty(out.numel(), dtype=described.dtype, device="cpu")
         source.read(key, stored, start=start)
-        out.copy_(stored)
+        if stored is not out:
+            out.copy_(stored)
 
-    return Stream(name or key[1], wanted, described.shape, read)
+    return Stream(name or key[1], dtype or described.dtype, described.shape, read)
+
+
+def block_of(config: Any, name: str) -> dict[str, Any]:
+    """A block of a configuration as a checkpoint keeps it; empty when there is none."""
+    block = config.get(name) if isinstance(config, dict) else None
+    return block if isinstance(block, dict) else {}
 
 
 def compute_dtype(facts: Mapping[str, Any]) -> torch.dtype:
     """What the model trained in: as the checkpoint says, else by the configuration that it keeps."""
     named = (facts.get("world") or {}).get("compute_dtype")
-    if named in COMPUTE_DTYPES:
-        return COMPUTE_DTYPES[named]
-    config = facts.get("config") or {}
-    for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        block = config.get(name)
-        if isinstance(block, dict) and block.get("enabled"):
-            return dtype
-    return torch.float32
+    blocks = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    by_config = (short for name, short in blocks.items() if block_of(facts.get("config"), name).get("enabled"))
+    return COMPUTE_DTYPES[named if named in COMPUTE_DTYPES else next(by_config, "fp32")]
 
 
 def open_facts(source: Source) -> dict[str, Any]:
     """Facts that are plain JSON ("config", "world", "shared", "engine"), also where client state would need pickle."""
     manifest = getattr(source, "manifest", None)
-    found: dict[str, Any] = source.facts if manifest is None else manifest.facts
-    return found
+    return dict(source.facts if manifest is None else manifest.facts)
 
 
 def shared_names(source: Source) -> dict[str, str]:
     """Tied weights: {other name: the name the values are stored under}."""
     return dict(open_facts(source).get("shared") or {})
+
+
+def with_aliases(state: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """``state`` by the further names of tied weights too."""
+    return state | {alias: state[name] for alias, name in aliases.items() if name in state}
 
 
 def weight_keys(source: Source, *, exclude_frozen: bool = False) -> list[Key]:
@@ -108,13 +108,11 @@ def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen:
 
     None keeps what training uses: trained parameters in the compute dtype, everything else as stored.
     """
-    trained = dtype or compute_dtype(open_facts(source))
-    found = []
-    for key in weight_keys(source, exclude_frozen=exclude_frozen):
-        stored = source.entries[key].dtype
-        wanted = {"master": trained, "param": dtype}.get(key[0])
-        found.append(stream(source, key, dtype=wanted if stored.is_floating_point else None))
-    return found
+    dtypes = {"master": dtype or compute_dtype(open_facts(source)), "param": dtype}
+    return [
+        stream(source, key, dtype=dtypes.get(key[0]) if source.entries[key].dtype.is_floating_point else None)
+        for key in weight_keys(source, exclude_frozen=exclude_frozen)
+    ]
 
 
 def total_bytes(streams: Iterable[Stream]) -> int:

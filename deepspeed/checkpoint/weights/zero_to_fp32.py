@@ -1,6 +1,7 @@
 """Plain fp32 weights out of a checkpoint of this package or in DeepSpeed's layout, without a process group."""
 
 import argparse
+import contextlib
 import glob
 import logging
 import os
@@ -22,7 +23,7 @@ from deepspeed.checkpoint.format.names import (
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, write_weights
-from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys
+from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys, with_aliases
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import logger
@@ -34,11 +35,8 @@ class LazyTensor:
     """A weight that is read when ``contiguous`` is called, so that a state dict of them costs no memory."""
 
     def __init__(self, source: Source, values: Stream) -> None:
-        self._source = source  # keeps the files open
-        self._values = values
-        self.dtype = values.dtype
-        self.shape = torch.Size(values.shape)
-        self.device = torch.device("cpu")
+        self._source, self._values = source, values  # the first keeps the files open
+        self.dtype, self.shape, self.device = values.dtype, torch.Size(values.shape), torch.device("cpu")
 
     def contiguous(self) -> torch.Tensor:
         """The values, in new memory each time."""
@@ -56,28 +54,22 @@ class LazyTensor:
         """The shape."""
         return self.shape
 
-    def __repr__(self) -> str:
-        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-
-def _open(checkpoint_dir: Folder, tag: str | None) -> Source:
-    path = Path(checkpoint_dir)
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}")
-    return find_and_open(path, tag)
+def _existing(folder: Folder) -> Path:
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"there is no folder {os.fspath(folder)}")
+    return Path(folder)
 
 
 def _streams(source: Source, dtype: torch.dtype, *, exclude_frozen: bool) -> list[Stream]:
-    """Trained weights in ``dtype``, narrower floating buffers too; frozen weights as stored unless another dtype than
-    fp32 is wanted.
-    """
-    found = []
+    """Trained weights in ``dtype``, narrower floating buffers too; frozen ones only where that is not fp32."""
+    streams = []
     for key in weight_keys(source, exclude_frozen=exclude_frozen):
         stored = source.entries[key].dtype
         whole = {"param": dtype == torch.float32, "buffer": stored.itemsize >= dtype.itemsize}
         as_stored = not stored.is_floating_point or whole.get(key[0], False)
-        found.append(stream(source, key, dtype=None if as_stored else dtype))
-    return found
+        streams.append(stream(source, key, dtype=None if as_stored else dtype))
+    return streams
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -86,22 +78,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002 - called so by client code
     lazy_mode: bool = False,  # noqa: FBT001, FBT002
 ) -> dict[str, Any]:
-    """The model's state dict on the CPU: trained weights in fp32, tied names included; frozen weights in their own
-    dtype.
+    """The model's state dict on the CPU: trained weights in fp32, tied names included; frozen ones in their own dtype.
 
     ``checkpoint_dir`` holds tags (``tag``, else what ``latest`` names) or is itself one. With ``lazy_mode`` every value
     is a LazyTensor, read by its ``contiguous()``. Raises FileNotFoundError, CheckpointError.
     """
-    source = _open(checkpoint_dir, tag)
-    state: dict[str, Any] = OrderedDict()
+    source = find_and_open(_existing(checkpoint_dir), tag)
     try:
-        for values in _streams(source, torch.float32, exclude_frozen=exclude_frozen_parameters):
-            state[values.name] = LazyTensor(source, values) if lazy_mode else values.whole()
-        state.update({alias: state[name] for alias, name in shared_names(source).items() if name in state})
+        streams = _streams(source, torch.float32, exclude_frozen=exclude_frozen_parameters)
+        state = OrderedDict((s.name, LazyTensor(source, s) if lazy_mode else s.whole()) for s in streams)
+        return with_aliases(state, shared_names(source))
     finally:
         if not lazy_mode:
             source.close()
-    return state
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -113,8 +102,7 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the weights to ``output_dir`` as ``pytorch_model.bin`` or ``model.safetensors``, in shards with an index
-    when larger.
+    """Write the weights to ``output_dir`` as ``pytorch_model.bin`` or ``model.safetensors``, in shards when larger.
 
     Holds one shard in memory, or a piece of one tensor with ``safe_serialization`` (where tied names are written once).
     Raises FileNotFoundError, CheckpointError, ValueError for a malformed size, OSError.
@@ -123,13 +111,10 @@ def convert_zero_checkpoint_to_state_dict(
         limit = None if max_shard_size is None else byte_count(max_shard_size)
     except ValueError as error:
         raise ValueError(f"max_shard_size {error}") from None
-    source = _open(checkpoint_dir, tag)
-    try:
+    with contextlib.closing(find_and_open(_existing(checkpoint_dir), tag)) as source:
         streams = _streams(source, dtype, exclude_frozen=exclude_frozen_parameters)
         kind = SAFETENSORS if safe_serialization else TORCH
         written = write_weights(streams, Path(output_dir), kind, max_shard_bytes=limit, shared=shared_names(source))
-    finally:
-        source.close()
     logger.info("wrote %s", ", ".join(str(path) for path in written))
 
 
@@ -161,12 +146,8 @@ def load_state_dict_from_zero_checkpoint(
     _unshard(model, state)
     left = model.load_state_dict(state, strict=False)
     if left.missing_keys or left.unexpected_keys:
-        logger.warning(
-            "%s: not in the checkpoint: %s; not in the model: %s",
-            checkpoint_dir,
-            left.missing_keys,
-            left.unexpected_keys,
-        )
+        text = "%s: not in the checkpoint: %s; not in the model: %s"
+        logger.warning(text, checkpoint_dir, left.missing_keys, left.unexpected_keys)
     return model
 
 
@@ -185,21 +166,19 @@ def _unshard(model: torch.nn.Module, names: Collection[str]) -> None:
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
     """The first rank's model-state file in a tag's folder. Raises FileNotFoundError."""
-    if not os.path.isdir(checkpoint_dir):
-        raise FileNotFoundError(f"there is no folder {os.fspath(checkpoint_dir)}")
     rank = f"{ZERO_FILE_PREFIX}0_" if zero_stage > 2 else ""
-    path = os.path.join(checkpoint_dir, f"{rank}{MODEL_FILE_PREFIX}00{MODEL_FILE_SUFFIX}")
-    if not os.path.exists(path):
+    path = _existing(checkpoint_dir) / f"{rank}{MODEL_FILE_PREFIX}00{MODEL_FILE_SUFFIX}"
+    if not path.exists():
         raise FileNotFoundError(f"there is no model-state file {path}")
-    return path
+    return str(path)
 
 
 def get_checkpoint_files(checkpoint_dir: Folder, glob_pattern: str) -> list[str]:
     """Files of a tag's folder that match, by rank. Raises FileNotFoundError when there is none."""
-    found = sorted(glob.glob(os.path.join(glob.escape(os.fspath(checkpoint_dir)), glob_pattern)), key=natural_order)
-    if not found:
+    paths = glob.glob(os.path.join(glob.escape(os.fspath(checkpoint_dir)), glob_pattern))
+    if not paths:
         raise FileNotFoundError(f"there is no file {glob_pattern} in {os.fspath(checkpoint_dir)}")
-    return found
+    return sorted(paths, key=natural_order)
 
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
@@ -212,10 +191,10 @@ def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
     return get_checkpoint_files(checkpoint_dir, f"*{MODEL_FILE_SUFFIX}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zero_to_fp32.py", description="Write the weights of a checkpoint as one fp32 state dict."
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program ``zero_to_fp32.py``; exit status 0, or 1 with one sentence on standard error."""
+    text = "Write the weights of a checkpoint as one fp32 state dict."
+    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description=text)
     parser.add_argument("checkpoint_dir", help="the folder that holds 'latest', or a tag's folder")
     parser.add_argument("output_dir", help="where pytorch_model.bin or model.safetensors goes")
     parser.add_argument("--max_shard_size", default="5GB", help="most bytes of one file, such as 5GB (default)")
@@ -223,25 +202,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint (default: what 'latest' names)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen weights out")
     parser.add_argument("-d", "--debug", action="store_true", help="say more")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The program ``zero_to_fp32.py``; exit status 0, or 1 with one sentence on standard error."""
-    args = _parser().parse_args(argv)
-    if args.debug:
+    options = vars(parser.parse_args(argv))
+    debug = options.pop("debug")
+    if debug:
         logger.setLevel(logging.DEBUG)
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            args.checkpoint_dir,
-            args.output_dir,
-            args.max_shard_size,
-            args.safe_serialization,
-            args.tag,
-            args.exclude_frozen_parameters,
-        )
+        convert_zero_checkpoint_to_fp32_state_dict(**options)
     except (CheckpointError, ValueError, OSError) as error:
-        if args.debug:
+        if debug:
             raise
         sys.stderr.write(f"zero_to_fp32.py: {error}\n")
         return 1
