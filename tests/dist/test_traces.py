@@ -1,0 +1,63 @@
+"""A behaviour can be followed in few files: docs/architecture.md lists them, and a traced run takes that way."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed.verify.models import case_named
+from tests.harness.pool import RankPool
+from tests.harness.tracer import ROOT, Step, Tracer, missing
+from tests.harness.training import make_config, start, train_step
+
+PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+MOST_FILES = {
+    "Gather a unit before its module runs": 5,
+    "Reduce a gradient": 4,
+    "A step whose optimizer states rest on a drive": 8,
+    "Save a checkpoint": 7,
+    "A rank dies": 6,
+}
+
+
+def way(title: str) -> list[Step]:
+    """The functions that the page lists for a behaviour."""
+    section = PAGE.split(f"### {title}\n", 1)[1].split("\n#", 1)[0]
+    return [Step(*found) for found in re.findall(r"^    ([\w/]+\.py) +(\w+)", section, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("title", MOST_FILES)
+def test_the_page_names_few_files_and_functions_that_exist(title: str) -> None:
+    steps = way(title)
+    assert 3 <= len({step.file for step in steps}) <= MOST_FILES[title], steps
+    for step in steps:
+        assert re.search(rf"^ *def {step.function}\(", Path(ROOT, step.file).read_text(), re.MULTILINE), step
+
+
+def traced(title: str, zero: dict[str, Any], folder: str) -> str:
+    """On one rank: train until every rank knows the order of the units, then follow one more forward, backward or
+    step, or a save.
+    """
+    case = case_named("plain")
+    engine = start(case.build(), make_config(3, zero=zero))
+    for step in range(3):
+        train_step(engine, case, step)
+    steps = way(title)
+    tracer = Tracer({step.function for step in steps})
+    if title.startswith("Save"):
+        tracer.of(lambda: engine.save_checkpoint(folder))
+    else:
+        tracer.of(lambda: train_step(engine, case, 3))
+    engine.destroy()
+    return missing(steps, tracer.calls)
+
+
+@pytest.mark.parametrize("title", [title for title in MOST_FILES if title != "A rank dies"])
+def test_a_run_takes_the_way_of_the_page(pool2: RankPool, tmp_path: Path, title: str) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path / "drive")}
+    zero = {"offload_optimizer": drive} if "drive" in title else {}
+    (tmp_path / "drive").mkdir()
+    first, second = pool2.run(traced, title, zero, str(tmp_path / "saved"))
+    assert not first, first
+    assert not second or title.startswith("Save"), second  # the first rank alone joins and publishes
