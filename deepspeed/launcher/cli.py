@@ -250,9 +250,9 @@ def _run_here(job: Job, node_rank: int, options: argparse.Namespace, *, on_cpu: 
     if job.pid_file is not None:
         remove_stale_pid_file(job.pid_file)
     # Needs torch; a wrong command line is refused at once.
-    from deepspeed.launcher.node.supervisor import node_job, run_node  # noqa: PLC0415
+    from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415
 
-    return run_node(node_job(job, node_rank))
+    return run_node(job, node_rank)
 
 
 def _run_elsewhere(job: Job, runner: RunnerOptions, *, check: bool) -> int:

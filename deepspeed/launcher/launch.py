@@ -79,9 +79,9 @@ def main(args: Sequence[str] | None = None) -> None:
     logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
     try:
         job = make_job(options)
-        from deepspeed.launcher.node.supervisor import node_job, run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
+        from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
 
-        status = run_node(node_job(job, options.node_rank, runner=options.from_runner))
+        status = run_node(job, options.node_rank, runner=options.from_runner)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # everything is closed; taking torch down in order would cost up to a second more

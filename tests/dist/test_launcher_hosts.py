@@ -64,6 +64,9 @@ if mode == "raise" and rank == int(os.environ["WORLD_SIZE"]) - 1:
     raise ValueError("the cause")
 if mode in ("hang", "raise"):
     time.sleep(300)
+if mode == "flood":
+    for _ in range(1000):
+        os.write(2, b"x" * 1000 + b"\\n")
 if mode == "reduce":
     dist.destroy_process_group()
 """
@@ -344,6 +347,16 @@ def test_silence_ends_the_job_over_ssh(tmp_path: Path, hosts: Hosts, frozen: str
     status, _, err = job.finish()
     assert status != 0, err
     assert frozen == "command" or "host b (node 1) has not been heard for 2 s" in err.splitlines()[-1]
+
+
+def test_paused_terminal_ends_no_job(tmp_path: Path, hosts: Hosts) -> None:
+    """Nobody reads for longer than the limit, and no sign of life gets through."""
+    job = over_ssh(tmp_path, hosts, "flood", DS_HOST_TIMEOUT_S="1")
+    job.rank(0), job.rank(1)
+    time.sleep(3 * slowdown())
+    assert job.process.poll() is None
+    status, _, err = job.finish()
+    assert status == 0 and err.count("x") == 2_000_000
 
 
 def test_suspended_command_suspends_no_rank(tmp_path: Path, hosts: Hosts) -> None:

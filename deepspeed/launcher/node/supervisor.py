@@ -31,15 +31,10 @@ from deepspeed.launcher.node.store import HostLink, StoreLink, bind_store, meeti
 
 @dataclass(frozen=True)
 class NodeJob:
-    """One node's part of a job. ``cores`` has one entry per rank of the node, or is None where ranks are not pinned.
-
-    ``runner``: the program through which a ``deepspeed`` command on another machine started this node and reads its
-    output (``ssh``, ``pdsh``); empty when there is none.
-    """
+    """One node's part of a job. ``cores`` has one entry per rank of the node, or is None where ranks are not pinned."""
 
     job: Job
     node_rank: int
-    runner: str = ""
     cores: list[RankCores] | None = None
 
     @property
@@ -50,18 +45,6 @@ class NodeJob:
     def rank(self, local: int) -> int:
         """Global rank of local rank ``local``."""
         return self.job.first_rank(self.node_rank) + local
-
-
-def node_job(job: Job, node_rank: int, *, runner: str = "") -> NodeJob:
-    """The part of ``job`` that node ``node_rank`` runs. Raises UsageError when there is no such node, or no port."""
-    nodes = len(job.hosts)
-    if not 0 <= node_rank < nodes:
-        what = f"is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
-        raise UsageError(f"--node_rank {node_rank} {what}")
-    if nodes > 1 and job.master_port == 0 and runner != "ssh":
-        what = "when nodes are started one by one: the others cannot know a port that node 0 chooses"
-        raise UsageError(f"--master_port is needed {what}")
-    return NodeJob(job, node_rank, runner, plan_cores(job, len(job.world[job.hosts[node_rank]])))
 
 
 def rank_environment(node: NodeJob, local: int, go: Message, report_file: str) -> dict[str, str]:
@@ -149,13 +132,22 @@ def _pid_file(path: str | None) -> Iterator[None]:
             os.unlink(path)
 
 
-def run_node(node: NodeJob) -> int:
-    """Run this node's part of the job to the job's end and return the job's exit status, equal on all nodes.
+def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
+    """Run one node's part of ``job`` to the job's end and return the job's exit status, equal on all nodes.
 
-    That of the rank that failed first, 128 + S for a signal S that ended it or that a launcher received, 1 when a host
-    was lost or the nodes did not find each other. No process of the job is left on this node then.
-    Raises UsageError when the port is taken or a log or pid file exists; no rank has been started then.
+    ``runner``: the program through which a ``deepspeed`` command on another machine started this node and reads its
+    output (``ssh``, ``pdsh``). The status is that of the rank that failed first, 128 + S for a signal S that ended it
+    or that a launcher received, 1 when a host was lost or the nodes did not find each other. No process of the job is
+    left on this node then. Raises UsageError before any rank is started, for a port that is taken and the like.
     """
+    nodes = len(job.hosts)
+    if not 0 <= node_rank < nodes:
+        what = f"is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
+        raise UsageError(f"--node_rank {node_rank} {what}")
+    if nodes > 1 and job.master_port == 0 and runner != "ssh":
+        what = "when nodes are started one by one: the others cannot know a port that node 0 chooses"
+        raise UsageError(f"--master_port is needed {what}")
+    node = NodeJob(job, node_rank, plan_cores(job, len(job.world[job.hosts[node_rank]])))
     log_files = rank_log_files(node)
 
     def start(go: Message) -> Ranks:
@@ -165,31 +157,31 @@ def run_node(node: NodeJob) -> int:
             environment = rank_environment(node, local, go, report_file)
             argv = rank_arguments(node, local, log_file)
             commands.append(RankCommand(node.rank(local), argv, environment, report_file))
-        stdin = subprocess.DEVNULL if node.runner else None
+        stdin = subprocess.DEVNULL if runner else None
         return Ranks(commands, guardian, lambda index: member.post("rank", index), stdin=stdin)
 
     member = Member(start)
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(lambda number: member.post("signal", number)))
-        stack.enter_context(_pid_file(node.job.pid_file))
+        stack.enter_context(_pid_file(job.pid_file))
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
-        guardian = Guard([scratch, *([os.path.abspath(node.job.pid_file)] if node.job.pid_file else [])])
+        guardian = Guard([scratch, *([os.path.abspath(job.pid_file)] if job.pid_file else [])])
         stack.callback(guardian.dismiss)
         # The store goes last: it must be there until the last rank of the last node has ended.
-        store = bind_store(node.job.master_addr, node.job.master_port) if node.node_rank == 0 else None
+        store = bind_store(job.master_addr, job.master_port) if node_rank == 0 else None
         link: Link
-        if node.runner == "ssh":
+        if runner == "ssh":
             link = FrameLink(member.post)
             link.send(meeting_point(store) if store is not None else {"kind": "join"})
         elif store is not None:
-            link = HostLink(node.job, store, member.post)
+            link = HostLink(job, store, member.post)
         else:
-            link = StoreLink(node.job, node.node_rank, member.post)
-        if node.runner == "pdsh":
+            link = StoreLink(job, node_rank, member.post)
+        if runner == "pdsh":
             watch_output(lambda: member.post("gone"))
         verdict = member.run(link)
         # Of the launchers of one pdsh only one speaks; over ssh the command does.
-        if not node.runner or (node.runner == "pdsh" and (node.node_rank == 0 or member.orphaned)):
+        if not runner or (runner == "pdsh" and (node_rank == 0 or member.orphaned)):
             sys.stdout.flush()
             sys.stderr.write(verdict.text)
             sys.stderr.flush()
