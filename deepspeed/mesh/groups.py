@@ -48,34 +48,23 @@ class Mesh:
         return self.job.index == 0
 
 
-def _members(axis: Axis, pg: dist.ProcessGroup | None, backend: str) -> AxisGroup:
-    return AxisGroup(pg, axis.size, axis.index, axis.ranks, backend)
-
-
 def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
-    """One axis over an existing group (default: the whole world), without new process groups: before there is an
-    engine.
-    """
+    """One axis over an existing group (default: the whole world), without new process groups."""
     alone = not dist.is_initialized()
     pg = None if alone else group or dist.group.WORLD
     ranks = (0,) if alone else tuple(dist.get_process_group_ranks(pg))
     axes = shard_axes(dense_topology(ranks), 0 if alone else dist.get_rank())
-    everyone = _members(axes[0], pg, backend)
+    everyone = AxisGroup(pg, axes[0].size, axes[0].index, axes[0].ranks, backend)
     return Mesh(axes, (everyone,), everyone, everyone, everyone, None)
 
 
-def _new_name(everyone: AxisGroup) -> str:
-    """A name that no mesh over these ranks has had, the same on all of them. Collective."""
-    count = c10d._get_default_store().add(f"deepspeed/meshes/{everyone.ranks[everyone.index]}", 1)
-    return f"deepspeed/mesh{max(gather_objects(count, everyone))}"
-
-
-def _new_group(name: str, ranks: tuple[int, ...], backend: str) -> dist.ProcessGroup:
-    """A group of ``ranks``, made by them alone: the ranks outside may be making other groups.
+def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
+    """A group of the ranks of ``axis``, made by them alone: the ranks outside may be making other groups.
 
     ``dist.new_group`` cannot: either all ranks of the job take part, or it names the group by how many groups each rank
     has, which may differ, and may come again after a group was destroyed, with addresses where nobody listens any more.
     """
+    ranks = axis.ranks
     where = {rank: position for position, rank in enumerate(ranks)}
     kind, store, label = dist.Backend(backend), c10d._get_default_store(), c10d.GroupName(f"{name}/{ranks[0]}")
     limit = c10d._get_default_timeout(kind)
@@ -91,30 +80,28 @@ def _new_group(name: str, ranks: tuple[int, ...], backend: str) -> dist.ProcessG
             f"{os.environ.get('GLOO_SOCKET_IFNAME', 'not set')!r} here"
         ) from error
     c10d._world.pg_group_ranks[pg] = where
-    return pg
+    return AxisGroup(pg, axis.size, axis.index, ranks, backend)
 
 
 def build_mesh(
     backend: str, *, inner_size: int | None = None, group: dist.ProcessGroup | None = None, control: bool = True
 ) -> Mesh:
-    """Create the groups of one engine over ``group`` (default: the whole world). Collective over the ranks of
-    ``group``.
+    """Create the groups of one engine over ``group`` (default: the whole world). Collective over its ranks.
 
     ``backend`` is what tensors travel on ("nccl" or "gloo"). One rank needs no process group at all. Raises UsageError
     when a group cannot be made.
     """
     plain = plain_mesh(backend, group=group)
-    everyone, host, groups = plain.zero, None, plain.groups
+    everyone, groups = plain.zero, plain.groups
     if everyone.size == 1:
         return plain
-    name = _new_name(everyone)
-    if control:
-        host = AxisGroup(
-            _new_group(f"{name}/control", everyone.ranks, "gloo"), everyone.size, everyone.index, everyone.ranks, "gloo"
-        )
+    # A name that no mesh over these ranks has had, the same on all of them.
+    count = c10d._get_default_store().add(f"deepspeed/meshes/{everyone.ranks[everyone.index]}", 1)
+    name = f"deepspeed/mesh{max(gather_objects(count, everyone))}"
+    host = _new_group(f"{name}/control", everyone, "gloo") if control else None
     axes = shard_axes(dense_topology(everyone.ranks, inner_size=inner_size), dist.get_rank())
     if len(axes) > 1:
-        groups = tuple(_members(axis, _new_group(f"{name}/{axis.name}", axis.ranks, backend), backend) for axis in axes)
+        groups = tuple(_new_group(f"{name}/{axis.name}", axis, backend) for axis in axes)
     return Mesh(axes, groups, everyone, everyone, everyone, host, name)
 
 
@@ -138,13 +125,7 @@ def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
 
 
 def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:
-    """Give back the groups that ``build_mesh`` made (never the caller's own); not those of axes that shards still lie
-    on.
-    """
-    if not dist.is_initialized():
-        return
-    made = [
-        g for g in (mesh.control, *(() if keep_axes else mesh.groups)) if g is not None and g.pg is not mesh.zero.pg
-    ]
-    for group in made:
-        dist.destroy_process_group(group.pg)
+    """Give back the groups that ``build_mesh`` made, never the caller's own; ``keep_axes``: shards lie on them."""
+    for group in (mesh.control, *(() if keep_axes else mesh.groups)) if dist.is_initialized() else ():
+        if group is not None and group.pg is not mesh.zero.pg:
+            dist.destroy_process_group(group.pg)

@@ -104,8 +104,6 @@ def expert_topology(dense: Topology, ep: int) -> Topology:
 
 
 def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:
-    """The axes over which ZeRO may cut a dense parameter, inner first: data and sequence ranks hold the same
-    weights.
-    """
+    """The axes over which ZeRO may cut a dense parameter, inner first: data and sequence ranks, of equal weights."""
     inner = topology.axis(rank, "dp", "sp") if topology.size("sp") > 1 else topology.axis(rank, "dp")
     return (inner,) if topology.size("dp_outer") == 1 else (inner, topology.axis(rank, "dp_outer"))

@@ -40,12 +40,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """``units[0]`` is needed; further ones (gathers only) are wished for. ``pending`` lists units with local gradients
-    (FLUSH, STEP).
+    """``units[0]`` is needed; further ones (gathers only) are wished for.
 
-    ``reduces`` are reductions that travel with another request, to save a message; they come before it. ``path`` lists
-    the units used since the last meeting point, where divergence is an error; ``marks`` is what else must be equal for
-    the interval to be learnt from. Of the two only a digest travels.
+    ``pending`` lists units with local gradients (FLUSH, STEP). ``reduces`` are reductions that travel with another
+    request, to save a message; they come before it. ``path`` lists the units used since the last meeting point, where
+    divergence is an error; ``marks`` is what else must be equal to learn from the interval: of both a digest travels.
     """
 
     kind: Kind
@@ -65,9 +64,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Decision:
-    """What every rank does now: first ``reduces``, then ``kind``. For FLUSH and STEP ``units`` is the union of all
-    pending units.
-    """
+    """What every rank does now: first ``reduces``, then ``kind``. In a FLUSH or STEP ``units`` are all that pend."""
 
     kind: Kind
     units: tuple[int, ...]
@@ -76,38 +73,30 @@ class Decision:
     @property
     def reduced(self) -> tuple[int, ...]:
         """All units whose gradients are reduced, in order."""
-        return (
-            self.reduces
-            if self.kind in (Kind.GATHER, Kind.LEAVE)
-            else tuple(dict.fromkeys((*self.reduces, *self.units)))
-        )
+        return tuple(dict.fromkeys((*self.reduces, *(() if self.kind in (Kind.GATHER, Kind.LEAVE) else self.units))))
 
     def serves(self, request: Request, *, urgent: bool) -> bool:
         """Whether a rank with this request is served; if it is not ``urgent``, only by all of what it is ready for."""
+        ready = set(self.reduced) <= set(request.reduces)
         if request.kind is Kind.REDUCE:
-            return (
-                request.units[0] in self.reduced
-                if urgent
-                else self.kind is Kind.REDUCE and set(self.reduced) <= set(request.reduces)
-            )
+            return request.units[0] in self.reduced if urgent else self.kind is Kind.REDUCE and ready
         if self.kind is not request.kind:
             return False
         if self.kind is Kind.GATHER:
-            whole = self.units == request.units and set(self.reduces) <= set(request.reduces)
-            return whole or (urgent and request.units[0] in self.units)
+            return (self.units == request.units and ready) or (urgent and request.units[0] in self.units)
         return set(request.pending) <= set(self.units) if self.kind is Kind.STEP else self.units == request.units
 
     @property
     def closes(self) -> bool:
-        """Whether it ends an interval: the end of a backward, and of a forward of which nothing is to follow by
-        habit.
-        """
+        """Whether it ends an interval: the end of a backward, or of a forward that nothing follows by habit."""
         return self.kind is Kind.FLUSH or (self.kind is Kind.LEAVE and not self.units)
 
 
 # ``Request.units`` at the end of a forward that may be passed without a message, because its backward follows.
 PASSING = (0,)
-_ENDS = {
+_ASKS = {
+    Kind.REDUCE: "reduces the gradients of {name}",
+    Kind.GATHER: "needs {name}",
     Kind.LEAVE: "has reached the end of the forward",
     Kind.FLUSH: "has reached the end of the backward",
     Kind.STEP: "has reached the step",
@@ -116,15 +105,13 @@ _WORD = 62
 
 
 class Agreement:
-    """The control channel of one runtime. With one rank, or ``mode`` "assume_none", every request is its own
-    decision.
-    """
+    """The control channel of one runtime. With one rank, or ``mode`` "assume_none", a request is its own decision."""
 
     def __init__(self, group: AxisGroup | None, mode: str, unit_names: list[str], *, where: Callable[[], str]) -> None:
         self._group = group if group is not None and group.size > 1 and mode != "assume_none" else None
         self._names = unit_names
         self._where = where
-        self._words = -(-len(unit_names) // _WORD) if unit_names else 1
+        self._words = max(1, -(-len(unit_names) // _WORD))
         self._habits: Habits[Decision] = Habits()
         self._rest: list[Decision] = []  # of the interval that is foretold, last one first
         self._done: list[Decision] = []
@@ -191,13 +178,13 @@ class Agreement:
         words = [0] * self._words
         for unit in request.pending:
             words[unit // _WORD] |= 1 << (unit % _WORD)
-        said = exchange_ints([*map(int, request.head), *words], self._group)
-        heads = [(Kind(row[0]), row[1]) for row in said]
+        rows = exchange_ints([*map(int, request.head), *words], self._group)
+        heads = [(Kind(row[0]), row[1]) for row in rows]
         if self.strict:
             self._refuse(heads, request.path)
         kind, unit = min(heads)
         if kind >= Kind.FLUSH:
-            pending = [u for u in range(len(self._names)) if any(row[2 + u // _WORD] >> u % _WORD & 1 for row in said)]
+            pending = [u for u in range(len(self._names)) if any(row[2 + u // _WORD] >> u % _WORD & 1 for row in rows)]
             return Decision(kind, tuple(pending))
         return Decision(kind, (unit,) if unit >= 0 else ())
 
@@ -212,7 +199,7 @@ class Agreement:
         """Raise when the ranks ask for different things, or met having used different modules."""
         assert self._group is not None
         if len(set(heads)) > 1:
-            asked = [self._asks(*head) for head in heads]
+            asked = [_ASKS[kind].format(name=repr(self._names[unit]) if unit >= 0 else "") for kind, unit in heads]
         else:
             paths = gather_objects(path, self._group)
             if all(p == paths[0] for p in paths):
@@ -220,15 +207,11 @@ class Agreement:
             first = next(i for i in range(max(map(len, paths))) if len({p[i : i + 1] for p in paths}) > 1)
             asked = [f"used {self._names[p[first]]!r}" if first < len(p) else "used nothing more" for p in paths]
         self._close()
-        said = "; ".join(f"rank {rank} {what}" for rank, what in zip(self._group.ranks, asked, strict=True))
+        ranks = "; ".join(f"rank {rank} {what}" for rank, what in zip(self._group.ranks, asked, strict=True))
         raise DivergenceError(
-            f"the ranks took different paths ({self._where()}): {said}. zero_optimization.divergence is 'error'; "
+            f"the ranks took different paths ({self._where()}): {ranks}. zero_optimization.divergence is 'error'; "
             "set it to 'tolerate' to let ranks skip modules"
         )
-
-    def _asks(self, kind: Kind, unit: int) -> str:
-        what = {Kind.REDUCE: "reduces the gradients of", Kind.GATHER: "needs"}.get(kind)
-        return f"{what} {self._names[unit]!r}" if what else _ENDS[kind]
 
 
 def _whole(request: Request) -> Decision:

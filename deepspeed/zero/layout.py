@@ -68,11 +68,9 @@ class FlatLayout:
             assert s.offset >= end, f"segment {s.name} overlaps its predecessor"
             end = s.stop
         assert end <= self.numel and self.numel % self.shards == 0, self
-        if self.granularity is Granularity.PARAMETER:
-            for s in self.segments:
-                assert s.numel == 0 or s.offset // self.shard_numel == (s.stop - 1) // self.shard_numel, (
-                    f"{s.name} is cut"
-                )
+        for s in self.segments if self.granularity is Granularity.PARAMETER else ():
+            whole = s.numel == 0 or s.offset // self.shard_numel == (s.stop - 1) // self.shard_numel
+            assert whole, f"{s.name} is cut"
 
     @property
     def shard_numel(self) -> int:
@@ -81,45 +79,39 @@ class FlatLayout:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Padding ranges [start, stop): they must hold zeros in gradient buffers."""
-        found, end = [], 0
-        for s in self.segments:
-            if s.offset > end:
-                found.append((end, s.offset))
-            end = s.stop
-        if self.numel > end:
-            found.append((end, self.numel))
-        return tuple(found)
+        ends = (0, *(s.stop for s in self.segments))
+        starts = (*(s.offset for s in self.segments), self.numel)
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
     def overlap(self, segment: Segment, start: int, stop: int) -> tuple[int, int]:
         """The part [lo, hi) of ``segment`` (flat indices) inside [start, stop); empty when lo >= hi."""
         return max(segment.offset, start), min(segment.stop, stop)
 
 
+Item = tuple[str, tuple[int, ...], int]  # name, shape, optimizer group
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def element_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int) -> FlatLayout:
+def element_layout(items: list[Item], shards: int) -> FlatLayout:
     """Pack (name, shape, group) items back to back, padded so that ``shards`` equal aligned shards result."""
     segments, offset = [], 0
     for name, shape, group in items:
         segments.append(Segment(name, shape, offset, group))
         offset = _round_up(segments[-1].stop, ALIGNMENT_NUMEL)
-    return FlatLayout(
-        tuple(segments), max(_round_up(offset, ALIGNMENT_NUMEL * shards), ALIGNMENT_NUMEL * shards), shards
-    )
+    return FlatLayout(tuple(segments), _round_up(max(offset, 1), ALIGNMENT_NUMEL * shards), shards)
 
 
-def parameter_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int) -> FlatLayout:
+def parameter_layout(items: list[Item], shards: int) -> FlatLayout:
     """Give each (name, shape, group) item to the currently least filled shard, largest first (greedy balance)."""
     fill = [0] * shards
     owner: dict[int, int] = {}
-    order = sorted(range(len(items)), key=lambda i: (-prod(items[i][1]), i))
-    for i in order:
-        shard = fill.index(min(fill))
-        owner[i] = shard
-        fill[shard] += _round_up(prod(items[i][1]), ALIGNMENT_NUMEL)
-    size = max(_round_up(max(fill), ALIGNMENT_NUMEL), ALIGNMENT_NUMEL)
+    for i in sorted(range(len(items)), key=lambda i: (-prod(items[i][1]), i)):
+        owner[i] = fill.index(min(fill))
+        fill[owner[i]] += _round_up(prod(items[i][1]), ALIGNMENT_NUMEL)
+    size = max(*fill, ALIGNMENT_NUMEL)
     segments, fill = [], [0] * shards
     # Empty tensors come first in their shard: behind a full one they would start in the next shard.
     for i in sorted(owner, key=lambda i: (owner[i], prod(items[i][1]) > 0, items[i][2], i)):
@@ -127,15 +119,12 @@ def parameter_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int)
         shard = owner[i]
         segments.append(Segment(name, shape, shard * size + fill[shard], group))
         fill[shard] += _round_up(prod(shape), ALIGNMENT_NUMEL)
-    return FlatLayout(
-        tuple(sorted(segments, key=lambda s: (s.offset, s.numel))), size * shards, shards, Granularity.PARAMETER
-    )
+    segments.sort(key=lambda s: (s.offset, s.numel))
+    return FlatLayout(tuple(segments), size * shards, shards, Granularity.PARAMETER)
 
 
-def build_layout(items: list[tuple[str, tuple[int, ...], int]], shards: int, granularity: Granularity) -> FlatLayout:
-    """The layout of ``items`` for the given granularity; ELEMENT items are ordered by group so groups are
-    contiguous.
-    """
+def build_layout(items: list[Item], shards: int, granularity: Granularity) -> FlatLayout:
+    """The layout of ``items``; under ELEMENT they are ordered by group, so groups are contiguous."""
     if granularity is Granularity.PARAMETER:
         return parameter_layout(items, shards)
     return element_layout(sorted(items, key=lambda item: item[2]), shards)

@@ -12,9 +12,7 @@ from deepspeed.config.model.zero import OffloadOptimizerConfig, OffloadParamConf
 
 
 class InFlight:
-    """What is in memory at most beside the states at rest. The runtime keeps to these numbers, and the memory plan
-    counts them.
-    """
+    """What is in memory at most beside the states at rest: the runtime keeps to it, and the memory plan counts it."""
 
     REDUCTIONS = 2
     UNITS = 2  # typical ones, gathered before they are needed
@@ -45,6 +43,7 @@ class Tier(Enum):
     NVME = "nvme"
 
 
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}  # as the configuration names them
 Spreads = tuple[Spread, ...]
 
 
@@ -80,10 +79,9 @@ class UnitPlan:
     def __post_init__(self) -> None:
         assert (self.grad is None) == (self.optim is None), "gradients and optimizer state come and go together"
         if self.optim is not None:
-            for p, o in zip(self.param.spread, self.optim.spread, strict=True):
-                assert (p, o) != (Spread.SHARDED, Spread.REPLICATED), (
-                    "a sharded parameter needs sharded optimizer state"
-                )
+            pairs = zip(self.param.spread, self.optim.spread, strict=True)
+            wrong = (Spread.SHARDED, Spread.REPLICATED) in pairs
+            assert not wrong, "a sharded parameter needs sharded optimizer state"
 
     @property
     def gradient_whole(self) -> bool:
@@ -173,26 +171,17 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
     elif stage == 3 and 1 < hpz < world_size:
         inner = hpz
     axes = 1 if inner is None else 2
-    shard_all = (Spread.SHARDED,) * axes
-    replicate_all = (Spread.REPLICATED,) * axes
+    replicated = (Spread.REPLICATED,) * axes
     inner_only = (Spread.SHARDED, Spread.REPLICATED)[:axes]
-    use_mics = inner is not None and inner == mics
-    param = {3: inner_only}.get(stage, replicate_all)
-    grad = optim = replicate_all
-    if stage >= 1:
-        grad = optim = inner_only if use_mics else shard_all
+    everywhere = inner_only if inner is not None and inner == mics else (Spread.SHARDED,) * axes
+    rest = everywhere if stage >= 1 else replicated
     param_tier, grad_tier, optim_tier = _tiers(zero)
-    regular = UnitPlan(
-        StatePlan(param, param_tier),
-        StatePlan(grad, grad_tier),
-        StatePlan(optim, optim_tier),
-        reduce_each_backward=stage >= 2,
-    )
-    persistent = replace(regular, param=StatePlan(replicate_all))
+    param = StatePlan(inner_only if stage == 3 else replicated, param_tier)
+    regular = UnitPlan(param, StatePlan(rest, grad_tier), StatePlan(rest, optim_tier), reduce_each_backward=stage >= 2)
     chosen = zero.model_fields_set
     return ZeroPlan(
         regular=regular,
-        persistent=persistent,
+        persistent=replace(regular, param=StatePlan(replicated)),
         inner_size=inner,
         pack_numel=int(zero.reduce_bucket_size),
         persistence_numel=int(zero.param_persistence_threshold) if stage == 3 else 0,
@@ -210,11 +199,8 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
 
 def _tiers(zero: ZeroConfig) -> tuple[Tier, Tier, Tier]:
     """Rest tiers of PARAM, GRAD and OPTIM. Gradients wait where the update will read them: in host memory."""
-    names = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-    param, optim = (
-        names[block.device.value] if block is not None else Tier.DEVICE
-        for block in (zero.offload_param, zero.offload_optimizer)
-    )
+    blocks = (zero.offload_param, zero.offload_optimizer)
+    param, optim = (TIERS[block.device.value] if block is not None else Tier.DEVICE for block in blocks)
     return param, Tier.HOST if optim is not Tier.DEVICE else Tier.DEVICE, optim
 
 
@@ -225,6 +211,7 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
     zero, aio = config.zero, config.aio
     param, optim = zero.offload_param or OffloadParamConfig(), zero.offload_optimizer or OffloadOptimizerConfig()
     default = OffloadPlan()
+    tile_chosen, depth_chosen = "sub_group_size" in zero.model_fields_set, "queue_depth" in aio.model_fields_set
     return OffloadPlan(
         param_folder=param.nvme_path or "",
         param_buffers=max(1, int(param.buffer_count)),
@@ -233,14 +220,12 @@ def _offload(config: DeepSpeedConfig) -> OffloadPlan:
         optim_folder=optim.nvme_path or "",
         optim_buffers=max(1, int(optim.buffer_count)),
         # The field's default (1e9) would hold whole small models; a window of a few megabytes feeds any drive.
-        tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size))
-        if "sub_group_size" in zero.model_fields_set
-        else default.tile_numel,
+        tile_numel=max(_LEAST_PIECE, int(zero.sub_group_size)) if tile_chosen else default.tile_numel,
         device_share=1.0 - float(optim.ratio),
         pin_param=param.pin_memory,
         pin_optim=optim.pin_memory,
         block_bytes=-(-int(aio.block_size) // 4096) * 4096,
-        queue_depth=int(aio.queue_depth) if "queue_depth" in aio.model_fields_set else default.queue_depth,
+        queue_depth=int(aio.queue_depth) if depth_chosen else default.queue_depth,
         threads=int(aio.intra_op_parallelism),
         host_limit=config.memory.host_limit or 0,
         device_limit=config.memory.device_limit or 0,

@@ -5,6 +5,7 @@ and eval passes keep both. A use that the trace did not foresee resynchronises o
 until the phase ends; nothing is flushed and nothing is logged.
 """
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -50,10 +51,7 @@ class Schedule:
         self.uses += 1
         if now.position is None:
             return
-        if now.position < len(now.trace) and now.trace[now.position] == unit:
-            now.position += 1
-            self.hits += 1
-            return
+        self.hits += now.position < len(now.trace) and now.trace[now.position] == unit
         try:
             now.position = now.trace.index(unit, now.position) + 1
         except ValueError:
@@ -71,19 +69,15 @@ class Schedule:
         self._open.clear()
 
     def upcoming(self) -> Iterator[int]:
-        """Forecast of the uses from here to the end of the phase; empty when there is none. Read it before the next
-        use.
-        """
+        """Forecast of the uses from here to the end of the phase, if there is one. Read it before the next use."""
         now = self._open[-1][1] if self._open else _Phase()
-        for position in range(len(now.trace) if now.position is None else now.position, len(now.trace)):
-            yield now.trace[position]
+        positions = range(len(now.trace) if now.position is None else now.position, len(now.trace))
+        return map(now.trace.__getitem__, positions)
 
     def ahead(
         self, numel_of: list[int], *, window_numel: int, besides: Collection[int] = (), most: int = 7
     ) -> list[int]:
-        """Distinct upcoming units to fetch early: the next one always, more while all fit ``window_numel``; ``besides``
-        are here.
-        """
+        """Distinct upcoming units to fetch early, not ``besides``: the next, more while all fit ``window_numel``."""
         chosen: list[int] = []
         total = 0
         for unit in self.upcoming():
@@ -124,9 +118,7 @@ class Habits(Generic[_T]):
         self._caution = _EQUAL
 
     def close(self, interval: tuple[_T, ...] | None, *, foretold: bool) -> None:
-        """Append what has just ended, or None for what is not to be learnt; ``foretold``: there was a forecast of
-        it.
-        """
+        """Append what has just ended, None: not to be learnt; ``foretold``: there was a forecast of it."""
         if foretold:
             self._caution = min(2 * self._caution, _REACH // 2) if interval is None else max(_EQUAL, self._caution - 1)
         known = next((p for p in reversed(self._past) if p == interval), interval)  # equal ones are one object
@@ -136,13 +128,8 @@ class Habits(Generic[_T]):
         """The next interval; empty when none is foreseen."""
         past, longest, follower = self._past, 0, None
         for end in range(len(past) - 1, 0, -1):
-            length = 0
-            while (
-                length < min(end, _REACH)
-                and past[-1 - length] is not None
-                and past[end - 1 - length] is past[-1 - length]
-            ):
-                length += 1
+            pairs = zip(past[: -_REACH - 1 : -1], past[end - 1 :: -1], strict=False)
+            length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1] is not None, pairs))
             if length > longest:
                 longest, follower = length, past[end]
             if longest == _REACH:

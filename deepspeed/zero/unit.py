@@ -99,10 +99,9 @@ class Unit:
         for p, view in zip(self.params, self._views, strict=True):
             expose(p, view)
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
-        shard = self.full[start:stop]
-        self.rest[StateKind.PARAM] = Memory(shard)
+        self.rest[StateKind.PARAM] = Memory(self.full[start:stop])
         if self.movable:
-            self.rest[StateKind.PARAM] = _settled(self._place(StateKind.PARAM, dtype), shard, dtype)
+            self.rest[StateKind.PARAM] = _settled(self._place(StateKind.PARAM, dtype), self.shard, dtype)
         if keep_master and self.plan.optim is not None:
             self._rest_master(values, torch.promote_types(dtype, torch.float32))
         if self.movable:

@@ -106,8 +106,8 @@ _PURE = (
     Mutant(
         "A2",
         "deepspeed/zero/agreement.py",
-        "& 1 for row in said)",
-        "& 1 for row in said[:1])",
+        "& 1 for row in rows)",
+        "& 1 for row in rows[:1])",
         _AGREEMENT,
         "a flush reduces what is pending on any rank",
     ),

@@ -167,12 +167,14 @@ class GatheredParameters:
     def _write_back(self, param: nn.Parameter) -> None:
         unit, position = param._ds_unit, param._ds_position  # type: ignore[attr-defined]
         with torch.no_grad():
-            inside = unit.view(unit.full, unit.layout.segments[position])
-            if local_of(param).data_ptr() != inside.data_ptr():
-                inside.copy_(local_of(param))
-                point(param, inside)
+            # gloo's thread may hold what it has sent a little longer; of the full buffer that would pass for an alias
+            values = local_of(param).clone(memory_format=torch.contiguous_format)
             world = unit.mesh.zero
-            collectives.broadcast(inside, world, source=world.ranks.index(self._modifier))
+            collectives.broadcast(values, world, source=world.ranks.index(self._modifier))
+            inside = unit.view(unit.full, unit.layout.segments[position])
+            inside.copy_(values)
+            if local_of(param).data_ptr() != inside.data_ptr():
+                point(param, inside)
             unit.absorb(position)
 
 

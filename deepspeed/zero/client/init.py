@@ -35,7 +35,7 @@ from deepspeed.zero.memory.fit import limits_present
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import mark_zero_parameter
 from deepspeed.zero.partition import statistics_dtypes
-from deepspeed.zero.plan import OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
+from deepspeed.zero.plan import TIERS, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
 from deepspeed.zero.unit import Unit
 
 _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "arange", "eye")
@@ -294,8 +294,7 @@ def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_siz
     offload = make_plan(cfg, world_size).offload if cfg is not None else OffloadPlan()
     block = cfg.zero.offload_param if cfg is not None else None
     wanted = remote_device or (block.device.value if block is not None else "none")
-    tiers = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-    if wanted not in tiers:
+    if wanted not in TIERS:
         raise UsageError(f"zero.Init(remote_device={remote_device!r}): the places are 'cpu' and 'nvme'")
     if wanted == "nvme" and not offload.param_folder:
         raise UsageError(
@@ -304,7 +303,7 @@ def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_siz
         )
     # Where the device is the host, its shards are in host memory anyway.
     on_cpu = get_accelerator().device_name() == "cpu"
-    return (Tier.DEVICE if wanted == "cpu" and on_cpu else tiers[wanted]), offload
+    return (Tier.DEVICE if wanted == "cpu" and on_cpu else TIERS[wanted]), offload
 
 
 def shutdown_init_context() -> Init | None:

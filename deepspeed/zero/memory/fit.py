@@ -1,4 +1,4 @@
-"""Rows that keep within ``memory.host_limit``, ``memory.device_limit`` and the machine, or settings that would."""
+"""Rows that keep within ``memory.host_limit``, ``memory.device_limit`` and what there is, or settings that would."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
