@@ -26,7 +26,7 @@ from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.verify.common import Report, add_model, add_numbers, check_numbers, command, config_of, cut
-from deepspeed.verify.models import SAMPLES, Case, Losses, Place
+from deepspeed.verify.models import SAMPLES, Case, Losses, MicroBatch
 from deepspeed.verify.ranks import RankFailure, RankPool
 from deepspeed.verify.reference import GATE_ADAM, Reference, repeated, train_reference, trainable
 from deepspeed.verify.user_model import __doc__ as user_model_text, case_of
@@ -188,7 +188,7 @@ def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors
     record = reference.steps[step]
     params = trainable(engine.module)
     for micro in range(case.accumulation):
-        place = Place(step, micro, rank, world)
+        place = MicroBatch(step, micro, rank, world)
         losses = case.seeded_loss(engine, place)
         for index, (ours, expected) in enumerate(zip(losses, record.losses[rank, micro], strict=True)):
             error = scaled_error(ours.detach(), torch.tensor(expected))

@@ -22,7 +22,7 @@ SEQUENCE = 4
 SAMPLES = 4
 
 
-class Place(NamedTuple):
+class MicroBatch(NamedTuple):
     """Where in a run one forward pass happens; data, dropout and branches depend on nothing else."""
 
     step: int
@@ -55,21 +55,21 @@ class Case:
 
     name: str
     build: Callable[[], nn.Module]
-    batch: Callable[[Place], Any]
-    loss: Callable[[nn.Module, Any, Place], Losses]
+    batch: Callable[[MicroBatch], Any]
+    loss: Callable[[nn.Module, Any, MicroBatch], Losses]
     accumulation: int = 1
     clipping: float = 0.0
     repeats: int = 1
     plain_backward: bool = False
     by_hand: bool = False
 
-    def seeded_loss(self, model: nn.Module, place: Place) -> Losses:
+    def seeded_loss(self, model: nn.Module, place: MicroBatch) -> Losses:
         """Run the forward pass of one place; dropout draws the same masks in the reference and in the engine."""
         batch = self.batch(place)
         torch.manual_seed(place.seed())
         return self.loss(model, batch, place)
 
-    def write_by_hand(self, model: nn.Module, place: Place, *, share: float = 1.0) -> None:
+    def write_by_hand(self, model: nn.Module, place: MicroBatch, *, share: float = 1.0) -> None:
         """What a client adds to ``.grad``, ``share`` of it, where there is one and where there is none; the same on
         every rank.
         """
@@ -88,7 +88,7 @@ def _freeze(*params: Tensor) -> None:
         param.requires_grad = False
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual two-layer perceptron: [samples, HIDDEN] -> [samples, HIDDEN]."""
 
     def __init__(self, width: int = HIDDEN) -> None:
@@ -107,12 +107,12 @@ class Stack(nn.Module):
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.inp = nn.Linear(IN_FEATURES, HIDDEN)
-        self.layers = nn.ModuleList([Block() for _ in range(depth)])
+        self.layers = nn.ModuleList([ResidualBlock() for _ in range(depth)])
         self.head = nn.Linear(HIDDEN, OUT_FEATURES)
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ResidualBlock]:
         """The blocks, typed."""
-        return [layer for layer in self.layers if isinstance(layer, Block)]
+        return [layer for layer in self.layers if isinstance(layer, ResidualBlock)]
 
     def trunk(self, x: Tensor) -> Tensor:
         """The blocks, one after the other."""
@@ -157,7 +157,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.layers = nn.ModuleList([ResidualBlock() for _ in range(2)])
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
@@ -190,7 +190,7 @@ class Unused(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spare = Block()
+        self.spare = ResidualBlock()
         self.loose = nn.Parameter(torch.ones(3))
 
 
@@ -266,7 +266,7 @@ class SharedModule(Stack):
         return self.alias(super().trunk(x))
 
 
-class DictBlock(Block):
+class DictBlock(ResidualBlock):
     """A block that speaks dictionaries, as many model libraries do."""
 
     def forward(self, x: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
@@ -364,14 +364,14 @@ def seeded(model_class: type[nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
-def regression_batch(place: Place) -> tuple[Tensor, Tensor]:
+def regression_batch(place: MicroBatch) -> tuple[Tensor, Tensor]:
     """Inputs [SAMPLES, IN_FEATURES] and targets [SAMPLES, OUT_FEATURES]."""
     generator = place.generator()
     x = torch.randn(SAMPLES, IN_FEATURES, generator=generator)
     return x, torch.randn(SAMPLES, OUT_FEATURES, generator=generator)
 
 
-def token_batch(place: Place) -> tuple[Tensor, Tensor]:
+def token_batch(place: MicroBatch) -> tuple[Tensor, Tensor]:
     """Two integer tensors [SAMPLES, SEQUENCE] below VOCABULARY."""
     tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE + 1), generator=place.generator())
     return tokens[:, :-1], tokens[:, 1:]
@@ -381,26 +381,26 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()), torch.float32)
 
 
-def squared_error(model: nn.Module, batch: Any, place: Place) -> Losses:
+def squared_error(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
     """Mean squared error in fp32; inputs follow the dtype of the model."""
     x, y = batch
     return [F.mse_loss(model(x.to(_dtype_of(model))).float(), y)]
 
 
-def cross_entropy(model: nn.Module, batch: Any, place: Place) -> Losses:
+def cross_entropy(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
     """Mean cross entropy per token in fp32."""
     tokens, targets = batch
     return [F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())]
 
 
-def squared_error_branch(model: nn.Module, batch: Any, place: Place) -> Losses:
+def squared_error_branch(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
     """Odd ranks skip block 1 in every step; even ranks skip block 2 in the second step."""
     x, y = batch
     skip = 1 if place.rank % 2 else (2 if place.step == 1 else -1)
     return [F.mse_loss(model(x, skip), y)]
 
 
-def two_losses(model: nn.Module, batch: Any, place: Place) -> Losses:
+def two_losses(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
     """Two losses over one graph."""
     x, y = batch
     first, second = model(x)

@@ -22,7 +22,7 @@ from deepspeed.data.move import map_tensors
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.verify.common import Report, add_model, add_numbers, check_numbers, command, config_of, folder_of
 from deepspeed.verify.grads import engine_backward, full_parameters
-from deepspeed.verify.models import SAMPLES, Case, Place
+from deepspeed.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.verify.ranks import RankFailure, RankPool
 from deepspeed.verify.user_model import case_of
 
@@ -128,7 +128,7 @@ def train_tier(setup: Setup, tier: str, folder: str, steps: int) -> Digests:
     for step in range(steps):
         losses: list[float] = []
         for micro in range(case.accumulation):
-            values = case.seeded_loss(engine, Place(step, micro, dist.get_rank(), dist.get_world_size()))
+            values = case.seeded_loss(engine, MicroBatch(step, micro, dist.get_rank(), dist.get_world_size()))
             losses += [float(loss.detach()) for loss in values]
             engine_backward(engine, case, values)
             engine.step()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.verify.models import Case, Place
+from deepspeed.verify.models import Case, MicroBatch
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -91,7 +91,7 @@ def train_reference(
         losses: dict[tuple[int, int], list[float]] = {}
         for rank in range(world):
             for micro in range(case.accumulation):
-                place = Place(step, micro, rank, world)
+                place = MicroBatch(step, micro, rank, world)
                 values = case.seeded_loss(model, place)
                 backward_all(case, values, 1.0 / (world * case.accumulation))
                 case.write_by_hand(model, place, share=1.0 / world)

@@ -31,7 +31,7 @@ from deepspeed.config import load_config
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.common import Report, add_model, add_numbers, check_numbers, command, config_of
 from deepspeed.verify.grads import engine_backward, full_parameters
-from deepspeed.verify.models import Case, Place
+from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.offload import ADAMW, Setup, digest, full_states
 from deepspeed.verify.ranks import RankFailure, RankPool
 
@@ -235,7 +235,7 @@ def train_case(engine: Any, case: Case, numbers: range) -> list[float]:
     """Micro-batches by their number in the run; dropout draws from the running generators."""
     values = []
     for number in numbers:
-        place = Place(*divmod(number, case.accumulation), dist.get_rank(), dist.get_world_size())
+        place = MicroBatch(*divmod(number, case.accumulation), dist.get_rank(), dist.get_world_size())
         losses = case.loss(engine, case.batch(place), place)
         values += [float(loss.detach()) for loss in losses]
         random.random()
@@ -297,7 +297,7 @@ def state_on_rank(cell: ResumeCell, folder: str, at: int, *, load: bool) -> tupl
     state, values = whole_state(engine), []
     for step in range(at, at + NEXT):
         for micro in range(case.accumulation):
-            losses = case.seeded_loss(engine, Place(step, micro, 0, 1))
+            losses = case.seeded_loss(engine, MicroBatch(step, micro, 0, 1))
             values += [float(loss.detach()) for loss in losses]
             engine_backward(engine, case, losses)
             engine.step()

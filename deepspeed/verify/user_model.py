@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.verify.models import SAMPLES, SEQUENCE, Case, Losses, Place, case_named
+from deepspeed.verify.models import SAMPLES, SEQUENCE, Case, Losses, MicroBatch, case_named
 from deepspeed.verify.ranks import resolve
 
 BatchFunction = Callable[[int, int, int, int], Any]
@@ -58,7 +58,7 @@ def invented_batch(model: nn.Module) -> BatchFunction:
         raise ValueError(f"cannot invent inputs for {type(model).__name__}; let build() return (model, batch_fn)")
 
     def batch(step: int, micro: int, rank: int, world: int) -> Tensor:
-        generator = Place(step, micro, rank, world).generator()
+        generator = MicroBatch(step, micro, rank, world).generator()
         if isinstance(layer, nn.Embedding):
             return torch.randint(layer.num_embeddings, (SAMPLES, SEQUENCE), generator=generator)
         if isinstance(layer, nn.Linear):
@@ -100,7 +100,7 @@ def load_user_case(reference: str, config: dict[str, Any]) -> Case:
     batch_fn = batch_fn or invented_batch(model)
     loss_of = loss_fn or default_loss
 
-    def loss(model: nn.Module, batch: Any, place: Place) -> Losses:
+    def loss(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
         return [loss_of(_call(model, batch), batch)]
 
     accumulation = config.get("gradient_accumulation_steps", 1)

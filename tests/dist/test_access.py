@@ -27,7 +27,7 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case, Place, case_named
+from deepspeed.verify.models import Case, MicroBatch, case_named
 from deepspeed.verify.reference import gate_optimizer, trainable
 from tests.harness.lockstep import TOLERANCE, live_bytes, not_at_rest
 from tests.harness.pool import RankPool
@@ -51,7 +51,9 @@ def _plain_run(case: Case, steps: int) -> tuple[nn.Module, torch.optim.Optimizer
         optimizer.zero_grad()
         for rank in range(world):
             for micro in range(case.accumulation):
-                (case.seeded_loss(model, Place(step, micro, rank, world))[0] / (world * case.accumulation)).backward()
+                (
+                    case.seeded_loss(model, MicroBatch(step, micro, rank, world))[0] / (world * case.accumulation)
+                ).backward()
         grads = {name: p.grad.clone() for name, p in trainable(model).items() if p.grad is not None}
         optimizer.step()
     return model, optimizer, grads

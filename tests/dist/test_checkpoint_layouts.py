@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.verify.models import Case, Place, case_named
+from deepspeed.verify.models import Case, MicroBatch, case_named
 from deepspeed.verify.reference import trainable
 from deepspeed.verify.resume import whole_state
 from tests.dist.test_checkpoint_resume import OddElements
@@ -121,7 +121,7 @@ def load(
         assert path is not None and client_state is not None and client_state["from"]
         state, losses = states_of(engine), []
         for step in range(3, 6):
-            loss = case.seeded_loss(engine, Place(step, 0, 0, 1))[0]
+            loss = case.seeded_loss(engine, MicroBatch(step, 0, 0, 1))[0]
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
@@ -259,7 +259,7 @@ def factored(folder: str, act: str, stage: int) -> str:
     )
     if act == "save":
         for step in range(3):
-            loss = case.seeded_loss(engine, Place(step, 0, 0, 1))[0]
+            loss = case.seeded_loss(engine, MicroBatch(step, 0, 0, 1))[0]
             engine.backward(loss)
             engine.step()
         engine.save_checkpoint(folder)
@@ -267,7 +267,7 @@ def factored(folder: str, act: str, stage: int) -> str:
         engine.load_checkpoint(folder)
     told = []
     for step in range(3, 6):
-        loss = case.seeded_loss(engine, Place(step, 0, 0, 1))[0]
+        loss = case.seeded_loss(engine, MicroBatch(step, 0, 0, 1))[0]
         engine.backward(loss)
         engine.step()
         told.append(float(loss.detach()))

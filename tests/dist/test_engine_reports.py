@@ -17,7 +17,7 @@ from deepspeed.comm import trace
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.verify.models import Place, case_named
+from deepspeed.verify.models import MicroBatch, case_named
 from deepspeed.verify.reference import trainable
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
@@ -173,7 +173,7 @@ def summed(stage: int) -> float:
     plain = case.build()
     world = torch.distributed.get_world_size()
     for rank in range(world):
-        (loss,) = case.seeded_loss(plain, Place(0, 0, rank, world))
+        (loss,) = case.seeded_loss(plain, MicroBatch(0, 0, rank, world))
         loss.backward()
     engine = start(case.build(), make_config(stage, gradient_allreduce_op="sum"))
     (loss,) = case.seeded_loss(engine, here(0))

@@ -16,7 +16,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from deepspeed.observe.log import logger
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case, Place, case_named
+from deepspeed.verify.models import Case, MicroBatch, case_named
 from deepspeed.verify.reference import gate_optimizer, trainable
 from tests.harness.lockstep import TOLERANCE
 from tests.harness.pool import RankPool
@@ -381,7 +381,7 @@ def split_backward(stage: int, window: int) -> float:
     plain = Blocks()
     optimizer = gate_optimizer(plain)
 
-    def batch(place: Place) -> Tensor:
+    def batch(place: MicroBatch) -> Tensor:
         return torch.randn(4, 6, generator=place.generator())
 
     for step in range(2):
@@ -400,7 +400,7 @@ def split_backward(stage: int, window: int) -> float:
         world = dist.get_world_size()
         for rank in range(world):
             for micro in range(window):
-                (plain(batch(Place(step, micro, rank, world))).square().mean() / world / window).backward()
+                (plain(batch(MicroBatch(step, micro, rank, world))).square().mean() / world / window).backward()
         optimizer.step()
         optimizer.zero_grad()
     expected = dict(plain.named_parameters())

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.models import HIDDEN, Block, Case, Place, Stack, case_named, regression_batch, seeded
+from deepspeed.verify.models import HIDDEN, Case, MicroBatch, ResidualBlock, Stack, case_named, regression_batch, seeded
 from deepspeed.zero.facts import UnitState
 from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep, not_at_rest
 from tests.harness.pool import RankPool
@@ -23,7 +23,7 @@ class Recursive(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Block()
+        self.inner = ResidualBlock()
         self.mix = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
@@ -65,7 +65,7 @@ class Pinning(Stack):
         self.layers[1] = PinsInside(HIDDEN, HIDDEN)
 
 
-def _loss_outside(model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
+def _loss_outside(model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
     """The model's forward, then its submodules called one by one from outside it, in another order."""
     x, y = batch
     inner = getattr(model, "module", model)

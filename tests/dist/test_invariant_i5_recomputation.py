@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from deepspeed.verify.models import HIDDEN, Block, Case, Stack, case_named, regression_batch, seeded
+from deepspeed.verify.models import HIDDEN, Case, ResidualBlock, Stack, case_named, regression_batch, seeded
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.unit import Unit
 from tests.harness.lockstep import TOLERANCE, Lockstep, not_at_rest
@@ -24,7 +24,7 @@ class NestedCheckpoints(Stack):
     reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        def inner(layer: Block, y: Tensor) -> Tensor:
+        def inner(layer: ResidualBlock, y: Tensor) -> Tensor:
             half = checkpoint(lambda z: layer.up(layer.norm(z)), y, use_reentrant=self.reentrant)
             return y + layer.down(torch.relu(half))
 

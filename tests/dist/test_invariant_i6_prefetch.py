@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import Case, Place, Stack, case_named, regression_batch, seeded
+from deepspeed.verify.models import Case, MicroBatch, Stack, case_named, regression_batch, seeded
 from deepspeed.zero.facts import UnitState
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
@@ -30,7 +30,7 @@ class Reordered(Stack):
 ORDERS = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 0, 1), (2,)]
 
 
-def _ordered_loss(model: torch.nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
+def _ordered_loss(model: torch.nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
     x, y = batch
     return [(model(x, ORDERS[place.step % len(ORDERS)]) - y).square().mean()]
 

@@ -15,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.errors import DivergenceError
 from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Block, Case, Place, regression_batch, seeded
+from deepspeed.verify.models import (
+    HIDDEN,
+    IN_FEATURES,
+    OUT_FEATURES,
+    Case,
+    MicroBatch,
+    ResidualBlock,
+    regression_batch,
+    seeded,
+)
 from tests.harness.faults import Faults, InjectedFault
 from tests.harness.lockstep import TOLERANCE, Lockstep, not_at_rest
 from tests.harness.patience import too_long
@@ -45,8 +54,8 @@ class Router(nn.Module):
         super().__init__()
         self.tower = nn.Sequential(nn.Linear(IN_FEATURES, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, HIDDEN))
         self.inp = nn.Linear(IN_FEATURES, HIDDEN)
-        self.experts = nn.ModuleList([Block() for _ in range(3)])
-        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.experts = nn.ModuleList([ResidualBlock() for _ in range(3)])
+        self.layers = nn.ModuleList([ResidualBlock() for _ in range(2)])
         self.head = nn.Linear(HIDDEN, OUT_FEATURES)
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
@@ -96,7 +105,7 @@ class RoutedLoss:
 
     scenario: str
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
         x, y = batch
         return [(model(x, route_of(self.scenario, place.step, place.rank)) - y).square().mean()]
 
@@ -159,7 +168,7 @@ def accumulated(scenario: str, stage: int) -> float:
     plain = case.build()
     for rank in range(world):
         for micro in range(4):
-            x, y = case.batch(Place(0, micro, rank, world))
+            x, y = case.batch(MicroBatch(0, micro, rank, world))
             ((plain(x, route_of(scenario, micro, rank)) - y).square().mean() / (4 * world)).backward()
     engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=4))
     for micro in range(4):
@@ -286,7 +295,7 @@ class SurprisingLoss:
     name: str
     shared: bool = False
 
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: Place) -> list[Tensor]:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
         usual, surprise = SURPRISES[self.name]
         x, y = batch
         loss = (
@@ -458,7 +467,7 @@ def test_an_evaluation_in_place_of_a_foretold_backward_leaves_no_gradient(pool2:
         assert filled and not any(filled)
 
 
-def _same_route(model: nn.Module, batch: tuple[Tensor, Tensor], _: Place) -> list[Tensor]:
+def _same_route(model: nn.Module, batch: tuple[Tensor, Tensor], _: MicroBatch) -> list[Tensor]:
     x, y = batch
     return [(model(x, ALL) - y).square().mean()]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.verify.grads import full_gradients, scaled_error
-from deepspeed.verify.models import OUT_FEATURES, SAMPLES, Place, Stack, TwoHeads, regression_batch, seeded
+from deepspeed.verify.models import OUT_FEATURES, SAMPLES, MicroBatch, Stack, TwoHeads, regression_batch, seeded
 from deepspeed.verify.reference import gate_optimizer, trainable
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, outcome, parameter_error, start
@@ -38,33 +38,33 @@ class Tools:
     boundary: Callable[[bool], Any]
 
 
-def sample(place: Place, part: int = 0) -> tuple[Tensor, Tensor]:
+def sample(place: MicroBatch, part: int = 0) -> tuple[Tensor, Tensor]:
     """The ``part``-th micro-batch of a place."""
     return regression_batch(place._replace(micro=part))
 
 
-def loss_of(tools: Tools, place: Place, part: int = 0) -> Tensor:
+def loss_of(tools: Tools, place: MicroBatch, part: int = 0) -> Tensor:
     """Squared error of one micro-batch."""
     x, y = sample(place, part)
     return F.mse_loss(tools.model(x), y)
 
 
-def engine_backward(tools: Tools, place: Place) -> None:
+def engine_backward(tools: Tools, place: MicroBatch) -> None:
     tools.backward(loss_of(tools, place))
 
 
-def loss_backward(tools: Tools, place: Place) -> None:
+def loss_backward(tools: Tools, place: MicroBatch) -> None:
     loss_of(tools, place).backward()
 
 
-def accumulate_by_hand(tools: Tools, place: Place) -> None:
+def accumulate_by_hand(tools: Tools, place: MicroBatch) -> None:
     """As many micro-batches as the step asks for, each divided by hand, before one ``step``."""
     count = 3 - place.step
     for part in range(count):
         (loss_of(tools, place, part) / count).backward()
 
 
-def accumulate_with_boundary(tools: Tools, place: Place) -> None:
+def accumulate_with_boundary(tools: Tools, place: MicroBatch) -> None:
     """Accelerate's way: the boundary is set before every backward, ``step`` is called once."""
     count = 2 + place.step
     for part in range(count):
@@ -72,7 +72,7 @@ def accumulate_with_boundary(tools: Tools, place: Place) -> None:
         tools.backward(loss_of(tools, place, part) / count)
 
 
-def accumulate_with_no_sync(tools: Tools, place: Place) -> None:
+def accumulate_with_no_sync(tools: Tools, place: MicroBatch) -> None:
     """DDP's way: all micro-batches but the last inside ``no_sync``."""
     with tools.no_sync():
         tools.backward(loss_of(tools, place, 0) / 3)
@@ -80,29 +80,29 @@ def accumulate_with_no_sync(tools: Tools, place: Place) -> None:
     tools.backward(loss_of(tools, place, 2) / 3)
 
 
-def two_forwards_then_two_backwards(tools: Tools, place: Place) -> None:
+def two_forwards_then_two_backwards(tools: Tools, place: MicroBatch) -> None:
     first, second = loss_of(tools, place, 0), loss_of(tools, place, 1)
     tools.backward(first)
     tools.backward(second)
 
 
-def two_backwards_in_reverse(tools: Tools, place: Place) -> None:
+def two_backwards_in_reverse(tools: Tools, place: MicroBatch) -> None:
     first, second = loss_of(tools, place, 0), loss_of(tools, place, 1)
     second.backward()
     first.backward()
 
 
-def sum_of_two_forwards(tools: Tools, place: Place) -> None:
+def sum_of_two_forwards(tools: Tools, place: MicroBatch) -> None:
     tools.backward(loss_of(tools, place, 0) + 0.5 * loss_of(tools, place, 1))
 
 
-def retain_graph_twice(tools: Tools, place: Place) -> None:
+def retain_graph_twice(tools: Tools, place: MicroBatch) -> None:
     loss = loss_of(tools, place)
     tools.backward(loss, retain_graph=True)
     tools.backward(loss)
 
 
-def two_losses_one_graph(tools: Tools, place: Place) -> None:
+def two_losses_one_graph(tools: Tools, place: MicroBatch) -> None:
     x, y = sample(place)
     out = tools.model(x)
     first, second = F.mse_loss(out, y), out.abs().mean()
@@ -110,19 +110,19 @@ def two_losses_one_graph(tools: Tools, place: Place) -> None:
     tools.backward(second)
 
 
-def losses_in_one_call(tools: Tools, place: Place) -> None:
+def losses_in_one_call(tools: Tools, place: MicroBatch) -> None:
     x, y = sample(place)
     out = tools.model(x)
     torch.autograd.backward([F.mse_loss(out, y), out.abs().mean()])
 
 
-def non_scalar_backward(tools: Tools, place: Place) -> None:
+def non_scalar_backward(tools: Tools, place: MicroBatch) -> None:
     x, _ = sample(place)
     weights = torch.randn(SAMPLES, OUT_FEATURES, generator=torch.Generator().manual_seed(place.seed()))
     tools.model(x).backward(weights)
 
 
-def submodule_outside_forward(tools: Tools, place: Place) -> None:
+def submodule_outside_forward(tools: Tools, place: MicroBatch) -> None:
     """A block and the head are called directly, before and after the model's own forward."""
     x, y = sample(place)
     hidden = tools.module.layers[1](tools.module.inp(x))
@@ -130,12 +130,12 @@ def submodule_outside_forward(tools: Tools, place: Place) -> None:
     tools.backward(F.mse_loss(tools.model(x), y) + extra)
 
 
-def only_a_submodule(tools: Tools, place: Place) -> None:
+def only_a_submodule(tools: Tools, place: MicroBatch) -> None:
     x, _ = sample(place)
     tools.module.head(tools.module.inp(x)).square().mean().backward()
 
 
-def discarded_forward(tools: Tools, place: Place) -> None:
+def discarded_forward(tools: Tools, place: MicroBatch) -> None:
     """A forward with gradients that is never back-propagated, and one without gradients in between."""
     loss_of(tools, place, 1)
     loss = loss_of(tools, place)
@@ -144,7 +144,7 @@ def discarded_forward(tools: Tools, place: Place) -> None:
     tools.backward(loss)
 
 
-def input_gradient(tools: Tools, place: Place) -> None:
+def input_gradient(tools: Tools, place: MicroBatch) -> None:
     """``autograd.grad`` with respect to the input must leave the parameters' gradients alone."""
     x, y = sample(place)
     x.requires_grad_()
@@ -153,7 +153,7 @@ def input_gradient(tools: Tools, place: Place) -> None:
     tools.backward(loss * (1 + slope.detach().square().sum()))
 
 
-def gradient_penalty(tools: Tools, place: Place) -> None:
+def gradient_penalty(tools: Tools, place: MicroBatch) -> None:
     """Double backward: the gradient with respect to the input is itself part of the loss."""
     x, y = sample(place)
     x.requires_grad_()
@@ -162,7 +162,7 @@ def gradient_penalty(tools: Tools, place: Place) -> None:
     tools.backward(loss + slope.square().sum())
 
 
-def detached_part(tools: Tools, place: Place) -> None:
+def detached_part(tools: Tools, place: MicroBatch) -> None:
     """Truncated back-propagation: the second pass starts from a detached output of the first."""
     x, y = sample(place)
     hidden = tools.module.inp(x)
@@ -217,7 +217,7 @@ def engine_tools(engine: Any) -> Tools:
 
 
 def reference_run(
-    loop: Callable[[Tools, Place], None], world: int
+    loop: Callable[[Tools, MicroBatch], None], world: int
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Averaged gradients of every step and the final parameters of the plain loop."""
     model = seeded(Stack)()
@@ -225,7 +225,7 @@ def reference_run(
     all_grads = []
     for step in range(STEPS):
         for rank in range(world):
-            loop(plain_tools(model), Place(step, 0, rank, world))
+            loop(plain_tools(model), MicroBatch(step, 0, rank, world))
         for param in model.parameters():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad / world
         all_grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
@@ -294,7 +294,7 @@ def _mixed_window(stage: int) -> dict[str, float]:
     world, parts = dist.get_world_size(), 4
     model = seeded(Stack)()
     for rank, part in product(range(world), range(parts)):
-        (loss_of(plain_tools(model), Place(0, 0, rank, world), part) / (parts * world)).backward()
+        (loss_of(plain_tools(model), MicroBatch(0, 0, rank, world), part) / (parts * world)).backward()
     engine = start(seeded(Stack)(), make_config(stage, gradient_accumulation_steps=parts))
     for part in range(parts):
         loss = loss_of(engine_tools(engine), here(0), part)
@@ -348,7 +348,7 @@ class Critic(nn.Module):
 
 
 def adversarial_losses(
-    generator: Callable[..., Tensor], critic: Callable[..., Tensor], place: Place
+    generator: Callable[..., Tensor], critic: Callable[..., Tensor], place: MicroBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The critic's loss (on a detached fake) and, after it, what the generator's loss needs."""
     x, real = sample(place)
@@ -362,7 +362,7 @@ def plain_adversarial(world: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     generator, critic = seeded(Stack)(), seeded(Critic)()
     optimizers = gate_optimizer(generator), gate_optimizer(critic)
     for step in range(STEPS):
-        places = [Place(step, 0, rank, world) for rank in range(world)]
+        places = [MicroBatch(step, 0, rank, world) for rank in range(world)]
         for place in places:
             (adversarial_losses(generator, critic, place)[0] / world).backward()
         optimizers[1].step()

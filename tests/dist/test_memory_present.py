@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.cgroups import Pool
 from deepspeed.observe.log import logger
-from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Block
+from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock
 from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.memory.budget import MemoryPlan
 from deepspeed.zero.plan import StateKind
@@ -34,7 +34,7 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp, self.head = nn.Linear(IN_FEATURES, WIDTH), nn.Linear(WIDTH, OUT_FEATURES)
-        self.layers = nn.ModuleList([Block(WIDTH) for _ in range(12)])
+        self.layers = nn.ModuleList([ResidualBlock(WIDTH) for _ in range(12)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)

@@ -24,8 +24,8 @@ from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import (
     IN_FEATURES,
     OUT_FEATURES,
-    Block,
     Case,
+    ResidualBlock,
     case_named,
     regression_batch,
     seeded,
@@ -59,7 +59,7 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(IN_FEATURES, WIDTH)
-        self.layers = nn.ModuleList([Block(WIDTH) for _ in range(2)])
+        self.layers = nn.ModuleList([ResidualBlock(WIDTH) for _ in range(2)])
         self.head = nn.Linear(WIDTH, OUT_FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Everything(Wide):
         super().__init__()
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.low, self.high = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
-        self.spare = Block(5)
+        self.spare = ResidualBlock(5)
         self.frozen.requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

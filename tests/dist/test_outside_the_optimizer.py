@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Place, case_named
+from deepspeed.verify.models import MicroBatch, case_named
 from deepspeed.verify.reference import GATE_ADAM, clip_factor
 from tests.dist.test_gradients_by_hand import warned
 from tests.harness.lockstep import TOLERANCE, equal, not_at_rest
@@ -52,7 +52,7 @@ def against_plain(stage: int) -> tuple[float, int, list[str], bool, list[str]]:
             left += sum(p.grad is not None for n, p in engine.module.named_parameters() if stage or n.startswith("inp"))
             engine.step()
             for rank in range(world):
-                (CASE.seeded_loss(plain, Place(step, 0, rank, world))[0] / world).backward()
+                (CASE.seeded_loss(plain, MicroBatch(step, 0, rank, world))[0] / world).backward()
             grads = [p.grad for p in chosen(plain) if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(grads))
             for grad in grads:

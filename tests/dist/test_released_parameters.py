@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.errors import ReleasedParameterError
-from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Block, Case, case_named, regression_batch, seeded
+from deepspeed.verify.models import (
+    HIDDEN,
+    IN_FEATURES,
+    OUT_FEATURES,
+    Case,
+    ResidualBlock,
+    case_named,
+    regression_batch,
+    seeded,
+)
 from tests.harness.lockstep import TOLERANCE, live_bytes, lockstep
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -292,7 +301,7 @@ class Borrower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(IN_FEATURES, HIDDEN)
-        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.layers = nn.ModuleList([ResidualBlock() for _ in range(2)])
         self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
         self.recurrent = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
         self.lists = nn.ParameterList(

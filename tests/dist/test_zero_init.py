@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import HIDDEN, VOCABULARY, Block, Case, case_named, cross_entropy, token_batch
+from deepspeed.verify.models import HIDDEN, VOCABULARY, Case, ResidualBlock, case_named, cross_entropy, token_batch
 from tests.harness.devices import two_devices
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, live_bytes
 from tests.harness.pool import RankPool
@@ -41,7 +41,7 @@ class Rich(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.layers = nn.ModuleList([ResidualBlock() for _ in range(3)])
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         nn.init.xavier_uniform_(self.layers[0].up.weight)
         with torch.no_grad():

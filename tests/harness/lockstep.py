@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.verify.models import Case, Place
+from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.reference import gate_optimizer, trainable
 from deepspeed.zero.facts import GradState, UnitState
 from deepspeed.zero.param import is_released
@@ -51,7 +51,7 @@ class Lockstep:
         """The gradients of all ranks' losses, averaged, on the plain model; missing ones are zeros."""
         world = dist.get_world_size()
         for rank in range(world):
-            losses = self.case.seeded_loss(self.plain, Place(step, 0, rank, world))
+            losses = self.case.seeded_loss(self.plain, MicroBatch(step, 0, rank, world))
             (sum(losses) / world).backward()  # type: ignore[union-attr]
         for param in trainable(self.plain).values():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from deepspeed.verify.models import Case, Place
+from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.reference import GATE_ADAM, clip_factor, global_norm
 
 
@@ -72,7 +72,7 @@ def train_16bit(
         for rank in range(world):
             local = {name: torch.zeros_like(m, dtype=accumulate) for name, m in masters.items()}
             for micro in range(case.accumulation):
-                (loss,) = case.seeded_loss(model, Place(step, micro, rank, world))
+                (loss,) = case.seeded_loss(model, MicroBatch(step, micro, rank, world))
                 (loss * (scale / case.accumulation)).backward()
                 losses[rank, micro] = float(loss.detach())
                 for name, param in params.items():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.verify.grads import BUCKETS, full_parameters, scaled_error
-from deepspeed.verify.models import SAMPLES, Case, Place
+from deepspeed.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.verify.reference import GATE_ADAM, backward_all
 
 STAGES = (0, 1, 2, 3)
@@ -38,9 +38,9 @@ def start(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Any:
     return deepspeed.initialize(model=model, config=config, **kwargs)[0]
 
 
-def here(step: int, micro: int = 0) -> Place:
+def here(step: int, micro: int = 0) -> MicroBatch:
     """The place of this rank."""
-    return Place(step, micro, dist.get_rank(), dist.get_world_size())
+    return MicroBatch(step, micro, dist.get_rank(), dist.get_world_size())
 
 
 def train_step(engine: Any, case: Case, step: int) -> list[float]:
@@ -70,7 +70,7 @@ def plain_train(
     for step in range(steps):
         for rank in range(world):
             for micro in range(case.accumulation):
-                losses = case.seeded_loss(model, Place(step, micro, rank, world))
+                losses = case.seeded_loss(model, MicroBatch(step, micro, rank, world))
                 backward_all(case, losses, 1.0 / (world * case.accumulation))
         for param in model.parameters():
             if param.requires_grad and param.grad is None:
