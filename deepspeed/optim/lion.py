@@ -46,8 +46,5 @@ class Lion(GroupStep):
         grad = grad.to(moment.dtype)
         blend = torch.lerp(moment, grad, 1 - beta1)
         update = torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of not-a-number is 0
-        if param.dtype == moment.dtype:
-            param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
-        else:
-            param.copy_(param.to(moment.dtype).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr))
+        param.copy_(param.to(moment.dtype).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr))
         moment.lerp_(grad, 1 - beta2)

@@ -8,4 +8,8 @@ from deepspeed.optim.lr_schedules import (
     WarmupDecayLR,
     WarmupLR,
     add_tuning_arguments,
+    get_config_from_args,
+    get_lr_from_config,
+    override_params,
+    parse_arguments,
 )
