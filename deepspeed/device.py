@@ -31,25 +31,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DeviceIndex = int | str | torch.device | None
 
 
-class NullStream:
-    """Stands in for a stream where work is already done when the call returns."""
-
-    def wait_stream(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    wait_event = synchronize = wait_stream
-
-    def record_event(self, event: "NullEvent | None" = None) -> "NullEvent":
-        """Record and return ``event`` (a new one by default)."""
-        event = event if event is not None else NullEvent()
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-
 class NullEvent:
     """Stands in for an event; it is complete as soon as it exists and knows the host time of ``record``."""
 
@@ -66,12 +47,25 @@ class NullEvent:
     synchronize = wait
 
     def query(self) -> bool:
-        """Always complete."""
+        """All work is done."""
         return True
 
     def elapsed_time(self, end: "NullEvent") -> float:
         """Milliseconds from this event to ``end``."""
         return (end._seconds - self._seconds) * 1e3
+
+
+class NullStream:
+    """Stands in for a stream where work is already done when the call returns."""
+
+    wait_stream = wait_event = synchronize = NullEvent.wait
+    query = NullEvent.query
+
+    def record_event(self, event: NullEvent | None = None) -> NullEvent:
+        """Record and return ``event`` (a new one by default)."""
+        event = event if event is not None else NullEvent()
+        event.record(self)
+        return event
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -235,9 +229,7 @@ class Accelerator:
 
     is_bf16_supported = _forwarded("is_bf16_supported", lambda: False, on_cpu=lambda: True)
 
-    def is_fp16_supported(self) -> bool:
-        """True when float16 arithmetic runs here."""
-        return True
+    is_fp16_supported = _forwarded("is_fp16_supported", lambda: True)  # float16 arithmetic runs everywhere
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Floating dtypes that may be configured."""
@@ -317,20 +309,17 @@ class Accelerator:
         """True when ``tensor`` is page-locked."""
         return not self._is_cpu and tensor.is_pinned()
 
-    # kernels
+    # kernels; by name, because builders are above the device layer
 
-    def op_builder_dir(self) -> str:
-        """Package that holds the kernel builders."""
-        return "deepspeed.ops.op_builder"
+    op_builder_dir = _forwarded("op_builder_dir", lambda: "deepspeed.ops.op_builder")
 
     def create_op_builder(self, class_name: str) -> Any:
-        """Instance of the kernel builder of that class name; None where there is no such class."""
+        """Instance of ``get_op_builder``'s class."""
         builder = self.get_op_builder(class_name)
         return builder and builder()
 
     def get_op_builder(self, class_name: str) -> Any:
         """Class of the kernel builder of that name; None where there is no such class."""
-        # by name, because builders are above the device layer
         return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
 
 

@@ -30,7 +30,6 @@ from deepspeed.zero.client.consolidate import consolidated_state_dict
 from deepspeed.zero.client.gathered import GatheredParameters
 from deepspeed.zero.client.offload_states import Relocation
 from deepspeed.zero.hooks import inside_backward
-from deepspeed.zero.memory.budget import MemoryPlan
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.step import StepRules, take_step
@@ -289,14 +288,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         """Norm of the last update before clipping, unscaled; inf after a skipped one; None before the first."""
         return self._norm
 
-    def was_step_applied(self) -> bool:
-        return self._step_applied
-
-    def loss_scale(self) -> float:
-        return self._scaler.loss_scale
-
-    current_loss_scale = loss_scale
-
     def dynamic_loss_scale(self) -> bool:
         return isinstance(self._scaler, DynamicLossScaler)
 
@@ -374,10 +365,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             self.runtime.backward_done(unit)
 
     # -- where states are -----------------------------------------------------------------------------------------
-    def memory_plan(self) -> MemoryPlan:
-        """What a rank's model states hold on device, host and drive, as computed before they were built."""
-        return self._parts.memory
-
     def places(self) -> list[str]:
         """Where offloaded states rest, in words."""
         return self._parts.tiers.describe()

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 PHASES = ("forward", "backward", "step")
 
 
-def _setting(path: str) -> Any:
-    """A method that answers with the configuration's value at ``path``."""
-    read = attrgetter(f"_config.{path}")
+def _answers(path: str) -> Any:
+    """A method that answers with what the engine holds at ``path``."""
+    read = attrgetter(path)
     return lambda self: read(self)
 
 
@@ -52,19 +52,31 @@ class EngineReports:
     _micro: int
 
     # -- configuration and place ----------------------------------------------------------------------------------
-    @property
-    def config(self) -> dict[str, Any]:
-        """The very dict the caller passed (or the parsed file)."""
-        return self._config.source
+    config = property(attrgetter("_config.source"))  # the very dict the caller passed (or the parsed file)
+    global_rank = property(lambda self: self.mesh.job.ranks[self.mesh.job.index])
+    world_size = property(attrgetter("mesh.job.size"))
+    dp_world_size = property(attrgetter("mesh.data.size"))
+    mp_world_size = property(lambda self: 1)
+    data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"))
+
+    train_micro_batch_size_per_gpu = _answers("_micro")
+    gradient_accumulation_steps = _answers("_gas")
+    zero_optimization_stage = _answers("_config.zero_stage")  # client-facing name
+    fp16_auto_cast = _answers("_config.fp16.auto_cast")
+    torch_autocast_enabled = _answers("_config.torch_autocast.enabled")
+    gradient_clipping = _answers("_config.gradient_clipping")
+    steps_per_print = _answers("_config.steps_per_print")
+    wall_clock_breakdown = _answers("_config.wall_clock_breakdown")
+    memory_breakdown = _answers("_config.memory_breakdown")
+    dump_state = _answers("_config.dump_state")
+    was_step_applied = _answers("_step_applied")
+    loss_scale = current_loss_scale = _answers("_scaler.loss_scale")
+    get_data_parallel_rank = _answers("mesh.data.index")
+    get_wall_clock_timers = _answers("timers")  # harmless stand-ins unless ``wall_clock_breakdown`` is on
+    memory_plan = _answers("_parts.memory")  # what a rank's states hold per tier, as computed before they were built
 
     def train_batch_size(self) -> int:
         return self._micro * self._gas * self.mesh.data.size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._gas
 
     def get_batch_info(self) -> tuple[Any, Any, Any]:
         return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
@@ -80,15 +92,6 @@ class EngineReports:
 
     def zero_cpu_offload(self) -> bool:
         return self._config.zero.offload_optimizer is not None
-
-    zero_optimization_stage = _setting("zero_stage")  # client-facing name
-    fp16_auto_cast = _setting("fp16.auto_cast")
-    torch_autocast_enabled = _setting("torch_autocast.enabled")
-    gradient_clipping = _setting("gradient_clipping")
-    steps_per_print = _setting("steps_per_print")
-    wall_clock_breakdown = _setting("wall_clock_breakdown")
-    memory_breakdown = _setting("memory_breakdown")
-    dump_state = _setting("dump_state")
 
     def fp16_enabled(self) -> bool:
         return self._config.compute_dtype == "fp16"
@@ -124,9 +127,6 @@ class EngineReports:
     def scheduler_params(self) -> dict[str, Any] | None:
         return self._config.scheduler.params if self._config.scheduler is not None else None
 
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.data.index
-
     def get_model_parallel_rank(self) -> int:
         return 0
 
@@ -134,28 +134,6 @@ class EngineReports:
 
     def get_sequence_parallel_group(self) -> None:
         return None
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.mesh.data.size
-
-    @property
-    def mp_world_size(self) -> int:
-        return 1
-
-    @property
-    def data_parallel_group(self) -> Any:
-        return self.mesh.data.pg
-
-    seq_data_parallel_group = data_parallel_group
-
-    @property
-    def global_rank(self) -> int:
-        return self.mesh.job.ranks[self.mesh.job.index]
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.job.size
 
     def _groups(self) -> list[dict[str, Any]]:
         return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
@@ -226,10 +204,6 @@ class EngineReports:
         self.monitor.write_events(
             [(f"Train/Samples/{name}", value, samples) for name, value in values.items() if value is not None]
         )
-
-    def get_wall_clock_timers(self) -> SynchronizedWallClockTimer | NoopTimer:
-        """The timers by name; harmless stand-ins unless ``wall_clock_breakdown`` is on."""
-        return self.timers
 
 
 def _rest(state: StatePlan | None) -> str:

@@ -91,15 +91,12 @@ def _answer(family: str, what: str, axis: Callable[[], Axis]) -> Any:
     return _group(axis()) if what == "group" else axis().size if what == "world_size" else axis().index
 
 
-def _dense_getter(family: str, what: str) -> Callable[[], Any]:
-    return lambda: _answer(family, what, lambda: _topology().axis(dist.get_rank(), *_DENSE[family]))
-
-
-def _expert_getter(family: str, what: str) -> Callable[[str], Any]:
-    def getter(group_name: str) -> Any:
-        return _answer(family, what, lambda: _experts(group_name).axis(dist.get_rank(), *_EXPERTS[family]))
-
-    return getter
+def _getter(family: str, what: str) -> Callable[..., Any]:
+    if family in _DENSE:
+        return lambda: _answer(family, what, lambda: _topology().axis(dist.get_rank(), *_DENSE[family]))
+    return lambda group_name: _answer(
+        family, what, lambda: _experts(group_name).axis(dist.get_rank(), *_EXPERTS[family])
+    )
 
 
 def _source(family: str) -> Callable[[], int]:
@@ -109,8 +106,7 @@ def _source(family: str) -> Callable[[], int]:
 
 _WHAT = ("group", "world_size", "rank")
 GETTERS: dict[str, Callable[..., Any]] = {
-    **{f"get_{family}_{what}": _dense_getter(family, what) for family in _DENSE for what in _WHAT},
-    **{f"get_{family}_{what}": _expert_getter(family, what) for family in _EXPERTS for what in _WHAT},
+    **{f"get_{family}_{what}": _getter(family, what) for family in (*_DENSE, *_EXPERTS) for what in _WHAT},
     "get_tensor_model_parallel_src_rank": _source("tensor_model_parallel"),
     "get_broadcast_src_rank": _source("sequence_data_parallel"),
     "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),

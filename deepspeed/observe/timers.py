@@ -90,10 +90,7 @@ class SynchronizedWallClockTimer:
         """All timers by name."""
         return self.timers
 
-    @staticmethod
-    def memory_usage() -> str:
-        """Memory in use, as text."""
-        return memory_report()
+    memory_usage = staticmethod(memory_report)
 
     def log(
         self,
