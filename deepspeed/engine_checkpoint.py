@@ -211,15 +211,20 @@ class EngineCheckpoint:
             return None, None
         optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
         rules = LoadRules(strict=load_module_strict, optimizer=optimizer, module=custom_load_fn is None)
+        schedule = load_lr_scheduler_states and not load_module_only
+
+        def begin() -> None:  # from here on the engine changes, and is of no use until all of it has
+            self.zero_grad()
+            self._torn = f"loading {source.path} failed half way"
+
         try:
-            schedule = load_lr_scheduler_states and not load_module_only
             loaded = load_into(
                 self._states(),
                 self.runtime,
                 source,
                 rules,
                 check=lambda: self._check_schedule(source) if schedule else None,
-                begin=lambda: self._begin_loading(source),
+                begin=begin,
             )
             if custom_load_fn is not None:
                 self.load_module_state_dict(loaded.state_dict(), load_module_strict, custom_load_fn)
@@ -232,11 +237,6 @@ class EngineCheckpoint:
         finally:
             source.close()
 
-    def _begin_loading(self, source: Source) -> None:
-        """From here on the engine changes, and is of no use until all of it has."""
-        self.zero_grad()
-        self._torn = f"loading {source.path} failed half way"
-
     def _take_facts(self, loaded: Loaded, *, optimizer: bool, scheduler: bool) -> None:
         facts = loaded.facts
         if scheduler:
@@ -248,13 +248,11 @@ class EngineCheckpoint:
         if self._config.checkpoint.restore_rng:
             loaded.restore_rng()
         data = loaded.data_position() if self._config.checkpoint.restore_data else None
-        if data is None:
-            return
-        if not hasattr(self.training_dataloader, "load_state_dict"):
-            self._say_skipped("the data position; this engine has no loader that takes one")
-            return
         try:
-            self.training_dataloader.load_state_dict(data)
+            if data is not None and hasattr(self.training_dataloader, "load_state_dict"):
+                self.training_dataloader.load_state_dict(data)
+            elif data is not None:
+                self._say_skipped("the data position; this engine has no loader that takes one")
         except CheckpointError as error:
             advice = "With checkpoint.restore_data false the rest is loaded without it."
             raise CheckpointError(f"{error} {advice}") from error

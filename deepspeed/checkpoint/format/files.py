@@ -57,14 +57,14 @@ class Placement:
     crcs: list[int] = field(default_factory=list)
 
 
-def _why(error: OSError, advice: dict[int, str]) -> str:
-    code = error.errno or errno.EIO
-    return os.strerror(code) + (f"; {advice[code]}" if code in advice else "")
-
-
 def unwritable(path: Path, error: OSError) -> CheckpointError:
     """The error for a file or folder that cannot be written, with advice."""
-    return CheckpointError(f"{path} cannot be written: {_why(error, _WRITING)}")
+    return _explained(f"{path} cannot be written", error, _WRITING)
+
+
+def _explained(what: str, error: OSError, advice: dict[int, str]) -> CheckpointError:
+    code = error.errno or errno.EIO
+    return CheckpointError(f"{what}: {os.strerror(code)}{f'; {advice[code]}' if code in advice else ''}")
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -346,8 +346,8 @@ class ChunkReader:
         try:
             yield
         except OSError as error:
-            where = f"{self.folder / piece.file}, where {piece.wanted.what} lies,"
-            raise CheckpointError(f"{where} cannot be read: {_why(error, _READING)}") from error
+            what = f"{self.folder / piece.file}, where {piece.wanted.what} lies, cannot be read"
+            raise _explained(what, error, _READING) from error
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -21,9 +21,9 @@ from deepspeed.observe.log import logger
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-_SAVING = re.compile(r"\.(?P<tag>.+)\.saving-(?P<host>[^-]*)-(?P<pid>\d+)-(?P<born>\d+)-[0-9a-f]+")
-_REPLACED = re.compile(r"\.(?P<tag>.+)\.replaced-[0-9a-f]+")
-_REMOVED = re.compile(r"\..+\.removed-[0-9a-f]+")
+_HIDDEN = re.compile(
+    r"\.(?P<tag>.+)\.(?P<what>saving|replaced|removed)-((?P<host>[^-]*)-(?P<pid>\d+)-(?P<born>\d+)-)?[0-9a-f]+"
+)
 
 
 def check_tag(tag: str) -> str:
@@ -91,32 +91,40 @@ def discard(path: Path) -> None:
 
 def repair(save_dir: Path) -> None:
     """Give a checkpoint its name back whose replacement died between two renames."""
-    for path in _hidden(save_dir):
-        match = _REPLACED.fullmatch(path.name)
-        if match and is_complete(path) and not (save_dir / match["tag"]).exists():
+    for path, match in _hidden(save_dir):
+        if match["what"] == "replaced" and is_complete(path) and not (save_dir / match["tag"]).exists():
             with contextlib.suppress(OSError):
                 os.rename(path, save_dir / match["tag"])
 
 
 def unfinished(save_dir: Path) -> list[Path]:
     """Folders of saves that have not ended (yet)."""
-    return sorted(p for p in _hidden(save_dir) if _SAVING.fullmatch(p.name) and p.is_dir())
+    return sorted(path for path, match in _hidden(save_dir) if match["what"] == "saving" and path.is_dir())
 
 
 def left_behind(save_dir: Path) -> list[Path]:
     """Folders and files that nobody will finish: of dead processes of this host, and what was replaced or removed."""
-    left = []
-    for path in _hidden(save_dir):
-        match = _SAVING.fullmatch(path.name)
-        dead = match is not None and match["host"] == _host() and not _lives(int(match["pid"]), int(match["born"]))
-        if dead or _REPLACED.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
-            left.append(path)
-    return left
+    return [path for path, match in _hidden(save_dir) if match["what"] != "saving" or _is_dead(match)]
 
 
-def _hidden(save_dir: Path) -> list[Path]:
+def _is_dead(match: re.Match[str]) -> bool:
+    """Whether it was a process of this host that has ended."""
+    if match["host"] != _host():
+        return False
+    pid = int(match["pid"])
     try:
-        return [p for p in save_dir.iterdir() if p.name.startswith(".")]
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's
+        return False
+    # Numbers are used again, in containers by the very next run: a process that began at another time is another one.
+    return _began(pid) != int(match["born"])
+
+
+def _hidden(save_dir: Path) -> list[tuple[Path, re.Match[str]]]:
+    try:
+        return [(path, match) for path in save_dir.iterdir() if (match := _HIDDEN.fullmatch(path.name))]
     except OSError:
         return []
 
@@ -141,17 +149,6 @@ def temporary_for(path: Path) -> Iterator[Path]:
         yield hidden
     finally:
         discard(hidden)
-
-
-def _lives(pid: int, born: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
-    # Numbers are used again, in containers by the very next run: a process that began at another time is another one.
-    return _began(pid) == born
 
 
 def _began(pid: int) -> int:

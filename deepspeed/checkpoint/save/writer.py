@@ -305,9 +305,10 @@ class Saver:
             with self._together(order), contextlib.ExitStack() as stack:
                 stack.callback(content.release)
                 report = stack.enter_context(bar)
-                with _explained(folder):
-                    file = self._file(folder, content, report)
-                self._write(file, content, itertools.chain(content.away, content.parts), (), None)
+                stack.enter_context(_explained(folder))
+                file = stack.enter_context(self._file(folder, content, report))
+                file.write(itertools.chain(content.away, content.parts))
+                file.close()
             with self._together(order), _explained(folder):
                 self._finish(folder, order, None)
 
@@ -329,26 +330,14 @@ class Saver:
     def _work(
         self, order: SaveOrder, file: RankFile, content: Content, copies: list[Part], stop: threading.Event
     ) -> None:
-        self._write(file, content, content.away, copies, stop)  # what is away first, as an update may wait for it
-        with file, _explained(file.folder):
-            self._finish(file.folder, order, stop)
-
-    @staticmethod
-    def _write(
-        file: RankFile,
-        content: Content,
-        parts: Iterable[Part],
-        after: Iterable[Part],
-        stop: threading.Event | None,
-    ) -> None:
-        """``parts``, after which nothing needs to be held any more, and those ``after`` into this rank's file."""
         with file, _explained(file.folder):
             try:
-                file.write(parts, stop)
+                file.write(content.away, stop)  # first, as an update may wait for it
             finally:
                 content.release()
-            file.write(after, stop)
+            file.write(copies, stop)
             file.close()
+            self._finish(file.folder, order, stop)
 
     def settle(self, *, wait: bool) -> None:
         """Bring a background save to its end (``wait``: until it has ended); raise on all ranks when some failed.
