@@ -16,7 +16,7 @@ from deepspeed.comm.group_getters import register_mpu
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.model.dtypes import dtype_policy
-from deepspeed.config.model.features import inert_notes
+from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine, OptimizerParts, Surroundings
 from deepspeed.engine_reports import follow_collectives, report_start

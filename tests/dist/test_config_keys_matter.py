@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from deepspeed.config.explain.keys import KEYS, Support
 from deepspeed.config.model.root import DeepSpeedConfig
-from deepspeed.config.model.settings import declared_fields
+from deepspeed.config.model.settings import all_keys, declared_fields
+from deepspeed.config.model.values import Support
 from tests.dist.config_probes import INERT_PROBES, PROBES, Probe, changed_by_type
 from tests.harness.fingerprint import Fingerprint, run_all
 from tests.harness.pool import RankPool
 
 pytestmark = pytest.mark.timeout(300)
+KEYS = all_keys(DeepSpeedConfig)
 HONOURED = sorted(path for path, key in KEYS.items() if key.support is Support.HONOURED)
 INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INERT)
 

@@ -155,8 +155,8 @@ _PURE = (
     Mutant(
         "F1",
         "deepspeed/config/explain/rules.py",
-        "if cfg.gradient_clipping > 0:",
-        "if False:",
+        "yield cfg.gradient_clipping > 0, path, said",
+        "yield False, path, said",
         _RULES,
         "compute_grad_norm false needs gradient_clipping 0",
     ),

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 
 from deepspeed.config import DeepSpeedConfigError, load_config
-from deepspeed.config.explain.keys import KEYS
 from deepspeed.config.explain.lines import plain_json
 from deepspeed.config.model.removed import REMOVED_KEYS
 from deepspeed.config.model.root import TOP_LEVEL_KEYS, DeepSpeedConfig
-from deepspeed.config.model.settings import declared_fields
+from deepspeed.config.model.settings import SPELLED, all_keys, declared_fields
 from deepspeed.config.tool.manual import main, manual_text, type_text
 from deepspeed.config.tool.schema import config_schema, schema_text
 from deepspeed.config.tool.starters import GOALS, starter
 from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3
-from tests.pure.test_config_table import SPELLINGS
 
 ROOT = Path(__file__).parents[2]
 REMAKE = "run: python -m deepspeed.config.tool.manual docs"
+KEYS = all_keys(DeepSpeedConfig)
 SCHEMA = config_schema()
 
 
@@ -50,7 +49,7 @@ def test_every_key_has_a_line_with_its_class() -> None:
     assert {field.path for field in declared_fields(DeepSpeedConfig)} <= set(rows)
     for path, row in rows.items():
         assert path not in KEYS or f"| {KEYS[path].support.value} |" in row, row
-    assert {path for path in KEYS if path not in rows} <= set(SPELLINGS)
+    assert {path for path in KEYS if path not in rows} <= set(SPELLED)
 
 
 def test_the_page_is_plain() -> None:

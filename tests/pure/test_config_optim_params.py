@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
 from deepspeed.config.model.optim_params import (
-    OPTIMIZER_ACCEPTS,
     OPTIMIZER_NAMES,
-    PARAM_SPECS,
-    SCHEDULER_ACCEPTS,
+    PARAM_BLOCKS,
+    PARAM_FIELDS,
+    REQUIRED,
     SCHEDULER_NAMES,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
@@ -80,28 +81,29 @@ REGISTRY = {"torch_adam", "adam_w_mode", "foreach", "adamw_mode", "fp32_states",
     ],
 )
 def test_the_names_are_those_of_the_classes(name: str, device: Any, host: Any) -> None:
-    taken = OPTIMIZER_ACCEPTS[name]
+    taken = accepts("optimizer", name)
     assert {*taken.always, *taken.on_device} - REGISTRY == _arguments(device) - REGISTRY
     assert {*taken.always, *taken.on_host} - REGISTRY == _arguments(host) - REGISTRY
 
 
 def test_adam_has_the_settings_of_every_class_that_may_be_built() -> None:
-    taken = set(OPTIMIZER_ACCEPTS["adam"].names)
+    taken = set(accepts("optimizer", "adam").names)
     assert (
         taken - REGISTRY
         == (_arguments(FusedAdam) | _arguments(DeepSpeedCPUAdam) | _arguments(torch.optim.AdamW)) - REGISTRY
     )
-    assert OPTIMIZER_ACCEPTS["adamw"] is OPTIMIZER_ACCEPTS["adam"]
+    assert accepts("optimizer", "AdamW") is accepts("optimizer", "adam")
 
 
 @pytest.mark.parametrize("name", SCHEDULER_NAMES)
 def test_the_schedules_are_those_of_the_code(name: str) -> None:
     found = inspect.signature(getattr(lr_schedules, name)).parameters
-    taken = SCHEDULER_ACCEPTS[name]
+    taken, fields = accepts("scheduler", name), PARAM_BLOCKS["scheduler"].model_fields
     assert set(taken.names) == set(found) - {"optimizer"}
-    assert set(taken.required) == {key for key, item in found.items() if item.default is item.empty} - {"optimizer"}
+    required = {key for key in taken.names if fields[key].default == REQUIRED}
+    assert required == {key for key, item in found.items() if item.default is item.empty} - {"optimizer"}
     for key, item in found.items():
-        spec = PARAM_SPECS.get(f"scheduler.params.{key}")
+        spec = PARAM_FIELDS.get(f"scheduler.params.{key}")
         if spec is not None and item.default is not item.empty and (name, key) != ("WarmupDecayLR", "warmup_max_lr"):
             assert spec.default == item.default, key
 
@@ -143,7 +145,7 @@ REFUSED = [
         "optimizer",
         "AdamW",
         {"learning_rate": 1},
-        "optimizer.params.learning_rate: AdamW has no such setting. Valid: adam_w_mode, amsgrad,",
+        "optimizer.params.learning_rate: AdamW has no such setting. Valid here: adam_w_mode, amsgrad,",
     ),
     (
         "optimizer",
@@ -161,11 +163,11 @@ REFUSED = [
     ("optimizer", "Adam", {"lr": True}, "optimizer.params.lr must be a finite number, not True."),
     ("optimizer", "Adam", {"lr": float("nan")}, "optimizer.params.lr must be a finite number, not nan."),
     ("optimizer", "Adam", {"lr": 10**400}, "optimizer.params.lr must be a finite number"),
-    ("optimizer", "Adam", {"lr": -1}, "optimizer.params.lr must be >= 0, not -1."),
+    ("optimizer", "Adam", {"lr": -1}, "optimizer.params.lr must be greater than or equal to 0, not -1."),
     ("optimizer", "Adam", {"lr": "auto"}, 'optimizer.params.lr is still "auto". Only an integration'),
     ("optimizer", "Adam", {"betas": [0.9]}, "optimizer.params.betas must be a list of two numbers, not [0.9]."),
     ("optimizer", "Adam", {"betas": 0.9}, "optimizer.params.betas must be a list of two numbers, not 0.9."),
-    ("optimizer", "Adam", {"betas": [0.9, 1]}, "optimizer.params.betas must be >= 0, < 1, not 1."),
+    ("optimizer", "Adam", {"betas": [0.9, 1]}, "optimizer.params.betas must be less than 1, not 1"),
     ("optimizer", "Adam", {"betas": [0.9, "x"]}, "optimizer.params.betas must be a finite number, not 'x'."),
     ("optimizer", "Adam", {"torch_adam": 1}, "optimizer.params.torch_adam must be true or false, not 1."),
     (
@@ -180,7 +182,7 @@ REFUSED = [
         {"torch_adam": True, "bias_correction": False},
         "bias_correction false is not possible with torch's own Adam",
     ),
-    ("optimizer", "Muon", {"momentum": 1}, "optimizer.params.momentum must be >= 0, < 1, not 1."),
+    ("optimizer", "Muon", {"momentum": 1}, "optimizer.params.momentum must be less than 1, not 1"),
     (
         "optimizer",
         "Muon",
@@ -223,12 +225,17 @@ REFUSED = [
         "scheduler.params.warmup_type must be 'log' or 'linear', not 'cosine'.",
     ),
     ("scheduler", "WarmupLR", {"warmup_max_lr": []}, "scheduler.params.warmup_max_lr must not be an empty list."),
-    ("scheduler", "WarmupLR", {"warmup_max_lr": [0.1, -1]}, "scheduler.params.warmup_max_lr must be >= 0, not -1."),
+    (
+        "scheduler",
+        "WarmupLR",
+        {"warmup_max_lr": [0.1, -1]},
+        "scheduler.params.warmup_max_lr must be greater than or equal to 0",
+    ),
     (
         "scheduler",
         "LRRangeTest",
         {"lr_range_test_step_size": 0},
-        "scheduler.params.lr_range_test_step_size must be >= 1, not 0.",
+        "scheduler.params.lr_range_test_step_size must be greater than or equal to 1, not 0.",
     ),
     ("scheduler", "WarmupLR", {"warmup_min_lr": "auto"}, 'scheduler.params.warmup_min_lr is still "auto"'),
     (
@@ -342,9 +349,19 @@ def test_params_are_read_only() -> None:
     ] == [0.9, 0.99]
 
 
-@pytest.mark.parametrize("path", sorted(PARAM_SPECS))
-def test_specs_describe_themselves(path: str) -> None:
-    spec = PARAM_SPECS[path]
-    assert spec.type_text and spec.default_text and spec.json_schema()
-    assert spec.default in ("required", "the optimizer's own") or spec.objection(spec.default) is None
-    assert spec.objection({"a": 1}) is not None and spec.objection("no such value") is not None
+@pytest.mark.parametrize("path", sorted(PARAM_FIELDS))
+def test_defaults_are_in_order_and_odd_values_are_not(path: str) -> None:
+    part, _, name = path.split(".")
+    block, default = PARAM_BLOCKS[part], PARAM_FIELDS[path].default
+    if not isinstance(default, str) or name in ("ns_method", "warmup_type"):
+        block.model_validate({name: default})
+    for odd in ({"a": 1}, "no such value"):
+        with pytest.raises(ValidationError):
+            block.model_validate({name: odd})
+
+
+@pytest.mark.parametrize("params", [True, 3, [1]])
+def test_params_that_are_no_block_are_refused_in_a_sentence(params: Any) -> None:
+    for part, name in (("optimizer", "Adam"), ("scheduler", "OneCycle")):
+        with pytest.raises(DeepSpeedConfigError, match=rf"{part}\.params must be a block"):
+            load_config({"train_batch_size": 1, part: {"type": name, "params": params}}, world_size=1)

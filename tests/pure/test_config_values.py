@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
-from deepspeed.config.model.optim_params import OPTIMIZER_ACCEPTS, PARAM_SPECS, SCHEDULER_ACCEPTS
+from deepspeed.config.model.optim_params import (
+    OPTIMIZER_NAMES,
+    PARAM_FIELDS,
+    REQUIRED,
+    SCHEDULER_NAMES,
+    accepts,
+)
 from deepspeed.config.model.settings import declared_fields, default_of, settings
 
 GROUPS = (
@@ -95,8 +101,8 @@ RIGHT: dict[str, Any] = {
 def owner(path: str) -> str:
     """A name whose parameters include ``path``."""
     part, _, key = path.split(".")
-    table = OPTIMIZER_ACCEPTS if part == "optimizer" else SCHEDULER_ACCEPTS
-    return next(name for name, taken in table.items() if key in taken.names)
+    names = OPTIMIZER_NAMES if part == "optimizer" else SCHEDULER_NAMES
+    return next(name for name in names if (taken := accepts(part, name)) is not None and key in taken.names)
 
 
 def document(path: str, value: Any) -> dict[str, Any]:
@@ -105,8 +111,10 @@ def document(path: str, value: Any) -> dict[str, Any]:
     if ".params." in path:
         part, name = path.partition(".")[0], owner(path)
         flat[f"{part}.type"] = name
-        flat |= {f"{part}.params.{key}": 1 for key in SCHEDULER_ACCEPTS[name].required} if part == "scheduler" else {}
-        if part == "optimizer" and path.rpartition(".")[2] in OPTIMIZER_ACCEPTS[name].on_host:
+        taken = accepts(part, name)
+        beside = [f"{part}.params.{key}" for key in taken.names]
+        flat |= {key: 1 for key in beside if key in PARAM_FIELDS and PARAM_FIELDS[key].default == REQUIRED}
+        if path.rpartition(".")[2] in taken.on_host:
             flat |= {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 1}
     block = re.match(r"zero_optimization\.(offload_\w+|zenflow)\.", path)
     if block is not None:
@@ -134,19 +142,19 @@ def kinds(path: str) -> list[str]:
 
 def test_the_groups_are_whole() -> None:
     assert len(KEYS) == len(ENTRIES) - len(ELSEWHERE) > 150
-    assert {path for path in KEYS if ".params." in path} | {"optimizer.params.max_grad_norm"} == set(PARAM_SPECS)
+    assert {path for path in KEYS if ".params." in path} | {"optimizer.params.max_grad_norm"} == set(PARAM_FIELDS)
 
 
 @pytest.mark.parametrize("path", KEYS)
 def test_default(path: str) -> None:
     documented = ENTRIES[path]["default"]
     if ".params." in path:
-        found: Any = PARAM_SPECS[path].default
+        found: Any = PARAM_FIELDS[path].default
         if documented in MARKERS:
             assert found in (None, "required", "the optimizer's own")
             return
     elif path in BATCH or path.endswith(".type"):
-        assert FIELDS[path].info.is_required()
+        assert FIELDS[path].info.is_required() or default_of(FIELDS[path].info) is None
         return
     else:
         found = default_of(FIELDS[path].info)

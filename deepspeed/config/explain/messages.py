@@ -1,138 +1,156 @@
 """Turning everything that can be wrong with a configuration into sentences."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from deepspeed.config.explain.lines import line_of
-from deepspeed.config.model.values import AUTO
+from deepspeed.config.model.values import is_auto
 from deepspeed.config.parse import ConfigSource
-from deepspeed.errors import DeepSpeedConfigError
 
+RESEMBLES = 0.8  # from here on a foreign key counts as a misspelt one
+UNFILLED = (
+    'is still "auto". Only an integration (Transformers, Accelerate) fills that in; write a value or delete the key.'
+)
 _LISTABLE = 12
+_COMMON = frozenset({"enabled", "type", "params", "device"})  # too common to connect two sentences
+_KINDS = {
+    "bool_type": "must be true or false, not {0!r}",
+    "bool_parsing": "must be true or false, not {0!r}",
+    "model_type": "must be a block {{...}}, not {0!r}",
+    "model_attributes_type": "must be a block {{...}}, not {0!r}",
+    "dict_type": "must be a block {{...}}, not {0!r}",
+    "mapping_type": "must be a block {{...}}, not {0!r}",
+    "invalid_key": "has the key {0!r}, which is not a text",
+    "tuple_type": "must be a list [...], not {0!r}",
+    "list_type": "must be a list [...], not {0!r}",
+    "string_type": "must be a text, not {0!r}",
+    "missing": "is required in this block",
+}
 
 
 def nearest(key: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The valid name most similar to ``key``, or None when nothing resembles it."""
-    close = difflib.get_close_matches(key, list(names), n=1, cutoff=cutoff)
-    return close[0] if close else None
+    return next(iter(difflib.get_close_matches(key, list(names), n=1, cutoff=cutoff)), None)
 
 
-def unknown_key(path: str, names: Iterable[str]) -> str:
+def unknown_key(path: str, names: Iterable[str], what: str = "unknown key", most: int = _LISTABLE) -> str:
     """Sentence for a key that does not exist, with the nearest valid one."""
     valid = sorted(set(names))
     guess = nearest(path.rpartition(".")[2], valid)
     if guess is not None:
-        return f"{path}: unknown key, did you mean {guess!r}?"
-    return (
-        f"{path}: unknown key. Valid here: {', '.join(valid)}."
-        if len(valid) <= _LISTABLE
-        else f"{path}: unknown key. Delete it."
-    )
+        return f"{path}: {what}, did you mean {guess!r}?"
+    return f"{path}: {what}. " + (f"Valid here: {', '.join(valid)}." if len(valid) <= most else "Delete it.")
 
 
-def at_line(source: ConfigSource, path: str, sentence: str) -> str:
-    """``sentence`` with the line of ``path`` when the configuration came from a text with lines."""
-    line = line_of(source.lines, path)
-    return sentence if line is None else f"{sentence} (line {line})"
-
-
-def fail(source: ConfigSource, problems: list[str]) -> None:
-    """Raise DeepSpeedConfigError with all ``problems``; do nothing when there are none."""
-    if not problems:
-        return
-    listed = f" has {len(problems)} problems:" + "".join(f"\n  - {item}" for item in problems)
-    error = DeepSpeedConfigError(source.name + (listed if len(problems) > 1 else f": {problems[0]}"))
-    error.faults = tuple(problems)
-    raise error
-
-
-def written_path(path: str, renames: Mapping[str, str]) -> str:
-    """The dotted path as the user wrote it, given {canonical prefix: written prefix}."""
-    prefix = path
-    while prefix:
-        if prefix in renames:
-            return renames[prefix] + path[len(prefix) :]
-        prefix = prefix.rpartition(".")[0]
-    return path
-
-
-def _block_inside(annotation: Any) -> tuple[type[BaseModel] | None, int]:
-    """The block that a field holds, and how many list positions or free keys stand before it."""
+def block_inside(annotation: Any) -> tuple[type[BaseModel] | None, str]:
+    """The block that a field holds, and what stands before it in paths: "", "[]", or for a map the type of its keys as
+    ".<metric>".
+    """
     if isinstance(annotation, type) and not get_args(annotation):
-        return (annotation, 0) if issubclass(annotation, BaseModel) else (None, 0)
-    deeper = get_origin(annotation) in (tuple, list, dict, Mapping)
-    for item in get_args(annotation):
-        block, depth = _block_inside(item)
+        return (annotation, "") if issubclass(annotation, BaseModel) else (None, "")
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    suffix = "[]" if origin in (tuple, list) else f".<{arguments[0].__name__}>" if origin in (dict, Mapping) else ""
+    for argument in arguments:
+        block, inner = block_inside(argument)
         if block is not None:
-            return block, depth + deeper
-    return None, 0
+            return block, suffix + inner
+    return None, ""
+
+
+def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a block by their names in a file."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def block_model(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
     """The model class that describes the block at ``loc`` below ``root``, or None when there is none."""
     model, at = root, 0
     while at < len(loc):
-        info = model.model_fields.get(str(loc[at]))
-        block, depth = (None, 0) if info is None else _block_inside(info.annotation)
+        info = fields_by_key(model).get(str(loc[at]))
+        block, suffix = (None, "") if info is None else block_inside(info.annotation)
         if block is None:
             return None
-        model, at = block, at + 1 + depth
+        model, at = block, at + 1 + bool(suffix)
     return model if at == len(loc) else None
 
 
-def _wrong_value(kind: str, message: str, value: Any) -> str:
-    if value == AUTO and isinstance(value, str):
-        return (
-            'is still "auto". Only an integration (Transformers, Accelerate) fills that in; write a value or '
-            "delete the key"
-        )
-    if kind == "value_error":
-        return message.removeprefix("Value error, ")
-    if kind in ("bool_type", "bool_parsing"):
-        return f"must be true or false, not {value!r}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"must be a block {{...}}, not {value!r}"
-    if kind == "invalid_key":
-        return f"has the key {value!r}, which is not a text"
-    if kind in ("tuple_type", "list_type"):
-        return f"must be a list [...], not {value!r}"
-    if kind == "string_type":
-        return f"must be a text, not {value!r}"
-    if kind == "missing":
-        return "is required in this block"
-    shown = message.removeprefix("Input should be ").rstrip(".")
-    return f"must be {shown}, not {value!r}"
+def written_path(path: str, renames: Mapping[str, str]) -> str:
+    """The dotted path as the user wrote it, given {canonical prefix: written prefix}."""
+    prefix = path
+    while prefix and prefix not in renames:
+        prefix = prefix.rpartition(".")[0]
+    return renames[prefix] + path[len(prefix) :] if prefix else path
 
 
-def explain_validation(
-    error: ValidationError,
-    root: type[BaseModel],
-    *,
-    source: ConfigSource,
-    renames: Mapping[str, str],
-    aliases: Mapping[str, Iterable[str]],
-) -> list[str]:
-    """One sentence per fault of a pydantic error: dotted path, what is wrong, nearest key, line.
+@dataclass
+class Report:
+    """What is found wrong, or worth a word, while one source is read.
 
-    ``renames`` maps canonical to written paths; ``aliases`` maps a canonical block path to extra valid key names.
+    ``renames`` maps canonical paths to those that the user wrote; ``broken`` holds the canonical paths whose values
+    could not be read.
     """
-    sentences: dict[str, str] = {}
-    for fault in error.errors(include_url=False):
-        loc, kind = tuple(fault["loc"]), fault["type"]
-        if "[key]" in loc or kind == "invalid_key":
-            loc, kind = loc[: -1 if kind == "invalid_key" else -2], "invalid_key"
-        # The members of a union each report their own fault below a made-up path segment.
-        while len(loc) > 1 and (block := block_model(root, loc[:-1])) is None and kind != "extra_forbidden":
-            loc = loc[:-1]
-        path = written_path(".".join(map(str, loc)), renames)
-        if kind == "extra_forbidden":
-            block = block_model(root, loc[:-1])
-            names = [*(block.model_fields if block else ()), *aliases.get(".".join(map(str, loc[:-1])), ())]
-            sentence = unknown_key(path, names)
-        else:
-            sentence = f"{path} {_wrong_value(kind, fault['msg'], fault['input'])}."
-        sentences.setdefault(path, at_line(source, path, sentence))
-    return list(sentences.values())
+
+    source: ConfigSource
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    renames: dict[str, str] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+
+    def at_line(self, path: str, sentence: str) -> str:
+        """``sentence`` with the line of ``path`` when the configuration came from a text with lines."""
+        line = line_of(self.source.lines, written_path(path, self.renames))
+        return sentence if line is None else f"{sentence} (line {line})"
+
+    def fault(self, path: str, sentence: str, *, unread: bool = True) -> None:
+        """Note that something is wrong with ``path``; ``unread`` means that its value is unknown from here on."""
+        line = self.at_line(path, sentence)
+        self.faults += [line] if line not in self.faults else []
+        self.broken |= {path} if unread else set()
+
+    def follows(self, sentence: str) -> bool:
+        """Whether ``sentence`` is about a key whose value is unknown, and so may only be a consequence."""
+        meant = {name for fault in self.faults for name in re.findall(r"did you mean '([^']+)'", fault)}
+        names = meant | self.broken | {path.rpartition(".")[2] for path in self.broken} - _COMMON
+        return any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", sentence) for name in names)
+
+    def validation(
+        self, error: ValidationError, root: type[BaseModel], aliases: Mapping[str, Iterable[str]]
+    ) -> list[tuple[Any, ...]]:
+        """One fault per place that pydantic objects to, and these places; ``aliases`` are further names by block."""
+        seen: dict[str, tuple[Any, ...]] = {}
+        for fault in error.errors(include_url=False):
+            loc, kind, value = tuple(fault["loc"]), fault["type"], fault["input"]
+            if "[key]" in loc or kind == "invalid_key":
+                loc, kind = loc[: -1 if kind == "invalid_key" else -2], "invalid_key"
+            # The members of a union each report their own fault below a made-up path segment.
+            while len(loc) > 1 and kind != "extra_forbidden" and block_model(root, loc[:-1]) is None:
+                loc = loc[:-1]
+            path = ".".join(map(str, loc))
+            written = written_path(path, self.renames)
+            if written in seen:
+                continue
+            seen[written] = loc
+            if kind == "extra_forbidden":
+                block, above = block_model(root, loc[:-1]), ".".join(map(str, loc[:-1]))
+                sentence = unknown_key(written, [*(fields_by_key(block) if block else ()), *aliases.get(above, ())])
+            else:
+                sentence = f"{written} {wrong_value(kind, fault['msg'], value)}"
+            self.fault(path, sentence)
+        return list(seen.values())
+
+
+def wrong_value(kind: str, message: str, value: Any) -> str:
+    """The end of a sentence that begins with the path, from the three parts of a fault of pydantic."""
+    if is_auto(value):
+        return UNFILLED
+    if kind == "value_error":
+        return message.removeprefix("Value error, ") + "."
+    if kind in _KINDS:
+        return _KINDS[kind].format(value) + "."
+    return f"must be {message.removeprefix('Input should be ').rstrip('.')}, not {value!r}."

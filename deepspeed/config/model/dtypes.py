@@ -1,6 +1,4 @@
-"""Which dtype each quantity of a training step has. One rule, read by the engine and shown by ``ds_config show
---dtypes``.
-"""
+"""The dtype of each quantity of a training step: one rule, for the engine and for ``ds_config show --dtypes``."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,9 +36,8 @@ class DtypeRow(NamedTuple):
 
 def dtype_policy(cfg: "DeepSpeedConfig") -> DtypePolicy:
     """The policy of ``cfg``."""
-    compute = None if cfg.compute_dtype == "fp32" else cfg.compute_dtype
     return DtypePolicy(
-        compute=compute,
+        compute=None if cfg.compute_dtype == "fp32" else cfg.compute_dtype,
         low=cfg.torch_autocast.dtype,
         accumulation=cfg.grad_accum_dtype or "fp32",
         reduction=cfg.communication_data_type,
@@ -51,45 +48,32 @@ def dtype_policy(cfg: "DeepSpeedConfig") -> DtypePolicy:
 
 def dtype_rows(cfg: "DeepSpeedConfig") -> list[DtypeRow]:
     """The policy as a table."""
-    policy = dtype_policy(cfg)
-    own = "as the model is built"
-    params = policy.compute or own
-    same = policy.compute or "as the parameter"
-    switch = (
-        "bf16.enabled"
-        if policy.compute == "bf16"
-        else "fp16.enabled"
-        if policy.compute == "fp16"
-        else "no fp16 or bf16 block is on"
-    )
-    keep = cfg.data_types.keep_in_fp32_modules
+    policy, autocast, keep = dtype_policy(cfg), cfg.torch_autocast, cfg.data_types.keep_in_fp32_modules
+    built, same = "as the model is built", policy.compute or "as the parameter"
+    switch = f"{policy.compute}.enabled" if policy.compute else "no fp16 or bf16 block is on"
     kept = "those the model lists" if keep == "auto" else ", ".join(keep) or "none"
-    autocast = cfg.torch_autocast
+    master = policy.master if policy.compute else f"{policy.master}; the parameters themselves where they are"
     rows = [
-        DtypeRow("parameters", params, switch),
-        DtypeRow(
+        ("parameters", policy.compute or built, switch),
+        (
             "modules kept in fp32",
             kept if policy.compute else "no matter: nothing is cast",
             "data_types.keep_in_fp32_modules",
         ),
-        DtypeRow(
+        (
             "parameters of batch norms",
             "as the running statistics, which are buffers",
             "fixed: torch computes with both in one",
         ),
-        DtypeRow("forward arithmetic", f"autocast to {autocast.dtype}" if autocast.enabled else same, "torch_autocast"),
-        DtypeRow("gradients (autograd)", same, "follow the parameters"),
-        DtypeRow("accumulation", policy.accumulation, "data_types.grad_accum_dtype"),
-        DtypeRow("reduction (wire)", policy.reduction or same, "communication_data_type, else the parameters"),
-        DtypeRow(
-            "master weights",
-            policy.master if policy.compute else f"{policy.master}; the parameters themselves where they are",
-            "fixed",
-        ),
-        DtypeRow("optimizer states", policy.master, "follow the master weights"),
-        DtypeRow("buffers", policy.buffers or own, "data_types.buffer_dtype"),
+        ("forward arithmetic", f"autocast to {autocast.dtype}" if autocast.enabled else same, "torch_autocast"),
+        ("gradients (autograd)", same, "follow the parameters"),
+        ("accumulation", policy.accumulation, "data_types.grad_accum_dtype"),
+        ("reduction (wire)", policy.reduction or same, "communication_data_type, else the parameters"),
+        ("master weights", master, "fixed"),
+        ("optimizer states", policy.master, "follow the master weights"),
+        ("buffers", policy.buffers or built, "data_types.buffer_dtype"),
     ]
     if autocast.enabled and autocast.lower_precision_safe_modules:
         listed = f"{policy.low}, gradients and wire too: {', '.join(autocast.lower_precision_safe_modules)}"
-        rows.insert(1, DtypeRow("modules autocast lists", listed, "torch_autocast.lower_precision_safe_modules"))
-    return rows
+        rows.insert(1, ("modules autocast lists", listed, "torch_autocast.lower_precision_safe_modules"))
+    return [DtypeRow(*row) for row in rows]

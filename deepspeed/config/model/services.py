@@ -1,298 +1,136 @@
-"""Blocks about what surrounds the training: IO, checkpoints, monitors, profiling, tuning, compilation, generation."""
+"""Blocks about what surrounds the training: IO, memory, checkpoints, monitors, timers."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, create_model
+from pydantic import Field
 
+from deepspeed.config.model.unread import UNREAD
 from deepspeed.config.model.values import (
+    AutoBlock,
     Block,
     Bytes,
-    Count,
     Flag,
-    FrozenDict,
     Int,
     Names,
-    NestingBlock,
-    Num,
     PathText,
     Positive,
     Text,
-    freeze,
+    UpperCase,
+    inert,
+    key,
 )
 
-
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
-
-
-class _AutoBlock(NestingBlock):
-    """A block where "auto" means: as if absent."""
-
-    auto_is_absent: ClassVar[bool] = True
+if TYPE_CHECKING:
+    _AioKeys = Block
+    _CheckpointKeys = Block
+else:
+    _AioKeys, _CheckpointKeys = UNREAD["aio"], UNREAD["checkpoint"]
 
 
-class AioConfig(Block):
+class AioConfig(_AioKeys):
     """``aio``: reads and writes of NVMe offload. ``thread_count`` is an old name that nothing ever read."""
 
-    block_size: Int = Field(default=1_048_576, ge=1, le=1 << 30)
-    queue_depth: Int = Field(default=8, ge=1, le=4096)
-    intra_op_parallelism: Int = Field(default=1, ge=1, le=256)
-    thread_count: Positive = 1
-    single_submit: Flag = False
-    overlap_events: Flag = True
-    use_gds: Flag = False
+    block_size: Int = key(
+        1_048_576, "Size of one IO request in bytes, rounded up to a multiple of 4096.", ge=1, le=1 << 30
+    )
+    queue_depth: Int = key(8, "IO requests under way at once; absent means 32.", ge=1, le=4096)
+    intra_op_parallelism: Int = key(1, "Threads for transfers that the kernel's queue cannot take.", ge=1, le=256)
 
 
 class MemoryConfig(Block):
     """``memory`` (an extension): what one rank may hold, in bytes or as "3GiB"; checked before training starts."""
 
-    host_limit: Bytes | None = None
-    device_limit: Bytes | None = None
+    host_limit: Bytes | None = key(
+        None, 'Most host memory of one rank, in bytes or as "3GiB"; more is refused at once. Null: see offload.md.'
+    )
+    device_limit: Bytes | None = key(
+        None, "Most device memory of one rank, likewise; where the device is the host, host_limit counts."
+    )
 
 
-class ParallelWriteConfig(Block):
-    """``checkpoint.parallel_write``."""
-
-    pipeline_stage: Flag = False
-
-
-class CheckpointWriterConfig(Block):
-    """``checkpoint.writer``: how bytes reach the disk; sizes in bytes."""
-
-    type: Annotated[Literal["MOCK", "PYTHON", "FAST"], BeforeValidator(_upper)] = "FAST"
-    io_buffer_size: Positive = 67_108_864
-    io_buffer_double: Flag = True
-    show_statistics: Flag = False
-    data_parallel: Annotated[Literal["REPLICA", "SOCKET", "MACHINE"] | None, BeforeValidator(_upper)] = None
-    decoupled: Flag = False
-    io_multiplier: Positive = 1
-
-
-# ``async`` is a keyword of Python, so the field cannot be written in a class body.
-_Asynchronous: type[NestingBlock] = create_model("_Asynchronous", __base__=NestingBlock, **{"async": (Flag, False)})  # type: ignore[call-overload]
-
-
-class CheckpointConfig(_Asynchronous):  # type: ignore[misc, valid-type]
+class CheckpointConfig(_CheckpointKeys):
     """``checkpoint``: saving and loading. The last six keys, and ``async``, are extensions."""
 
-    tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], BeforeValidator(_upper)] = "WARN"
-    load_universal: Flag = False
-    use_node_local_storage: Flag = False
-    parallel_write: ParallelWriteConfig = Field(default_factory=ParallelWriteConfig)
-    checkpoint_serialization: Flag = True
-    writer: CheckpointWriterConfig | None = None
-    keep_last: Positive | None = None
-    rate_limit: Bytes | None = None
-    allow_pickle: Flag = False
-    client_files: Flag = True
-    restore_rng: Flag = True
-    restore_data: Flag = True
-
-    @property
-    def in_background(self) -> bool:
-        """The key ``async``."""
-        return bool(getattr(self, "async"))
-
-
-class DataStatesConfig(Block):
-    """``datastates_ckpt``: options of the external asynchronous checkpoint engine; the size is in its own unit."""
-
-    host_cache_size: Count
+    tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], UpperCase] = key(
+        "WARN", "When ranks save under different tags: WARN and take the first rank's, IGNORE, or FAIL."
+    )
+    load_universal: Flag = inert(
+        False, "Load checkpoints in the universal format.", "every kind is recognised by its files"
+    )
+    keep_last: Positive | None = key(None, "Remove all but so many of the newest checkpoints after each save.")
+    rate_limit: Bytes | None = key(
+        None, "Most bytes a second that a rank writes in the background; absent for no limit."
+    )
+    allow_pickle: Flag = key(False, "Save and load client state that needs pickle; loading it can run any code.")
+    client_files: Flag = key(True, "Write small *_states.pt files for programs that look for them.")
+    restore_rng: Flag = key(True, "load_checkpoint restores the random number generators of each rank.")
+    restore_data: Flag = key(True, "load_checkpoint brings the engine's data loader to where it was.")
+    in_background: Flag = key(
+        False, "save_checkpoint copies the state and writes it while training goes on.", alias="async"
+    )
 
 
-class TensorBoardConfig(_AutoBlock):
+class TensorBoardConfig(AutoBlock):
     """``tensorboard``: event files under ``output_path``/``job_name``."""
 
-    enabled: Flag = False
-    output_path: PathText = ""
-    job_name: Text = "DeepSpeedJobName"
+    enabled: Flag = key(False, "Write TensorBoard event files on rank 0.")
+    output_path: PathText = key("", "Folder for the files; empty is the working directory.")
+    job_name: Text = key("DeepSpeedJobName", "Name of the sub-folder.")
 
 
-class WandbConfig(_AutoBlock):
+class WandbConfig(AutoBlock):
     """``wandb``: Weights and Biases."""
 
-    enabled: Flag = False
-    group: Text | None = None
-    team: Text | None = None
-    project: Text = "deepspeed"
+    enabled: Flag = key(False, "Report metrics to Weights and Biases from rank 0.")
+    group: Text | None = key(None, "Group of runs.")
+    team: Text | None = key(None, "Account or team that owns the run.")
+    project: Text = key("deepspeed", "Name of the project.")
 
 
-class CsvMonitorConfig(_AutoBlock):
+class CsvMonitorConfig(AutoBlock):
     """``csv_monitor``: one CSV file per metric under ``output_path``/``job_name``."""
 
-    enabled: Flag = False
-    output_path: PathText = ""
-    job_name: Text = "DeepSpeedJobName"
+    enabled: Flag = key(False, "Append metrics to CSV files on rank 0.")
+    output_path: PathText = key("", "Folder for the files; empty is the working directory.")
+    job_name: Text = key("DeepSpeedJobName", "Name of the sub-folder.")
 
 
-class CometConfig(_AutoBlock):
+class CometConfig(AutoBlock):
     """``comet``: Comet. ``samples_log_interval`` counts samples."""
 
-    enabled: Flag = False
-    samples_log_interval: Positive = 100
-    project: Text | None = None
-    workspace: Text | None = None
-    api_key: Text | None = Field(default=None, repr=False)
-    experiment_name: Text | None = None
-    experiment_key: Text | None = None
-    online: Flag | None = None
-    mode: Literal["get", "create", "get_or_create"] | None = None
+    enabled: Flag = key(False, "Report metrics to Comet from rank 0.")
+    samples_log_interval: Positive = key(100, "Samples between two reports.")
+    project: Text | None = key(None, "Name of the project.")
+    workspace: Text | None = key(None, "Workspace that owns the project.")
+    api_key: Text | None = key(None, "Key of the account; better kept in the environment.", repr=False)
+    experiment_name: Text | None = key(None, "Name under which the run is shown.")
+    experiment_key: Text | None = key(None, "Identity of the experiment to create or continue.")
+    online: Flag | None = key(None, "false stores the report locally; null leaves it to the library.")
+    mode: Literal["get", "create", "get_or_create"] | None = key(
+        None, "Whether to create the experiment, to continue it, or either."
+    )
 
 
-class CommsLoggerConfig(_AutoBlock):
+class CommsLoggerConfig(AutoBlock):
     """``comms_logger``: a record of every collective."""
 
-    enabled: Flag = False
-    prof_all: Flag = True
-    prof_ops: Names = ()
-    verbose: Flag = False
-    debug: Flag = False
+    enabled: Flag = key(
+        False, "Record every collective of the engine and of deepspeed.comm, for deepspeed.comm.log_summary()."
+    )
+    prof_all: Flag = key(True, "Record all operations.")
+    prof_ops: Names = key((), "Operations to record when prof_all is false.")
+    verbose: Flag = key(False, "Log each call as it happens.")
+    debug: Flag = key(False, "Name the calling function in each record.")
 
 
-class FlopsProfilerConfig(Block):
-    """``flops_profiler``: floating-point operations of one step. ``module_depth`` -1 is the innermost level."""
-
-    enabled: Flag = False
-    recompute_fwd_factor: Num = Field(default=0.0, ge=0)
-    profile_step: Count = 1
-    module_depth: Int = Field(default=-1, ge=-1)
-    top_modules: Positive = 1
-    detailed: Flag = True
-    output_file: PathText | None = None
-
-
-class ThroughputConfig(_AutoBlock):
+class ThroughputConfig(AutoBlock):
     """``timers.throughput``: samples per second."""
 
-    enabled: Flag = True
-    synchronized: Flag = True
+    enabled: Flag = key(True, "Measure samples per second, reported every steps_per_print steps.")
+    synchronized: Flag = key(True, "Wait for the device around each measurement; false counts the host's time only.")
 
 
-class TimersConfig(NestingBlock):
+class TimersConfig(Block):
     """``timers``."""
 
     throughput: ThroughputConfig = Field(default_factory=ThroughputConfig)
-
-
-class ModelInfoConfig(NestingBlock):
-    """``autotuning.model_info``: facts about the model, in parameters and layers."""
-
-    profile: Flag = False
-    num_params: Count | None = None
-    hidden_size: Positive | None = None
-    num_layers: Positive | None = None
-
-
-def _not_empty(value: str) -> str:
-    if not value:
-        raise ValueError("must name a folder")
-    return value
-
-
-Folder = Annotated[PathText, AfterValidator(_not_empty)]
-ScriptFlags = Annotated[Mapping[str, Text], AfterValidator(FrozenDict)]
-
-
-class AutotuningConfig(NestingBlock):
-    """``autotuning``: search for batch size and ZeRO settings. Batches count samples."""
-
-    enabled: Flag = False
-    fast: Flag = True
-    results_dir: Folder = "autotuning_results"
-    exps_dir: Folder = "autotuning_exps"
-    overwrite: Flag = True
-    start_profile_step: Count = 3
-    end_profile_step: Count = 5
-    metric: Literal["throughput", "latency", "flops"] = "throughput"
-    metric_path: PathText | None = None
-    tuner_type: Literal["gridsearch", "random", "model_based"] = "gridsearch"
-    tuner_early_stopping: Count = 5
-    tuner_num_trials: Positive = 50
-    arg_mappings: ScriptFlags | None = None
-    model_info: ModelInfoConfig | None = None
-    model_info_path: PathText | None = None
-    mp_size: Positive = 1
-    max_train_batch_size: Positive | None = None
-    min_train_batch_size: Positive = 1
-    max_train_micro_batch_size_per_gpu: Positive = 1024
-    min_train_micro_batch_size_per_gpu: Positive = 1
-    num_tuning_micro_batch_sizes: Positive = 3
-
-
-class CompileConfig(_AutoBlock):
-    """``compile``: distributed passes over the compiled graph. The threshold is in bytes."""
-
-    deepcompile: Flag = False
-    autoep_non_moe: Flag = False
-    free_activation: Flag = False
-    free_activation_threshold: Count = 10_485_760
-    offload_activation: Flag = False
-    offload_activation_pin_memory: Flag = True
-    offload_opt_states: Flag = False
-    double_buffer: Flag = True
-    symmetric_memory: Flag = False
-    debug_log: Flag = False
-    offload_parameters: Flag = False
-    sync_before_reduce: Flag = False
-    sync_after_reduce: Flag = False
-    sync_before_allgather: Flag = False
-    sync_after_allgather: Flag = False
-    keep_int_input_tensors: Flag = True
-    keep_all_input_tensors: Flag = False
-    passes: tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None = None
-
-
-class HybridEngineConfig(_AutoBlock):
-    """``hybrid_engine``: training and generation with one set of weights. Lengths are in tokens."""
-
-    enabled: Flag = False
-    max_out_tokens: Positive = 512
-    inference_tp_size: Positive = 1
-    release_inference_cache: Flag = False
-    pin_parameters: Flag = True
-    tp_gather_partition_size: Positive = 8
-    enable_cuda_graph: Flag = False
-
-
-def _quantization(value: Any) -> Any:
-    """Settings of one quantized group; they are few, and stay a plain mapping because their defaults depend on the
-    place.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a block {{...}}, not {value!r}")
-    for key, item in value.items():
-        whole = isinstance(item, int) and not isinstance(item, bool)
-        allowed = {
-            "num_bits": (whole and item in (4, 8), "4 or 8"),
-            "group_size": (whole and item > 0, "at least 1"),
-            "group_dim": (whole and item >= 0, "at least 0"),
-            "symmetric": (item is False, "false"),
-        }
-        if key not in allowed:
-            raise ValueError(f"has the unknown key {key!r}; valid here are {', '.join(allowed)}")
-        fits, words = allowed[key]
-        if not fits:
-            raise ValueError(f"has {key} {item!r}, which must be {words}")
-    return freeze(value)
-
-
-def _quantized_modules(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a block {{...}}, not {value!r}")
-    return FrozenDict({name: _quantization(item) for name, item in value.items()})
-
-
-class WeightQuantizationConfig(_AutoBlock):
-    """``weight_quantization``. Nothing is quantized until one of the last two names what."""
-
-    enabled: Flag = True
-    num_bits: Positive = 8
-    q_type: Literal["symmetric", "asymmetric"] = "symmetric"
-    q_groups: Positive = 1
-    quantized_initialization: Annotated[
-        Mapping[str, Any], BeforeValidator(_quantization), AfterValidator(FrozenDict)
-    ] = FrozenDict()
-    post_init_quant: Annotated[Mapping[str, Any], BeforeValidator(_quantized_modules), AfterValidator(FrozenDict)] = (
-        FrozenDict()
-    )

@@ -1,57 +1,75 @@
 """Blocks about the optimizer, the schedule, numeric precision and activation checkpointing."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, field_validator
+from pydantic import AfterValidator, BeforeValidator, StrictStr
 
+from deepspeed.config.model.unread import UNREAD
 from deepspeed.config.model.values import (
+    AutoBlock,
     Block,
     Count,
     DtypeName,
+    DtypeText,
     Flag,
     FrozenDict,
     Int,
     Names,
     Num,
     OptionalDtype,
-    Positive,
     dtype_name,
     freeze,
-    name_list,
+    is_auto,
+    key,
 )
+
+if TYPE_CHECKING:
+    _OptimizerKeys = Block
+    _ActivationKeys = Block
+    _Fp16Keys = AutoBlock
+    _Bf16Keys = AutoBlock
+else:
+    _OptimizerKeys, _ActivationKeys = UNREAD["optimizer"], UNREAD["activation_checkpointing"]
+    _Fp16Keys, _Bf16Keys = UNREAD["fp16"], UNREAD["bf16"]
 
 # Read like a dict and unpacked with **; what each setting may be is told by ``optim_params``.
 Params = Annotated[dict[str, Any], AfterValidator(freeze)]
 
 
-class OptimizerConfig(Block):
+def _auto_or_names(value: Any) -> Any:
+    if is_auto(value) or (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)):
+        return value
+    raise ValueError(f'must be "auto" or a list of module names, not {value!r}')
+
+
+class OptimizerConfig(_OptimizerKeys):
     """``optimizer``: the name (known names in any case, else a torch.optim class) and its keyword arguments."""
 
-    type: StrictStr
-    params: Params = Field(default_factory=FrozenDict)
-    legacy_fusion: Flag = False
+    type: StrictStr = key(
+        ..., "Name of the optimizer: a known name in any case, or a class of torch.optim by its exact name."
+    )
+    params: Params = key(FrozenDict(), "Settings of the optimizer; which ones depends on its name.")
 
 
 class SchedulerConfig(Block):
     """``scheduler``: the name of a learning-rate schedule and its keyword arguments."""
 
-    type: StrictStr
-    params: Params = Field(default_factory=FrozenDict)
+    type: StrictStr = key(..., "Name of the schedule, or a class of torch.optim.lr_scheduler; case matters.")
+    params: Params = key(FrozenDict(), "Settings of the schedule; which ones depends on its name.")
 
 
-class Fp16Config(Block):
+class Fp16Config(_Fp16Keys):
     """``fp16``: half precision with a static (``loss_scale`` > 0) or dynamic (0) loss scale."""
 
-    enabled: Flag = False
-    auto_cast: Flag = False
-    loss_scale: Num = Field(default=0.0, ge=0)
+    enabled: Flag = key(False, "Compute in fp16 with loss scaling; master weights stay fp32.")
+    auto_cast: Flag = key(False, "Cast floating inputs of the forward to fp16.")
+    loss_scale: Num = key(0.0, "A fixed loss scale; 0 lets it adapt.", ge=0)
     # No scale above the largest fp32 number can be multiplied with a loss.
-    initial_scale_power: Int = Field(default=16, ge=0, le=127)
-    loss_scale_window: Count = 1000
-    hysteresis: Count = 2
-    consecutive_hysteresis: Flag = False
-    min_loss_scale: Count = 1
-    fp16_master_weights_and_grads: Flag = False
+    initial_scale_power: Int = key(16, "The first adaptive loss scale is 2 to this power.", ge=0, le=127)
+    loss_scale_window: Count = key(1000, "Updates without overflow before the loss scale doubles.")
+    hysteresis: Count = key(2, "The loss scale halves at this overflow, counted from 1.")
+    consecutive_hysteresis: Flag = key(False, "Every update without overflow restores the hysteresis.")
+    min_loss_scale: Count = key(1, "The adaptive loss scale never falls below this.")
 
     @property
     def dynamic(self) -> bool:
@@ -59,55 +77,42 @@ class Fp16Config(Block):
         return self.loss_scale == 0
 
 
-class Bf16Config(Block):
+class Bf16Config(_Bf16Keys):
     """``bf16`` (also written ``bfloat16``): brain-float compute with fp32 master weights."""
 
-    enabled: Flag = False
-    immediate_grad_update: Flag = False
-    check_grad_overflow: Flag = True
-    bf16_master_weights_and_grads: Flag = False
-    bf16_optimizer_states: Flag = False
+    enabled: Flag = key(False, "Compute in bf16; master weights stay fp32.")
+    check_grad_overflow: Flag = key(True, "Skip an update whose gradients are not finite.")
 
 
 class TorchAutocastConfig(Block):
     """``torch_autocast``: torch.autocast around the forward. ``lower_precision_safe_modules`` None: no module."""
 
-    enabled: Flag = False
-    dtype: DtypeName = "bf16"
-    lower_precision_safe_modules: Annotated[
-        tuple[str, ...] | None, BeforeValidator(lambda v: v if v is None else name_list(v))
-    ] = None
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _default_dtype(cls, value: Any) -> Any:
-        return "bf16" if value is None else dtype_name(value)
+    enabled: Flag = key(False, "Run the forward inside torch.autocast.")
+    dtype: Annotated[
+        DtypeName, BeforeValidator(lambda value: dtype_name(value) or "bf16", json_schema_input_type=DtypeText)
+    ] = key("bf16", "Dtype of autocast; null means bf16.")
+    lower_precision_safe_modules: Names | None = key(
+        None, "Classes (torch.nn.Linear) whose parameters rest and travel in the autocast dtype; null for none."
+    )
 
 
 class DataTypesConfig(Block):
     """``data_types``: dtypes of gradient accumulation, parameters and buffers. None: each its usual one."""
 
-    grad_accum_dtype: OptionalDtype = None
-    param_dtype: OptionalDtype = None
-    buffer_dtype: OptionalDtype = None
-    keep_in_fp32_modules: str | Names = "auto"
-
-    @field_validator("keep_in_fp32_modules", mode="before")
-    @classmethod
-    def _auto_or_names(cls, value: Any) -> Any:
-        if value == "auto":
-            return value
-        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f'must be "auto" or a list of module names, not {value!r}')
-        return tuple(value)
+    grad_accum_dtype: OptionalDtype = key(None, "Dtype in which micro-batches are summed; null means fp32.")
+    param_dtype: OptionalDtype = key(
+        None, "Says the compute dtype once more; refused unless the fp16 and bf16 blocks agree."
+    )
+    buffer_dtype: OptionalDtype = key(None, "Dtype of floating buffers; null leaves them as the model is built.")
+    keep_in_fp32_modules: Annotated[
+        Literal["auto"] | tuple[str, ...],
+        BeforeValidator(_auto_or_names, json_schema_input_type=Literal["auto"] | list[str]),
+    ] = key("auto", "Modules by name that keep fp32; auto asks the model's class.")
 
 
-class ActivationCheckpointingConfig(Block):
+class ActivationCheckpointingConfig(_ActivationKeys):
     """``activation_checkpointing``: defaults for ``deepspeed.checkpointing.configure``."""
 
-    partition_activations: Flag = False
-    cpu_checkpointing: Flag = False
-    contiguous_memory_optimization: Flag = False
-    number_checkpoints: Positive | None = None
-    synchronize_checkpoint_boundary: Flag = False
-    profile: Flag = False
+    cpu_checkpointing: Flag = key(False, "Saved activations rest in host memory (for models on a device).")
+    synchronize_checkpoint_boundary: Flag = key(False, "Wait for the device at each checkpointed call.")
+    profile: Flag = key(False, "Log the forward time of each checkpointed call.")

@@ -1,8 +1,11 @@
-"""Scalar types and the base model shared by every configuration block."""
+"""Scalar types, the base of every block, and what a field says of its key besides type, default and range."""
 
 import math
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from numbers import Real
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, SupportsFloat, TypeGuard
 
@@ -14,8 +17,10 @@ from pydantic import (
     Field,
     StrictBool,
     StrictStr,
+    ValidationInfo,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 AUTO = "auto"
 DTYPE_NAMES = {
@@ -32,19 +37,100 @@ class Violation(NamedTuple):
     sentence: str
 
 
+class Support(str, Enum):
+    """The three classes; every key is in exactly one."""
+
+    HONOURED = "honoured"  # changing the value changes what happens, or is refused
+    INERT = "inert here"  # accepted, has no effect with this design or device; said once in the log
+    NOT_YET = "not yet"  # asking for it is a DeepSpeedConfigError that says so
+
+
+@dataclass(frozen=True)
+class Key:
+    """What this release does with a key. ``note`` says why a key is inert, or what is missing.
+
+    A key asks for something when it is written with a value other than its default and other than those in ``off``.
+    ``gate`` is the path of the switch that a detail hangs on: while that asks for nothing, neither does the detail.
+    """
+
+    meaning: str
+    support: Support = Support.HONOURED
+    note: str = ""
+    gate: str = ""
+    off: tuple[object, ...] = ()
+
+    @staticmethod
+    def of(info: FieldInfo) -> "Key":
+        """What the field of a block says of its key."""
+        facts = info.json_schema_extra
+        return Key(info.description or "", **facts) if isinstance(facts, dict) else Key(info.description or "")  # type: ignore[arg-type]
+
+
+def key(default: Any, meaning: str, **more: Any) -> Any:
+    """A field whose key is honoured; ``more`` is what pydantic's Field takes."""
+    return Field(default, description=meaning, **more)
+
+
+def inert(default: Any, meaning: str, note: str, **more: Any) -> Any:
+    """A field whose key is accepted without effect."""
+    return Field(default, description=meaning, json_schema_extra={"support": Support.INERT, "note": note}, **more)
+
+
+def not_yet(
+    default: Any, meaning: str, note: str = "", *, gate: str = "", off: tuple[Any, ...] = (), **more: Any
+) -> Any:
+    """A field whose key is refused when it asks for something."""
+    facts: dict[str, Any] = {"support": Support.NOT_YET, "note": note, "gate": gate, "off": off}
+    return Field(default, description=meaning, json_schema_extra=facts, **more)
+
+
+def is_auto(value: Any) -> bool:
+    """Whether ``value`` is the text that integrations replace; nothing else is compared, not even an array."""
+    return isinstance(value, str) and value == AUTO
+
+
+def block_of(annotation: Any) -> type[BaseModel] | None:
+    """``annotation`` when it is a block."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
 class Block(BaseModel):
-    """A strict, immutable block of the configuration."""
+    """A strict, immutable block of the configuration. null for an inner block means: absent.
+
+    So does "auto" for any key where ``auto_is_absent``, and everywhere while a program's file is read before an
+    integration has filled it in (the validation context "lenient").
+    """
 
     # Building validators lazily keeps ``import deepspeed`` light; the first load pays for it.
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=True, protected_namespaces=()
+    )
+    auto_is_absent: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_absent(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        blocks = {field.alias or name for name, field in cls.model_fields.items() if block_of(field.annotation)}
+        no_auto = cls.auto_is_absent or bool(info.context and info.context["lenient"])
+        return {
+            name: item
+            for name, item in value.items()
+            if not (no_auto and is_auto(item)) and not (item is None and name in blocks)
+        }
+
+
+class AutoBlock(Block):
+    """A block where "auto" means: as if absent."""
+
+    auto_is_absent: ClassVar[bool] = True
 
 
 def quoted_hint(value: Any) -> str:
     """Advice for a number that was written as text; empty for everything else."""
-    if not isinstance(value, str):
-        return ""
     try:
-        readable = math.isfinite(float(value))
+        readable = isinstance(value, str) and math.isfinite(float(value))
     except ValueError:
         return ""
     return "; write it without quotes" if readable else ""
@@ -73,25 +159,27 @@ def finite_number(value: Any) -> Any:
     raise ValueError(f"must be a finite number, not {value!r}{quoted_hint(value)}")
 
 
-def _period(value: Any) -> Any:
-    """A step count that may be infinite, which means never."""
-    if isinstance(value, float) and value == math.inf:
-        return value
-    count = whole_number(value)
-    if count <= 0:
-        raise ValueError(f"must be at least 1, not {count}; use null to switch the report off")
+def auto_or_count(value: Any) -> Any:
+    """ "auto", or a whole number of at least 1."""
+    count = value if is_auto(value) else whole_number(value)
+    if not is_auto(value) and count < 1:
+        raise ValueError(f'must be "auto" or at least 1, not {count}')
     return count
+
+
+def auto_or_number(value: Any) -> Any:
+    """ "auto", or a finite number."""
+    if isinstance(value, str) and value != AUTO:
+        raise ValueError(f'must be "auto" or a number, not {value!r}')
+    return value if value == AUTO else finite_number(value)
 
 
 def dtype_name(value: Any) -> Any:
     """Normalise every spelling of a dtype, a torch.dtype object included, to fp32, fp16 or bf16."""
-    if value is None:
-        return None
-    text = str(value).lower()
-    for short, spellings in DTYPE_NAMES.items():
-        if text in spellings:
-            return short
-    raise ValueError(f"must be one of fp32, fp16, bf16 or null, not {value!r}")
+    short = next((name for name, spellings in DTYPE_NAMES.items() if str(value).lower() in spellings), None)
+    if short is None and value is not None:
+        raise ValueError(f"must be one of fp32, fp16, bf16 or null, not {value!r}")
+    return short
 
 
 def name_list(value: Any) -> Any:
@@ -102,13 +190,18 @@ def name_list(value: Any) -> Any:
     return tuple(dict.fromkeys(listed))
 
 
-Int = Annotated[int, BeforeValidator(whole_number)]
-Num = Annotated[float, BeforeValidator(finite_number)]
-Flag = StrictBool
-Period = Annotated[int | float, BeforeValidator(_period)]
-DtypeName = Literal["fp32", "fp16", "bf16"]
-OptionalDtype = Annotated[DtypeName | None, BeforeValidator(dtype_name)]
-Names = Annotated[tuple[str, ...], BeforeValidator(name_list)]
+def _no_auto(value: str) -> str:
+    if value == AUTO:
+        raise ValueError(f"must be a text of your own, not {value!r}")
+    return value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
 
 
 class FrozenDict(dict[Any, Any]):
@@ -130,102 +223,21 @@ def freeze(value: Any) -> Any:
     return tuple(freeze(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-def _spoken(value: str) -> str:
-    if value == AUTO:
-        raise ValueError(f"must be a text of your own, not {value!r}")
-    return value
-
-
-def _path_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(f"must be a regular expression, not {value!r}: {error}") from None
-    return value
-
-
-def _listed(value: Any) -> Any:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"must be a list [...], not {value!r}")
-    return value
-
-
-def _attribute(value: str) -> str:
-    if not value or "." in value:
-        raise ValueError(f"must be the name of a direct attribute, without dots, not {value!r}")
-    return value
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
-Count = Annotated[Int, Field(ge=0)]
-Positive = Annotated[Int, Field(ge=1)]
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_listed)]
-Text = Annotated[StrictStr, AfterValidator(_spoken)]
-PathText = Annotated[Text, BeforeValidator(_path_text)]
-Pattern = Annotated[Text, AfterValidator(_pattern)]
-AttributeName = Annotated[Text, AfterValidator(_attribute)]
-
-
-def _is_block(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-class NestingBlock(Block):
-    """A block in which null for an inner block means: absent.
-
-    ``auto_is_absent``: so does "auto" for any key. ``required_if_enabled`` lists the keys that ``enabled`` true needs.
-    """
-
-    model_config = ConfigDict(protected_namespaces=())
-    auto_is_absent: ClassVar[bool] = False
-    required_if_enabled: ClassVar[tuple[str, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_absent(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        blocks = {name for name, info in cls.model_fields.items() if _is_block(info.annotation)}
-        autos = {key for key, item in value.items() if cls.auto_is_absent and isinstance(item, str) and item == AUTO}
-        return {key: item for key, item in value.items() if key not in autos and not (item is None and key in blocks)}
-
-    @model_validator(mode="after")
-    def _complete(self) -> Any:
-        missing = [key for key in self.required_if_enabled if key not in self.model_fields_set]
-        if missing and getattr(self, "enabled", False):
-            raise ValueError(f"has enabled true and needs {', '.join(missing)}")
-        return self
-
-
-_UNITS = {
+UNITS: Mapping[str, int] = {
     "": 1,
     "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
 }
 
 
 def byte_count(value: Any) -> Any:
     """Bytes, from a whole number or a text such as "3GiB" or "500 MB"."""
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
-        if not found or found[2].lower() not in _UNITS:
+        parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
+        if not parts or parts[2].lower() not in UNITS:
             raise ValueError(f'must be bytes or a text such as "3GiB" or "500MB", not {value!r}')
-        size = float(found[1]) * _UNITS[found[2].lower()]
+        size = float(parts[1]) * UNITS[parts[2].lower()]
         if size > 2**63:
             raise ValueError(f"must be below 8 EiB, not {value!r}")
         value = int(size)
@@ -235,4 +247,17 @@ def byte_count(value: Any) -> Any:
     return count
 
 
-Bytes = Annotated[int, BeforeValidator(byte_count)]
+Flag = StrictBool
+Int = Annotated[int, BeforeValidator(whole_number)]
+Num = Annotated[float, BeforeValidator(finite_number)]
+Count = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Int, Field(ge=1)]
+AutoOrInt = Annotated[Literal["auto"] | int, BeforeValidator(auto_or_count)]
+Bytes = Annotated[int, BeforeValidator(byte_count, json_schema_input_type=int | str)]
+DtypeName = Literal["fp32", "fp16", "bf16"]
+DtypeText = Literal[tuple(name for names in DTYPE_NAMES.values() for name in names)]  # type: ignore[valid-type]
+OptionalDtype = Annotated[DtypeName | None, BeforeValidator(dtype_name, json_schema_input_type=DtypeText | None)]
+Names = Annotated[tuple[str, ...], BeforeValidator(name_list, json_schema_input_type=str | list[str])]
+Text = Annotated[StrictStr, AfterValidator(_no_auto)]
+PathText = Annotated[Text, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+LowerCase, UpperCase = BeforeValidator(_lower), BeforeValidator(_upper)

@@ -1,14 +1,17 @@
 """The ``zero_optimization`` block."""
 
+from collections.abc import Mapping
 from enum import Enum
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from deepspeed.config.explain.messages import Report
 from deepspeed.config.model.removed import REMOVED_KEYS, removed_key, says_off
+from deepspeed.config.model.unread import UNREAD
 from deepspeed.config.model.values import (
-    AUTO,
-    Block,
+    AutoBlock,
     Count,
     Flag,
     Int,
@@ -16,11 +19,20 @@ from deepspeed.config.model.values import (
     Num,
     PathText,
     Positive,
-    Violation,
+    inert,
+    is_auto,
+    key,
     whole_number,
 )
-from deepspeed.observe.log import logger
 
+if TYPE_CHECKING:
+    _ZeroKeys = AutoBlock
+    _OffloadOptimizerKeys = AutoBlock
+else:
+    _ZeroKeys = UNREAD["zero_optimization"]
+    _OffloadOptimizerKeys = UNREAD["zero_optimization.offload_optimizer"]
+
+ZenFlowConfig = UNREAD["zero_optimization.zenflow"]
 _LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -29,23 +41,11 @@ _LEAF_CLASSES = (
 _MAX_INT64 = 2**63 - 1
 
 
-def _auto_or_whole(value: Any) -> Any:
-    if isinstance(value, str) and value == AUTO:
-        return value
-    count = whole_number(value)
-    if count < 1:
-        raise ValueError(f'must be "auto" or at least 1, not {count}')
-    return count
-
-
 def _shard_group(value: Any) -> Any:
     count = whole_number(value)
     if count == 0 or count < -1:
         raise ValueError(f"must be -1 (off) or the ranks of one shard group, not {count}")
     return count
-
-
-AutoOrInt = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_whole)]
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -66,13 +66,13 @@ class OffloadStateTypeEnum(str, Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-class OffloadConfig(Block):
+class OffloadConfig(AutoBlock):
     """What both offload blocks have in common."""
 
-    device: OffloadDeviceEnum = OffloadDeviceEnum.none
-    nvme_path: PathText | None = None
-    buffer_count: Count = 4
-    pin_memory: Flag = True
+    device: OffloadDeviceEnum = key(OffloadDeviceEnum.none, "Tier of optimizer states: none, cpu or nvme.")
+    nvme_path: PathText | None = key(None, "Folder on the drive; only its last part is made when missing.")
+    buffer_count: Count = key(4, "Tiles of optimizer state in memory at once.")
+    pin_memory: Flag = key(True, "Page-locked host memory, where an accelerator makes use of it.")
 
     @field_validator("device", mode="before")
     @classmethod
@@ -80,96 +80,82 @@ class OffloadConfig(Block):
         return OffloadDeviceEnum.none if value is None else value
 
 
-class OffloadOptimizerConfig(OffloadConfig):
+class OffloadOptimizerConfig(OffloadConfig, _OffloadOptimizerKeys):
     """``zero_optimization.offload_optimizer``; ``ratio`` is the share of elements updated on the CPU."""
 
-    pipeline_read: Flag = False
-    pipeline_write: Flag = False
-    fast_init: Flag = False
-    ratio: Num = Field(default=1.0, ge=0, le=1)
-    super_offload: Flag = False
-    cpuadam_cores_perc: Num = Field(default=0.8, ge=0, le=1)
+    ratio: Num = key(1.0, "Share of elements that the host updates; the rest stays on the device.", ge=0, le=1)
 
 
 class OffloadParamConfig(OffloadConfig):
     """``zero_optimization.offload_param``; sizes count elements."""
 
-    buffer_count: Count = 5
-    buffer_size: Count = 100_000_000
-    max_in_cpu: Count = 1_000_000_000
+    device: OffloadDeviceEnum = key(OffloadDeviceEnum.none, "Tier of sharded parameters: none, cpu or nvme.")
+    buffer_count: Count = key(5, "Staging buffers for the drive.")
+    buffer_size: Count = key(100_000_000, "Most elements of a staging buffer; larger shards travel in pieces.")
+    max_in_cpu: Count = key(1_000_000_000, "Elements of this rank that stay in host memory before the drive is used.")
 
 
-class ZenFlowConfig(Block):
-    """``zero_optimization.zenflow``: important gradient columns at once, the rest later on the host."""
-
-    topk_ratio: Num = Field(default=0.1, gt=0, lt=1)
-    select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    select_interval: AutoOrInt = "auto"
-    update_interval: AutoOrInt = "auto"
-    overlap_step: Flag = False
-    offload: Flag = False
-    auto_ratio: Num = Field(default=0.99, ge=0, le=1)
-    full_warm_up_rounds: Count = 0
-    pt_reserved_cores_perc: Num = Field(default=0.5, ge=0, le=1)
-    steps_per_epoch: Positive | None = None
-
-
-class LeafModuleConfig(Block):
+class LeafModuleConfig(AutoBlock):
     """``zero_optimization.leaf_module``: modules whose parameters are fetched together."""
 
-    classes: Names = _LEAF_CLASSES
-    names: Names = ()
-    name_suffixes: Names = ()
+    classes: Names = key(_LEAF_CLASSES, "Classes of modules that are gathered as a whole.")
+    names: Names = key((), "Names of modules that are gathered as a whole.")
+    name_suffixes: Names = key((), "Ends of names of modules that are gathered as a whole.")
 
 
-class ZeroConfig(Block):
-    """``zero_optimization``. Bucket sizes, thresholds and live limits count elements.
+class ZeroConfig(_ZeroKeys):
+    """``zero_optimization``: what is sharded. Bucket sizes, thresholds and live limits count elements.
 
     ``divergence`` is an extension: what to do when ranks take different branches ("tolerate" them, raise an
     "error", or "assume_none" and skip the check).
     """
 
-    stage: Int = Field(default=0, ge=0, le=3)
-    contiguous_gradients: Flag = True
-    reduce_scatter: Flag = True
-    reduce_bucket_size: Positive = 500_000_000
-    use_multi_rank_bucket_allreduce: Flag = True
-    allgather_partitions: Flag = True
-    allgather_bucket_size: Count = 500_000_000
-    overlap_comm: Flag | None = None
-    compute_grad_norm: Flag = True
-    load_from_fp32_weights: Flag = True
-    elastic_checkpoint: Flag = False
-    sub_group_size: Count = 1_000_000_000
-    ignore_unused_parameters: Flag = True
-    round_robin_gradients: Flag = False
-    parameter_alignment: Flag = False
-    zero_hpz_partition_size: Count = 1
-    zero_quantized_weights: Flag = False
-    zero_quantized_nontrainable_weights: Flag = False
-    zero_quantized_gradients: Flag = False
-    prefetch_bucket_size: Count = 50_000_000
-    param_persistence_threshold: Count = 100_000
-    model_persistence_threshold: Count = _MAX_INT64
-    max_live_parameters: Count = 1_000_000_000
-    max_reuse_distance: Count = 1_000_000_000
-    gather_16bit_weights_on_model_save: Flag = False
-    module_granularity_threshold: Count = 0
-    use_all_reduce_for_fetch_params: Flag = False
-    allgather_sequential: Flag = False
-    memory_efficient_linear: Flag = True
-    pipeline_loading_checkpoint: Flag = False
-    override_module_apply: Flag = True
-    log_trace_cache_warnings: Flag = False
-    enable_sanity_checks: Flag = False
-    save_muon_momentum_buffer_in_memory: Flag = False
+    stage: Int = key(
+        0, "Sharded over ranks: 1 optimizer states, 2 also gradients, 3 also parameters; 0 nothing.", ge=0, le=3
+    )
+    reduce_scatter: Flag = inert(
+        True,
+        "Reduce gradients to their owners instead of to all.",
+        "sharded gradients always are; false only lifts the limits on prescale_gradients and predividing",
+    )
+    reduce_bucket_size: Positive = key(
+        500_000_000, "Elements of small modules that are packed into one unit of communication."
+    )
+    overlap_comm: Flag | None = key(None, "Communicate beside computation; only false switches it off.")
+    compute_grad_norm: Flag = key(True, "Compute the norm of all gradients at each update; false saves a reduction.")
+    sub_group_size: Count = key(
+        1_000_000_000, "Elements per tile of an update that rests on a drive; absent means 2,097,152."
+    )
+    zero_hpz_partition_size: Count = key(
+        1, "Ranks that hold one copy of the parameters between them; the stages' other states spread wider."
+    )
+    prefetch_bucket_size: Count = key(
+        50_000_000, "Elements that are gathered ahead of their use; the next unit always is, unless this is 0."
+    )
+    param_persistence_threshold: Count = key(100_000, "Parameters with fewer elements stay whole on every rank.")
+    model_persistence_threshold: Count = key(_MAX_INT64, "Most elements, over all parameters, that may stay whole.")
+    max_live_parameters: Count = key(1_000_000_000, "Most gathered elements that may wait for their next use.")
+    max_reuse_distance: Count = key(
+        1_000_000_000, "Keep parameters that are used again within so many elements; absent releases them."
+    )
+    gather_16bit_weights_on_model_save: Flag = key(False, "Let save_16bit_model gather the weights under stage 3.")
+    allgather_sequential: Flag = key(False, "Gather little ahead: the same as a prefetch_bucket_size of 1.")
+    pipeline_loading_checkpoint: Flag = inert(
+        False, "Ranks of a node read a checkpoint one after another.", "every rank reads only its own part"
+    )
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
-    offload_param: OffloadParamConfig | None = None
-    offload_optimizer: OffloadOptimizerConfig | None = None
-    zenflow: ZenFlowConfig | None = None
-    mics_shard_size: Annotated[int, BeforeValidator(_shard_group)] = -1
-    mics_hierarchical_params_gather: Flag = False
-    divergence: Literal["tolerate", "error", "assume_none"] = "tolerate"
+    offload_param: OffloadParamConfig | None = key(
+        None, "Where sharded parameters rest; absent, null or false leaves them on the device."
+    )
+    offload_optimizer: OffloadOptimizerConfig | None = key(
+        None, "Where optimizer states rest; absent, null or false leaves them on the device."
+    )
+    mics_shard_size: Annotated[int, BeforeValidator(_shard_group)] = key(
+        -1, "Ranks that hold one copy of all states between them (MiCS); -1 for all ranks."
+    )
+    divergence: Literal["tolerate", "error", "assume_none"] = key(
+        "tolerate", "When ranks take different branches: tolerate them, error, or assume_none (no check)."
+    )
 
     @field_validator("offload_param", "offload_optimizer")
     @classmethod
@@ -185,57 +171,44 @@ class ZeroConfig(Block):
 
 
 _STAGE3_SPELLINGS = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
+    *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
+    *("use_all_reduce_for_fetch_params", "allgather_sequential"),
 )
-ZERO_ALIASES = {f"stage3_{name}": name for name in _STAGE3_SPELLINGS} | {
-    "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"
-}
+ZERO_ALIASES: Mapping[str, str] = MappingProxyType(
+    {f"stage3_{name}": name for name in _STAGE3_SPELLINGS}
+    | {"stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}
+)
 LEGACY_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 LEGACY_KEYS = (*LEGACY_OFFLOAD, "cpu_offload_use_pin_memory")
-_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
-def drop_auto(block: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``block`` without the values "auto"; the defaults take their place."""
-    return {key: value for key, value in block.items() if not (isinstance(value, str) and value == AUTO)}
-
-
-def _rename(block: dict[str, Any], renames: dict[str, str], problems: list[Violation]) -> dict[str, Any]:
+def one_spelling(head: str, block: dict[str, Any], aliases: Mapping[str, str], report: Report) -> dict[str, Any]:
+    """The block ``head`` with every alias replaced; two different values of one setting are a fault. Drops "auto"."""
     out: dict[str, Any] = {}
-    for key, value in block.items():
-        name = ZERO_ALIASES.get(key, key)
-        if name in out and out[name] != value:
-            other = renames.get(f"zero.{name}", f"zero_optimization.{name}")
-            sentence = (
-                f"zero_optimization.{key} and {other} are two spellings of one setting with different values. Keep one."
-            )
-            problems.append(Violation(f"zero_optimization.{key}", sentence))
-        if name != key:
-            renames[f"zero.{name}"] = f"zero_optimization.{key}"
-        out[name] = value
+    for name, value in block.items():
+        path, canonical = f"{head}.{name}", f"{head}.{aliases.get(name, name)}"
+        if is_auto(value):
+            continue
+        if out.setdefault(aliases.get(name, name), value) != value:
+            other = report.renames.get(canonical, canonical)
+            said = f"{path} and {other} are two spellings of one setting with different values. Keep one."
+            report.fault(path, said, unread=False)
+        if path != canonical:
+            report.renames[canonical] = path
     return out
 
 
-def _legacy_offload(block: dict[str, Any], problems: list[Violation]) -> None:
+def _legacy_offload(block: dict[str, Any], report: Report) -> None:
     """Replace the old flags ``cpu_offload*`` by the blocks they stand for."""
     given = {key: block.pop(key, None) for key in LEGACY_KEYS}
-    for old, wanted in given.items():
+    for old, value in given.items():
         path, new = f"zero_optimization.{old}", LEGACY_OFFLOAD.get(old, "pin_memory in the offload blocks")
-        if wanted is not None and not isinstance(wanted, bool):
-            problems.append(
-                Violation(path, f"{path} must be true or false, not {wanted!r}. It is deprecated: use {new}.")
-            )
-        elif old in LEGACY_OFFLOAD and wanted and block.get(new) not in (None, False):
-            problems.append(Violation(path, f"{path} is the deprecated spelling of {new}; both are given. Keep {new}."))
-        elif old in LEGACY_OFFLOAD and wanted:
+        if value is not None and not isinstance(value, bool):
+            report.fault(path, f"{path} must be true or false, not {value!r}. It is deprecated: use {new}.")
+        elif old in LEGACY_OFFLOAD and value and block.get(new) not in (None, False):
+            report.fault(path, f"{path} is the deprecated spelling of {new}; both are given. Keep {new}.")
+        elif old in LEGACY_OFFLOAD and value:
             block[new] = {"device": "cpu"}
     pin = given["cpu_offload_use_pin_memory"]
     for new in LEGACY_OFFLOAD.values():
@@ -243,30 +216,23 @@ def _legacy_offload(block: dict[str, Any], problems: list[Violation]) -> None:
             block[new] = {"pin_memory": pin, **block[new]}
 
 
-def canonical_zero(block: dict[str, Any], renames: dict[str, str], problems: list[Violation]) -> dict[str, Any]:
-    """One spelling per setting: aliases resolved, "auto" dropped, absent offload as None.
-
-    ``renames`` receives {canonical path: path as the user wrote it}; ``problems`` receives what is wrong.
-    """
-    out = _rename(drop_auto(block), renames, problems)
-    _legacy_offload(out, problems)
-    for name in (*_OFFLOADS, "leaf_module", "zenflow"):
-        value = out.get(name)
-        if value is False or value is None:
+def canonical_zero(block: dict[str, Any], report: Report) -> dict[str, Any]:
+    """One spelling per setting: aliases resolved, "auto" dropped, absent blocks left out."""
+    out = one_spelling("zero_optimization", block, ZERO_ALIASES, report)
+    _legacy_offload(out, report)
+    for name in ("offload_optimizer", "offload_param", "leaf_module", "zenflow"):
+        if out.get(name) is False or out.get(name) is None:
             out.pop(name, None)
-        elif isinstance(value, dict) and name != "zenflow":  # "auto" is a value of its own inside zenflow
-            out[name] = drop_auto(value)
-    for key in [key for key in out if f"zero_optimization.{key}" in REMOVED_KEYS]:
-        if not says_off(out.pop(key)):
-            problems.append(Violation(f"zero_optimization.{key}", str(removed_key(f"zero_optimization.{key}"))))
+    for name in [name for name in out if f"zero_optimization.{name}" in REMOVED_KEYS]:
+        if not says_off(out.pop(name)):
+            path = f"zero_optimization.{name}"
+            report.fault(path, str(removed_key(path)))
     if isinstance(out.get("grad_hooks"), bool):
-        logger.warning(
-            "zero_optimization.grad_hooks is described in published documentation and read by no release. Delete it."
-        )
+        said = "zero_optimization.grad_hooks is described in published documentation and read by no release. Delete it."
+        report.notes.append(said)
         del out["grad_hooks"]
-    if out.get("allgather_sequential") is True:
-        path = renames.get("zero.allgather_sequential", "zero_optimization.allgather_sequential")
-        if out.setdefault("prefetch_bucket_size", 1) != 1:
-            other = renames.get("zero.prefetch_bucket_size", "zero_optimization.prefetch_bucket_size")
-            problems.append(Violation(path, f"{path} means a {other} of 1. Delete one of them."))
+    if out.get("allgather_sequential") is True and out.setdefault("prefetch_bucket_size", 1) != 1:
+        path, other = (f"zero_optimization.{name}" for name in ("allgather_sequential", "prefetch_bucket_size"))
+        path, other = report.renames.get(path, path), report.renames.get(other, other)
+        report.fault(path, f"{path} means a {other} of 1. Delete one of them.", unread=False)
     return out

@@ -1,4 +1,4 @@
-"""The reference page ``docs/config.md`` and the schema beside it, written from the models and the key table.
+"""The reference page ``docs/config.md`` and the schema beside it, written from the models.
 
 ``python -m deepspeed.config.tool.manual docs`` writes both files into ``docs``; with ``--check`` it only compares them.
 """
@@ -6,26 +6,26 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed.config.explain.check import FILLED_BY_INTEGRATIONS, REQUIRED
-from deepspeed.config.explain.keys import KEYS, Key, Support
+from deepspeed.config.explain.check import FILLED_BY_INTEGRATIONS
+from deepspeed.config.explain.messages import block_inside
 from deepspeed.config.model.batch import BATCH_KEYS
-from deepspeed.config.model.features import plain
-from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_SPECS
+from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_BLOCKS, PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.removed import REMOVED_KEYS, REMOVED_OPTIMIZERS
 from deepspeed.config.model.root import DeepSpeedConfig
-from deepspeed.config.model.settings import Field, declared_fields, default_of, keys_of, nested_block
-from deepspeed.config.model.zero import LEGACY_KEYS, ZERO_ALIASES
-from deepspeed.config.tool.schema import AUTO_BLOCKS, DTYPE_SPELLINGS, Schema, block_meaning, schema_text, value_schema
+from deepspeed.config.model.settings import SPELLED, all_keys, declared_fields, default_of, keys_of, plain
+from deepspeed.config.model.values import DTYPE_NAMES, Key, Support
+from deepspeed.config.model.zero import ZERO_ALIASES
+from deepspeed.config.tool.schema import Schema, block_meaning, parts_of, plain_schema, schema_text
 
 _INTRO = """\
 # Configuration keys
 
-This page is made from the configuration models and the key table by `python -m deepspeed.config.tool.manual docs`;
-do not edit it.
+This page is made from the configuration models by `python -m deepspeed.config.tool.manual docs`; do not edit it.
 
 A configuration is a dict, a path to a JSON file (comments, trailing commas and bare keys are allowed), or URL-safe
 base64 of JSON. It is read once, checked as a whole, and cannot be changed afterwards. A key that does not exist, a
@@ -61,37 +61,31 @@ completes and checks keys; the parser passes over `$schema`:
     {"$schema": "path/to/docs/config.schema.json", "train_batch_size": 8}
 """
 
-_SIMPLE = {
+_SIMPLE: Mapping[str, str] = {
     "integer": "int",
     "number": "float",
     "boolean": "bool",
     "string": "text",
-    "null": "null",
     "object": "block",
     "array": "list",
 }
-
-
-def _bounds(schema: Schema) -> str:
-    signs = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
-    return ", ".join(f"{sign} {schema[key]:g}" for key, sign in signs if key in schema)
+_SIGNS: Mapping[str, str] = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_HEADER = "| key | type | default | class | meaning |\n|---|---|---|---|---|\n"
 
 
 def type_text(schema: Schema) -> str:
     """``schema`` in a few words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(type_text, schema["anyOf"])))
-    if schema.get("enum") == list(DTYPE_SPELLINGS):
+    if schema.get("enum") == [name for names in DTYPE_NAMES.values() for name in names]:
         return '`"fp32"`, `"fp16"`, `"bf16"` (or `"float16"`, `"torch.float16"`, ...)'
-    if "enum" in schema:
-        return ", ".join(f"`{json.dumps(item)}`" for item in schema["enum"])
-    if "const" in schema:
-        return f"`{json.dumps(schema['const'])}`"
-    kind = schema.get("type")
-    if kind == "array" and schema.get("items"):
-        return f"list of {type_text(schema['items'])}"
-    bounds = _bounds(schema)
-    return f"{_SIMPLE.get(str(kind), 'any')}{' ' + bounds if bounds else ''}"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{json.dumps(item)}`" for item in schema.get("enum", [schema.get("const")]))
+    kind = str(schema.get("type", "any"))
+    if kind == "array" and (schema.get("items") or schema.get("prefixItems")):
+        return f"list of {type_text(schema.get('items') or schema['prefixItems'][0])}"
+    bounds = ", ".join(f"{sign} {schema[key]:g}" for key, sign in _SIGNS.items() if key in schema)
+    return f"{_SIMPLE.get(kind, kind)}{' ' if bounds else ''}{bounds}"
 
 
 def default_text(value: Any) -> str:
@@ -103,123 +97,78 @@ def default_text(value: Any) -> str:
     return f"`{text}`" if len(text) <= 40 else "see the schema"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _meaning(key: Key | None) -> str:
-    if key is None:
-        return ""
-    note = f" {'No effect' if key.support is Support.INERT else 'Missing'}: {key.note}." if key.note else ""
-    return key.meaning + note
-
-
-def _row(path: str, kind: str, default: str) -> str:
-    key = KEYS.get(path)
+def _row(path: str, kind: str, default: str, key: Key) -> str:
     auto = ', or `"auto"`' if path in FILLED_BY_INTEGRATIONS and '`"auto"`' not in kind else ""
-    support = key.support.value if key is not None else Support.HONOURED.value
-    return f"| `{path}` | {_cell(kind + auto)} | {_cell(default)} | {support} | {_cell(_meaning(key))} |"
-
-
-def _field_row(field: Field) -> str:
-    inner, _ = nested_block(field.info.annotation)
-    if inner is not None:
-        off = default_of(field.info)
-        return _row(field.path, "block, or absent", "absent" if off in (None, False) else default_text(off))
-    schema = value_schema(field.path, field.info)
-    default = (
-        "required"
-        if field.info.is_required() and field.path not in BATCH_KEYS
-        else default_text(default_of(field.info))
-    )
-    return _row(field.path, type_text(schema), "derived" if field.path in BATCH_KEYS else default)
+    note = f" {'No effect' if key.support is Support.INERT else 'Missing'}: {key.note}." if key.note else ""
+    cells = [f"`{path}`", kind + auto, default, key.support.value, key.meaning + note]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _rows() -> dict[str, list[str]]:
     """Table rows by top-level block; the empty name is for keys outside of any."""
+    parts = list(parts_of(plain_schema(DeepSpeedConfig), DeepSpeedConfig))
+    for name, block in PARAM_BLOCKS.items():
+        parts += parts_of(plain_schema(block), block, f"{name}.params.")
+    schemas = {part.path: part.schema for part in parts}
+    fields = {field.path: field.info for field in declared_fields(DeepSpeedConfig)} | dict(PARAM_FIELDS)
     out: dict[str, list[str]] = {"": []}
-    seen = set()
-    for field in declared_fields(DeepSpeedConfig):
-        seen.add(field.path)
-        nested = nested_block(field.info.annotation)[0] is not None or "." in field.path
-        out.setdefault(field.path.partition(".")[0] if nested else "", []).append(_field_row(field))
-    for path in KEYS:
-        if path not in seen and path not in _spellings():
-            out.setdefault(path.partition(".")[0] if "." in path else "", []).append(_row(path, *_listed_type(path)))
+    for path, info in fields.items():
+        inner, default = block_inside(info.annotation)[0], default_of(info)
+        text = "derived" if path in BATCH_KEYS else "required" if info.is_required() else default_text(default)
+        if inner is not None:
+            text = "absent"
+        elif path in PARAM_FIELDS and info.default in (OPTIMIZER_DEFAULT, REQUIRED):
+            text = info.default
+        kind = "block, or absent" if inner is not None else type_text(schemas[path])
+        head = path.partition(".")[0] if "." in path or inner is not None else ""
+        out.setdefault(head, []).append(_row(path, kind, text, Key.of(info)))
+    for path in ("pipeline.<any>", "zero_optimization.grad_hooks", "zero_optimization.legacy_stage1"):
+        out[path.partition(".")[0]].append(_row(path, "any", "absent", SPELLED[path]))
     return out
 
 
-def _listed_type(path: str) -> tuple[str, str]:
-    """Type and default of a key that is no field of a model: a parameter of an optimizer or schedule, or a name
-    only.
-    """
-    spec = PARAM_SPECS.get(path)
-    if spec is None:
-        return "any", "absent"
-    words = spec.default in (OPTIMIZER_DEFAULT, REQUIRED) or spec.default is None
-    return spec.type_text, spec.default_text if words else default_text(spec.default)
-
-
-def _spellings() -> set[str]:
-    return {
-        "zero_optimization",
-        "allgather_size",
-        *(f"zero_optimization.{name}" for name in (*LEGACY_KEYS, *ZERO_ALIASES)),
-    }
-
-
 def _sections() -> Iterator[str]:
-    header = "| key | type | default | class | meaning |\n|---|---|---|---|---|\n"
+    infos = {key: info for _, key, info in keys_of(DeepSpeedConfig)}
     for block, rows in sorted(_rows().items()):
-        info = DeepSpeedConfig.model_fields.get({"zero_optimization": "zero"}.get(block, block))
-        inner = nested_block(info.annotation)[0] if info is not None else None
-        about = "" if inner is None else f"{block_meaning(block, inner)}\n\n"
-        yield f"## {f'`{block}`' if block else 'Top level'}\n\n{about}{header}" + "\n".join(rows) + "\n"
+        about = f"{block_meaning(block, infos[block])}\n\n" if block else ""
+        yield f"## {f'`{block}`' if block else 'Top level'}\n\n{about}{_HEADER}" + "\n".join(rows) + "\n"
 
 
 def _other_spellings() -> str:
-    lines = ["| written | means | |", "|---|---|---|"]
-    lines += [
-        f"| `zero_optimization.{alias}` | `zero_optimization.{name}` | {_age(alias)} |"
+    zero = "zero_optimization"
+    aliases = [
+        (f"{zero}.{alias}", f"`{zero}.{name}`", "deprecated" if f"{zero}.{alias}" in SPELLED else "")
         for alias, name in ZERO_ALIASES.items()
     ]
-    lines += [
-        "| `bfloat16` | `bf16`, which wins when both are there | |",
-        "| `tensor_parallel.tp` | `tensor_parallel.tensor_parallel` | |",
-        "| `tensor_parallel.kernel_inject` | `tensor_parallel.replace_with_kernel_inject` | |",
-        "| `zero_optimization: true` | `zero_optimization.stage: 1` | deprecated |",
-        "| `allgather_size` | `zero_optimization.allgather_bucket_size` | deprecated |",
-        '| `zero_optimization.cpu_offload: true` | `zero_optimization.offload_optimizer.device: "cpu"` | deprecated |',
-        '| `zero_optimization.cpu_offload_param: true` | `zero_optimization.offload_param.device: "cpu"` | '
-        "deprecated |",
-        "| `zero_optimization.cpu_offload_use_pin_memory` | `pin_memory` in both offload blocks | deprecated |",
+    others = [
+        ("bfloat16", "`bf16`, which wins when both are there", ""),
+        ("tensor_parallel.tp", "`tensor_parallel.tensor_parallel`", ""),
+        ("tensor_parallel.kernel_inject", "`tensor_parallel.replace_with_kernel_inject`", ""),
+        (f"{zero}: true", f"`{zero}.stage: 1`", "deprecated"),
+        ("allgather_size", f"`{zero}.allgather_bucket_size`", "deprecated"),
+        (f"{zero}.cpu_offload: true", f'`{zero}.offload_optimizer.device: "cpu"`', "deprecated"),
+        (f"{zero}.cpu_offload_param: true", f'`{zero}.offload_param.device: "cpu"`', "deprecated"),
+        (f"{zero}.cpu_offload_use_pin_memory", "`pin_memory` in both offload blocks", "deprecated"),
     ]
-    return "## Other spellings\n\n" + "\n".join(lines) + "\n"
-
-
-def _age(alias: str) -> str:
-    return "deprecated" if "fp16" in alias else ""
+    lines = [f"| `{written}` | {means} | {age}{' ' if age else ''}|" for written, means, age in aliases + others]
+    return "\n".join(["## Other spellings", "", "| written | means | |", "|---|---|---|", *lines, ""])
 
 
 def _removed() -> str:
-    rows = [f"| `{path}` | {_cell(advice)}. |" for path, advice in REMOVED_KEYS.items()]
+    rows = [f"| `{path}` | {advice}. |" for path, advice in REMOVED_KEYS.items()]
     rows += [f"| `optimizer.type` `{name}` | Use `{instead}`. |" for name, instead in REMOVED_OPTIMIZERS.items()]
     intro = "Earlier releases of DeepSpeed accepted these; here each is an error that says what to do.\n\n"
     return "## Removed keys\n\n" + intro + "| key | instead |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def _auto_blocks() -> str:
-    """The top-level blocks in which "auto" is as good as absent."""
-    blocks = {key: nested_block(info.annotation)[0] for _, key, info in keys_of(DeepSpeedConfig, "")}
-    absent = [name for name, block in blocks.items() if getattr(block, "auto_is_absent", False)]
-    return ", ".join(f"`{name}`" for name in sorted([*AUTO_BLOCKS, *absent]))
-
-
 def manual_text() -> str:
     """The whole page."""
-    intro = _INTRO.replace("AUTO_BLOCKS", _auto_blocks())
-    counts = {support: sum(1 for key in KEYS.values() if key.support is support) for support in Support}
-    total = f"{len(KEYS)} keys: " + ", ".join(f"{count} {support.value}" for support, count in counts.items()) + ".\n"
+    blocks = {key: block_inside(info.annotation)[0] for _, key, info in keys_of(DeepSpeedConfig)}
+    automatic = sorted(f"`{key}`" for key, block in blocks.items() if getattr(block, "auto_is_absent", False))
+    keys = all_keys(DeepSpeedConfig)
+    counts = Counter(key.support for key in keys.values())
+    total = f"{len(keys)} keys: " + ", ".join(f"{counts[support]} {support.value}" for support in Support) + ".\n"
+    intro = _INTRO.replace("AUTO_BLOCKS", ", ".join(automatic))
     return "\n".join([intro, total, *_sections(), _other_spellings(), _removed()])
 
 

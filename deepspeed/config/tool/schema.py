@@ -1,261 +1,189 @@
-"""JSON Schema (draft 2020-12) of the configuration, made from the models and the key table, for editors."""
+"""JSON Schema (draft 2020-12) of the configuration for editors: pydantic's own, and what parsing accepts besides."""
 
 import json
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, TypeAdapter
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deepspeed.config.explain.check import FILLED_BY_INTEGRATIONS
-from deepspeed.config.explain.keys import KEYS, Key, Support
-from deepspeed.config.model.batch import BATCH_KEYS
-from deepspeed.config.model.features import plain
-from deepspeed.config.model.optim_params import PARAM_SPECS
-from deepspeed.config.model.parallel import TENSOR_PARALLEL_ALIASES
+from deepspeed.config.explain.messages import block_inside
+from deepspeed.config.model.optim_params import PARAM_BLOCKS, PARAM_FIELDS
 from deepspeed.config.model.removed import REMOVED_KEYS
 from deepspeed.config.model.root import DeepSpeedConfig
-from deepspeed.config.model.settings import default_of, keys_of, nested_block
-from deepspeed.config.model.values import AUTO, DTYPE_NAMES, dtype_name
+from deepspeed.config.model.settings import SPELLED, TENSOR_PARALLEL_ALIASES, default_of, keys_of, plain
+from deepspeed.config.model.values import AUTO, Key, Support
 from deepspeed.config.model.zero import LEGACY_KEYS, ZERO_ALIASES
 
 Schema = dict[str, Any]
 
 # pydantic leaves bounds behind a validating function in its own words.
-_BOUNDS: Mapping[str, str] = MappingProxyType(
-    {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_BOUNDS: Mapping[str, str] = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_DROPPED = ("title", "$defs", "description", "default", "support", "note", "gate", "off")
+_NULL: Schema = {"type": "null"}
+_AUTO: Schema = {"const": AUTO}
+_FALSE_IS_OFF = (
+    "datastates_ckpt",
+    *(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow")),
 )
 
-# Blocks in which "auto" is as good as absent, whoever reads the file.
-_PARAMS = ("optimizer.params", "scheduler.params")
-AUTO_BLOCKS = ("zero_optimization", "fp16", "bf16")
-DTYPE_SPELLINGS = tuple(name for names in DTYPE_NAMES.values() for name in names)
-_FALSE_IS_OFF = frozenset(
-    {"datastates_ckpt", *(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow"))}
-)
-_DEPRECATED_SPELLING = frozenset({"stage3_gather_fp16_weights_on_model_save", *LEGACY_KEYS})
+
+class Part(NamedTuple):
+    """One key with its field, the block it belongs to and its schema, which is part of the whole."""
+
+    path: str
+    info: FieldInfo
+    block: type[BaseModel]
+    schema: Schema
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """``schema`` with every reference replaced by what it names, and without generated titles."""
+    """``schema`` with every reference replaced by what it names, without what pydantic says of names and defaults."""
     if isinstance(schema, list):
         return [_inlined(item, definitions) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    dropped = ("title", "$defs", "description", "default")
-    return {_BOUNDS.get(key, key): _inlined(item, definitions) for key, item in schema.items() if key not in dropped}
+    out = {
+        _BOUNDS.get(name, name): _inlined(item, definitions) for name, item in schema.items() if name not in _DROPPED
+    }
+    if "properties" in schema:
+        out["properties"] = {name: _inlined(item, definitions) for name, item in schema["properties"].items()}
+    return out
 
 
-def _functions(annotation: Any, metadata: Iterable[Any]) -> list[Any]:
-    """The functions that see a value of this annotation before its type is judged."""
-    found = [item.func for item in metadata if isinstance(item, BeforeValidator)]
-    if get_origin(annotation) is Annotated:
-        inner, *rest = get_args(annotation)
-        return found + _functions(inner, rest)
-    return found + [
-        function for item in get_args(annotation) if not isinstance(item, str) for function in _functions(item, ())
-    ]
-
-
-def value_schema(path: str, info: FieldInfo) -> Schema:
-    """What the key ``path``, which holds no inner block, may be."""
-    if path in BATCH_KEYS:
-        return {"type": "integer", "minimum": 1}
-    if path == "steps_per_print":
-        return _either({"type": "integer", "minimum": 1}, {"const": "inf"}, _NULL)
-    annotated: Any = Annotated
-    parts: Any = (info.annotation, *info.metadata)
-    kind: Any = annotated[parts] if info.metadata else info.annotation
-    raw = TypeAdapter(kind).json_schema()
+def plain_schema(block: type[BaseModel]) -> Schema:
+    """What pydantic says of ``block``."""
+    raw = block.model_json_schema()
     out: Schema = _inlined(raw, raw.get("$defs", {}))
-    before = _functions(info.annotation, info.metadata)
-    if dtype_name in before:
-        return _either({"enum": list(DTYPE_SPELLINGS)}, *([_NULL] if _allows(out, "null") else []))
-    strings = any(part.get("type") == "array" and part.get("items") == {"type": "string"} for part in _parts(out))
-    return _either(out, {"type": "string"}) if before and strings and not _allows(out, "string") else out
+    return out
 
 
-_NULL: Schema = {"type": "null"}
+def _holders(schema: Schema) -> Iterator[Schema]:
+    """The objects with properties inside ``schema``: alternatives, list elements, free keys."""
+    if "properties" in schema:
+        yield schema
+    inner = [*schema.get("anyOf", ()), schema.get("items"), schema.get("additionalProperties")]
+    for part in inner if "properties" not in schema else ():
+        yield from _holders(part) if isinstance(part, dict) else ()
 
 
-def _parts(schema: Schema) -> list[Schema]:
-    """The alternatives of ``schema``."""
-    return list(schema["anyOf"]) if set(schema) == {"anyOf"} else [schema]
-
-
-def _allows(schema: Schema, kind: str) -> bool:
-    return any(part.get("type") == kind or not part for part in _parts(schema))
-
-
-def _either(*schemas: Schema) -> Schema:
-    """A schema that accepts what any of ``schemas`` accepts."""
-    parts: list[Schema] = []
-    for schema in schemas:
-        parts += [part for part in _parts(schema) if part not in parts]
-    return parts[0] if len(parts) == 1 else {"anyOf": parts}
+def parts_of(schema: Schema, block: type[BaseModel], prefix: str = "") -> Iterator[Part]:
+    """Every key of ``schema``, which is that of ``block``; outer ones first."""
+    for _, name, info in keys_of(block):
+        part = Part(prefix + name, info, block, schema["properties"][name])
+        yield part
+        inner, suffix = block_inside(info.annotation)
+        if inner is not None:
+            yield from parts_of(next(_holders(part.schema)), inner, f"{part.path}{suffix}.")
 
 
 def description(key: Key | None) -> str:
-    """The hover text of a key: its meaning, and what this release does with it where that is not what the meaning
-    says.
-    """
-    if key is None:
+    """The hover text of a key: its meaning, and what this release does with it where the meaning does not say it."""
+    if key is None or not key.meaning:
         return ""
-    note = f": {key.note}" if key.note else ""
-    tail = {
-        Support.HONOURED: "",
-        Support.INERT: f" No effect here{note}.",
-        Support.NOT_YET: f" Not in this release yet{note}.",
-    }
-    return key.meaning + tail[key.support]
+    tail = {Support.HONOURED: "", Support.INERT: " No effect here", Support.NOT_YET: " Not in this release yet"}[
+        key.support
+    ]
+    return key.meaning + (tail + (f": {key.note}." if key.note else ".") if tail else "")
 
 
-def block_meaning(path: str, block: type[BaseModel]) -> str:
-    """What a block as a whole is for: its row in the table, else the first line of its own description."""
-    first = (block.__doc__ or "").split("\n")[0].replace("``", "")
+def block_meaning(path: str, info: FieldInfo) -> str:
+    """What a block as a whole is for: what its field says, else the first line of its own description."""
+    block = block_inside(info.annotation)[0]
+    first = ((block.__doc__ if block else "") or "").split("\n")[0].replace("``", "")
     said = first.partition(": ")[2] if first.startswith(path) and ": " in first else first
-    return description(KEYS.get(path)) or said[:1].upper() + said[1:]
+    return description(Key.of(info)) or said[:1].upper() + said[1:]
 
 
-def _described(schema: Schema, path: str, default: Any = None) -> Schema:
-    text = description(KEYS.get(path))
-    out = ({"description": text} if text else {}) | schema
-    default = plain(default)
-    if default is None or isinstance(default, BaseModel):
-        return out
-    return out | {"default": json.loads(json.dumps(default))}
+def _alternatives(schema: Schema) -> list[Schema]:
+    return list(schema["anyOf"]) if "anyOf" in schema else [dict(schema)]
 
 
-def _takes_auto(path: str, block: type[BaseModel]) -> bool:
-    return (
-        path in FILLED_BY_INTEGRATIONS
-        or path.partition(".")[0] in AUTO_BLOCKS
-        or getattr(block, "auto_is_absent", False)
-    )
+def _allows(schema: Schema, kind: str) -> bool:
+    return any(part.get("type") == kind or not part for part in _alternatives(schema))
 
 
-def _wrapped(schema: Schema, suffix: str) -> Schema:
-    """The schema of a list or of a free-key object of ``schema``; ``suffix`` as in paths: "", "[]", ".<name>",
-    combined.
-    """
-    while suffix:
-        is_list = suffix.endswith("[]")
-        schema = {"type": "array", "items": schema} if is_list else {"type": "object", "additionalProperties": schema}
-        suffix = suffix[:-2] if is_list else suffix[: suffix.rindex(".<")]
+def _besides(part: Part) -> list[Schema]:
+    """What parsing accepts at ``part`` besides a value of its type: null, false or "auto" for absent."""
+    path, info, block, schema = part
+    inner, suffix = block_inside(info.annotation)
+    absent = not suffix if inner is not None else "." not in path and path != "gradient_clipping"
+    automatic = path in FILLED_BY_INTEGRATIONS or getattr(block, "auto_is_absent", False) or path in PARAM_FIELDS
+    out = [{"const": False}] if path in _FALSE_IS_OFF and path != "datastates_ckpt" else []
+    out += [_NULL] if absent and not _allows(schema, "null") else []
+    free = _allows(schema, "string") or any(part.get("const") == AUTO for part in _alternatives(schema))
+    return out + ([_AUTO] if automatic and inner is None and not free else [])
+
+
+def _complete(part: Part) -> None:
+    """Write into the schema of ``part`` what else is accepted, what it means and what its absence means."""
+    path, info, _, schema = part
+    inner, suffix = block_inside(info.annotation)
+    alternatives = [*_alternatives(schema), *_besides(part)]
+    out = {"anyOf": alternatives} if len(alternatives) > 1 else dict(schema)
+    said = "" if suffix else block_meaning(path, info) if inner is not None else description(Key.of(info))
+    default = default_of(info)
+    known = {} if inner is not None or default is None else {"default": json.loads(json.dumps(plain(default)))}
+    schema.clear()
+    schema |= ({"description": said} if said else {}) | out | known
+
+
+def _completed(block: type[BaseModel], prefix: str = "") -> Schema:
+    schema = plain_schema(block)
+    for part in list(parts_of(schema, block, prefix)):
+        _complete(part)
     return schema
 
 
-def _property(path: str, pattern: str, info: FieldInfo, block: type[BaseModel]) -> Schema:
-    inner, suffix = nested_block(info.annotation)
-    if inner is not None:
-        schema = _wrapped(block_schema(inner, f"{pattern}{suffix}."), suffix)
-        extra = [{"const": False}] if path in _FALSE_IS_OFF else []
-        extra += [] if suffix else [_NULL]
-        return _either(schema, *extra) | ({} if suffix else {"description": block_meaning(path, inner)})
-    schema = _params_schema(path) if path in _PARAMS else value_schema(path, info)
-    if "." not in path and path != "gradient_clipping" and not _allows(schema, "null"):
-        schema = _either(schema, _NULL)  # null at the top level is as good as absent
-    if (
-        _takes_auto(path, block)
-        and not _allows(schema, "string")
-        and {"const": AUTO, "type": "string"} not in _parts(schema)
-    ):
-        schema = _either(schema, {"const": AUTO})
-    return _described(schema, path, default_of(info))
-
-
-def _params_schema(prefix: str) -> Schema:
-    """The parameters of optimizers or of schedules, all that any of them has; classes of torch have their own
-    besides.
-    """
-    properties = {}
-    for path, spec in PARAM_SPECS.items():
-        if path.startswith(f"{prefix}."):
-            known = spec.default if isinstance(spec.default, bool | int | float) else None
-            properties[path[len(prefix) + 1 :]] = _described(_either(spec.json_schema(), {"const": AUTO}), path, known)
-    return {"type": "object", "properties": properties, "additionalProperties": True}
-
-
-def block_schema(block: type[BaseModel], prefix: str = "") -> Schema:
-    """The object schema of ``block``; ``prefix`` is its path with a final dot, empty for the root."""
-    properties, required = {}, []
-    for _, key, info in keys_of(block, prefix):
-        path = prefix + key
-        properties[key] = _property(path, path, info, block)
-        if info.is_required() and prefix:
-            required.append(key)
-    out: Schema = {
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": block.model_config.get("extra") == "allow",
-    }
-    return out | ({"required": required} if required else {})
-
-
-def _spelling(of: str, *, deprecated: bool) -> Schema:
-    pointer = "#/properties/" + "/properties/".join(of.split("."))
-    out: Schema = {"$ref": pointer, "description": f"Another spelling of {of}."}
-    return out | ({"deprecated": True, "description": f"Deprecated. Write {of}."} if deprecated else {})
-
-
-def _object_of(schema: Schema) -> Schema:
-    """The alternative of ``schema`` that is an object with properties."""
-    return next(
-        part
-        for part in _parts({key: item for key, item in schema.items() if key == "anyOf"} or schema)
-        if "properties" in part
-    )
+def _deprecated(text: str, schema: Schema | None = None) -> Schema:
+    return {"description": text} | (schema or {}) | {"deprecated": True}
 
 
 def _add_spellings(root: Schema) -> None:
     """Aliases, deprecated keys and removed ones; the canonical properties are all there."""
     properties = root["properties"]
-    zero = _object_of(properties["zero_optimization"])
+    zero, tensor = (next(_holders(properties[name]))["properties"] for name in ("zero_optimization", "tensor_parallel"))
     for alias, name in ZERO_ALIASES.items():
-        copied = {key: item for key, item in zero["properties"][name].items() if key != "description"}
-        deprecated = alias in _DEPRECATED_SPELLING
-        about = f"{'Deprecated. Write' if deprecated else 'Another spelling of'} {name}."
-        zero["properties"][alias] = {"description": about} | copied | ({"deprecated": True} if deprecated else {})
-    for name in LEGACY_KEYS:
-        zero["properties"][name] = {"type": ["boolean", "null"], "deprecated": True} | _described(
-            {}, f"zero_optimization.{name}"
+        copied = {item: value for item, value in zero[name].items() if item != "description"}
+        old = f"zero_optimization.{alias}" in SPELLED
+        zero[alias] = (
+            _deprecated(f"Deprecated. Write {name}.", copied)
+            if old
+            else {"description": f"Another spelling of {name}."} | copied
         )
-    for path in KEYS:  # known by name only
+    for path, key in SPELLED.items():
         home, _, name = path.rpartition(".")
-        if home == "zero_optimization" and name not in zero["properties"]:
-            zero["properties"][name] = {"deprecated": True} | _described({}, path)
-    zero_block = properties["zero_optimization"]
-    properties["zero_optimization"] = {
-        **zero_block,
-        "anyOf": [*_parts({"anyOf": zero_block["anyOf"]}), {"type": "boolean", "deprecated": True}],
-    }
-    tensor = _object_of(properties["tensor_parallel"])
-    for alias, name in TENSOR_PARALLEL_ALIASES.items():
-        tensor["properties"][alias] = tensor["properties"][name]
-    properties["bfloat16"] = _spelling("bf16", deprecated=False)
-    properties["allgather_size"] = {"type": ["integer", "null"], "deprecated": True} | _described({}, "allgather_size")
+        if home == "zero_optimization" and name not in zero:
+            zero[name] = _deprecated(description(key), {"type": ["boolean", "null"]} if name in LEGACY_KEYS else None)
+    properties["zero_optimization"]["anyOf"].append({"type": "boolean", "deprecated": True})
+    tensor |= {alias: tensor[name] for alias, name in TENSOR_PARALLEL_ALIASES.items()}
+    properties["bfloat16"] = {"$ref": "#/properties/bf16", "description": "Another spelling of bf16."}
+    properties["allgather_size"] = _deprecated(description(SPELLED["allgather_size"]), {"type": ["integer", "null"]})
     for path, advice in REMOVED_KEYS.items():
         home, _, name = path.rpartition(".")
         if home in ("", "zero_optimization"):  # a value that only says "off" is still accepted
-            (zero["properties"] if home else properties)[name] = {
-                "deprecated": True,
-                "description": f"Removed. {advice}.",
-            }
+            (zero if home else properties)[name] = _deprecated(f"Removed. {advice}.")
 
 
 def config_schema() -> Schema:
     """The schema of a whole configuration file."""
-    root = block_schema(DeepSpeedConfig)
-    root["properties"]["$schema"] = {
-        "type": "string",
-        "description": "Where editors find this schema; not read otherwise.",
-    }
+    root = _completed(DeepSpeedConfig)
+    for part, block in PARAM_BLOCKS.items():
+        params = _completed(block, f"{part}.params.") | {
+            "additionalProperties": True
+        }  # classes of torch have their own
+        params["properties"] = {name: item for name, item in params["properties"].items() if "description" in item}
+        next(_holders(root["properties"][part]))["properties"]["params"] |= params
     _add_spellings(root)
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed configuration"}
-    return head | root
+    del root["required"]
+    for hidden in ("source", "world_size"):
+        del root["properties"][hidden]
+    said = "Where editors find this schema; not read otherwise."
+    root["properties"]["$schema"] = {"type": "string", "description": said}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed configuration"} | root
 
 
 def schema_text() -> str:
