@@ -1,14 +1,19 @@
 """A behaviour can be followed in few files: docs/architecture.md lists them, and a traced run takes that way."""
 
+import pickle
 import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepspeed.launcher.fanout import FanOut
+from deepspeed.launcher.node.verdict import Verdict
 from deepspeed.verify.models import case_named
 from tests.harness.pool import RankPool
-from tests.harness.tracer import ROOT, Step, Tracer, missing
+from tests.harness.tracer import ROOT, Call, Step, Tracer, missing
 from tests.harness.training import make_config, start, train_step
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
@@ -51,6 +56,36 @@ def traced(title: str, zero: dict[str, Any], folder: str) -> str:
         tracer.of(lambda: train_step(engine, case, 3))
     engine.destroy()
     return missing(steps, tracer.calls)
+
+
+NODE = """
+import pickle, sys
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.node.supervisor import run_node
+from tests.harness.tracer import Tracer
+job = Job({{"a": (0,)}}, {script!r}, cwd={folder!r}, python=sys.executable)
+tracer = Tracer({functions!r})
+tracer.of(lambda: run_node(job, 0, runner="ssh"))
+with open({folder!r} + "/calls", "wb") as file:
+    pickle.dump([(tuple(call.step), tuple(map(tuple, call.via))) for call in tracer.calls], file)
+"""
+
+
+def test_a_dead_rank_takes_the_way_of_the_page(tmp_path: Path) -> None:
+    """The command that hears all nodes in this process, the launcher of a node in another, a rank that is killed."""
+    steps = way("A rank dies")
+    functions = {step.function for step in steps}
+    script = tmp_path / "rank.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    node = NODE.format(script=str(script), folder=str(tmp_path), functions=functions)
+    tracer = Tracer(functions)
+    verdicts: list[Verdict] = []
+    job = FanOut(["a"], [[sys.executable, "-c", node]], show_traceback=False)
+    tracer.of(lambda: verdicts.append(job.run()))
+    assert verdicts[0].status == 128 + signal.SIGKILL
+    with (tmp_path / "calls").open("rb") as file:
+        calls = [Call(Step(*step), tuple(Step(*passed) for passed in via)) for step, via in pickle.load(file)]
+    assert not (why := missing(steps, calls + tracer.calls)), why
 
 
 @pytest.mark.parametrize("title", [title for title in MOST_FILES if title != "A rank dies"])

@@ -70,8 +70,8 @@ class Tracer:
 def missing(page: list[Step], calls: list[Call]) -> str:
     """Why ``calls`` do not go the way of ``page``, or an empty text.
 
-    They do when the functions of the page are called in its order, each reached, from the page's first function on,
-    through files of the page only.
+    They do when the functions of the page are called in its order, each reached, from the first of them that it is
+    called by, through files of the page only.
     """
     files = {step.file for step in page}
     at = 0
@@ -81,7 +81,8 @@ def missing(page: list[Step], calls: list[Call]) -> str:
         if at == len(calls):
             return f"{step.file} {step.function} is not called, or not in this place"
         via = calls[at].via
-        inside = via[via.index(page[0]) :] if page[0] in via else via[-1:]
+        first = next(index for index, passed in enumerate(via) if passed in page)
+        inside = via[first:]
         if other := [passed for passed in inside if passed.file not in files]:
             return f"{step.file} {step.function} is reached through {other}, which the page leaves out"
         at += 1
