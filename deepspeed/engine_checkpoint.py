@@ -91,8 +91,8 @@ class EngineCheckpoint:
                 "bf16": self._config.bf16.enabled,
             }
             files["extra"] = functools.partial(write_client_files, client_state=copy_for_later(state), **facts)
-        rate = config.rate_limit or 0
-        order = SaveOrder(Path(save_dir), name, save_latest, config.keep_last, rate, **files)
+        folder = Path(save_dir).absolute()  # a background save must not follow the process elsewhere
+        order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, **files)
         (self._saver.save_behind if config.in_background else self._saver.save)(order, content)
         gradients.show()
         return True

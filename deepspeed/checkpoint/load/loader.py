@@ -14,6 +14,7 @@ from deepspeed.checkpoint.load.match import WEIGHTS, Comparison, LoadRules, chec
 from deepspeed.checkpoint.load.reader import OwnSource, open_checkpoint
 from deepspeed.checkpoint.load.source import Source, whole
 from deepspeed.checkpoint.rng import restore_rng
+from deepspeed.checkpoint.save.client_files import names_and_shapes
 from deepspeed.checkpoint.save.collect import States, extra_modules, view_key
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
@@ -45,13 +46,9 @@ class Loaded:
 
     def client_state(self) -> dict[str, Any]:
         """The user's keys, and what DeepSpeed's loader leaves among them."""
-        facts, shapes = self.facts, {key: torch.Size(d.shape) for key, d in self._source.entries.items()}
-        world = facts.get("world") or {}
+        facts, world = self.facts, self.facts.get("world") or {}
         ours = {
-            "buffer_names": [n for s, n in shapes if s == "buffer"],
-            "param_shapes": [{n: shape for (s, n), shape in shapes.items() if s == "master"}],
-            "frozen_param_shapes": {n: shape for (s, n), shape in shapes.items() if s == "param"},
-            "shared_params": dict(facts.get("shared") or {}),
+            **names_and_shapes(self._source.entries, facts.get("shared") or {}),
             "global_samples": (facts.get("engine") or {}).get("global_samples", 0),
             "ds_config": facts.get("config"),
             "ds_version": (facts.get("saved") or {}).get("deepspeed"),
@@ -61,7 +58,7 @@ class Loaded:
 
     def restore_rng(self) -> None:
         """This rank's generators, when there was such a rank."""
-        rng = self._of_rank("rng")
+        rng = _of_rank(self._source, self._states.mesh.job.index, "rng")
         if rng is not None:
             restore_rng(rng)
 
@@ -69,12 +66,7 @@ class Loaded:
         """This rank's position in the data; the first rank's after a change of their number."""
         mesh, world = self._states.mesh, self.facts.get("world") or {}
         same = int(world.get("size", 0)) == mesh.job.size and int(world.get("data", mesh.job.size)) == mesh.data.size
-        return self._of_rank("data") if same else self._of_rank("data", rank=0)
-
-    def _of_rank(self, name: str, rank: int | None = None) -> Any:
-        if not isinstance(self._source, OwnSource):
-            return None
-        return self._source.rank_fact(self._states.mesh.job.index if rank is None else rank, name)
+        return _of_rank(self._source, mesh.job.index if same else 0, "data")
 
     def fill_gradients(self, gradients: Gradients, *, factor: float) -> None:
         """The open accumulation window."""
@@ -85,6 +77,11 @@ class Loaded:
         tensors = {n: whole(self._source, (s, n)) for s, n in self._source.entries if s in (*WEIGHTS, "buffer")}
         shared = self.facts.get("shared") or {}
         return tensors | {alias: tensors[name] for alias, name in shared.items() if name in tensors}
+
+
+def _of_rank(source: Source, rank: int, name: str) -> Any:
+    """What one rank saved under ``name``; None when there is none."""
+    return source.rank_fact(rank, name) if isinstance(source, OwnSource) else None
 
 
 def load_into(
@@ -139,9 +136,7 @@ def _fill(states: States, source: Source, match: Comparison, rules: LoadRules, r
 
 def _fill_odd(states: States, optimizer: torch.optim.Optimizer, source: Source) -> None:
     """What the optimizer keeps besides tensors and numbers."""
-    if not isinstance(source, OwnSource):
-        return
-    odd = source.rank_fact(states.mesh.job.index, "odd") or source.rank_fact(0, "odd") or {}
+    odd = _of_rank(source, states.mesh.job.index, "odd") or _of_rank(source, 0, "odd") or {}
     optimizer.state.update(odd.get("shared", {}))
     views = {view_key(v): v for v in states.views}
     for key, values in odd.get("views", {}).items():

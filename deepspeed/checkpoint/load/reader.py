@@ -32,9 +32,8 @@ def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) 
         return OwnSource(folder, rank=rank, allow_pickle=allow_pickle)
     if folders.is_any(folder):
         return open_reference(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}")
-    raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}, and no files of DeepSpeed's layout")
+    what = f"has no {MANIFEST}, and no files of DeepSpeed's layout" if folder.is_dir() else "is no folder"
+    raise CheckpointError(f"{folder} is no checkpoint: it {what}")
 
 
 def located(path: Path, tag: str | None = None) -> Path:

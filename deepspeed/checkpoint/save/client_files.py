@@ -8,13 +8,14 @@ recovery script, ``ds_checkpoint export`` and ``deepspeed.utils.zero_to_fp32`` g
 import contextlib
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from deepspeed.checkpoint.format.manifest import Manifest
+from deepspeed.checkpoint.format.manifest import Key, Manifest
 from deepspeed.version import __version__
 
 _SMALL = 16 << 20  # bytes of client state that may be in the folder twice
@@ -42,17 +43,14 @@ def write_client_files(
     folder: Path, manifest: Manifest, client_state: dict[str, Any], *, level: int, whole: bool, bf16: bool
 ) -> None:
     """The stand-ins for DeepSpeed's files. ``level``: its number for what is sharded; ``whole``: parameters are not."""
-    facts, shapes = manifest.facts, {key: torch.Size(entry.shape) for key, entry in manifest.entries.items()}
+    facts = manifest.facts
     world = int(facts["world"]["size"])
     header = {
         **facts["engine"],
         "ds_version": __version__,
         "dp_world_size": world,
         "mp_world_size": 1,
-        "buffer_names": [n for s, n in shapes if s == "buffer"],
-        "param_shapes": [{n: shape for (s, n), shape in shapes.items() if s == "master"}],
-        "frozen_param_shapes": {n: shape for (s, n), shape in shapes.items() if s == "param"},
-        "shared_params": dict(facts["shared"]),
+        **names_and_shapes(manifest.entries, facts["shared"]),
         "weights_are_in": "manifest.json",
     }
     optim = {
@@ -67,6 +65,17 @@ def write_client_files(
     )
     names = [f"{begin}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world if level else 0)]
     _write(folder, names, _loadable(optim))
+
+
+def names_and_shapes(entries: Mapping[Key, Any], shared: Mapping[str, str]) -> dict[str, Any]:
+    """What DeepSpeed's files, and its loader, say of the tensors. ``entries``: with a ``shape`` each."""
+    shapes = {key: torch.Size(entry.shape) for key, entry in entries.items()}
+    return {
+        "buffer_names": [n for s, n in shapes if s == "buffer"],
+        "param_shapes": [{n: shape for (s, n), shape in shapes.items() if s == "master"}],
+        "frozen_param_shapes": {n: shape for (s, n), shape in shapes.items() if s == "param"},
+        "shared_params": dict(shared),
+    }
 
 
 def copy_for_later(client_state: dict[str, Any]) -> dict[str, Any]:

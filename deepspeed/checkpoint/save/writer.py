@@ -284,10 +284,6 @@ class SaveOrder:
     rate_bytes: int = 0
     extra: Callable[[Path, Manifest], None] = lambda folder, manifest: None
 
-    def __post_init__(self) -> None:
-        # A background save must not follow the process into another working directory.
-        object.__setattr__(self, "save_dir", self.save_dir.absolute())
-
 
 class Saver:
     """The saves of one engine: one at a time, in the foreground or behind the training."""
