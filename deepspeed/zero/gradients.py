@@ -120,8 +120,7 @@ class Gradients:
         self._partial(unit)
         partial = unit.take_partial()
         assert partial is not None
-        if partial.dtype != self._wire_dtype(unit):
-            partial = partial.to(self._wire_dtype(unit))
+        partial = partial.to(self._wire_dtype(unit))
         if self._watch:
             self._probes.append((unit.index, _probe(partial)))
         while len(self._flying) >= self._in_flight:

@@ -169,8 +169,13 @@ class ModuleHooks:
             seen = self._watch_outputs(needed, output)
             self._watch_stash(needed, module)
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
-            if keep:
-                self._warn_unseen(module)
+            if keep and module not in self._warned:
+                self._warned.add(module)
+                logger.info(
+                    "%s returned no tensor that needs a gradient although its parameters are trained; its parameters "
+                    "stay gathered until the end of backward",
+                    type(module).__name__,
+                )
             runtime.leave(units, keep=keep)
             # An exception on its way out must not wait for other ranks.
             if module is self._model and sys.exc_info()[0] is None:
@@ -208,26 +213,13 @@ class ModuleHooks:
                         param._ds_name,  # type: ignore[attr-defined]
                     )
 
-    def _warn_unseen(self, module: nn.Module) -> None:
-        if module not in self._warned:
-            self._warned.add(module)
-            logger.info(
-                "%s returned no tensor that needs a gradient although its parameters are trained; its parameters stay "
-                "gathered until the end of backward",
-                type(module).__name__,
-            )
-
     # -- backward -------------------------------------------------------------------------------------------------
     def _watch_outputs(self, units: list[Unit], output: Any) -> bool:
         """Hook every output that will carry a gradient; True when there was one."""
-        if not torch.is_grad_enabled():
-            return False
-        seen = False
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._before_backward(units))
-                seen = True
-        return seen
+        tensors = [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        for tensor in tensors:
+            tensor.register_hook(self._before_backward(units))
+        return bool(tensors)
 
     def _watch_stash(self, units: list[Unit], module: nn.Module) -> None:
         if not units or not torch.is_grad_enabled():

@@ -61,12 +61,7 @@ def take_step(
             return StepResult(math.inf, overflow=True)
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
-    if tiles is None:
-        written = _update_or_publish(runtime, optimizer, views, units, factor)
-    elif runtime.mesh.job.size == 1:
-        written = _update(optimizer, views, tiles, factor)
-    else:
-        written = _update_together(runtime, optimizer, views, tiles, factor)
+    written = _update_everywhere(runtime, optimizer, views, tiles, units=units, factor=factor)
     ranges: dict[Unit, list[tuple[int, int]]] = {}
     for view in written:
         ranges.setdefault(view.unit, []).append((view.start, view.stop))
@@ -75,35 +70,31 @@ def take_step(
     return StepResult(norm, overflow=False)
 
 
-def _update_or_publish(
-    runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], units: list[Unit], factor: float
+def _update_everywhere(
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    views: list[OptimView],
+    tiles: OptimTiles | None,
+    *,
+    units: list[Unit],
+    factor: float,
 ) -> list[OptimView]:
-    """The update. Where it fails each rank may have written its part of PARAM, which others hold too: publish that.
-
-    Collective when it fails, as the other ranks publish in any case.
-    """
-    try:
-        return _update(optimizer, views, None, factor)
-    except Exception:
-        with contextlib.suppress(Exception):
-            runtime.publish(units)
-        raise
-
-
-def _update_together(
-    runtime: Runtime, optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles, factor: float
-) -> list[OptimView]:
-    """The update, and an error on every rank when one rank's drive fails, as the others would wait. Collective."""
+    """The update, and where it fails what the other ranks wait for: a publication, or with ``tiles`` the bad news."""
     failure: Exception | None = None
     written: list[OptimView] = []
     try:
         written = _update(optimizer, views, tiles, factor)
-    except Exception as error:  # whatever it is, the others must hear of it
+    except Exception as error:
+        if tiles is None:  # each rank may have written its part of PARAM, which others hold too: they get what there is
+            with contextlib.suppress(Exception):
+                runtime.publish(units)
+            raise
         failure = error
-    failed = collectives.failures(failure, runtime.mesh.job)
+    failed = collectives.failures(failure, runtime.mesh.job) if tiles is not None else {}
     if failure is not None:
         raise failure
     for rank, text in failed.items():
+        assert tiles is not None
         tiles.tear()
         raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
     return written

@@ -58,19 +58,13 @@ def zero_wrapper_for_fp_tensor_constructor(
         return fn
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if target_device is not None and kwargs.get("device") is None and not _device_mode_active():
+        if target_device is not None and kwargs.get("device") is None and torch.get_default_device().type != "meta":
             kwargs["device"] = target_device
-        asked = kwargs.get("dtype")
-        if asked is None and target_fp_dtype not in (None, torch.get_default_dtype()):
-            made = fn(*args, **kwargs)
-            return made.to(target_fp_dtype) if made.is_floating_point() else made
-        return fn(*args, **kwargs)
+        made = fn(*args, **kwargs)
+        cast = kwargs.get("dtype") is None and target_fp_dtype is not None and made.is_floating_point()
+        return made.to(target_fp_dtype) if cast else made
 
     return wrapped
-
-
-def _device_mode_active() -> bool:
-    return torch.get_default_device().type == "meta"
 
 
 class Init:
