@@ -44,10 +44,7 @@ class Load:
 
 
 class Target:
-    """``nbytes`` bytes on the drive under ``folder``, and host memory to fill them from.
-
-    Raises UsageError for a folder or a size that cannot be used, TransferError when the space cannot be had.
-    """
+    """``nbytes`` bytes under ``folder``, and memory to fill them from. Raises UsageError or TransferError."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
         if nbytes < ALIGN or nbytes % ALIGN:

@@ -190,9 +190,7 @@ class DeepSpeedDataLoader:
         return self.data_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Number of the epoch that the next pass begins, which decides the shuffle; a loaded position of it goes on
-        where it was.
-        """
+        """Number of the epoch that the next pass begins; it decides the shuffle. A loaded position of it stays."""
         if epoch != self._next.epoch:
             self._next = Position(epoch)
 

@@ -79,9 +79,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 class SharedOrder:
-    """Our sampler: what was handed out is a prefix of an order that knows no ranks, so any number of ranks can take the
-    rest.
-    """
+    """Our sampler: what was handed out is a prefix of an order without ranks; any number of ranks can take the rest."""
 
     def __init__(self, sampler: ResumableSampler, share: Share) -> None:
         self.sampler = sampler

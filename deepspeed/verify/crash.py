@@ -189,10 +189,7 @@ def live(
     until: Callable[[Message], bool],
     then: Callable[[Processes], None] = lambda life: None,
 ) -> list[Message]:
-    """Run the job until a message of rank 0 is ``until``, do ``then`` to it and kill what is left; rank 0's messages.
-
-    The ranks may also end by themselves (a trap). Raises CrashFailure.
-    """
+    """Run the job until rank 0 sends an ``until``, do ``then`` and kill what is left; rank 0's messages."""
     witness.look()
     heard: list[Message] = []
     met, loaded = False, set[int]()

@@ -80,10 +80,7 @@ def _train(engine: Any, steps: int | None) -> list[int]:
 
 
 def train(folder: str, samples: int, batch: int, workers: int, steps: int | None) -> list[int]:
-    """Train ``steps`` steps and save to ``folder``, or load from it and train to the end of the epoch; what was seen.
-
-    Collective.
-    """
+    """Train ``steps`` steps and save, or (None) load and train to the end; the samples seen. Collective."""
     with _may_have_children():
         engine = _engine(samples, batch, workers)
         if steps is None:

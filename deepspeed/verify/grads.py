@@ -40,23 +40,13 @@ MATRIX_ACCUMULATION = (1, 4)
 
 # "tiny": one parameter per reduction, nothing kept, nothing fetched ahead. "huge": everything in one bucket and fetched
 # ahead; the persistence threshold lies between a bias and a weight of the small models, so both kinds occur.
+_BUCKET_KEYS = (
+    *("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size"),
+    *("param_persistence_threshold", "max_live_parameters", "max_reuse_distance"),
+)
 BUCKETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "reduce_bucket_size": 1,
-        "allgather_bucket_size": 2,
-        "prefetch_bucket_size": 0,
-        "param_persistence_threshold": 0,
-        "max_live_parameters": 0,
-        "max_reuse_distance": 0,
-    },
-    "huge": {
-        "reduce_bucket_size": 500_000_000,
-        "allgather_bucket_size": 500_000_000,
-        "prefetch_bucket_size": 500_000_000,
-        "param_persistence_threshold": 20,
-        "max_live_parameters": 1_000_000_000,
-        "max_reuse_distance": 1_000_000_000,
-    },
+    "tiny": dict(zip(_BUCKET_KEYS, (1, 2, 0, 0, 0, 0), strict=True)),
+    "huge": dict(zip(_BUCKET_KEYS, (500_000_000, 500_000_000, 500_000_000, 20, 10**9, 10**9), strict=True)),
 }
 # Keys of a user's configuration that the gate keeps; the rest (optimizer, scheduler, 16-bit modes, logging, batch
 # size) either cannot change a gradient or would hide an error of 1e-6 behind rounding.

@@ -70,9 +70,7 @@ class Case:
         return self.loss(model, batch, place)
 
     def write_by_hand(self, model: nn.Module, place: MicroBatch, *, share: float = 1.0) -> None:
-        """What a client adds to ``.grad``, ``share`` of it, where there is one and where there is none; the same on
-        every rank.
-        """
+        """Add to ``.grad`` as a client does, where there is one and where there is none; the same on every rank."""
         generator = place._replace(rank=0).generator()
         for index, param in enumerate(model.parameters() if self.by_hand else ()):
             if param.requires_grad and index % 3:
@@ -150,9 +148,7 @@ class UsedTwice(Stack):
 
 
 class Tied(nn.Module):
-    """A token model whose output projection is its embedding: integers [samples, SEQUENCE] -> [.., SEQUENCE,
-    VOCABULARY].
-    """
+    """A token model whose output projection is its embedding: [samples, SEQUENCE] -> [.., SEQUENCE, VOCABULARY]."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -244,10 +244,7 @@ def _failure(function: str, answers: list[tuple[Any, ...] | None], tails: list[s
 
 
 def resolve(reference: str) -> Any:
-    """Import ``module:attribute``; the current folder counts as importable.
-
-    Raises ValueError with a sentence when the text has no colon, the module cannot be imported or lacks the attribute.
-    """
+    """Import ``module:attribute``; the current folder counts as importable. Raises ValueError with a sentence."""
     module_name, colon, attribute = reference.partition(":")
     if not colon or not module_name or not attribute:
         raise ValueError(

@@ -91,9 +91,7 @@ def built_in_cells(stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[ResumeCell]:
 
 
 def user_cells(model: str, config: dict[str, Any]) -> list[ResumeCell]:
-    """The user's model under the user's configuration, with accumulation also cut in a window; without one, under every
-    stage.
-    """
+    """The user's model and configuration, also cut in a window; without a configuration, under every stage."""
     if not config:
         configs = [{"zero_optimization": {"stage": stage}, "optimizer": ADAMW} for stage in range(4)]
         return [ResumeCell(f"stage {stage}", model, each) for stage, each in enumerate(configs)]
@@ -264,10 +262,7 @@ def resume_on_rank(cell: ResumeCell, folder: str, steps: int, at: int) -> str:
 
 
 def whole_state(engine: Any) -> dict[str, str]:
-    """Digests of all that does not depend on how it is cut: full tensors, the optimizer's numbers and groups, counters.
-
-    Collective.
-    """
+    """Digests of all that does not depend on how it is cut: full tensors, numbers, groups, counters. Collective."""
     numbers: dict[str, str] = {}
     for view in engine._views:
         state = engine.basic_optimizer.state.get(view.param, {})

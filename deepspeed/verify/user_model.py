@@ -82,10 +82,7 @@ def parts_of(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | Non
 
 
 def load_user_case(reference: str, config: dict[str, Any]) -> Case:
-    """Build the case of ``module:build``; accumulation and clipping come from ``config`` (the user's dict).
-
-    Raises ValueError with a sentence when the reference cannot be imported or returns something else.
-    """
+    """The case of ``module:build``; accumulation and clipping come from the user's ``config``. Raises ValueError."""
     build = resolve(reference)
     if not callable(build):
         raise ValueError(f"{reference} is a {type(build).__name__}, not a function")
