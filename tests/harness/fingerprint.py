@@ -29,7 +29,7 @@ from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.comm import trace
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, get_accelerator
-from deepspeed.observe import log_tools
+from deepspeed.observe import log as log_tools
 from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
