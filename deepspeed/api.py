@@ -211,34 +211,36 @@ def _mention(cfg: DeepSpeedConfig) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    if next(model.parameters(), None) is None:
-        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to train or to shard")
     params = set(model.parameters())
+    if not params:
+        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to train or to shard")
     for name, param in model.named_parameters():
-        if isinstance(param, UninitializedParameter):
-            raise UsageError(
-                f"parameter {name!r} of a lazy module has no shape yet; run one forward of the model before "
-                "deepspeed.initialize"
-            )
-        if param.is_complex() and param.requires_grad:
-            raise UsageError(
-                f"parameter {name!r} is complex ({param.dtype}), which the sharded optimizer cannot hold; keep it as a "
-                "real tensor with a last dimension of 2 and use torch.view_as_complex(param) in forward"
-            )
-        if param.is_floating_point() and not castable(param.dtype) and param.requires_grad:
-            raise UsageError(
-                f"parameter {name!r} is {param.dtype}: codes without their scales, which cannot be trained. Let it "
-                "require no gradient (param.requires_grad_(False)), or build the model in bfloat16 or float32"
-            )
-        unit = getattr(param, "_ds_unit", None)
-        keeper = unit.keeper if unit is not None else None
-        # Clients evaluate with one engine and then train the same module with another, without destroying the first.
-        if not isinstance(keeper, Runtime) or (previous := keeper.client()) is None or previous.give_way(params):
-            continue
-        raise UsageError(
-            f"parameter {name!r} already belongs to a living engine; call engine.destroy() on that one first, or give "
-            "this engine its own copy of the module"
+        if fault := _fault(param, params):
+            raise UsageError(f"parameter {name!r} {fault}")
+
+
+def _fault(param: nn.Parameter, params: set[nn.Parameter]) -> str | None:
+    """Why ``param`` cannot belong to a new engine over ``params``."""
+    if isinstance(param, UninitializedParameter):
+        return "of a lazy module has no shape yet; run one forward of the model before deepspeed.initialize"
+    if param.is_complex() and param.requires_grad:
+        return (
+            f"is complex ({param.dtype}), which the sharded optimizer cannot hold; keep it as a real tensor with a "
+            "last dimension of 2 and use torch.view_as_complex(param) in forward"
         )
+    if param.is_floating_point() and not castable(param.dtype) and param.requires_grad:
+        return (
+            f"is {param.dtype}: codes without their scales, which cannot be trained. Let it require no gradient "
+            "(param.requires_grad_(False)), or build the model in bfloat16 or float32"
+        )
+    keeper = getattr(getattr(param, "_ds_unit", None), "keeper", None)
+    # Clients evaluate with one engine and then train the same module with another, without destroying the first.
+    if not isinstance(keeper, Runtime) or (previous := keeper.client()) is None or previous.give_way(params):
+        return None
+    return (
+        "already belongs to a living engine; call engine.destroy() on that one first, or give this engine its own copy "
+        "of the module"
+    )
 
 
 def choose_optimizer(

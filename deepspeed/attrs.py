@@ -1,13 +1,12 @@
 """Dotted attribute paths, as in ``model.encoder.layers.0.weight``."""
 
+import operator
 from typing import Any
 
 
 def recursive_getattr(obj: Any, path: str) -> Any:
     """Attribute at the dotted ``path``; AttributeError names the first missing part."""
-    for part in path.split("."):
-        obj = getattr(obj, part)
-    return obj
+    return operator.attrgetter(path)(obj)
 
 
 def recursive_setattr(obj: Any, path: str, value: Any) -> None:

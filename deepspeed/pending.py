@@ -24,9 +24,7 @@ def pending_function(name: str, instead: str = "") -> Callable[..., Any]:
 
 
 def pending_class(name: str, instead: str = "") -> type:
-    """A class usable in ``isinstance`` and annotations (nothing is an instance of it); constructing it raises
-    ``NotYetError``.
-    """
+    """A class for ``isinstance`` and annotations; nothing is an instance of it, as its construction raises."""
 
     def refuse(_self: object, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise_not_yet(name, instead)

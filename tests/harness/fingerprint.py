@@ -29,7 +29,7 @@ from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.comm import trace
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, get_accelerator
-from deepspeed.observe import log as log_tools
+from deepspeed.observe import log
 from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
@@ -110,7 +110,7 @@ class _Watch:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         trace.LOG.__init__()  # type: ignore[misc]
-        for once in (log_tools._log_once, log_tools.warning_once):
+        for once in (log._log_once, log.warning_once):
             once.cache_clear()
         try:
             services: Any = {
