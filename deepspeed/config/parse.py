@@ -91,13 +91,16 @@ def _read_file(path: Path) -> ConfigSource:
         raw = path.read_bytes()
     except OSError as error:
         raise DeepSpeedConfigError(f"{name} cannot be read: {error.strerror or error}.") from error
+    return text_source(raw, name)
+
+
+def text_source(raw: bytes, name: str) -> ConfigSource:
+    """The source whose text is ``raw``; messages call it ``name``."""
+    position = ""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        text = "\0"
-        position = f" (byte {error.start} is not UTF-8)"
-    else:
-        position = ""
+        text, position = "\0", f" (byte {error.start} is not UTF-8)"
     if "\0" in text:
         raise DeepSpeedConfigError(f"{name} is not a text file{position}. Give a JSON file.")
     return ConfigSource(parse_text(text, name), name, from_program=False, lines=key_lines(text))
@@ -113,13 +116,6 @@ def _decode_base64(text: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a long base64 text is no legal file name
-        return False
-
-
 def read_source(source: Any) -> ConfigSource:
     """Read ``source`` (dict, path, or base64 text) without judging its keys.
 
@@ -130,19 +126,14 @@ def read_source(source: Any) -> ConfigSource:
     if not isinstance(source, str | os.PathLike):
         kind = type(source).__name__
         raise DeepSpeedConfigError(f"The configuration must be a dict, a file path or base64 text of JSON, not {kind}.")
-    path = Path(source)
-    if _exists(path) and str(source):
-        if path.is_dir():
-            raise DeepSpeedConfigError(
-                f"configuration path {str(path)!r} is a directory. Name the JSON file inside it."
-            )
+    path, text, encoded = Path(source), os.fspath(source), "configuration in base64"
+    if os.path.isdir(source) and text:
+        raise DeepSpeedConfigError(f"configuration path {str(path)!r} is a directory. Name the JSON file inside it.")
+    if os.path.exists(source):  # false for a long base64 text, which is no legal file name
         return _read_file(path)
-    text = os.fspath(source)
     decoded = _decode_base64(text) if isinstance(source, str) else None
     if decoded is not None:
-        return ConfigSource(
-            parse_text(decoded, "configuration in base64"), "configuration in base64", from_program=True
-        )
+        return ConfigSource(parse_text(decoded, encoded), encoded, from_program=True)
     shown = text if len(text) <= 200 else text[:200] + "..."
     raise DeepSpeedConfigError(
         f"Configuration file {shown!r} does not exist (working directory {os.getcwd()}), "

@@ -1,7 +1,8 @@
 """Each honoured key changes what a small training run does, each inert key changes nothing.
 
 Each key has a probe: a configuration, a changed value for that key, and the kind of run that shows the difference. All
-runs of all probes are made once, in one call of the rank pool, and the tests compare their fingerprints.
+runs of all probes are made once, in one call of the rank pool, and the tests compare their fingerprints. Inert keys
+that start from the same run are changed together, and one by one only where that shows a difference.
 """
 
 import copy
@@ -60,9 +61,16 @@ def _inert_probe(path: str) -> Probe:
     return changed_by_type(path, fields.get(path))
 
 
-def _wanted() -> dict[str, tuple[Run, Run]]:
-    pairs = {path: _pair(path, PROBES[path]) for path in HONOURED if path in PROBES}
-    return pairs | {path: _pair(path, _inert_probe(path)) for path in INERT}
+def _together(paths: list[str]) -> dict[str, tuple[Run, Run]]:
+    """For each of these inert keys the run that it starts from, and that run with all keys changed that share it."""
+    groups: dict[Run, dict[str, Any]] = {}
+    for path in sorted(paths):
+        probe = _inert_probe(path)
+        start, config = _pair(path, probe)[0], groups.get(_pair(path, probe)[0], probe.config)
+        groups[start] = _set(config, probe.path or path, probe.value)
+    starts = {path: _pair(path, _inert_probe(path))[0] for path in paths}
+    changed = {start: Run(json.dumps(c, sort_keys=True), start.scenario, start.world) for start, c in groups.items()}
+    return {path: (start, changed[start]) for path, start in starts.items()}
 
 
 def _is_row(item: pytest.Item, module: object) -> bool:
@@ -73,14 +81,24 @@ def _is_row(item: pytest.Item, module: object) -> bool:
 def prints(request: pytest.FixtureRequest) -> dict[Run, list[Fingerprint]]:
     """The fingerprints, by rank, of all runs that the selected tests compare."""
     selected = {item.callspec.params["path"] for item in request.session.items if _is_row(item, request.module)}
-    runs = list(dict.fromkeys(run for path, pair in _wanted().items() if path in selected for run in pair))
-    found: dict[Run, list[Fingerprint]] = {}
+    pairs = {path: _pair(path, PROBES[path]) for path in HONOURED if path in PROBES and path in selected}
+    together = _together([path for path in INERT if path in selected])
+    made = _made(request, [run for pair in (pairs | together).values() for run in pair])
+    alone = [path for path, pair in together.items() if _differences(*(_without_log(made[run]) for run in pair))]
+    made |= _made(request, [_pair(path, _inert_probe(path))[1] for path in alone])
+    shared = {path: made[together[path][1]] for path in together if path not in alone}
+    return made | {_pair(path, _inert_probe(path))[1]: prints for path, prints in shared.items()}
+
+
+def _made(request: pytest.FixtureRequest, runs: list[Run]) -> dict[Run, list[Fingerprint]]:
+    """The fingerprints by rank of ``runs``, each made once."""
+    out: dict[Run, list[Fingerprint]] = {}
     for world in sorted({run.world for run in runs}):
         pool: RankPool = request.getfixturevalue(f"pool{world}")
-        mine = [run for run in runs if run.world == world]
+        mine = [run for run in dict.fromkeys(runs) if run.world == world]
         by_rank = pool.run(run_all, [(json.loads(run.config), run.scenario) for run in mine], time_limit=240)
-        found |= {run: [rank[i] for rank in by_rank] for i, run in enumerate(mine)}
-    return found
+        out |= {run: [rank[i] for rank in by_rank] for i, run in enumerate(mine)}
+    return out
 
 
 def _without_log(prints: list[Fingerprint]) -> list[Fingerprint]:

@@ -155,8 +155,8 @@ _PURE = (
     Mutant(
         "F1",
         "deepspeed/config/explain/rules.py",
-        "yield cfg.gradient_clipping > 0, path, said",
-        "yield False, path, said",
+        "yield cfg.gradient_clipping > 0, path, text",
+        "yield False, path, text",
         _RULES,
         "compute_grad_norm false needs gradient_clipping 0",
     ),

@@ -24,36 +24,36 @@ def _precision_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
             value = getattr(fp16, name)
             yield value < 1, f"fp16.{name}", f"must be at least 1 with a dynamic loss scale, not {value}."
         first, low = 2**fp16.initial_scale_power, fp16.min_loss_scale
-        said = f"{low} is above the first loss scale, which is 2 ** initial_scale_power = {first}."
-        yield low > first, "fp16.min_loss_scale", said
-    said = f"is {dtype}, but the fp16 and bf16 blocks say {computed}. Delete param_dtype or enable the matching block."
-    yield dtype not in (None, computed), "data_types.param_dtype", said
+        text = f"{low} is above the first loss scale, which is 2 ** initial_scale_power = {first}."
+        yield low > first, "fp16.min_loss_scale", text
+    text = f"is {dtype}, but the fp16 and bf16 blocks say {computed}. Delete param_dtype or enable the matching block."
+    yield dtype not in (None, computed), "data_types.param_dtype", text
     differs = autocast.enabled and computed != "fp32" and autocast.dtype != computed
-    said = f"is {autocast.dtype}, but {computed}.enabled is true. Make them agree, or switch one off."
-    yield differs, "torch_autocast.dtype", said
+    text = f"is {autocast.dtype}, but {computed}.enabled is true. Make them agree, or switch one off."
+    yield differs, "torch_autocast.dtype", text
 
 
 def _reduction_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     zero, factor, op = cfg.zero, cfg.gradient_predivide_factor, cfg.gradient_allreduce_op
     stage = f"{_ZERO}.stage {zero.stage}"
     scatters = zero.reduce_scatter and (zero.stage == 3 or (zero.stage == 2 and op == "mean"))
-    said = f"cannot be combined with {stage} and reduce_scatter. Set it to false."
-    yield scatters and cfg.prescale_gradients, "prescale_gradients", said
-    said = f"must be 1.0, not {factor}, with {stage} and reduce_scatter."
-    yield scatters and factor != 1.0, "gradient_predivide_factor", said
-    said = f'"sum" cannot be combined with {stage}. Use "mean" and scale the loss.'
-    yield op == "sum" and zero.stage == 3, "gradient_allreduce_op", said
-    said = f"false allows {_ZERO}.overlap_comm only from stage 2 on. Set overlap_comm to false."
+    text = f"cannot be combined with {stage} and reduce_scatter. Set it to false."
+    yield scatters and cfg.prescale_gradients, "prescale_gradients", text
+    text = f"must be 1.0, not {factor}, with {stage} and reduce_scatter."
+    yield scatters and factor != 1.0, "gradient_predivide_factor", text
+    text = f'"sum" cannot be combined with {stage}. Use "mean" and scale the loss.'
+    yield op == "sum" and zero.stage == 3, "gradient_allreduce_op", text
+    text = f"false allows {_ZERO}.overlap_comm only from stage 2 on. Set overlap_comm to false."
     yield (
         not cfg.managed_gradient_accumulation and zero.overlap_comm and zero.stage < 2,
         "managed_gradient_accumulation",
-        said,
+        text,
     )
     if not zero.compute_grad_norm:
         path = f"{_ZERO}.compute_grad_norm"
         yield zero.stage not in (1, 2), path, f"false needs stage 1 or 2, not {zero.stage}."
-        said = "false needs gradient_clipping 0 (it is 1.0 when absent): clipping uses the norm."
-        yield cfg.gradient_clipping > 0, path, said
+        text = "false needs gradient_clipping 0 (it is 1.0 when absent): clipping uses the norm."
+        yield cfg.gradient_clipping > 0, path, text
         yield zero.offload_optimizer is not None, path, "false cannot be combined with offload_optimizer."
 
 
@@ -63,29 +63,29 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     for name, block in (("offload_optimizer", optimizer), ("offload_param", param)):
         homeless = block is not None and block.device is OffloadDeviceEnum.nvme and not block.nvme_path
         yield homeless, f"{_ZERO}.{name}.device", f'"nvme" needs {name}.nvme_path, a folder on the drive.'
-    said = f"needs stage 3, where parameters are sharded; the stage is {stage}."
-    yield param is not None and stage != 3, f"{_ZERO}.offload_param", said
+    text = f"needs stage 3, where parameters are sharded; the stage is {stage}."
+    yield param is not None and stage != 3, f"{_ZERO}.offload_param", text
     shared = optimizer is not None and optimizer.ratio < 1.0
     yield shared and stage != 3, f"{_ZERO}.offload_optimizer.ratio", "below 1.0 needs stage 3."
-    said = "needs stage 1, 2 or 3; the stage is 0."
-    yield optimizer is not None and stage == 0, f"{_ZERO}.offload_optimizer", said
-    said = f"needs stage 3; the stage is {stage}."
-    yield zero.pipeline_loading_checkpoint and stage != 3, f"{_ZERO}.pipeline_loading_checkpoint", said
+    text = "needs stage 1, 2 or 3; the stage is 0."
+    yield optimizer is not None and stage == 0, f"{_ZERO}.offload_optimizer", text
+    text = f"needs stage 3; the stage is {stage}."
+    yield zero.pipeline_loading_checkpoint and stage != 3, f"{_ZERO}.pipeline_loading_checkpoint", text
     taken = accepts("optimizer", cfg.optimizer.type) if cfg.optimizer is not None else None
     if cfg.optimizer is not None and taken is not None:
         absent, how = (taken.on_device, "with") if optimizer is not None else (taken.on_host, "without")
-        said = f"is not a setting of {cfg.optimizer.type} {how} {_ZERO}.offload_optimizer."
+        text = f"is not a setting of {cfg.optimizer.type} {how} {_ZERO}.offload_optimizer."
         for name in cfg.optimizer.params:
-            yield name in absent, f"optimizer.params.{name}", said
+            yield name in absent, f"optimizer.params.{name}", text
 
 
 def _group_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     world, mics, hpz = cfg.world_size, cfg.zero.mics_shard_size, cfg.zero.zero_hpz_partition_size
     for name, size in (("mics_shard_size", mics), ("zero_hpz_partition_size", hpz)):
-        said = f"{size} does not divide the {world} data-parallel ranks. Use a divisor of {world}."
-        yield size > 1 and world % size, f"{_ZERO}.{name}", said
-    said = f"{mics} and zero_hpz_partition_size {hpz} both choose the shard group. Keep one."
-    yield mics > 0 and hpz > 1 and mics != hpz, f"{_ZERO}.mics_shard_size", said
+        text = f"{size} does not divide the {world} data-parallel ranks. Use a divisor of {world}."
+        yield size > 1 and world % size, f"{_ZERO}.{name}", text
+    text = f"{mics} and zero_hpz_partition_size {hpz} both choose the shard group. Keep one."
+    yield mics > 0 and hpz > 1 and mics != hpz, f"{_ZERO}.mics_shard_size", text
 
 
 def rule_violations(cfg: "DeepSpeedConfig", *, lenient: bool) -> list[Violation]:
@@ -121,8 +121,8 @@ def inert_under(cfg: "DeepSpeedConfig") -> dict[str, str]:
     """Canonical path -> why, for every key that works in general and has no effect beside the others of ``cfg``."""
     why: dict[str, str] = {}
     if cfg.zero.stage != 3:
-        said = f"stage {cfg.zero.stage} does not shard parameters"
-        why |= {f"{_ZERO}.{name}": said for name in _PARAMETERS_SHARDED}
+        text = f"stage {cfg.zero.stage} does not shard parameters"
+        why |= {f"{_ZERO}.{name}": text for name in _PARAMETERS_SHARDED}
     if not cfg.fp16.enabled:
         why |= {f"fp16.{name}": "fp16.enabled is false" for name in (*_DYNAMIC_SCALE, "loss_scale", "auto_cast")}
     elif not cfg.fp16.dynamic:

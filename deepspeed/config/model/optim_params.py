@@ -70,14 +70,12 @@ class OptimizerParams(Block):
         OPTIMIZER_DEFAULT, "Decay rates of the first and the second moment."
     )
     eps: Rate = key(OPTIMIZER_DEFAULT, "Added to the denominator of the update.")
-    weight_decay: Rate = key(
-        OPTIMIZER_DEFAULT, "Weight decay; decoupled for AdamW, Lion, Muon, and for Adam with adam_w_mode."
-    )
+    weight_decay: Rate = key(OPTIMIZER_DEFAULT, "Weight decay; decoupled for AdamW, Lion, Muon, Adam with adam_w_mode.")
     torch_adam: Flag = key(False, "Build torch.optim's Adam or AdamW instead of this package's (Adam, AdamW).")
     foreach: Flag | None = key(None, "Handed to torch's Adam: true updates all tensors in one call, false one by one.")
     adam_w_mode: Flag = key(True, "Decoupled weight decay for type Adam; AdamW always has it.")
     bias_correction: Flag = key(True, "Correct the bias of young moments (Adam, AdamW, Lamb).")
-    amsgrad: Flag = key(False, "Divide by the largest second moment so far; chooses torch's Adam, and Lamb refuses it.")
+    amsgrad: Flag = key(False, "Divide by the largest second moment so far; chooses torch's Adam.")
     set_grad_none: Flag = inert(
         True,
         "zero_grad() drops gradients instead of filling them with zeros.",
@@ -117,13 +115,9 @@ class SchedulerParams(Block):
     cycle_max_lr: Rates = key(REQUIRED, "OneCycle: learning rate at the top of the cycle.")
     decay_lr_rate: Rate = key(0.0, "OneCycle: decay of the rate per decay_step_size after the cycle; 0 for none.")
     cycle_first_step_size: Positive = key(2000, "OneCycle: updates of the rising half.")
-    cycle_second_step_size: Count | None = key(
-        None, "OneCycle: updates of the falling half; null takes those of the first."
-    )
+    cycle_second_step_size: Count | None = key(None, "OneCycle: updates of the falling half; null: as the first.")
     cycle_first_stair_count: Count = key(0, "OneCycle: stairs of the rising half; 0 rises evenly.")
-    cycle_second_stair_count: Count | None = key(
-        None, "OneCycle: stairs of the falling half; null takes those of the first."
-    )
+    cycle_second_stair_count: Count | None = key(None, "OneCycle: stairs of the falling half; null: as the first.")
     decay_step_size: Count = key(0, "OneCycle: updates per decay interval after the cycle; 0 for no decay.")
     cycle_momentum: Flag = key(True, "OneCycle: move the first beta against the learning rate.")
     cycle_min_mom: Decays = key(0.8, "OneCycle: lowest first beta.")
@@ -131,7 +125,7 @@ class SchedulerParams(Block):
     decay_mom_rate: Num = key(0.0, "OneCycle: growth of the first beta per decay_step_size after the cycle.")
     warmup_min_lr: Rates = key(0.0, "WarmupLR, WarmupDecayLR: learning rate at the start.")
     warmup_max_lr: Rates | None = key(
-        None, "Rate after the warm-up. WarmupLR: null takes the optimizer's; WarmupDecayLR: 0.001 if absent."
+        None, "Rate after it. WarmupLR: null is the optimizer's; WarmupDecayLR: 0.001 if absent."
     )
     warmup_num_steps: Count = key(1000, "Warmup schedules: updates of the warm-up; 0 and 1 count as 2.")
     warmup_type: Literal["log", "linear"] = key("log", "Warmup schedules: the curve, logarithmic or linear.")
@@ -249,8 +243,8 @@ def _objections(part: Part, owner: str, params: Mapping[Any, Any], *, lenient: b
         elif removed is not None:
             yield Violation(path, removed)
         elif taken is None:
-            if said := _own_check(part, name, value):
-                yield Violation(path, f"{path} {said}")
+            if text := _own_check(part, name, value):
+                yield Violation(path, f"{path} {text}")
         elif name not in taken.names:
             yield Violation(path, unknown_key(path, taken.names, f"{owner} has no such setting", most=99))
         else:
@@ -295,4 +289,4 @@ def _between(name: str, params: Mapping[str, Any]) -> list[Violation]:
         why = "torch_adam, amsgrad, foreach, fused, maximize, capturable and differentiable choose that class"
         refused = [key for key in ("bias_correction", "set_grad_none") if params.get(key) is False]
         out += [(key, f"false is not possible with torch's own Adam; {why}.") for key in refused]
-    return [Violation(f"optimizer.params.{key}", f"optimizer.params.{key} {said}") for key, said in out]
+    return [Violation(f"optimizer.params.{key}", f"optimizer.params.{key} {text}") for key, text in out]

@@ -10,7 +10,6 @@ _QUANTIZE = (
 _PRUNE = (
     "Prune the model with torch.nn.utils.prune, or use the sparsity tools of the torchao library, and train the result"
 )
-_COMPRESSED = "Delete the key: compressed-communication optimizers no longer exist"
 
 REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -28,25 +27,18 @@ REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
         "--max-restarts)",
         "compression_training": _QUANTIZE,
         "compression_training.layer_reduction": "Build the smaller model yourself and copy the layers to keep into it",
-        "compression_training.weight_quantization": _QUANTIZE,
-        "compression_training.activation_quantization": _QUANTIZE,
-        "compression_training.sparse_pruning": _PRUNE,
-        "compression_training.row_pruning": _PRUNE,
-        "compression_training.head_pruning": _PRUNE,
-        "compression_training.channel_pruning": _PRUNE,
+        **{f"compression_training.{name}_quantization": _QUANTIZE for name in ("weight", "activation")},
+        **{f"compression_training.{name}_pruning": _PRUNE for name in ("sparse", "row", "head", "channel")},
         "zero_optimization.zeropp_loco_param": "Delete the block: error-feedback quantization no longer exists",
         "zero_optimization.legacy_stage1": "Delete the key: there is one implementation of stage 1",
-        "optimizer.params.freeze_step": _COMPRESSED,
-        "optimizer.params.cuda_aware": _COMPRESSED,
-        "optimizer.params.comm_backend_name": _COMPRESSED,
-        "optimizer.params.var_freeze_step": _COMPRESSED,
-        "optimizer.params.var_update_scaler": _COMPRESSED,
-        "optimizer.params.local_step_scaler": _COMPRESSED,
-        "optimizer.params.local_step_clipper": _COMPRESSED,
-        "optimizer.params.coeff_beta": _COMPRESSED,
-        "optimizer.params.factor_max": _COMPRESSED,
-        "optimizer.params.factor_min": _COMPRESSED,
-        "optimizer.params.factor_threshold": _COMPRESSED,
+        **{
+            f"optimizer.params.{name}": "Delete the key: compressed-communication optimizers no longer exist"
+            for name in (
+                *("freeze_step", "cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"),
+                *("local_step_scaler", "local_step_clipper", "coeff_beta", "factor_max", "factor_min"),
+                "factor_threshold",
+            )
+        },
     }
 )
 """Path of a key, or of a whole block, -> what to do instead."""

@@ -90,38 +90,28 @@ class DeepSpeedConfig(_UnreadKeys, metaclass=_LoadsWhenCalled):
     source: SkipValidation[dict[str, Any]] = Field(repr=False, exclude=True)
     world_size: Int = Field(ge=1)
     train_batch_size: Positive = key(None, "Samples per optimizer update over all data-parallel ranks.")
-    train_micro_batch_size_per_gpu: Positive = key(
-        None, "Samples that one rank takes through one forward and backward."
-    )
+    train_micro_batch_size_per_gpu: Positive = key(None, "Samples that a rank takes through one forward and backward.")
     gradient_accumulation_steps: Positive = key(None, "Micro-batches whose gradients are summed before one update.")
     managed_gradient_accumulation: Flag = key(
-        True, "The engine counts micro-batches; false makes every step() an update."
+        True, "The engine counts micro-batches; false: every step() is an update."
     )
     dataloader_drop_last: Flag = key(False, "Leave out the last, shorter batch in the loader that the engine builds.")
     steps_per_print: Period | None = key(None, "Updates between two progress lines; null and infinity mean never.")
     wall_clock_breakdown: Flag = key(False, "Time forward, backward and step, and log it with every progress line.")
     memory_breakdown: Flag = key(False, "Log memory in use after the start and after every forward, backward and step.")
     dump_state: Flag = key(False, "Log the engine's attributes and the whole configuration once at the start.")
-    log_level: Annotated[LogLevel, LowerCase] | None = key(
-        None, "Level of this package's logger while the engine lives; null leaves it."
-    )
+    log_level: Annotated[LogLevel, LowerCase] | None = key(None, "Level of this package's logger; null leaves it.")
     disable_python_gc: Flag = key(False, "No cyclic garbage collection while the engine lives.")
-    vocabulary_size: Positive | None = key(
-        None, "Rows of the embedding; a size that is no multiple of 8 is warned about."
-    )
+    vocabulary_size: Positive | None = key(None, "Rows of the embedding; warns about a size that is no multiple of 8.")
     gradient_clipping: Num = key(1.0, "Largest L2 norm of all gradients together; 0 switches clipping off.", ge=0)
     prescale_gradients: Flag = key(
-        False, "Divide by the number of ranks before the reduction, whatever gradient_predivide_factor says."
+        False, "Divide by all ranks before the reduction; gradient_predivide_factor has no say."
     )
-    gradient_predivide_factor: Num = key(
-        1.0, "Divide by this before the reduction, by the rest of the ranks after it.", gt=0
-    )
+    gradient_predivide_factor: Num = key(1.0, "Divide by this before the reduction, by the rest after it.", gt=0)
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = key(
         "mean", "Mean or sum of gradients over data-parallel ranks."
     )
-    communication_data_type: OptionalDtype = key(
-        None, "Dtype in which gradients travel between ranks; null follows the parameters."
-    )
+    communication_data_type: OptionalDtype = key(None, "Dtype of gradients between ranks; null follows the parameters.")
     optimizer: training.OptimizerConfig | None = None
     scheduler: training.SchedulerConfig | None = None
     fp16: training.Fp16Config = Field(default_factory=training.Fp16Config)
@@ -203,8 +193,8 @@ def _tree(report: Report) -> dict[str, Any]:
                 del tree[part]
     zero = tree.get("zero_optimization", {})
     if isinstance(zero, bool):
-        said = f"zero_optimization: {str(zero).lower()} is deprecated. Write zero_optimization: {{stage: {int(zero)}}}."
-        report.notes.append(said)
+        text = f"zero_optimization: {str(zero).lower()} is deprecated. Write zero_optimization: {{stage: {int(zero)}}}."
+        report.notes.append(text)
         zero = {"stage": int(zero)}
     if isinstance(zero, dict):
         tree["zero_optimization"] = zero = canonical_zero(zero, report)

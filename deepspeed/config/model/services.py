@@ -30,9 +30,7 @@ else:
 class AioConfig(_AioKeys):
     """``aio``: reads and writes of NVMe offload. ``thread_count`` is an old name that nothing ever read."""
 
-    block_size: Int = key(
-        1_048_576, "Size of one IO request in bytes, rounded up to a multiple of 4096.", ge=1, le=1 << 30
-    )
+    block_size: Int = key(1_048_576, "Bytes of one IO request, rounded up to a multiple of 4096.", ge=1, le=1 << 30)
     queue_depth: Int = key(8, "IO requests under way at once; absent means 32.", ge=1, le=4096)
     intra_op_parallelism: Int = key(1, "Threads for transfers that the kernel's queue cannot take.", ge=1, le=256)
 
@@ -40,12 +38,8 @@ class AioConfig(_AioKeys):
 class MemoryConfig(Block):
     """``memory`` (an extension): what one rank may hold, in bytes or as "3GiB"; checked before training starts."""
 
-    host_limit: Bytes | None = key(
-        None, 'Most host memory of one rank, in bytes or as "3GiB"; more is refused at once. Null: see offload.md.'
-    )
-    device_limit: Bytes | None = key(
-        None, "Most device memory of one rank, likewise; where the device is the host, host_limit counts."
-    )
+    host_limit: Bytes | None = key(None, 'Most host memory of one rank, as bytes or "3GiB". Null: see offload.md.')
+    device_limit: Bytes | None = key(None, "Most device memory of one rank; on a CPU host_limit counts instead.")
 
 
 class CheckpointConfig(_CheckpointKeys):
@@ -54,20 +48,16 @@ class CheckpointConfig(_CheckpointKeys):
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], UpperCase] = key(
         "WARN", "When ranks save under different tags: WARN and take the first rank's, IGNORE, or FAIL."
     )
-    load_universal: Flag = inert(
-        False, "Load checkpoints in the universal format.", "every kind is recognised by its files"
-    )
+    load_universal: Flag = inert(False, "Load the universal format.", "every kind is recognised by its files")
     keep_last: Positive | None = key(None, "Remove all but so many of the newest checkpoints after each save.")
     rate_limit: Bytes | None = key(
-        None, "Most bytes a second that a rank writes in the background; absent for no limit."
+        None, "Bytes a second that a rank writes in the background at most; absent: no limit."
     )
     allow_pickle: Flag = key(False, "Save and load client state that needs pickle; loading it can run any code.")
     client_files: Flag = key(True, "Write small *_states.pt files for programs that look for them.")
     restore_rng: Flag = key(True, "load_checkpoint restores the random number generators of each rank.")
     restore_data: Flag = key(True, "load_checkpoint brings the engine's data loader to where it was.")
-    in_background: Flag = key(
-        False, "save_checkpoint copies the state and writes it while training goes on.", alias="async"
-    )
+    in_background: Flag = key(False, "save_checkpoint copies the state and writes it during training.", alias="async")
 
 
 class TensorBoardConfig(AutoBlock):
@@ -106,17 +96,13 @@ class CometConfig(AutoBlock):
     experiment_name: Text | None = key(None, "Name under which the run is shown.")
     experiment_key: Text | None = key(None, "Identity of the experiment to create or continue.")
     online: Flag | None = key(None, "false stores the report locally; null leaves it to the library.")
-    mode: Literal["get", "create", "get_or_create"] | None = key(
-        None, "Whether to create the experiment, to continue it, or either."
-    )
+    mode: Literal["get", "create", "get_or_create"] | None = key(None, "Create the experiment, continue it, or either.")
 
 
 class CommsLoggerConfig(AutoBlock):
     """``comms_logger``: a record of every collective."""
 
-    enabled: Flag = key(
-        False, "Record every collective of the engine and of deepspeed.comm, for deepspeed.comm.log_summary()."
-    )
+    enabled: Flag = key(False, "Record all collectives of engine and deepspeed.comm, for deepspeed.comm.log_summary().")
     prof_all: Flag = key(True, "Record all operations.")
     prof_ops: Names = key((), "Operations to record when prof_all is false.")
     verbose: Flag = key(False, "Log each call as it happens.")

@@ -206,22 +206,22 @@ def support_faults(config: "DeepSpeedConfig") -> list[Violation]:
         if key is None or key.support is not Support.NOT_YET or item.origin != "file":
             continue
         gate = values.get(key.gate)
-        said_by_gate = gate is not None and gate.key is not None and gate.key.support is Support.NOT_YET
-        if not said_by_gate and _differs(item, key) and gate_open(key, values):
+        asked_by_gate = gate is not None and gate.key is not None and gate.key.support is Support.NOT_YET
+        if not asked_by_gate and _differs(item, key) and gate_open(key, values):
             value = (
                 item.value.model_dump(exclude_unset=True) if isinstance(item.value, BaseModel) else plain(item.value)
             )
             reason = f": {key.note}" if key.note else ""
             shown = json.dumps(value, default=str)
-            said = f"{item.path} {shown} is not in this release yet{reason}. Remove it from the configuration."
-            out.append(Violation(item.path, said))
+            text = f"{item.path} {shown} is not in this release yet{reason}. Remove it from the configuration."
+            out.append(Violation(item.path, text))
     return out
 
 
 def inert_notes(config: "DeepSpeedConfig") -> list[str]:
     """One clause per written key that is accepted without effect, for the log."""
-    found = [item for item in settings(config) if item.origin == "file"]
-    return [f"{item.path} ({item.key.note})" for item in found if item.key and item.key.support is Support.INERT]
+    written = [item for item in settings(config) if item.origin == "file"]
+    return [f"{item.path} ({item.key.note})" for item in written if item.key and item.key.support is Support.INERT]
 
 
 def without_effect(item: Setting, values: Mapping[str, Setting], *, idle: Mapping[str, str]) -> str:

@@ -45,9 +45,7 @@ def _auto_or_names(value: Any) -> Any:
 class OptimizerConfig(_OptimizerKeys):
     """``optimizer``: the name (known names in any case, else a torch.optim class) and its keyword arguments."""
 
-    type: StrictStr = key(
-        ..., "Name of the optimizer: a known name in any case, or a class of torch.optim by its exact name."
-    )
+    type: StrictStr = key(..., "A known optimizer in any case, or a class of torch.optim by its exact name.")
     params: Params = key(FrozenDict(), "Settings of the optimizer; which ones depends on its name.")
 
 
@@ -101,7 +99,7 @@ class DataTypesConfig(Block):
 
     grad_accum_dtype: OptionalDtype = key(None, "Dtype in which micro-batches are summed; null means fp32.")
     param_dtype: OptionalDtype = key(
-        None, "Says the compute dtype once more; refused unless the fp16 and bf16 blocks agree."
+        None, "The compute dtype once more; refused unless the fp16 and bf16 blocks agree."
     )
     buffer_dtype: OptionalDtype = key(None, "Dtype of floating buffers; null leaves them as the model is built.")
     keep_in_fp32_modules: Annotated[

@@ -122,9 +122,9 @@ def _block(path: str, rows: Mapping[str, Any], gate: str = "") -> type[Block]:
             fields |= {name: field} if row[""].get("holder") != "class" else {}
         elif name:
             words, default, meaning, *more = row
-            said = {"gate": gate if switch == place else switch, **(more[0] if more else {})}
+            further = {"gate": gate if switch == place else switch, **(more[0] if more else {})}
             absent = ... if default == "required" else freeze(default)
-            fields[name] = (_type(words, default), _field(absent, meaning, facts, said))
+            fields[name] = (_type(words, default), _field(absent, meaning, facts, further))
     base = OpenBlock if "own keys" in facts else AutoBlock if "auto" in facts else Block
     name = "".join(part.title().replace("_", "") for part in path.split(".")) + "Keys"
     model: type[Block] = create_model(name, __base__=base, __module__=__name__, __doc__=facts.get("about"), **fields)
@@ -132,10 +132,10 @@ def _block(path: str, rows: Mapping[str, Any], gate: str = "") -> type[Block]:
     return model
 
 
-def _field(default: Any, meaning: str, block: Mapping[str, Any], said: dict[str, Any]) -> Any:
-    """Why a key is inert is said by its own row, or by that of its block."""
-    note = said.pop("inert", None if "note" in said else block.get("inert"))
-    return not_yet(default, meaning, **said) if note is None else inert(default, meaning, note)
+def _field(default: Any, meaning: str, block: Mapping[str, Any], further: dict[str, Any]) -> Any:
+    """Why a key is inert stands in its own row, or in that of its block."""
+    note = further.pop("inert", None if "note" in further else block.get("inert"))
+    return not_yet(default, meaning, **further) if note is None else inert(default, meaning, note)
 
 
 def _inner(path: str, rows: Mapping[str, Any], gate: str) -> tuple[Any, Any]:
@@ -144,11 +144,11 @@ def _inner(path: str, rows: Mapping[str, Any], gate: str) -> tuple[Any, Any]:
     may_be_absent = holder.startswith("or ")
     model = _block(path, rows, path if may_be_absent and "inert" not in facts else gate)
     if may_be_absent:
-        said = {"gate": gate, "note": facts["note"]} if "note" in facts else {"gate": gate}
+        further = {"gate": gate, "note": facts["note"]} if "note" in facts else {"gate": gate}
         kind = (
             Annotated[Literal[False] | model, WrapValidator(_block_or_false)] if holder == "or false" else model | None
         )
-        return kind, _field(None if holder == "or null" else False, facts["about"], facts, said)
+        return kind, _field(None if holder == "or null" else False, facts["about"], facts, further)
     if holder == "list":
         return tuple[model, ...], Field(())  # type: ignore[valid-type]
     if holder == "<metric>":

@@ -92,7 +92,7 @@ class OffloadParamConfig(OffloadConfig):
     device: OffloadDeviceEnum = key(OffloadDeviceEnum.none, "Tier of sharded parameters: none, cpu or nvme.")
     buffer_count: Count = key(5, "Staging buffers for the drive.")
     buffer_size: Count = key(100_000_000, "Most elements of a staging buffer; larger shards travel in pieces.")
-    max_in_cpu: Count = key(1_000_000_000, "Elements of this rank that stay in host memory before the drive is used.")
+    max_in_cpu: Count = key(10**9, "Elements of this rank that stay in host memory before the drive is used.")
 
 
 class LeafModuleConfig(AutoBlock):
@@ -111,33 +111,27 @@ class ZeroConfig(_ZeroKeys):
     """
 
     stage: Int = key(
-        0, "Sharded over ranks: 1 optimizer states, 2 also gradients, 3 also parameters; 0 nothing.", ge=0, le=3
+        0, "Sharded over ranks: 1 optimizer states, 2 and gradients, 3 and parameters; 0 nothing.", ge=0, le=3
     )
     reduce_scatter: Flag = inert(
         True,
         "Reduce gradients to their owners instead of to all.",
         "sharded gradients always are; false only lifts the limits on prescale_gradients and predividing",
     )
-    reduce_bucket_size: Positive = key(
-        500_000_000, "Elements of small modules that are packed into one unit of communication."
-    )
+    reduce_bucket_size: Positive = key(500_000_000, "Elements of small modules packed into one unit of communication.")
     overlap_comm: Flag | None = key(None, "Communicate beside computation; only false switches it off.")
     compute_grad_norm: Flag = key(True, "Compute the norm of all gradients at each update; false saves a reduction.")
-    sub_group_size: Count = key(
-        1_000_000_000, "Elements per tile of an update that rests on a drive; absent means 2,097,152."
-    )
+    sub_group_size: Count = key(10**9, "Elements per tile of an update that rests on a drive; absent means 2,097,152.")
     zero_hpz_partition_size: Count = key(
-        1, "Ranks that hold one copy of the parameters between them; the stages' other states spread wider."
+        1, "Ranks that hold one copy of the parameters; the other states spread wider."
     )
     prefetch_bucket_size: Count = key(
-        50_000_000, "Elements that are gathered ahead of their use; the next unit always is, unless this is 0."
+        50_000_000, "Elements gathered ahead of their use; the next unit always is, unless 0."
     )
     param_persistence_threshold: Count = key(100_000, "Parameters with fewer elements stay whole on every rank.")
     model_persistence_threshold: Count = key(_MAX_INT64, "Most elements, over all parameters, that may stay whole.")
-    max_live_parameters: Count = key(1_000_000_000, "Most gathered elements that may wait for their next use.")
-    max_reuse_distance: Count = key(
-        1_000_000_000, "Keep parameters that are used again within so many elements; absent releases them."
-    )
+    max_live_parameters: Count = key(10**9, "Most gathered elements that may wait for their next use.")
+    max_reuse_distance: Count = key(10**9, "Keep parameters used again within so many elements; absent releases them.")
     gather_16bit_weights_on_model_save: Flag = key(False, "Let save_16bit_model gather the weights under stage 3.")
     allgather_sequential: Flag = key(False, "Gather little ahead: the same as a prefetch_bucket_size of 1.")
     pipeline_loading_checkpoint: Flag = inert(
@@ -145,10 +139,10 @@ class ZeroConfig(_ZeroKeys):
     )
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
     offload_param: OffloadParamConfig | None = key(
-        None, "Where sharded parameters rest; absent, null or false leaves them on the device."
+        None, "Where sharded parameters rest; absent, null, false: the device."
     )
     offload_optimizer: OffloadOptimizerConfig | None = key(
-        None, "Where optimizer states rest; absent, null or false leaves them on the device."
+        None, "Where optimizer states rest; absent, null, false: device."
     )
     mics_shard_size: Annotated[int, BeforeValidator(_shard_group)] = key(
         -1, "Ranks that hold one copy of all states between them (MiCS); -1 for all ranks."
@@ -192,8 +186,8 @@ def one_spelling(head: str, block: dict[str, Any], aliases: Mapping[str, str], r
             continue
         if out.setdefault(aliases.get(name, name), value) != value:
             other = report.renames.get(canonical, canonical)
-            said = f"{path} and {other} are two spellings of one setting with different values. Keep one."
-            report.fault(path, said, unread=False)
+            text = f"{path} and {other} are two spellings of one setting with different values. Keep one."
+            report.fault(path, text, unread=False)
         if path != canonical:
             report.renames[canonical] = path
     return out
@@ -228,8 +222,8 @@ def canonical_zero(block: dict[str, Any], report: Report) -> dict[str, Any]:
             path = f"zero_optimization.{name}"
             report.fault(path, str(removed_key(path)))
     if isinstance(out.get("grad_hooks"), bool):
-        said = "zero_optimization.grad_hooks is described in published documentation and read by no release. Delete it."
-        report.notes.append(said)
+        text = "zero_optimization.grad_hooks is described in published documentation and read by no release. Delete it."
+        report.notes.append(text)
         del out["grad_hooks"]
     if out.get("allgather_sequential") is True and out.setdefault("prefetch_bucket_size", 1) != 1:
         path, other = (f"zero_optimization.{name}" for name in ("allgather_sequential", "prefetch_bucket_size"))

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.config.explain.check import Findings, batch_is_open, examine
-from deepspeed.config.explain.lines import key_lines
 from deepspeed.config.explain.show import as_json, dtypes_text, shown_settings, values_text
-from deepspeed.config.parse import ConfigSource, parse_text, read_source
+from deepspeed.config.parse import ConfigSource, read_source, text_source
 from deepspeed.config.tool.starters import GOALS, starter
 from deepspeed.errors import DeepSpeedConfigError
 
@@ -20,20 +19,15 @@ FAULTY = 2
 
 
 def _world(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, not {text!r}")
-    return count
+    return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the three subcommands."""
-    parser = argparse.ArgumentParser(
-        prog="ds_config", allow_abbrev=False, description="Check, explain and start training configurations."
-    )
+    about = "Check, explain and start training configurations."
+    parser = argparse.ArgumentParser(prog="ds_config", allow_abbrev=False, description=about)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", allow_abbrev=False, help="say everything that is wrong; exit status 0 or 2")
     check.add_argument("files", nargs="+", metavar="FILE", help="JSON with comments allowed; - reads standard input")
@@ -44,14 +38,11 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="for programs")
     show.add_argument("--all", action="store_true", help="also the keys of blocks that are off")
     for command in (check, show):
-        command.add_argument("--world", type=_world, default=None, metavar="N", help="data-parallel ranks (default: 1)")
+        command.add_argument("--world", type=_world, metavar="N", help="data-parallel ranks (default: 1)")
     init = commands.add_parser("init", allow_abbrev=False, help="a commented file to start from")
-    init.add_argument(
-        "--goal", choices=sorted(GOALS), default="finetune", help="what the training is for (default: finetune)"
-    )
-    init.add_argument(
-        "-o", "--output", metavar="FILE", default=None, help="where to write it (default: standard output)"
-    )
+    text = "what the training is for (default: finetune)"
+    init.add_argument("--goal", choices=sorted(GOALS), default="finetune", help=text)
+    init.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
     init.add_argument("--force", action="store_true", help="replace FILE when it is there")
     return parser
 
@@ -59,15 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _read(name: str) -> ConfigSource:
     """The source called ``name`` on the command line; only a file or standard input, never base64."""
     if name == "-":
-        try:
-            text = sys.stdin.buffer.read().decode("utf-8-sig")
-        except UnicodeDecodeError:
-            text = "\0"
-        if "\0" in text:
-            raise DeepSpeedConfigError("standard input is not a text. Give JSON.")
-        return ConfigSource(
-            parse_text(text, "standard input"), "standard input", from_program=False, lines=key_lines(text)
-        )
+        return text_source(sys.stdin.buffer.read(), "standard input")
     if not name or not os.path.lexists(name):
         raise DeepSpeedConfigError(f"no such file (working directory {os.getcwd()})")
     return read_source(Path(name))
@@ -101,10 +84,8 @@ def _summary(findings: Findings, *, world: int) -> str:
         f"{config.gradient_accumulation_steps} x {world}"
     )
     sizes = "batch sizes open" if batch_is_open(findings) else batch
-    return (
-        f"ok ({written} key{'s' if written != 1 else ''}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, "
-        f"{sizes})"
-    )
+    keys = f"{written} key{'s' if written != 1 else ''}"
+    return f"ok ({keys}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, {sizes})"
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -118,10 +99,8 @@ def _check(args: argparse.Namespace) -> int:
         sys.stdout.write(f"{name}: {_summary(findings, world=args.world or 1)}\n")
         if findings.autos:
             count = f'{len(findings.autos)} values are "auto"' if len(findings.autos) > 1 else '1 value is "auto"'
-            listed = ", ".join(findings.autos)
-            sys.stdout.write(
-                f"{name}: note: {count}; an integration (Transformers, Accelerate) must fill them: {listed}\n"
-            )
+            why = "an integration (Transformers, Accelerate) must fill them"
+            sys.stdout.write(f"{name}: note: {count}; {why}: {', '.join(findings.autos)}\n")
         for note in findings.notes:
             sys.stdout.write(f"{name}: note: {note}\n")
     return status

@@ -23,10 +23,7 @@ _BOUNDS: Mapping[str, str] = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "
 _DROPPED = ("title", "$defs", "description", "default", "support", "note", "gate", "off")
 _NULL: Schema = {"type": "null"}
 _AUTO: Schema = {"const": AUTO}
-_FALSE_IS_OFF = (
-    "datastates_ckpt",
-    *(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow")),
-)
+_FALSE_IS_OFF = tuple(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow"))
 
 
 class Part(NamedTuple):
@@ -84,18 +81,17 @@ def description(key: Key | None) -> str:
     """The hover text of a key: its meaning, and what this release does with it where the meaning does not say it."""
     if key is None or not key.meaning:
         return ""
-    tail = {Support.HONOURED: "", Support.INERT: " No effect here", Support.NOT_YET: " Not in this release yet"}[
-        key.support
-    ]
-    return key.meaning + (tail + (f": {key.note}." if key.note else ".") if tail else "")
+    note = f": {key.note}." if key.note else "."
+    tails = {Support.INERT: f" No effect here{note}", Support.NOT_YET: f" Not in this release yet{note}"}
+    return key.meaning + tails.get(key.support, "")
 
 
 def block_meaning(path: str, info: FieldInfo) -> str:
     """What a block as a whole is for: what its field says, else the first line of its own description."""
     block = block_inside(info.annotation)[0]
     first = ((block.__doc__ if block else "") or "").split("\n")[0].replace("``", "")
-    said = first.partition(": ")[2] if first.startswith(path) and ": " in first else first
-    return description(Key.of(info)) or said[:1].upper() + said[1:]
+    text = first.partition(": ")[2] if first.startswith(path) and ": " in first else first
+    return description(Key.of(info)) or text[:1].upper() + text[1:]
 
 
 def _alternatives(schema: Schema) -> list[Schema]:
@@ -112,7 +108,7 @@ def _besides(part: Part) -> list[Schema]:
     inner, suffix = block_inside(info.annotation)
     absent = not suffix if inner is not None else "." not in path and path != "gradient_clipping"
     automatic = path in FILLED_BY_INTEGRATIONS or getattr(block, "auto_is_absent", False) or path in PARAM_FIELDS
-    out = [{"const": False}] if path in _FALSE_IS_OFF and path != "datastates_ckpt" else []
+    out = [{"const": False}] if path in _FALSE_IS_OFF else []
     out += [_NULL] if absent and not _allows(schema, "null") else []
     free = _allows(schema, "string") or any(part.get("const") == AUTO for part in _alternatives(schema))
     return out + ([_AUTO] if automatic and inner is None and not free else [])
@@ -124,11 +120,11 @@ def _complete(part: Part) -> None:
     inner, suffix = block_inside(info.annotation)
     alternatives = [*_alternatives(schema), *_besides(part)]
     out = {"anyOf": alternatives} if len(alternatives) > 1 else dict(schema)
-    said = "" if suffix else block_meaning(path, info) if inner is not None else description(Key.of(info))
+    text = "" if suffix else block_meaning(path, info) if inner is not None else description(Key.of(info))
     default = default_of(info)
     known = {} if inner is not None or default is None else {"default": json.loads(json.dumps(plain(default)))}
     schema.clear()
-    schema |= ({"description": said} if said else {}) | out | known
+    schema |= ({"description": text} if text else {}) | out | known
 
 
 def _completed(block: type[BaseModel], prefix: str = "") -> Schema:
@@ -181,8 +177,8 @@ def config_schema() -> Schema:
     del root["required"]
     for hidden in ("source", "world_size"):
         del root["properties"][hidden]
-    said = "Where editors find this schema; not read otherwise."
-    root["properties"]["$schema"] = {"type": "string", "description": said}
+    text = "Where editors find this schema; not read otherwise."
+    root["properties"]["$schema"] = {"type": "string", "description": text}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed configuration"} | root
 
 
