@@ -161,8 +161,8 @@ def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[_Leaf]:
 def settings(config: "DeepSpeedConfig", source: ConfigSource | None = None) -> list[Setting]:
     """Every key of ``config`` with its final value. ``source`` adds line numbers; the values need no file."""
     lines = {} if source is None else source.lines
-    written = {canonical_path(path): (path, value) for path, value in written_paths(config.source)}
-    written |= {path: (path, value) for path, value in written_paths(config.source) if path in written}
+    items = sorted(written_paths(config.source), key=lambda item: canonical_path(item[0]) == item[0])
+    written = {canonical_path(path): (path, value) for path, value in items}  # the canonical spelling wins
     out = []
     for leaf in _walk(config, "", ""):
         spelling, value = written.get(leaf.path, ("", None))

@@ -196,14 +196,6 @@ def _no_auto(value: str) -> str:
     return value
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _upper(value: Any) -> Any:
-    return value.upper() if isinstance(value, str) else value
-
-
 class FrozenDict(dict[Any, Any]):
     """A dict that can be read, copied, pickled and written as JSON, and not changed."""
 
@@ -260,4 +252,5 @@ OptionalDtype = Annotated[DtypeName | None, BeforeValidator(dtype_name, json_sch
 Names = Annotated[tuple[str, ...], BeforeValidator(name_list, json_schema_input_type=str | list[str])]
 Text = Annotated[StrictStr, AfterValidator(_no_auto)]
 PathText = Annotated[Text, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
-LowerCase, UpperCase = BeforeValidator(_lower), BeforeValidator(_upper)
+LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+UpperCase = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
