@@ -55,7 +55,7 @@ def test_safetensors_read_by_the_original_library(tmp_path: Path, dtype: str) ->
     from safetensors.torch import load_file
 
     out = exported(tmp_path, "--format", "hf", "--dtype", dtype)
-    assert_same(load_file(out / "model.safetensors"), expected(export.DTYPES[dtype]))
+    assert_same(load_file(out / "model.safetensors"), expected(export.CHOICES[dtype]))
     with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.checkpoint.foreign.pieces import Pieces
-from deepspeed.checkpoint.foreign.sharded import Shapes, in_columns, in_rows, scaler_state, sharded
-from deepspeed.checkpoint.foreign.universal import add_universal
+from deepspeed.checkpoint.foreign.cuts import Pieces
+from deepspeed.checkpoint.foreign.sharded import Shapes, add_universal, in_columns, in_rows, scaler_state, sharded
 from deepspeed.checkpoint.foreign.unpickle import FileTensor, load_restricted, materialize
 from deepspeed.checkpoint.foreign.unsharded import UNNAMED, unsharded
 from deepspeed.checkpoint.format.boxes import Region, Span, runs

@@ -16,7 +16,8 @@ from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import write_client_files, write_script
 from deepspeed.checkpoint.save.collect import in_rows, pack_scalar
 from deepspeed.checkpoint.weights.weight_files import Progress
-from deepspeed.checkpoint.weights.weights import COMPUTE_DTYPES, block_of, compute_dtype, stream
+from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, stream
+from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
 
 _DATA = "rank_00000.bin"
@@ -26,7 +27,7 @@ def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
     """The manifest's facts for what ``source`` says of itself. Only the first rank has state of its own."""
     facts = source.facts
     size = int((facts.get("world") or {}).get("size") or 1)
-    dtype = next(name for name, dtype in COMPUTE_DTYPES.items() if dtype == compute_dtype(facts))
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == compute_dtype(facts))
     first = {"rng": None, "data": None, "client_state": plain.add(facts.get("client_state") or {}, "client_state")}
     optimizer = facts.get("optimizer") or {}
     groups = [
@@ -35,7 +36,7 @@ def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
     ]
     scalars = (optimizer.get("scalars") or {}).items()
     rows = in_rows((name, {slot: pack_scalar(value) for slot, value in values.items()}) for name, values in scalars)
-    found = {
+    converted = {
         "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},
         "world": {"size": size, "compute_dtype": dtype},
         "optimizer": {"type": optimizer.get("type"), "groups": groups, "scalars": rows, "odd": None}
@@ -43,12 +44,12 @@ def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
         else None,
         "ranks": [first, *({"rng": None, "data": None} for _ in range(size - 1))],
     }
-    found |= {name: facts.get(name) or {} for name in ("engine", "shared", "config")}
-    found |= {name: plain.add(facts.get(name), name) for name in ("lr_scheduler", "loss_scaler")}
-    return {**found, "extra_state": plain.add(facts.get("extra_state") or {}, "extra_state")}
+    converted |= {name: facts.get(name) or {} for name in ("engine", "shared", "config")}
+    converted |= {name: plain.add(facts.get(name), name) for name in ("lr_scheduler", "loss_scaler")}
+    return {**converted, "extra_state": plain.add(facts.get("extra_state") or {}, "extra_state")}
 
 
-def _write(source: Source, folder: Path, told: Progress) -> Manifest:
+def _write(source: Source, folder: Path, advance: Progress) -> Manifest:
     """Fill ``folder`` with the tensors and facts of ``source``; the manifest, which is not written yet."""
     plain = Collected()
     facts = _facts_of(source, plain)
@@ -59,7 +60,7 @@ def _write(source: Source, folder: Path, told: Progress) -> Manifest:
                 continue
             values = stream(source, key)
             writer.append(values.chunks())
-            told(values.nbytes)
+            advance(values.nbytes)
             heads.append((*key, described.dtype, described.shape))
         for name, tensor in plain.tensors.items():
             writer.append(tensor)
@@ -73,7 +74,7 @@ def _write(source: Source, folder: Path, told: Progress) -> Manifest:
 
 
 def write_checkpoint(
-    source: Source, save_dir: Path, tag: str, *, latest: bool = True, told: Progress = lambda _bytes: None
+    source: Source, save_dir: Path, tag: str, *, latest: bool = True, advance: Progress = lambda _bytes: None
 ) -> Path:
     """Make ``source`` the checkpoint ``tag`` of ``save_dir``, whole or not at all, and with ``latest`` what that names.
 
@@ -88,7 +89,7 @@ def write_checkpoint(
         )
     folder = folders.begin(save_dir, tag)
     try:
-        manifest, facts = _write(source, folder, told), source.facts
+        manifest, facts = _write(source, folder, advance), source.facts
         level = int(block_of(facts.get("config"), "zero_optimization").get("stage") or 0)
         bf16 = compute_dtype(facts) == torch.bfloat16
         write_client_files(folder, manifest, facts.get("client_state") or {}, level=level, whole=level < 3, bf16=bf16)

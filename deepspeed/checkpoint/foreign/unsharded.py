@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.foreign.pieces import Pieces
+from deepspeed.checkpoint.foreign.cuts import Pieces
 from deepspeed.checkpoint.foreign.sharded import group_options, is_number, numbers
 from deepspeed.checkpoint.foreign.unpickle import FileTensor, materialize
 from deepspeed.checkpoint.load.source import Key
@@ -48,8 +48,8 @@ def unsharded(
         listed.append([m.name or f"{UNNAMED}{i} of group {g}" for i, m in enumerate(members)])
         for name, member in zip(listed[-1], members, strict=True):
             _add(pieces, name, member, weights.get(name), where)
-            if found := numbers(member.slots):
-                scalars[name] = found
+            if values := numbers(member.slots):
+                scalars[name] = values
     options = map(group_options, inner["param_groups"])
     named = [{"names": names, "options": o} for names, o in zip(listed, options, strict=True)]
     facts: dict[str, Any] = {"optimizer": {"groups": named, "scalars": scalars}}
@@ -86,18 +86,18 @@ def _numbered(
         shapes = [_shape(None, inner["state"].get(number, {})) for number in numbers_of[0]]
         if all(shape in (None, weight.shape) for shape, weight in zip(shapes, weights.values(), strict=True)):
             names = [list(weights)]
-    left, found = dict(weights), list[list[_Optimized]]()
+    left, members = dict(weights), list[list[_Optimized]]()
     for row in zip(numbers_of, masters, names, strict=True):
-        found.append([])
+        members.append([])
         for number, master, given in zip(*row, strict=True):
             slots = inner["state"].get(number, {})
             name = given if given or master is None else _by_values(left, master, 0, master.shape)
             shape = _shape(master, slots)
             if name and name in weights and shape is not None and prod(shape) != weights[name].numel:
-                where = f"parameter {len(found[-1])} of optimizer group {len(found) - 1}"
+                where = f"parameter {len(members[-1])} of optimizer group {len(members) - 1}"
                 raise CheckpointError(f"{name} is {weights[name].shape}, and {where} is {shape}")
-            found[-1].append(_Optimized(slots, master, name))
-    return found
+            members[-1].append(_Optimized(slots, master, name))
+    return members
 
 
 def _shape(master: FileTensor | None, slots: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -109,19 +109,19 @@ def _flat(
     state: Mapping[str, Any], inner: Mapping[str, Any], weights: Mapping[str, FileTensor], groups: _Names | None
 ) -> list[list[_Optimized]]:
     """One flat tensor per group: parameters follow one another in it."""
-    left, found = dict(weights), list[list[_Optimized]]()
+    left, members = dict(weights), list[list[_Optimized]]()
     for g, (flat, group) in enumerate(zip(state["fp32_groups_flat"], inner["param_groups"], strict=True)):
         slots = inner["state"].get(group["params"][0], {}) if group["params"] else {}
         given, at = iter(groups[g]) if groups is not None else None, 0
-        found.append([])
+        members.append([])
         while name := next(given, None) if given is not None else _by_values(left, flat, at, None):
-            found[-1].append(_Optimized(slots, flat, name, at, flat=True))
+            members[-1].append(_Optimized(slots, flat, name, at, flat=True))
             at += weights[name].numel
         rest = torch.ones(flat.numel - at, dtype=flat.dtype, device="cpu")
         flat.read(rest, start=at)
         if rest.any():  # not padding
-            found[-1].append(_Optimized(slots, flat, None, at, flat=True))
-    return found
+            members[-1].append(_Optimized(slots, flat, None, at, flat=True))
+    return members
 
 
 def _by_values(left: dict[str, FileTensor], master: FileTensor, at: int, shape: Any) -> str | None:

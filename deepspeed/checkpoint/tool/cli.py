@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deepspeed.bench.common import BAD_INPUT, count_of
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load.reader import located
 from deepspeed.checkpoint.tool import diff, export, info, verify
@@ -28,7 +29,6 @@ from deepspeed.checkpoint.tool.common import say, sized
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 
-BAD_INPUT = 2
 _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the first) or extra (only in the second).
 
     ds_checkpoint diff CKPT OTHER                                    OTHER: a checkpoint or a model file
@@ -38,12 +38,6 @@ With "live" nothing is trained, names and shapes are compared, and what agrees "
 random, and those of the checkpoint are not read ("ds_checkpoint verify" does). On a running engine,
 deepspeed.checkpoint.diff_live(engine, folder) compares values. A folder of the name is ./live.
 Exit code: 0 no difference, 1 a difference, 2 wrong input."""
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number, at least 1, not {text!r}")
-    return int(text)
 
 
 def _size(text: str) -> str:
@@ -95,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("import", export.run_import, text, "source", "out")
     add("--as", dest="as_tag", default=None, metavar="TAG", help="its tag in OUT (default: as in SOURCE)")
     add = command("prune", _prune, "remove older complete checkpoints, never the one 'latest' names", "folder")
-    add("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest stay")
+    add("--keep-last", type=count_of, required=True, metavar="N", help="how many of the newest stay")
     add("--dry-run", action="store_true", help="only say what would go")
     return parser
 
@@ -104,12 +98,12 @@ def _export_options(add: Callable[..., object]) -> None:
     text = "hf: safetensors; fp32: as zero_to_fp32.py; torch: .bin"
     add("--format", choices=export.FORMATS, required=True, help=text)
     text = "of the weights (default keep: what training computes in)"
-    add("--dtype", choices=sorted(export.DTYPES), default=None, help=text)
+    add("--dtype", choices=sorted(export.CHOICES), default=None, help=text)
     text = "most bytes of one file (default 5GB)"
     add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help=text)
     text = "deepspeed: its layout (default: as saved)"
     add("--stage", dest="zero", type=int, choices=(0, 1, 2, 3), default=None, help=text)
-    add("--world", type=_count, default=None, metavar="N", help="deepspeed: ranks (default: as saved)")
+    add("--world", type=count_of, default=None, metavar="N", help="deepspeed: ranks (default: as saved)")
     add("--exclude-frozen", action="store_true", help="leave frozen weights out")
     text = "dcp, deepspeed: unpickle client state, which can run any code"
     add("--allow-pickle", action="store_true", help=text)

@@ -17,20 +17,20 @@ from deepspeed.checkpoint.weights.weights import Stream
 class StreamPlanner(DefaultSavePlanner):
     """Plans with tensors that have no memory, and reads each one's values when its turn has come."""
 
-    def __init__(self, streams: dict[str, Stream], told: Progress) -> None:
+    def __init__(self, streams: dict[str, Stream], advance: Progress) -> None:
         super().__init__()
-        self._streams, self._told = streams, told
+        self._streams, self._advance = streams, advance
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The values of one item."""
         values = self._streams.get(write_item.index.fqn)
         if write_item.type == WriteItemType.BYTE_IO or values is None:
             return super().resolve_data(write_item)
-        self._told(values.nbytes)
+        self._advance(values.nbytes)
         return values.whole()
 
 
-def write_dcp(out: Path, tree: dict[str, Any], told: Progress) -> None:
+def write_dcp(out: Path, tree: dict[str, Any], advance: Progress) -> None:
     """Write ``tree`` (nested dicts of Stream, numbers, str, lists) to the folder ``out``.
 
     Nested names are joined by dots, as torch.distributed.checkpoint does. Holds up to three times the largest tensor.
@@ -54,4 +54,4 @@ def write_dcp(out: Path, tree: dict[str, Any], told: Progress) -> None:
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is intended
-        torch_checkpoint.save(state, storage_writer=writer, planner=StreamPlanner(streams, told), no_dist=True)
+        torch_checkpoint.save(state, storage_writer=writer, planner=StreamPlanner(streams, advance), no_dist=True)

@@ -29,13 +29,13 @@ def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
 def _rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> Iterator[TensorRow]:
     """Every tensor of either side. A tied weight may be there once, or by each of its names."""
     shared = shared_names(source)
-    with progress("diff", total_bytes(mine.values())) as told:
+    with progress("diff", total_bytes(mine.values())) as advance:
         for name, values in mine.items():
             if name in other:
                 yield compare(values, other[name])
             elif not any(alias in other for alias, real in shared.items() if real == name):
                 yield TensorRow(name, "missing", "only in the first")
-            told(values.nbytes)
+            advance(values.nbytes)
         for name, values in other.items():
             if name not in mine:
                 real = mine.get(shared.get(name, ""))

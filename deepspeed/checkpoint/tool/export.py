@@ -13,7 +13,6 @@ from deepspeed.checkpoint.tool import reference_layout
 from deepspeed.checkpoint.tool.common import appearing, opened, say, sized
 from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, write_weights
 from deepspeed.checkpoint.weights.weights import (
-    COMPUTE_DTYPES,
     Stream,
     open_facts,
     shared_names,
@@ -23,10 +22,11 @@ from deepspeed.checkpoint.weights.weights import (
     with_aliases,
 )
 from deepspeed.config.model.values import byte_count
+from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
 
 FORMATS = ("hf", "fp32", "dcp", "deepspeed", "torch")
-DTYPES = {**COMPUTE_DTYPES, "keep": None}
+CHOICES = {**DTYPES, "keep": None}
 
 
 def run(args: Namespace) -> int:
@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
     with opened(Path(args.checkpoint), args.tag, allow_pickle=args.allow_pickle) as source:
         if args.format == "deepspeed":
             return _deepspeed(source, out, args)
-        dtype = DTYPES[args.dtype or fixed or "keep"]
+        dtype = CHOICES[args.dtype or fixed or "keep"]
         streams = weight_streams(source, dtype=dtype, exclude_frozen=args.exclude_frozen)
         if not streams:
             raise CheckpointError(f"{source.path} holds no weights")
@@ -52,8 +52,8 @@ def run(args: Namespace) -> int:
             return _dcp(source, out, streams)
         kind, limit = SAFETENSORS if args.format == "hf" else TORCH, byte_count(args.max_shard_size)
         total, shared = total_bytes(streams), shared_names(source)
-        with progress("export", total) as told:
-            written = write_weights(streams, out, kind, max_shard_bytes=limit, shared=shared, progress=told)
+        with progress("export", total) as advance:
+            written = write_weights(streams, out, kind, max_shard_bytes=limit, shared=shared, progress=advance)
     ends = written if len(written) < 4 else [written[0], written[-1]]
     say(f"wrote {len(streams)} tensors, {sized(total)}, to {', '.join(map(str, ends))}")
     return 0
@@ -90,8 +90,8 @@ def _dcp(source: Source, out: Path, streams: list[Stream]) -> int:
     model = with_aliases({s.name: s for s in streams}, shared_names(source))
     tree = {"model": model, "optim": _optimizer_tree(source), "engine": source.facts.get("engine") or {}}
     slots = total_bytes(stream(source, key) for key in source.entries if key[0].startswith("optim."))
-    with progress("export", total_bytes(model.values()) + slots) as told, appearing(out) as hidden:
-        write_dcp(hidden, {k: v for k, v in tree.items() if v}, told)
+    with progress("export", total_bytes(model.values()) + slots) as advance, appearing(out) as hidden:
+        write_dcp(hidden, {k: v for k, v in tree.items() if v}, advance)
     say(f"wrote {out}: model, optim and engine, for torch.distributed.checkpoint.load")
     return 0
 
@@ -107,8 +107,8 @@ def run_import(args: Namespace) -> int:
         name = args.as_tag or source.path.name
         if (out / name).exists():
             raise CheckpointError(f"{out / name} is there already; name another folder, or another tag with --as")
-        with progress("import", total_bytes(stream(source, key) for key in source.entries)) as told:
-            final = write_checkpoint(source, out, name, told=told)
+        with progress("import", total_bytes(stream(source, key) for key in source.entries)) as advance:
+            final = write_checkpoint(source, out, name, advance=advance)
         say(f"wrote {final}: {len(source.entries)} tensors from {source.kind}")
     say(
         "not kept: random generators and the position in the data, which DeepSpeed's files do not have in a usable form"

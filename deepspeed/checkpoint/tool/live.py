@@ -72,10 +72,10 @@ def _rows(
     model: nn.Module, source: Source, slots: dict[Key, tuple[int, ...]] | None, *, values: bool
 ) -> Iterator[TensorRow]:
     pairs = match(model, source)
-    with progress("diff", sum(t.nbytes for t in pairs.tensors.values()) if values else 0) as told:
+    with progress("diff", sum(t.nbytes for t in pairs.tensors.values()) if values else 0) as advance:
         for name, tensor in pairs.tensors.items():
             yield compared(pairs, source, name, tensor if values else None)
-            told(tensor.nbytes)
+            advance(tensor.nbytes)
     if slots is not None:
         yield from _slot_rows(pairs, source, slots)
     yield from pairs.extra

@@ -131,10 +131,10 @@ class Layout:
         else:
             for part, run in enumerate(run for runs in self.runs for run in runs):
                 slices += cuts.rows(run, part, self.world)
-        found: dict[tuple[int, int], list[Slice]] = {}
+        by_part: dict[tuple[int, int], list[Slice]] = {}
         for s in slices:
-            found.setdefault((s.rank, s.part), []).append(s)
-        return found
+            by_part.setdefault((s.rank, s.part), []).append(s)
+        return by_part
 
     def padding(self, rank: int, part: int) -> int:
         """How many of the last elements of a column are none of the group's."""
@@ -284,22 +284,20 @@ def _model_file(layout: Layout, rank: int) -> dict[str, Any]:
     """Contents of a rank's model-state file."""
     facts, sharded, source = layout.source.facts, layout.level > 0, layout.source
     engine = facts.get("engine") or {}
-    frozen = [name for _, name in layout.frozen] if layout.level >= 2 and not layout.exclude_frozen else None
+    shapes = [OrderedDict((n, layout.shapes[n]) for n, _ in group) for group in layout.groups]
+    frozen_shapes = fragments = None
+    if layout.level >= 2 and not layout.exclude_frozen:
+        frozen_shapes = OrderedDict((key[1], torch.Size(source.entries[key].shape)) for key in layout.frozen)
+        fragments = OrderedDict((name, _fragment(layout, name, rank)) for _, name in layout.frozen)
     return {
         **(facts.get("client_state") or {}),
         "module": _module(layout),
         "buffer_names": [k[1] for k in source.entries if k[0] == "buffer"],
         "optimizer": None if sharded else _whole_state(layout),
-        "param_shapes": [OrderedDict((n, layout.shapes[n]) for n, _ in group) for group in layout.groups]
-        if sharded
-        else None,
-        "frozen_param_shapes": None
-        if frozen is None
-        else OrderedDict((n, torch.Size(source.entries["param", n].shape)) for n in frozen),
+        "param_shapes": shapes if sharded else None,
+        "frozen_param_shapes": frozen_shapes,
         "shared_params": (shared_names(source) if rank == 0 else {}) if sharded else None,
-        "frozen_param_fragments": None
-        if frozen is None
-        else OrderedDict((n, _fragment(layout, n, rank)) for n in frozen),
+        "frozen_param_fragments": fragments,
         "lr_scheduler": facts.get("lr_scheduler"),
         "data_sampler": None,
         "random_ltd": None,
@@ -345,11 +343,11 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
     folder = out / check_tag(source.path.name)
     folder.mkdir(parents=True, exist_ok=True)
     files = dict(_files(layout))
-    with progress("export", len(files)) as told:
+    with progress("export", len(files)) as advance:
         for name, make in files.items():
             with finished(folder / name) as path:
                 torch.save(make(), path, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
-            told(1)
+            advance(1)
     write_script(out)
     write_latest(out, folder.name)
     return folder

@@ -26,9 +26,9 @@ def verify(folder: Path) -> list[str]:
         return _read_all(folder)
     manifest = read_manifest(folder)
     wrong = [*_coverage(manifest), *_layout(manifest)]
-    with progress("verify", sum(manifest.files.values())) as told:
+    with progress("verify", sum(manifest.files.values())) as advance:
         for name in manifest.files:
-            wrong += _file(manifest, folder / name, told)
+            wrong += _file(manifest, folder / name, advance)
     return wrong or _facts(folder)
 
 
@@ -68,7 +68,7 @@ def _layout(manifest: Manifest) -> Iterator[str]:
             yield f"{name}: {manifest.files[name]} bytes, of which tensors use {end}"
 
 
-def _file(manifest: Manifest, path: Path, told: Progress) -> Iterator[str]:
+def _file(manifest: Manifest, path: Path, advance: Progress) -> Iterator[str]:
     """Sizes and checksums of one file."""
     mine = [(box, entry) for box, entry in _boxes(manifest) if box.file == path.name]
     try:
@@ -85,7 +85,7 @@ def _file(manifest: Manifest, path: Path, told: Progress) -> Iterator[str]:
                     if got < length or crc32c(buffer[:length]) != crc:
                         how = "is cut off" if got < length else "is damaged: the checksum does not match"
                         yield f"{_name(entry)}: {path.name} at bytes {start} to {start + length}: {how}"
-                    told(length)
+                    advance(length)
     except OSError as error:
         names = dict.fromkeys(_name(entry) for _, entry in mine)
         yield f"{path.name}: {error.strerror}; it holds {', '.join(names)}"
@@ -115,11 +115,11 @@ def _read_all(folder: Path) -> list[str]:
     wrong = []
     with contextlib.closing(open_checkpoint(folder)) as source:
         streams = {f"{key[0]} of {key[1]}": stream(source, key) for key in source.entries}
-        with progress("verify", total_bytes(streams.values())) as told:
+        with progress("verify", total_bytes(streams.values())) as advance:
             for what, values in streams.items():
                 try:
                     for chunk in values.chunks():
-                        told(chunk.nbytes)
+                        advance(chunk.nbytes)
                 except (CheckpointError, OSError) as error:
                     wrong.append(f"{what}: {error}")
     return wrong

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.load.source import Key, Source
+from deepspeed.device import DTYPES
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # as a checkpoint names them
 _CHUNK_BYTES = 32 << 20  # what one step of a stream holds, before a cast
 
 
@@ -73,7 +73,7 @@ def compute_dtype(facts: Mapping[str, Any]) -> torch.dtype:
     named = (facts.get("world") or {}).get("compute_dtype")
     blocks = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
     by_config = (short for name, short in blocks.items() if block_of(facts.get("config"), name).get("enabled"))
-    return COMPUTE_DTYPES[named if named in COMPUTE_DTYPES else next(by_config, "fp32")]
+    return DTYPES[named if named in DTYPES else next(by_config, "fp32")]
 
 
 def open_facts(source: Source) -> dict[str, Any]:

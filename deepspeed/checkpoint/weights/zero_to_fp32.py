@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.format.names import (
-    MODEL_FILE_PREFIX,
-    MODEL_FILE_SUFFIX,
-    OPTIM_FILE_SUFFIX,
-    ZERO_FILE_PREFIX,
-    natural_order,
-)
+from deepspeed.checkpoint.format import names
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, write_weights
@@ -166,8 +160,8 @@ def _unshard(model: torch.nn.Module, names: Collection[str]) -> None:
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
     """The first rank's model-state file in a tag's folder. Raises FileNotFoundError."""
-    rank = f"{ZERO_FILE_PREFIX}0_" if zero_stage > 2 else ""
-    path = _existing(checkpoint_dir) / f"{rank}{MODEL_FILE_PREFIX}00{MODEL_FILE_SUFFIX}"
+    rank = f"{names.ZERO_FILE_PREFIX}0_" if zero_stage > 2 else ""
+    path = _existing(checkpoint_dir) / f"{rank}{names.MODEL_FILE_PREFIX}00{names.MODEL_FILE_SUFFIX}"
     if not path.exists():
         raise FileNotFoundError(f"there is no model-state file {path}")
     return str(path)
@@ -178,17 +172,17 @@ def get_checkpoint_files(checkpoint_dir: Folder, glob_pattern: str) -> list[str]
     paths = glob.glob(os.path.join(glob.escape(os.fspath(checkpoint_dir)), glob_pattern))
     if not paths:
         raise FileNotFoundError(f"there is no file {glob_pattern} in {os.fspath(checkpoint_dir)}")
-    return sorted(paths, key=natural_order)
+    return sorted(paths, key=names.natural_order)
 
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
     """The optimizer-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
-    return get_checkpoint_files(checkpoint_dir, f"*{OPTIM_FILE_SUFFIX}")
+    return get_checkpoint_files(checkpoint_dir, f"*{names.OPTIM_FILE_SUFFIX}")
 
 
 def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
     """The model-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
-    return get_checkpoint_files(checkpoint_dir, f"*{MODEL_FILE_SUFFIX}")
+    return get_checkpoint_files(checkpoint_dir, f"*{names.MODEL_FILE_SUFFIX}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
