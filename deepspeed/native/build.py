@@ -48,9 +48,15 @@ def _compile(op: OpSpec, compiler: Compiler, work: Path) -> Path:
     wish = os.environ.get("MAX_JOBS", "")
     jobs = (int(wish) if wish.isdecimal() else 0) or os.cpu_count() or 1
     objects = {work / f"{index}.o": source for index, source in enumerate(op.files())}
-    commands = [compiler.object_command(op, source, target) for target, source in objects.items()]
-    for first in range(0, len(commands), jobs):
-        run(commands[first : first + jobs])
+    commands = {str(target): compiler.object_command(op, source, target) for target, source in objects.items()}
+    if ninja := tools.find_ninja():
+        plan = work / "build.ninja"
+        plan.write_text(tools.ninja_plan(commands, work), encoding="utf-8")
+        run([[ninja, "-f", str(plan), "-j", str(jobs)]])
+    else:
+        lines = list(commands.values())
+        for first in range(0, len(lines), jobs):
+            run(lines[first : first + jobs])
     library = work / f"{op.name}.so"
     run([compiler.link_command(op, list(objects), library)])
     if not library.is_file():

@@ -7,9 +7,10 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,24 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
                 os.killpg(child.pid, kind)
                 child.wait(_GRACE_S)
     child.wait()
+
+
+def find_ninja() -> str | None:
+    """The ninja program, of this environment's Python package or on PATH; None where there is none."""
+    scripts = sysconfig.get_path("scripts")
+    return shutil.which("ninja", path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
+
+
+def ninja_plan(commands: Mapping[str, Sequence[str]], work: Path) -> str:
+    """A build file with one command for each target."""
+    lines = [f"builddir = {_ninja_path(str(work))}", "rule run", "  command = $run"]
+    for target, command in commands.items():
+        lines += [f"build {_ninja_path(target)}: run", "  run = " + shlex.join(command).replace("$", "$$")]
+    return "\n".join(lines) + "\n"
+
+
+def _ninja_path(path: str) -> str:
+    return re.sub(r"([$ :])", r"$\1", path)
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ REQUIRED = {
     "py-cpuinfo": ("", ""),
     "pydantic": ("2", "3"),
     "psutil": ("", ""),
+    "ninja": ("", ""),
     "hjson": ("", ""),
     "tqdm": ("", ""),
+    "safetensors": ("", ""),
 }
 OPTIONAL = {
-    "safetensors": "reads and writes model weights as .safetensors",
     "transformers": "its models and Trainer run on this package",
     "accelerate": "its Accelerator runs on this package",
     "tensorboard": "writes metrics as TensorBoard event files",

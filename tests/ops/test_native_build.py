@@ -272,24 +272,30 @@ def test_several_sources_are_compiled_at_once(tiny: OpSpec, tmp_path: Path, wrap
     assert (library.add(2, 3), library.two()) == (5, 2)
 
 
+@pytest.mark.parametrize("ninja", [True, False])
 @pytest.mark.parametrize(("jobs", "sizes"), [("1", [1, 1, 1]), ("2", [2, 1]), ("0", [2, 1]), ("many", [2, 1])])
 def test_max_jobs_limits_how_many_sources_are_compiled_at_once(
-    tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, jobs: str, sizes: list[int]
+    tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, jobs: str, sizes: list[int], *, ninja: bool
 ) -> None:
+    """Ninja is told the number, and what does without ninja keeps to it."""
     seen: list[int] = []
+    told: list[str] = []
     run = compiler.run_tools
 
     def spy(commands: list[list[str]], *, limit_s: float) -> list[tuple[int, str]]:
         seen.append(len(commands))
+        told.extend(commands[0][-1:] if "build.ninja" in str(commands[0]) else [])
         return run(commands, limit_s=limit_s)
 
+    if not ninja:
+        monkeypatch.setattr(compiler, "find_ninja", lambda: None)
     found = compiler.find("cpp")
     monkeypatch.setattr(build, "checked_compiler", lambda _: found)
     monkeypatch.setattr(compiler, "run_tools", spy)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("MAX_JOBS", jobs)
     assert build.load(_two_sources(tiny)).two() == 2
-    assert seen == sizes
+    assert (seen, told) == (([1, 1], [jobs if jobs in "12" else "8"]) if ninja else (sizes, []))
 
 
 def test_the_first_error_of_several_sources_is_the_compilers_own(tiny: OpSpec) -> None:
