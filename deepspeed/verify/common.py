@@ -61,7 +61,7 @@ def folder_of(options: argparse.Namespace) -> Iterator[str]:
         yield options.folder or temporary
 
 
-class Report:
+class Printout:
     """Rows on ``out``, each written at once, and how many of them failed."""
 
     def __init__(self, out: TextIO) -> None:

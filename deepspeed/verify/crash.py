@@ -29,7 +29,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.observe.log import logger
-from deepspeed.verify.common import Report, add_numbers, check_numbers, command, folder_of
+from deepspeed.verify.common import Printout, add_numbers, check_numbers, command, folder_of
 from deepspeed.verify.ranks import Processes, enter_world
 from deepspeed.verify.resume import hash_of, seed_everything, snapshot
 
@@ -262,7 +262,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
     check_numbers(options, "kills", "ranks")
     with folder_of(options):
         top = Path(tempfile.mkdtemp(prefix="ds_verify_crash_", dir=options.folder))
-    witness, report = Witness(top, options.background), Report(out)
+    witness, report = Witness(top, options.background), Printout(out)
     job = SavingJob(str(top), options.ranks, options.stage, options.background)
     seed = options.seed
     try:

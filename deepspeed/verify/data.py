@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import deepspeed
-from deepspeed.verify.common import Report, add_numbers, check_numbers, command
+from deepspeed.verify.common import Printout, add_numbers, check_numbers, command
 from deepspeed.verify.ranks import RankFailure, RankPool
 
 SAMPLES = 997  # a prime: no number of ranks divides it
@@ -157,7 +157,7 @@ def _steps(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Run ``ds_verify data``; raises ValueError (bad input) before any rank is started."""
-    steps, report = _steps(options), Report(out)
+    steps, report = _steps(options), Printout(out)
     runs = []
     with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder, contextlib.ExitStack() as pools:
         first = pools.enter_context(RankPool(options.save_n))

@@ -25,7 +25,7 @@ from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.verify.common import Report, add_model, add_numbers, check_numbers, command, config_of, cut
+from deepspeed.verify.common import Printout, add_model, add_numbers, check_numbers, command, config_of, cut
 from deepspeed.verify.models import SAMPLES, Case, Losses, MicroBatch
 from deepspeed.verify.ranks import RankFailure, RankPool
 from deepspeed.verify.reference import GATE_ADAM, Reference, repeated, train_reference, trainable
@@ -301,7 +301,7 @@ def _row(values: Sequence[str]) -> str:
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Run ``ds_verify grads``; raises ValueError (bad input) before any rank is started."""
     check_numbers(options, "ranks", "steps")
-    config, report = config_of(options), Report(out)
+    config, report = config_of(options), Printout(out)
     if aside := ", ".join(sorted(key for key in config if key not in KEPT_KEYS)):
         report.say(f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {aside}")
     report.say(f"{_row(COLUMNS)}  result")

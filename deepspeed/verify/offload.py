@@ -20,7 +20,7 @@ import deepspeed
 from deepspeed.config import load_config
 from deepspeed.data.move import map_tensors
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed.verify.common import Report, add_model, add_numbers, check_numbers, command, config_of, folder_of
+from deepspeed.verify.common import Printout, add_model, add_numbers, check_numbers, command, config_of, folder_of
 from deepspeed.verify.grads import engine_backward, full_parameters
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.verify.ranks import RankFailure, RankPool
@@ -160,7 +160,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, out: TextIO) -> int:
     """Run ``ds_verify offload``; raises ValueError (bad input) before any rank is started."""
     check_numbers(options, "ranks", "steps")
-    config, report = config_of(options), Report(out)
+    config, report = config_of(options), Printout(out)
     given = options.model or config
     setups = [user_setup(options.model or "plain", config)] if given else built_in_setups()
     for setup in setups:

@@ -29,7 +29,7 @@ from torch import Tensor
 import deepspeed
 from deepspeed.config import load_config
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.verify.common import Report, add_model, add_numbers, check_numbers, command, config_of
+from deepspeed.verify.common import Printout, add_model, add_numbers, check_numbers, command, config_of
 from deepspeed.verify.grads import engine_backward, full_parameters
 from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.offload import ADAMW, Setup, digest, full_states
@@ -346,7 +346,7 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
         raise ValueError(
             f"--at {options.at}: the save must lie between the first and the last of --steps {options.steps}"
         )
-    config, report = config_of(options), Report(out)
+    config, report = config_of(options), Printout(out)
     given = options.model or config
     cells = user_cells(options.model or "plain", config) if given else built_in_cells()
     for cell in cells:  # a fault of the configuration is reported before any rank starts
