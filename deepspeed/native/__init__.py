@@ -1,3 +1,1 @@
-"""Native ops: plain C++ and CUDA sources compiled on first use, cached, and loaded with ctypes; no torch headers
-anywhere.
-"""
+"""Native ops: plain C++ and CUDA sources compiled on first use, cached, loaded with ctypes; no torch headers."""

@@ -17,9 +17,7 @@ _NOT_MATRICES = ("embed", "lm_head")
 
 
 def is_muon_parameter(name: str, param: torch.Tensor) -> bool:
-    """Whether Muon updates this parameter: two or more dimensions, and neither an embedding nor the output head by
-    name.
-    """
+    """Whether Muon updates this: two or more dimensions, and neither an embedding nor the output head by name."""
     return param.ndim >= 2 and not any(part in name for part in _NOT_MATRICES)
 
 
@@ -118,22 +116,15 @@ class MuonWithAuxAdam(GroupStep):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add one group, split by ``use_muon`` into at most two."""
-        group = dict(param_group)
-        if "use_muon" in group:
-            self._add_half(group, bool(group["use_muon"]))
-            return
-        params = group["params"]
+        params = param_group["params"]
         entries = [params] if isinstance(params, torch.Tensor) else list(params)
+        given = param_group.get("use_muon")
         for use_muon in (True, False):
-            half = [entry for entry in entries if _wants_muon(entry) is use_muon]
+            half = [e for e in entries if (_wants_muon(e) if given is None else bool(given)) is use_muon]
             if half:
-                self._add_half(group | {"params": half}, use_muon)
-
-    def _add_half(self, group: dict[str, Any], use_muon: bool) -> None:  # noqa: FBT001
-        group["use_muon"] = use_muon
-        for key, value in self._group_keys[use_muon].items():
-            group.setdefault(key, value)
-        super().add_param_group(group)
+                super().add_param_group(
+                    self._group_keys[use_muon] | param_group | {"params": half, "use_muon": use_muon}
+                )
 
     def _slots(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["use_muon"] else super()._slots(group)
