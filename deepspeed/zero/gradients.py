@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.tier.stored import Stored
+from deepspeed.tier.drive import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.facts import GradState
 from deepspeed.zero.param import gradient_like, local_of, take_gradient, written_gradients

@@ -10,7 +10,7 @@ import copy
 import functools
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,22 @@ from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import TierStore, nothing
 from deepspeed.tier.transfer import Several, Transfer
-from deepspeed.zero.optim_view import OptimView, run_step
+from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
+
+
+def run_step(optimizer: torch.optim.Optimizer, views: list[OptimView], step: Callable[[], object]) -> list[OptimView]:
+    """Call ``step``, which updates ``views``; those whose PARAM at rest the optimizer has written in the same pass."""
+    # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
+    writing = getattr(type(optimizer), "writing_outputs", None)
+    outputs = {v.param: out for v in views if (out := v.output()) is not None} if writing is not None else {}
+    if writing is None or not outputs:
+        step()
+        return []
+    with writing(optimizer, outputs) as written:
+        step()
+    return [v for v in views if v.param in written]
 
 
 def _round_up(nbytes: int) -> int:

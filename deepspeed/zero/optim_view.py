@@ -6,7 +6,6 @@ change.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,19 +125,6 @@ def _spans(unit: Unit, start: int, stop: int, *, whole: bool) -> list[_Span]:
         else:
             spans.append((f"{unit.name}[{segment.group}]", segment.group, lo, hi, None))
     return spans
-
-
-def run_step(optimizer: torch.optim.Optimizer, views: list[OptimView], step: Callable[[], object]) -> list[OptimView]:
-    """Call ``step``, which updates ``views``; those whose PARAM at rest the optimizer has written in the same pass."""
-    # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
-    writing = getattr(type(optimizer), "writing_outputs", None)
-    outputs = {v.param: out for v in views if (out := v.output()) is not None} if writing is not None else {}
-    if writing is None or not outputs:
-        step()
-        return []
-    with writing(optimizer, outputs) as written:
-        step()
-    return [v for v in views if v.param in written]
 
 
 def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:

@@ -15,8 +15,8 @@ from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.zero.layout import Segment
-from deepspeed.zero.optim_tiles import OptimTiles, Turns
-from deepspeed.zero.optim_view import OptimView, run_step
+from deepspeed.zero.optim_tiles import OptimTiles, Turns, run_step
+from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit

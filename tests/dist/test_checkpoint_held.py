@@ -24,7 +24,7 @@ from deepspeed.checkpoint.save.content import Content
 from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver, Snapshots
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import TransferError
-from deepspeed.tier.stored import Held
+from deepspeed.tier.drive import Held
 from tests.dist.test_checkpoint_damage import IN_FEATURES, train
 from tests.dist.test_offload_parity import gradients_on_drive
 from tests.harness.pool import RankPool

@@ -178,7 +178,7 @@ _PURE = (
     ),
     Mutant(
         "T1",
-        "deepspeed/tier/stored.py",
+        "deepspeed/tier/drive.py",
         "finally:\n                self.staging.give(buffer, after=transfer)",
         "finally:\n                self.staging.give(buffer)",
         ("tests/ops/test_staging_and_stored.py",),

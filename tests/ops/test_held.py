@@ -9,8 +9,7 @@ import torch
 
 from deepspeed.errors import InvalidStateError
 from deepspeed.tier.aio import TransferError
-from deepspeed.tier.drive import AioSettings, Drive
-from deepspeed.tier.stored import Stored
+from deepspeed.tier.drive import AioSettings, Drive, Stored
 from tests.ops.test_staging_and_stored import LABEL, Pending
 
 

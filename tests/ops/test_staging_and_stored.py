@@ -19,9 +19,8 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.aligned import ALIGN, aligned_empty
-from deepspeed.tier.drive import AioSettings, Drive
+from deepspeed.tier.drive import AioSettings, Drive, Stored
 from deepspeed.tier.staging import Staging
-from deepspeed.tier.stored import Stored
 
 LABEL = "zero_optimization.offload_param.nvme_path"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
@@ -501,7 +500,7 @@ def test_drives_that_nobody_closes_leak_no_descriptors(make_drive: Callable[...,
 _WITHOUT_ROOM = """
 import resource, sys
 from deepspeed.tier.drive import AioSettings, Drive
-from deepspeed.tier.stored import Stored
+from deepspeed.tier.drive import Stored
 import torch
 drive = Drive(sys.argv[1], label="L", aio=AioSettings(), staging=2)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

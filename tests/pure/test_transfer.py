@@ -4,8 +4,8 @@ import torch
 
 from deepspeed.comm.collectives import Collective, SideTransfer
 from deepspeed.tier.aio import FileTransfer
+from deepspeed.tier.drive import Stored
 from deepspeed.tier.store import Memory, TierStore
-from deepspeed.tier.stored import Stored
 from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 
 

@@ -22,8 +22,8 @@ from deepspeed.checkpoint.format.boxes import Region
 from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.drive import Held, Stored
 from deepspeed.tier.store import TierStore
-from deepspeed.tier.stored import Held, Stored
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView

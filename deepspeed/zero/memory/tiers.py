@@ -5,10 +5,9 @@ import torch
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aligned import ALIGN
-from deepspeed.tier.drive import AioSettings, Drive
+from deepspeed.tier.drive import AioSettings, Drive, Stored
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import Memory, TierStore
-from deepspeed.tier.stored import Stored
 from deepspeed.zero.memory.budget import MemoryPlan
 from deepspeed.zero.plan import InFlight, OffloadPlan, StateKind, Tier, UnitPlan
 
