@@ -36,7 +36,7 @@ _PART_NUMEL = 8 << 20  # elements that are in memory at once, for what comes fro
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """``values`` (flat): the elements from ``lo`` on of ``region`` (None: all) of the global tensor (state, name)."""
 
     state: str
@@ -236,7 +236,7 @@ def overlaps(unit: Unit, turn: WriteRange) -> Iterator[tuple[Segment, int, int]]
             yield segment, lo, hi
 
 
-def weight_parts(states: States, reader: StateReader, *, without: set[str]) -> Iterator[Part]:
+def weight_parts(states: States, reader: StateReader, *, without: set[str]) -> Iterator[TensorPart]:
     """Weights and optimizer slots of every unit, but for the parameters ``without``; a part is valid until the next."""
     for unit in states.units:
         kind, state = weights_of(unit)
@@ -255,11 +255,11 @@ def weight_parts(states: States, reader: StateReader, *, without: set[str]) -> I
                     yield from _slot_parts(view, slots, turn, _met(ours, view))
 
 
-def _part(state: str, segment: Segment, lo: int, values: torch.Tensor) -> Part:
-    return Part(state, segment.name, shape_of(segment), lo, values, region_of(segment))
+def _part(state: str, segment: Segment, lo: int, values: torch.Tensor) -> TensorPart:
+    return TensorPart(state, segment.name, shape_of(segment), lo, values, region_of(segment))
 
 
-def _pieces(state: str, segment: Segment, read: Read, lo: int, hi: int, *, base: int) -> Iterator[Part]:
+def _pieces(state: str, segment: Segment, read: Read, lo: int, hi: int, *, base: int) -> Iterator[TensorPart]:
     """Flat indices [lo, hi) of a unit, of which ``read`` knows those from ``base`` on, in parts of bounded size."""
     for at in range(lo, hi, _PART_NUMEL):
         yield _part(state, segment, at - segment.offset, read(at - base, min(hi, at + _PART_NUMEL) - base))
@@ -282,7 +282,7 @@ def _met(ours: list[tuple[Segment, int, int]], view: OptimView) -> list[tuple[Se
 
 def _slot_parts(
     view: OptimView, slots: dict[str, tuple[torch.Tensor, Read]], turn: WriteRange, ours: list[tuple[Segment, int, int]]
-) -> Iterator[Part]:
+) -> Iterator[TensorPart]:
     for name, (like, read) in slots.items():
         shape, numel = tuple(like.shape), like.numel()
         if is_elementwise(view, like):
@@ -293,9 +293,9 @@ def _slot_parts(
             for segment, _, _ in ours:
                 region = region_of(segment)
                 state, key = ("optim", view.name) if region is None else ("part", part_key(view.name, region))
-                yield Part(f"{state}.{name}", key, shape, 0, read(0, numel))
+                yield TensorPart(f"{state}.{name}", key, shape, 0, read(0, numel))
         elif turn.index == 0:
-            yield Part(f"opaque.{name}", view_key(view), shape, 0, read(0, numel))
+            yield TensorPart(f"opaque.{name}", view_key(view), shape, 0, read(0, numel))
 
 
 def view_key(view: OptimView) -> str:
@@ -370,7 +370,7 @@ def unpack_scalar(packed: Any) -> Any:
     return float.fromhex(packed) if isinstance(packed, str) else packed
 
 
-def gradient_parts(states: States, reader: StateReader, *, without: set[str]) -> Iterator[Part]:
+def gradient_parts(states: States, reader: StateReader, *, without: set[str]) -> Iterator[TensorPart]:
     """Gradients of an accumulation window that is open, as far as they are reduced; every unit has some."""
     for unit in states.units:
         base = unit.range_of(StateKind.GRAD)[0]
@@ -380,7 +380,7 @@ def gradient_parts(states: States, reader: StateReader, *, without: set[str]) ->
                     yield from _pieces("grad", segment, read, lo, hi, base=base)
 
 
-def partial_parts(states: States, *, without: set[str]) -> Iterator[Part]:
+def partial_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
     """This rank's sums of gradients that are not reduced yet, by its number among the ranks that will reduce them."""
     for unit in states.units:
         for segment in (unit.layout.segments[i] for i in sorted(unit.fired) if unit.partial is not None):

@@ -15,7 +15,7 @@ from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.plain import Collected, Encoded, encode, split
 from deepspeed.checkpoint.rng import capture_rng
 from deepspeed.checkpoint.save import collect
-from deepspeed.checkpoint.save.collect import Part, States
+from deepspeed.checkpoint.save.collect import States, TensorPart
 from deepspeed.version import __version__
 from deepspeed.zero.client.consolidate import persistent_buffers
 from deepspeed.zero.plan import StateKind
@@ -50,8 +50,8 @@ class Content:
     ``facts``: this rank's, ``common``: the first rank's for all. ``pickled``: client state to be pickled, by path.
     """
 
-    parts: Iterable[Part] = ()
-    away: Iterable[Part] = ()
+    parts: Iterable[TensorPart] = ()
+    away: Iterable[TensorPart] = ()
     hold: Callable[[Callable[[], None]], None] = lambda hurry: None
     release: Callable[[], None] = lambda: None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def content_of(states: States, extras: Callable[[], Extras], *, exclude_frozen: 
 
 
 def _add_parts(
-    content: Content, states: States, buffers: Iterator[Part], elsewhere: set[str], without: set[str]
+    content: Content, states: States, buffers: Iterator[TensorPart], elsewhere: set[str], without: set[str]
 ) -> None:
     """Weights, optimizer slots, buffers and gradients, those of a drive apart."""
     reader = collect.StateReader(states)
@@ -188,7 +188,9 @@ def _extra_states(states: States) -> dict[str, Any]:
     return {path: module.get_extra_state() for path, module in collect.extra_modules(states.module).items()}
 
 
-def _buffer_parts(buffers: dict[str, torch.Tensor], digests: Sequence[dict[str, int]], rank: int) -> Iterator[Part]:
+def _buffer_parts(
+    buffers: dict[str, torch.Tensor], digests: Sequence[dict[str, int]], rank: int
+) -> Iterator[TensorPart]:
     """Each buffer of the first rank that has one of its name, and another rank's where it differs from that."""
     first = first_to_name(digests)
     for name, buffer in buffers.items():
@@ -197,5 +199,5 @@ def _buffer_parts(buffers: dict[str, torch.Tensor], digests: Sequence[dict[str, 
             yield _whole(state, name, buffer)
 
 
-def _whole(state: str, name: str, tensor: torch.Tensor) -> Part:
-    return Part(state, name, tuple(tensor.shape), 0, tensor.detach().contiguous().view(-1))
+def _whole(state: str, name: str, tensor: torch.Tensor) -> TensorPart:
+    return TensorPart(state, name, tuple(tensor.shape), 0, tensor.detach().contiguous().view(-1))

@@ -30,7 +30,7 @@ from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter, unwritable
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
 from deepspeed.checkpoint.save.client_files import write_script
-from deepspeed.checkpoint.save.collect import Part, in_rows
+from deepspeed.checkpoint.save.collect import TensorPart, in_rows
 from deepspeed.checkpoint.save.content import Content
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
@@ -84,7 +84,7 @@ class RankFile:
         self._writer = ChunkWriter(self.folder / _DATA.format(self.rank), expect_bytes=self.expect_bytes)
         self._parts: list[tuple[Key, torch.dtype, tuple[int, ...], Span]] = []
 
-    def write(self, parts: Iterable[Part], stop: threading.Event | None = None) -> None:
+    def write(self, parts: Iterable[TensorPart], stop: threading.Event | None = None) -> None:
         """Append ``parts``. Raises CheckpointError (disk full, ...), also once ``stop`` is set."""
         for part in parts:
             if stop is not None and stop.is_set():
@@ -129,7 +129,7 @@ class Snapshots:
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
 
-    def copy(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def copy(self, parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
         """Copies of ``parts``, valid until the next call: training may go on."""
         index, used = -1, 0
         for part in parts:
@@ -324,7 +324,7 @@ class Saver:
             undone.pop_all()
 
     def _work(
-        self, order: SaveOrder, file: RankFile, content: Content, copies: list[Part], stop: threading.Event
+        self, order: SaveOrder, file: RankFile, content: Content, copies: list[TensorPart], stop: threading.Event
     ) -> None:
         with file, _explained(file.folder):
             try:
