@@ -89,7 +89,7 @@ def written_path(path: str, renames: Mapping[str, str]) -> str:
 
 
 @dataclass
-class Report:
+class Judgement:
     """What is found wrong, or worth a word, while one source is read.
 
     ``renames`` maps canonical paths to those that the user wrote; ``broken`` holds the canonical paths whose values

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 
-from deepspeed.config.explain.messages import RESEMBLES, Report, fields_by_key, nearest, unknown_key
+from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, nearest, unknown_key
 from deepspeed.config.explain.rules import rule_violations
 from deepspeed.config.model import services, training
 from deepspeed.config.model.batch import BATCH_KEYS, TRAIN, resolve_batch
@@ -155,7 +155,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def _unknown(report: Report) -> None:
+def _unknown(report: Judgement) -> None:
     """Top-level names that are none; programs may add keys of their own, which are only mentioned."""
     source, foreign = report.source, []
     for name in source.data:
@@ -177,7 +177,7 @@ def _unknown(report: Report) -> None:
         report.notes.append(f"The configuration has top-level keys that are not read: {', '.join(sorted(foreign))}")
 
 
-def _tree(report: Report) -> dict[str, Any]:
+def _tree(report: Judgement) -> dict[str, Any]:
     """The known top-level keys in one spelling; null means absent (gradient_clipping: a fault)."""
     data = report.source.data
     tree = {name: data[name] for name in _KEYS & data.keys() if data[name] is not None or name == "gradient_clipping"}
@@ -228,7 +228,7 @@ def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
     holder.pop(name, None)
 
 
-def _validated(tree: dict[str, Any], report: Report, *, lenient: bool) -> DeepSpeedConfig | None:
+def _validated(tree: dict[str, Any], report: Judgement, *, lenient: bool) -> DeepSpeedConfig | None:
     """The model of ``tree``, without the values that it objects to; None when it cannot do without one."""
     for _ in range(2):
         try:
@@ -241,13 +241,13 @@ def _validated(tree: dict[str, Any], report: Report, *, lenient: bool) -> DeepSp
 
 def judge(
     source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True
-) -> tuple[DeepSpeedConfig | None, Report, str]:
+) -> tuple[DeepSpeedConfig | None, Judgement, str]:
     """Read and resolve ``source`` and find everything that is wrong with it, each thing once.
 
     The configuration holds defaults where a value could not be read; the text is what the batch sizes lack.
     """
     read = source if isinstance(source, ConfigSource) else read_source(source)
-    report, batch_fault = Report(read), ""
+    report, batch_fault = Judgement(read), ""
     _unknown(report)
     tree = _tree(report)
     for part in _NAMED_BLOCKS:
@@ -301,7 +301,7 @@ def load_config(
     return config
 
 
-def _error(report: Report, batch_fault: str) -> DeepSpeedConfigError:
+def _error(report: Judgement, batch_fault: str) -> DeepSpeedConfigError:
     """All faults as one error. Programs look for the beginning of the batch sentence; people are told the file."""
     name, count = report.source.name, len(report.faults)
     text = f"{name} has {count} problems:" + "".join(f"\n  - {item}" for item in report.faults)

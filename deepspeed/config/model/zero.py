@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from deepspeed.config.explain.messages import Report
+from deepspeed.config.explain.messages import Judgement
 from deepspeed.config.model.removed import REMOVED_KEYS, removed_key, says_off
 from deepspeed.config.model.unread import UNREAD
 from deepspeed.config.model.values import (
@@ -177,7 +177,7 @@ LEGACY_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offl
 LEGACY_KEYS = (*LEGACY_OFFLOAD, "cpu_offload_use_pin_memory")
 
 
-def one_spelling(head: str, block: dict[str, Any], aliases: Mapping[str, str], report: Report) -> dict[str, Any]:
+def one_spelling(head: str, block: dict[str, Any], aliases: Mapping[str, str], report: Judgement) -> dict[str, Any]:
     """The block ``head`` with every alias replaced; two different values of one setting are a fault. Drops "auto"."""
     out: dict[str, Any] = {}
     for name, value in block.items():
@@ -193,7 +193,7 @@ def one_spelling(head: str, block: dict[str, Any], aliases: Mapping[str, str], r
     return out
 
 
-def _legacy_offload(block: dict[str, Any], report: Report) -> None:
+def _legacy_offload(block: dict[str, Any], report: Judgement) -> None:
     """Replace the old flags ``cpu_offload*`` by the blocks they stand for."""
     given = {key: block.pop(key, None) for key in LEGACY_KEYS}
     for old, value in given.items():
@@ -210,7 +210,7 @@ def _legacy_offload(block: dict[str, Any], report: Report) -> None:
             block[new] = {"pin_memory": pin, **block[new]}
 
 
-def canonical_zero(block: dict[str, Any], report: Report) -> dict[str, Any]:
+def canonical_zero(block: dict[str, Any], report: Judgement) -> dict[str, Any]:
     """One spelling per setting: aliases resolved, "auto" dropped, absent blocks left out."""
     out = one_spelling("zero_optimization", block, ZERO_ALIASES, report)
     _legacy_offload(out, report)

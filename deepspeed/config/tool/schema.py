@@ -26,7 +26,7 @@ _AUTO: Schema = {"const": AUTO}
 _FALSE_IS_OFF = tuple(f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow"))
 
 
-class Part(NamedTuple):
+class KeySchema(NamedTuple):
     """One key with its field, the block it belongs to and its schema, which is part of the whole."""
 
     path: str
@@ -67,10 +67,10 @@ def _holders(schema: Schema) -> Iterator[Schema]:
         yield from _holders(part) if isinstance(part, dict) else ()
 
 
-def parts_of(schema: Schema, block: type[BaseModel], prefix: str = "") -> Iterator[Part]:
+def parts_of(schema: Schema, block: type[BaseModel], prefix: str = "") -> Iterator[KeySchema]:
     """Every key of ``schema``, which is that of ``block``; outer ones first."""
     for _, name, info in keys_of(block):
-        part = Part(prefix + name, info, block, schema["properties"][name])
+        part = KeySchema(prefix + name, info, block, schema["properties"][name])
         yield part
         inner, suffix = block_inside(info.annotation)
         if inner is not None:
@@ -102,7 +102,7 @@ def _allows(schema: Schema, kind: str) -> bool:
     return any(part.get("type") == kind or not part for part in _alternatives(schema))
 
 
-def _besides(part: Part) -> list[Schema]:
+def _besides(part: KeySchema) -> list[Schema]:
     """What parsing accepts at ``part`` besides a value of its type: null, false or "auto" for absent."""
     path, info, block, schema = part
     inner, suffix = block_inside(info.annotation)
@@ -114,7 +114,7 @@ def _besides(part: Part) -> list[Schema]:
     return out + ([_AUTO] if automatic and inner is None and not free else [])
 
 
-def _complete(part: Part) -> None:
+def _complete(part: KeySchema) -> None:
     """Write into the schema of ``part`` what else is accepted, what it means and what its absence means."""
     path, info, _, schema = part
     inner, suffix = block_inside(info.annotation)
