@@ -267,7 +267,7 @@ def test_malformed_content_is_refused_with_one_kind_of_error(content: Any) -> No
         {"$": "deque", "items": [], "longest": 2**80},
         {"$": "Counter", "items": [[[1], 2]]},
         {"$": "OrderedDict", "items": [], "attributes": 5},
-        object(),
+        pytest.param(object(), id="object"),
         "x" and (1, 2),
     ],
     ids=repr,
