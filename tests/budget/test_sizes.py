@@ -5,16 +5,17 @@ from tests.budget.source import PACKAGE, ROOT, functions, modules
 FILE_LINES = 600
 FUNCTION_LINES = 60
 # Lines of the package, in three rings. A number that is reached is a question about the design; raising one takes a
-# commit of its own that says why.
-CORE_LINES = 20_000
-SURFACE_LINES = 15_000
-TOOLS_LINES = 7_300
+# commit of its own that says why. They are on their way down, to 15,000 of the core and 28,000 together.
+CORE_LINES = 16_050
+SURFACE_LINES = 11_350
+TOOLS_LINES = 6_250
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
 CORE = (
     "api",
     "engine",
     "engine_checkpoint",
+    "engine_reports",
     "config",
     "mesh",
     "comm.collectives",
