@@ -58,8 +58,11 @@ class NullEvent:
 class NullStream:
     """Stands in for a stream where work is already done when the call returns."""
 
-    wait_stream = wait_event = synchronize = NullEvent.wait
+    wait_stream = synchronize = NullEvent.wait
     query = NullEvent.query
+
+    def wait_event(self, event: NullEvent | None = None) -> None:
+        """Nothing to wait for."""
 
     def record_event(self, event: NullEvent | None = None) -> NullEvent:
         """Record and return ``event`` (a new one by default)."""
@@ -177,7 +180,12 @@ class Accelerator:
         return generators[device_index] if generators else torch.default_generator
 
     get_rng_state = _forwarded("get_rng_state", lambda *_: torch.get_rng_state())
-    set_rng_state = _forwarded("set_rng_state", lambda state, *_: torch.set_rng_state(state))
+    _set_rng_state = _forwarded("set_rng_state", lambda state, *_: torch.set_rng_state(state))
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: DeviceIndex = None) -> None:
+        """Put back a state that ``get_rng_state`` returned."""
+        self._set_rng_state(new_state, device_index)
+
     manual_seed = _forwarded("manual_seed", torch.manual_seed)
     initial_seed = _forwarded("initial_seed", torch.initial_seed)
 
@@ -188,7 +196,7 @@ class Accelerator:
         ignored = self._is_cpu or stream is None or isinstance(stream, NullStream)
         return contextlib.nullcontext() if ignored else self._module.stream(stream)
 
-    Stream = _forwarded("Stream", lambda **_: NullStream())
+    Stream = _forwarded("Stream", lambda *_, **__: NullStream())
     Event = _forwarded("Event", NullEvent)
     current_stream = _forwarded("current_stream", lambda *_: NullStream())
     default_stream = _forwarded("default_stream", lambda *_: NullStream())

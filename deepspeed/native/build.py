@@ -48,15 +48,16 @@ def _compile(op: OpSpec, compiler: Compiler, work: Path) -> Path:
     wish = os.environ.get("MAX_JOBS", "")
     jobs = (int(wish) if wish.isdecimal() else 0) or os.cpu_count() or 1
     objects = {work / f"{index}.o": source for index, source in enumerate(op.files())}
-    commands = {str(target): compiler.object_command(op, source, target) for target, source in objects.items()}
-    if ninja := tools.find_ninja():
+    commands = {target: compiler.object_command(op, source, target) for target, source in objects.items()}
+    ninja = tools.find_ninja()
+    if ninja:
         plan = work / "build.ninja"
         plan.write_text(tools.ninja_plan(commands, work), encoding="utf-8")
-        run([[ninja, "-f", str(plan), "-j", str(jobs)]])
-    else:
-        lines = list(commands.values())
-        for first in range(0, len(lines), jobs):
-            run(lines[first : first + jobs])
+        tools.run_tools([[ninja, "-f", str(plan), "-j", str(jobs)]], limit_s=tools.COMPILE_LIMIT_S)
+    # what ninja has not made, because it is not there or broken, or because of an error that the compiler will name
+    lines = [command for target, command in commands.items() if not target.is_file()]
+    for first in range(0, len(lines), jobs):
+        run(lines[first : first + jobs])
     library = work / f"{op.name}.so"
     run([compiler.link_command(op, list(objects), library)])
     if not library.is_file():

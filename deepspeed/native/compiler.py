@@ -81,16 +81,16 @@ def find_ninja() -> str | None:
     return shutil.which("ninja", path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
 
 
-def ninja_plan(commands: Mapping[str, Sequence[str]], work: Path) -> str:
+def ninja_plan(commands: Mapping[Path, Sequence[str]], work: Path) -> str:
     """A build file with one command for each target."""
-    lines = [f"builddir = {_ninja_path(str(work))}", "rule run", "  command = $run"]
+    lines = [f"builddir = {_ninja_path(work)}", "rule run", "  command = $run"]
     for target, command in commands.items():
         lines += [f"build {_ninja_path(target)}: run", "  run = " + shlex.join(command).replace("$", "$$")]
     return "\n".join(lines) + "\n"
 
 
-def _ninja_path(path: str) -> str:
-    return re.sub(r"([$ :])", r"$\1", path)
+def _ninja_path(path: Path) -> str:
+    return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class Judgement:
                 loc = loc[:-1]
             path = ".".join(map(str, loc))
             written = written_path(path, self.renames)
-            if written in seen:
+            if written in seen or (kind == "missing" and path in self.broken):  # taken out, because of what it was
                 continue
             seen[written] = loc
             if kind == "extra_forbidden":

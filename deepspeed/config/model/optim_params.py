@@ -239,7 +239,7 @@ def _objections(part: Part, owner: str, params: Mapping[Any, Any], *, lenient: b
                 yield Violation(path, f"{path} is not read. Set the top-level key gradient_clipping instead.")
         elif is_auto(value):
             if not lenient:
-                yield Violation(path, f"{path} {UNFILLED}")
+                yield Violation(path, f"{path} {UNFILLED.replace(' or delete the key', '')}")  # it may be required
         elif removed is not None:
             yield Violation(path, removed)
         elif taken is None:
