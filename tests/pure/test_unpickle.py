@@ -71,6 +71,7 @@ PLAIN = [
         np.bool_(True),
         np.arange(6.0).reshape(2, 3),
         np.array(["a", "bc"]),
+        np.array([1], ">i4"),
     ],
     [np.asfortranarray(np.arange(6).reshape(2, 3)), np.zeros((0, 2)), np.array(7), np.arange(3, dtype=np.uint8)],
     Counter({3: 2}),
@@ -340,6 +341,56 @@ def test_calls_and_states_of_the_wrong_things_are_refused(tmp_path: Path) -> Non
         b"}]K\x01s.",
     ):
         refused(tmp_path, b"\x80\x02" + content, "cannot be read|is not plain")
+
+
+def test_numpy_is_never_given_bytes_of_a_file_as_pointers(tmp_path: Path) -> None:
+    state = b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK"
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85ctorch\nSize\ntR"
+    dtype = b"cnumpy\ndtype\n"
+    plain = dtype + text("i8") + b"\x85R(K\x03" + text("<") + state + b"\x00tb"
+    fields = b"NX\x01\x00\x00\x00a\x85}" + text("a") + dtype + text("O8") + b"\x85RK\x00\x86s" + state[3:]
+    with_fields = dtype + text("i8") + b"\x85R(K\x03" + text("<") + fields + b"\x00tb"
+    short = b"c_codecs\nencode\n" + text("1234") + text("latin1") + b"\x86R"
+    for content, words in {
+        dtype + text("O8") + b"\x85R(K\x03" + text("|") + state + b"?tb.": "numpy dtype .* is refused",
+        dtype + text("i4,O") + b"\x85R(K\x03" + text("<") + state + b"\x00tb.": "numpy dtype .* is refused",
+        with_fields + b".": "numpy dtype .* is refused",
+        array + b"(K\x01K\x01\x85ctorch\nfloat32\n\x89" + text("x") + b"tb.": "expected _Dtype",
+        array + b"(K\x01K\x01\x85" + plain + b"\x89" + short + b"tb.": "no array of",
+        array + b".": "cannot be read",
+        b"cnumpy.core.multiarray\nscalar\n" + plain + short + b"\x86R.": "no array of",
+    }.items():
+        refused(tmp_path, b"\x80\x02" + content, words)
+        with torch.serialization.safe_globals([np.dtype, np.ndarray]):
+            refused(tmp_path, b"\x80\x02" + content, words)
+
+
+def call(name: str, args: bytes) -> bytes:
+    return b"c" + name.encode() + b"\n(" + args + b"tR"
+
+
+def test_a_few_bytes_cannot_ask_for_any_amount_of_memory(tmp_path: Path) -> None:
+    count = b"J" + struct.pack("<i", 1 << 30)
+    scaled = b"ctorch\nfloat32\n(" + count + b"t(K\x00t\x89"
+    repeated = call("torch._utils\n_rebuild_meta_tensor_no_storage", scaled)  # one element, 2**30 times
+    through = b"cbuiltins\nbytearray\nctorch\nTensor\n(" + count + b"tN"
+    doubled = call("_codecs\nencode", text("x") + text("latin1")) + text("hex")
+    copied = repeated + b"ctorch\nfloat64\n" + text("cpu") + b"\x89"
+    for content, words in {
+        call("builtins\nbytearray", count): "expected bytes, not int",
+        call("builtins\nbytes", count): "expected bytes, not int",
+        call("torch._tensor\n_rebuild_from_type_v2", through): "expected bytes, not int",
+        b"cbuiltins\nbytearray\nq\x00h\x00" + count + b"\x85R": "expected bytes, not int",
+        b"cbuiltins\nbytearray\n" + count + b"\x85\x81": "cannot be read",
+        call("_codecs\nencode", doubled): "expected str, not bytes",
+        call("_codecs\nencode", text("x") + text("hex")): "is not a text encoding",
+        call("builtins\nset", repeated): "expected list, not Tensor",
+        call("builtins\nfrozenset", repeated): "expected list, not Tensor",
+        call("collections\nCounter", repeated): "expected dict, not Tensor",
+        call("collections\nOrderedDict", repeated): "expected list, not Tensor",
+        call("torch._utils\n_rebuild_device_tensor_from_cpu_tensor", copied): "not callable",
+    }.items():
+        refused(tmp_path, b"\x80\x02" + content + b".", words)
 
 
 def storage(count: bytes = b"K\x04", kind: bytes = b"ctorch\nFloatStorage\n", key: str = "0") -> bytes:

@@ -5,12 +5,15 @@ A file that names anything else is refused. Tensors stay in the file until they 
 
 import contextlib
 import copy
+import math
 import struct
 import threading
 import warnings
 import zipfile
 import zlib
 from argparse import Namespace
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 from deepspeed.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20
+_NUMPY_KINDS = "biufcSU"  # no objects: their bytes are addresses
 
 
 class _Records:
@@ -133,7 +137,14 @@ def load_restricted(path: Path) -> Any:
         records = _Records(path)
         with _LOCK, contextlib.ExitStack() as stack:
             # Leaving safe_globals removes its names also where the program had added them before.
-            stack.callback(torch.serialization.add_safe_globals, torch.serialization.get_safe_globals())
+            theirs = torch.serialization.get_safe_globals()
+            stack.callback(torch.serialization.add_safe_globals, theirs)
+            torch.serialization.clear_safe_globals()  # of what stands here for a name there is only one
+            torch.serialization.add_safe_globals([g for g in theirs if _name(g) not in set(map(_name, _STAND_INS))])
+            # torch looks into its own table first, so what it would build from any argument is replaced there.
+            table = torch._weights_only_unpickler._get_allowed_globals()
+            stack.callback(table.update, {name: table[name] for name in _BOUNDED if name in table})
+            table.update((name, _BOUNDED[name]) for name in _BOUNDED if name in table)
             stack.enter_context(torch.serialization.safe_globals(_STAND_INS))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # of the pickle protocol; what cannot be read of it is an error
@@ -172,6 +183,8 @@ def _in_file(records: _Records, value: Any, memo: dict[int, Any]) -> Any:
         raise ValueError(f"it holds a bare storage ({type(value).__name__}), which is not read; save a tensor of it")
     if isinstance(value, torch.Tensor):
         made = FileTensor(records, value)
+    elif isinstance(value, _Numpy):
+        made = value.made
     elif type(value) in (list, tuple):
         made = type(value)(_in_file(records, item, memo) for item in value)
     elif isinstance(value, dict | Namespace):
@@ -182,19 +195,76 @@ def _in_file(records: _Records, value: Any, memo: dict[int, Any]) -> Any:
     return memo.setdefault(id(value), made)
 
 
-_LOCK = threading.Lock()  # around what safe_globals and catch_warnings change for the whole process
-_NUMPY = {
-    "_reconstruct": np.zeros(0).__reduce__()[0],
-    "scalar": np.float32(0).__reduce__()[0],
+def _name(entry: Any) -> str:
+    """Under which torch knows an entry of its safe names."""
+    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+
+
+class _Numpy:
+    """Stands for a dtype or array, ``made`` once its state is known."""
+
+    made: Any
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+class _Dtype(_Numpy):
+    def __setstate__(self, state: Any) -> None:
+        plain = np.dtype(_of(str, self.args[0]))
+        if plain.kind not in _NUMPY_KINDS or len(state) != 8 or state[2:5] != (None, None, None):
+            raise ValueError(f"numpy dtype {plain!r:.50} is refused")
+        self.made = plain.newbyteorder(">" if state[1] == ">" else "<")
+
+
+class _Array(_Numpy):
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, content = state
+        made = _array(dtype, shape[::-1] if fortran is True else shape, content)
+        self.made = np.asfortranarray(made.T) if fortran is True else made
+
+
+def _array(dtype: Any, shape: Any, content: Any) -> np.ndarray:
+    kind = _of(_Dtype, dtype).made
+    if math.prod(_of(tuple, shape)) * kind.itemsize != len(_of(bytes, content)):
+        raise ValueError(f"no array of {kind!r:.50} and shape {shape!r:.50}")
+    return np.ndarray(shape, kind, bytearray(content))
+
+
+def _scalar(dtype: Any, content: Any) -> Any:
+    return _array(dtype, (), content)[()]
+
+
+def _of(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _bounded(make: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    """``make`` of what pickle gives it: a count, or a tensor that repeats its elements, could ask for any memory."""
+    return lambda *args: make(*(_of(kind, arg) for arg in args))
+
+
+_LOCK = threading.Lock()  # around what is changed for the whole process while a file is read
+_BOUNDED: dict[str, Any] = {
+    "builtins.bytearray": _bounded(bytearray, bytes),
+    "builtins.set": _bounded(set, list),
+    "_codecs.encode": _bounded(str.encode, str),
+    "collections.Counter": _bounded(Counter, dict),
+    "collections.OrderedDict": _bounded(OrderedDict, list),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": None,  # copies whatever a tensor repeats; not callable
 }
-# What stands for the names that DeepSpeed's files and plain client state hold beyond those torch knows.
+# What stands for the names that DeepSpeed's files and plain client state hold beyond those torch knows. Numpy's own
+# functions would take bytes of a file for pointers.
 _STAND_INS: list[Any] = [
     *((Namespace, f"deepspeed.runtime.fp16.loss_scaler.{name}") for name in ("LossScaler", "DynamicLossScaler")),
     (Namespace, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    *(Namespace, frozenset, bytes, np.ndarray, np.dtype),
+    *(Namespace, (_bounded(frozenset, list), "builtins.frozenset"), (_bounded(bytes, bytes), "builtins.bytes")),
     *((Path, f"pathlib{sub}.{name}") for sub in ("", "._local") for name in ("PosixPath", "WindowsPath")),
     *((kind, f"pathlib{sub}.{kind.__name__}") for sub in ("", "._local") for kind in (PurePosixPath, PureWindowsPath)),
-    *((make, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core") for name, make in _NUMPY.items()),
-    *{type(np.dtype(code)) for code in "?bhilqpBHILQPefdgFDGSU"},  # those without objects
+    *((_Dtype, "numpy.dtype"), (_Array, "numpy.ndarray")),
+    *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *((_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
 ]
