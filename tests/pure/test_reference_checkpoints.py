@@ -201,6 +201,26 @@ def test_a_whole_model_in_one_group_is_named_by_its_order(tmp_path: Path) -> Non
         assert torch.equal(whole(source, ("optim.exp_avg", name)), optimizer.state[p]["exp_avg"])
 
 
+def test_masters_in_another_order_than_the_module_are_named_by_their_values(tmp_path: Path) -> None:
+    first, second = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    slots = {i: {"exp_avg": torch.full((2,), 10.0 * v)} for i, v in enumerate((2, 1))}
+    state = {
+        "module": {"a": first.bfloat16(), "b": second.bfloat16()},
+        "buffer_names": [],
+        "optimizer": {
+            "fp32_groups": [[second, first]],
+            "optimizer_state_dict": {"state": slots, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+        },
+        "global_steps": 1,
+        "param_shapes": None,
+    }
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    source = open_reference(tmp_path)
+    for name, value in {"a": first, "b": second}.items():
+        assert torch.equal(whole(source, ("master", name)), value)
+        assert torch.equal(whole(source, ("optim.exp_avg", name)), 10 * value)
+
+
 @pytest.mark.parametrize("groups", [None, [sum(GROUPS, [])]], ids=["by value", "by name"])
 def test_flat_unsharded_groups_are_cut(root: Path, tmp_path: Path, groups: list[list[str]] | None) -> None:
     """The wrapper of fused optimizers keeps one flat master per group; a real file is rewritten that way."""

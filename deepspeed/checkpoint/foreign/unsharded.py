@@ -82,7 +82,9 @@ def _numbered(
         )
     masters = state.get("fp32_groups") or [[None] * len(n) for n in numbers_of]
     names = groups or [group.get("param_names") or [None] * len(group["params"]) for group in inner["param_groups"]]
-    if len(names) == 1 and not any(names[0]) and len(names[0]) == len(weights):
+    # Masters are in an order of their own, which may fit by shape and be wrong: their values tell.
+    by_order = len(names) == 1 and not any(names[0]) and not state.get("fp32_groups")
+    if by_order and len(names[0]) == len(weights):
         shapes = [_shape(None, inner["state"].get(number, {})) for number in numbers_of[0]]
         if all(shape in (None, weight.shape) for shape, weight in zip(shapes, weights.values(), strict=True)):
             names = [list(weights)]
