@@ -1,5 +1,6 @@
 """A checkpoint has its name when it is whole, never before; what died on the way is skipped, said, and cleared away."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def test_a_reader_that_comes_between_the_two_renames_disturbs_no_save(
             readers.pop()(tmp_path)
 
     monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(folders, "_swap", lambda *_: False)
     whole(tmp_path, "t")
     assert not readers and [p.name for p in tmp_path.iterdir()] == ["t"]
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["manifest.json"]
@@ -68,6 +70,94 @@ def test_a_replacement_that_died_between_two_renames_gives_the_old_one_back(tmp_
     os.rename(whole(tmp_path, "t"), tmp_path / ".t.replaced-abc123")
     folders.write_latest(tmp_path, "t")
     assert folders.find_checkpoint(tmp_path) == tmp_path / "t"
+
+
+def test_a_tag_that_is_overwritten_has_its_name_at_every_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole(tmp_path, "t")
+    (tmp_path / "other").mkdir()
+    if not folders._swap(tmp_path / "t", tmp_path / "other"):
+        pytest.skip("this filesystem does not exchange names")
+    assert folders._swap(tmp_path / "t", tmp_path / "other")
+    (tmp_path / "other").rmdir()
+    monkeypatch.delattr(os, "rename")  # the one step is the exchange
+    whole(tmp_path, "t").joinpath("new").write_text("")
+    assert [p.name for p in tmp_path.iterdir()] == ["t"] and (tmp_path / "t" / "new").exists()
+
+
+@pytest.mark.parametrize("layout", ["manifest.json", "mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"]
+)
+def test_a_replacement_that_fails_leaves_the_old_one_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, error: BaseException
+) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / layout).write_text("old")
+    new, real = folders.begin(tmp_path, "t"), os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if source == new:
+            raise error
+        real(source, target)
+
+    monkeypatch.setattr(folders, "_swap", lambda *_: False)
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(type(error)):
+        folders.publish(new, "t")
+    assert (tmp_path / "t" / layout).read_text() == "old" and sorted(tmp_path.iterdir()) == sorted(
+        [new, tmp_path / "t"]
+    )
+
+
+def test_a_checkpoint_in_deepspeeds_layout_gets_its_name_back_too(tmp_path: Path) -> None:
+    folder = tmp_path / ".t.replaced-abc123"
+    folder.mkdir()
+    (folder / "mp_rank_00_model_states.pt").write_text("")
+    folders.begin(tmp_path, "u")
+    assert folders.find_checkpoint(tmp_path, "t") == tmp_path / "t"
+
+
+def test_half_of_what_was_replaced_is_never_taken_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ".t.replaced-abc123"
+    folder.mkdir()
+    (folder / "mp_rank_00_model_states.pt").write_text("")
+    monkeypatch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # it dies at the first file
+    folders.discard(folder)
+    folders.repair(tmp_path)
+    assert not (tmp_path / "t").exists()
+
+
+def test_readers_outlive_a_checkpoint_that_goes_while_they_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tag in ("a", "b"):
+        whole(tmp_path, tag)
+    folders.write_latest(tmp_path, "b")
+    real = folders.is_complete
+
+    def is_complete(folder: Path) -> bool:
+        whole_now = real(folder)
+        if folder.name == "a" and whole_now:
+            (folder / "manifest.json").unlink()
+        return whole_now
+
+    monkeypatch.setattr(folders, "is_complete", is_complete)
+    assert [p.name for p in folders.complete_tags(tmp_path)] == ["b", "a"]
+    assert folders.find_checkpoint(tmp_path) == tmp_path / "b"
+
+
+def test_names_without_a_time_of_birth_are_known(tmp_path: Path) -> None:
+    dead = tmp_path / f".t.saving-{folders._host()}-{dead_pid()}-abc123"
+    mine = tmp_path / f".t.saving-{folders._host()}-{os.getpid()}-abc123"
+    dead.mkdir()
+    mine.mkdir()
+    assert folders.unfinished(tmp_path) == sorted([dead, mine])
+    folders.begin(tmp_path, "u")
+    assert not dead.exists() and mine.exists()
 
 
 def test_what_a_dead_process_left_is_removed_by_the_next_save(tmp_path: Path) -> None:

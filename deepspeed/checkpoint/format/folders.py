@@ -6,6 +6,7 @@ next save. Small files are replaced through files named in the same way.
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -21,8 +22,9 @@ from deepspeed.observe.log import logger
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+_EXCHANGE, _AT_FDCWD = 2, -100  # RENAME_EXCHANGE of renameat2; paths are relative to the working folder
 _HIDDEN = re.compile(
-    r"\.(?P<tag>.+)\.(?P<what>saving|replaced|removed)-((?P<host>[^-]*)-(?P<pid>\d+)-(?P<born>\d+)-)?[0-9a-f]+"
+    r"\.(?P<tag>.+)\.(?P<what>saving|replaced|removed)-((?P<host>[^-]*)-(?P<pid>\d+)-((?P<born>\d+)-)?)?[0-9a-f]+"
 )
 
 
@@ -63,25 +65,53 @@ def publish(folder: Path, tag: str) -> Path:
     final = folder.parent / tag
     old = folder.with_name(f".{tag}.replaced-{uuid.uuid4().hex[:12]}")
     sync_folder(folder)
-    while True:
-        # Between the two renames only the old one exists, under its other name: readers look there too (repair).
-        if os.path.lexists(final):
-            os.rename(final, old)
-        try:
-            os.rename(folder, final)
-            break
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # a reader gave the old one its name back
-                raise
+    if os.path.lexists(final) and _swap(folder, final):
+        old = folder
+    else:
+        _rename_twice(folder, final, old)
     sync_folder(folder.parent)
     if os.path.lexists(old):
         discard(old)
     return final
 
 
+def _swap(a: Path, b: Path) -> bool:
+    """Exchange two names in one step; False where the kernel or the filesystem cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.ENOENT):
+        return False  # EPERM: sandboxes that do not know the call
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def _rename_twice(folder: Path, final: Path, old: Path) -> None:
+    """Between the two renames only the old one exists, under its other name: readers look there too (repair)."""
+    while True:
+        try:
+            if os.path.lexists(final):
+                os.rename(final, old)
+            os.rename(folder, final)
+            return
+        except BaseException as error:
+            back = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+            if back and not os.path.lexists(old):  # a reader gave the old one its name back
+                continue
+            if os.path.lexists(old) and not os.path.lexists(final):
+                os.rename(old, final)
+            raise
+
+
 def discard(path: Path) -> None:
-    """Remove a folder or file if possible; a folder's manifest first, so that half a folder never looks complete."""
+    """Remove a folder or file if possible; what was replaced loses that name first, or repair would give half back."""
     with contextlib.suppress(OSError):
+        if (match := _HIDDEN.fullmatch(path.name)) and match["what"] == "replaced":
+            gone = path.with_name(f".{match['tag']}.removed-{uuid.uuid4().hex[:12]}")
+            os.rename(path, gone)
+            path = gone
         if not path.is_dir() or path.is_symlink():
             path.unlink()
             return
@@ -92,7 +122,7 @@ def discard(path: Path) -> None:
 def repair(save_dir: Path) -> None:
     """Give a checkpoint its name back whose replacement died between two renames."""
     for path, match in _hidden(save_dir):
-        if match["what"] == "replaced" and is_complete(path) and not (save_dir / match["tag"]).exists():
+        if match["what"] == "replaced" and is_any(path) and not (save_dir / match["tag"]).exists():
             with contextlib.suppress(OSError):
                 os.rename(path, save_dir / match["tag"])
 
@@ -119,7 +149,7 @@ def _is_dead(match: re.Match[str]) -> bool:
     except OSError:  # another user's
         return False
     # Numbers are used again, in containers by the very next run: a process that began at another time is another one.
-    return _began(pid) != int(match["born"])
+    return match["born"] is not None and _began(pid) != int(match["born"])
 
 
 def _hidden(save_dir: Path) -> list[tuple[Path, re.Match[str]]]:
@@ -210,7 +240,10 @@ def complete_tags(save_dir: Path) -> list[Path]:
 
 
 def _saved_at(folder: Path) -> int:
-    return (folder / MANIFEST).stat().st_mtime_ns
+    try:
+        return (folder / MANIFEST).stat().st_mtime_ns
+    except OSError:  # it is being replaced or removed
+        return 0
 
 
 def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
@@ -229,14 +262,14 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
             logger.warning("%s has no file 'latest'; loading its newest complete checkpoint, %s", load_dir, newest.name)
         return newest
     folder = load_dir / check_tag(named)
-    complete = complete_tags(load_dir)
     if is_any(folder):
-        newer = [p.name for p in complete if is_complete(folder) and _saved_at(p) > _saved_at(folder)]
-        if newer and tag is None:
+        since = _saved_at(folder) if tag is None else 0
+        newer = [p.name for p in complete_tags(load_dir) if _saved_at(p) > since] if since else []
+        if newer:
             logger.warning("'latest' names %s; complete and newer, but not named: %s", named, ", ".join(newer))
         return folder
     what = "is not there" if not folder.exists() else f"is not a complete checkpoint (it has no {MANIFEST})"
-    others = ", ".join(p.name for p in complete)
+    others = ", ".join(p.name for p in complete_tags(load_dir))
     advice = f"complete ones here: {others}" if others else "there is no complete checkpoint here"
     whose = "" if tag is not None else f", which {load_dir / LATEST} names,"
     raise CheckpointError(f"checkpoint {folder}{whose} {what}; {advice}")
