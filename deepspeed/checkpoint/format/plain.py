@@ -131,7 +131,13 @@ def _type_name(value: Any) -> str:
 def _key_name(key: Any, position: int) -> str:
     """How a path spells a key; one that no path can spell, or that is too long for one, by its position."""
     short = type(key) in (bool, float) or type(key) is int and abs(key) < 2**63
-    return str(key) if short or type(key) is str and len(key) <= LONGEST_NAME else f"key {position}"
+    spelled = short or type(key) is str and len(key) <= LONGEST_NAME and not _surrogates(key)
+    return str(key) if spelled else f"key {position}"
+
+
+def _surrogates(text: str) -> bool:
+    """JSON would join two halves of a surrogate pair into one character."""
+    return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _unused(name: str, used: Mapping[str, Any]) -> str:
@@ -154,8 +160,10 @@ class _Encoder:
 
     def value(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, str):
+        if value is None or kind is bool or kind is str and not _surrogates(value):
             return value
+        if kind is str:
+            return {TAG: "str", **self._raw(value.encode("utf-8", "surrogatepass"), path)}
         if kind in _CONTAINERS:
             return self._container(value, path)
         if kind in _TEXT_TAGS:
@@ -206,7 +214,7 @@ class _Encoder:
     def _mapping(self, value: dict[Any, Any], path: str) -> Any:
         names = [_key_name(key, i) for i, key in enumerate(value)]
         items = [self.value(item, f"{path}/{name}") for name, item in zip(names, value.values(), strict=True)]
-        if type(value) is dict and all(type(key) is str and key != TAG for key in value):
+        if type(value) is dict and all(type(key) is str and key != TAG and not _surrogates(key) for key in value):
             return dict(zip(value, items, strict=True))
         keys = [self.value(key, f"{path}/key {i}") for i, key in enumerate(value)]
         pairs = [list(pair) for pair in zip(keys, items, strict=True)]
@@ -244,6 +252,8 @@ class _Encoder:
         if type(value) not in (np.ndarray, value.dtype.type) or value.dtype.kind not in NUMPY_KINDS:
             return self._left_out(value, path)
         shape = {"shape": list(value.shape)} if isinstance(value, np.ndarray) else {}
+        if not shape and not value.dtype.itemsize:  # of text; numpy has no such dtype but in values
+            return {TAG: "numpy.str", "value": ""} if value.dtype.kind == "U" else {TAG: "numpy.bytes", "base64": ""}
         tag = "numpy.ndarray" if shape else "numpy.scalar"
         return {TAG: tag, "dtype": value.dtype.str, **shape, **self._raw(value.tobytes(), path)}
 
@@ -324,6 +334,8 @@ class _Decoder:
         if NUMPY_DTYPE.fullmatch(text) is None:
             raise ValueError(f"no dtype: {text!r:.100}")
         dtype = np.dtype(text)
+        if shape == [] and text[1:] in ("U0", "S0") and not content:
+            return np.zeros((), dtype)  # an empty text; numpy made the dtype one wide
         if math.prod(shape) * dtype.itemsize != len(content):
             raise ValueError(f"{len(content)} bytes are no array of {dtype} and shape {shape!r:.100}")
         return np.ndarray(tuple(shape), dtype, bytearray(content))
