@@ -243,6 +243,12 @@ def test_stubs_hold_the_client_state_without_what_needs_code_to_load() -> None:
     assert found == {"epoch": 2, "hyper": {"rate": 0.1, "deep": {}}}
 
 
+def test_a_small_view_of_large_storage_is_not_copied_for_the_stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[object] = []
+    monkeypatch.setattr(torch, "save", lambda value, _: saved.append(value))
+    assert copy_for_later({"view": torch.zeros(5 << 20)[:2]}) == {} and not saved
+
+
 def test_names_of_files() -> None:
     assert get_model_ckpt_name_for_rank("d", "00") == os.path.join("d", "mp_rank_00_model_states.pt")
     assert get_zero_ckpt_name_for_rank("d", 3, 1) == os.path.join("d", "zero_pp_rank_3_mp_rank_01_optim_states.pt")

@@ -97,7 +97,7 @@ def _loadable(value: dict[Any, Any]) -> bytes | None:
     """As a file of torch that opens without running code; None when that is not possible, or it is large."""
     buffer = io.BytesIO()
     try:
-        if sum(getattr(leaf, "nbytes", 0) for leaf in pytree.tree_leaves(value)) <= _SMALL:  # else not even copied
+        if sum(map(_nbytes, pytree.tree_leaves(value))) <= _SMALL:  # else not even copied
             torch.save(value, buffer)
         if not 0 < buffer.tell() <= _SMALL:
             return None
@@ -106,6 +106,12 @@ def _loadable(value: dict[Any, Any]) -> bytes | None:
     except Exception:  # whatever the user's own objects raise: these files do without them
         return None
     return buffer.getvalue()
+
+
+def _nbytes(leaf: Any) -> int:
+    """That torch would write: of a view all that it is a view of."""
+    nbytes: int = leaf.untyped_storage().nbytes() if isinstance(leaf, torch.Tensor) else getattr(leaf, "nbytes", 0)
+    return nbytes
 
 
 def _write(folder: Path, names: list[str], content: bytes | None) -> None:
