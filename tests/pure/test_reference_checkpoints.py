@@ -237,6 +237,8 @@ def test_flat_unsharded_groups_are_cut(root: Path, tmp_path: Path, groups: list[
     source = open_reference(tmp_path, groups=groups)
     agree(source, tensors)
     assert sorted(source.facts["optimizer"]["groups"][0]["names"]) == sorted(names)
+    with pytest.raises(CheckpointError, match="optimizer group 0 has nothing, and the checkpoint no weight"):
+        open_reference(tmp_path, groups=[["nothing"]])
 
 
 # -- damage ------------------------------------------------------------------------------------------------------

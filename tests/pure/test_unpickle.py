@@ -226,6 +226,21 @@ def test_tensors_in_a_counter_come_back(tmp_path: Path) -> None:
     assert torch.equal(found["a"], torch.ones(2))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_tensors_in_a_set_come_back(tmp_path: Path, kind: Any) -> None:
+    torch.save(kind([torch.ones(2)]), tmp_path / "file.pt")
+    found = materialize(load_restricted(tmp_path / "file.pt"))
+    assert type(found) is kind and torch.equal(next(iter(found)), torch.ones(2))
+
+
+def test_a_parameter_and_its_data_keep_a_flag_each(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    for value in ([weight, weight.data], [weight.data, weight]):
+        torch.save(value, tmp_path / "file.pt")
+        found = materialize(load_restricted(tmp_path / "file.pt"))
+        assert [t.requires_grad for t in found] == [t.requires_grad for t in value]
+
+
 def test_what_is_shared_is_visited_once_and_stays_shared(tmp_path: Path) -> None:
     value: Any = [torch.ones(1)]
     for _ in range(60):  # 2**60 visits, were each reference followed

@@ -122,9 +122,10 @@ class FileTensor:
         return values.requires_grad_() if self._like.requires_grad else values
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
-        if self.place not in memo:
-            memo[self.place] = self.tensor()
-        return memo[self.place]
+        key = (self.place, self._like.requires_grad)
+        if key not in memo:
+            memo[key] = self.tensor()
+        return memo[key]
 
 
 def load_restricted(path: Path) -> Any:
@@ -185,7 +186,7 @@ def _in_file(records: _Records, value: Any, memo: dict[int, Any]) -> Any:
         made = FileTensor(records, value)
     elif isinstance(value, _Numpy):
         made = value.made
-    elif type(value) in (list, tuple):
+    elif type(value) in (list, tuple, set, frozenset):
         made = type(value)(_in_file(records, item, memo) for item in value)
     elif isinstance(value, dict | Namespace):
         made = copy.copy(value)

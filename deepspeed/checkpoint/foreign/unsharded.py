@@ -117,6 +117,8 @@ def _flat(
         given, at = iter(groups[g]) if groups is not None else None, 0
         members.append([])
         while name := next(given, None) if given is not None else _by_values(left, flat, at, None):
+            if name not in weights:
+                raise CheckpointError(f"optimizer group {g} has {name}, and the checkpoint no weight of that name")
             members[-1].append(_Optimized(slots, flat, name, at, flat=True))
             at += weights[name].numel
         rest = torch.ones(flat.numel - at, dtype=flat.dtype, device="cpu")
