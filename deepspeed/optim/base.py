@@ -114,8 +114,10 @@ class GroupStep(torch.optim.Optimizer):
         if not state:
             where = param.device if group.get("fused") or group.get("capturable") else "cpu"
             for name in self._slots(group):
-                number = name == "step"
-                state[name] = torch.zeros((), device=where) if number else _new_moment(param, group)
+                number = name == "step"  # in fp32, as torch's: in bf16, a client's default, it would stick at 256
+                state[name] = (
+                    torch.zeros((), dtype=torch.float32, device=where) if number else _new_moment(param, group)
+                )
         return state
 
     def _wants_torch(self, group: Group) -> bool:

@@ -389,5 +389,19 @@ def test_moments_in_host_memory_ask_for_huge_pages() -> None:
     assert len(flags) == 2 and all(" hg" in line for line in flags)
 
 
+@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam])
+def test_steps_are_counted_in_fp32_whatever_the_default_dtype(cls: type[torch.optim.Optimizer]) -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = cls([weight])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(300):  # 256 + 1 is 256 in bf16
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert int(optimizer.state[weight]["step"]) == 300
+
+
 def test_all_kernels_are_built() -> None:
     assert all(try_load(op) is not None and built(op) is not None for op in (CPU_ADAM, CPU_ADAGRAD, CPU_LION))
