@@ -362,3 +362,26 @@ def _one_rank_skips_the_reader() -> int:
 def test_a_reader_inside_a_forward_waits_for_nobody(pool2: RankPool) -> None:
     """A rank may skip the module whose forward opens the context."""
     assert pool2.run(_one_rank_skips_the_reader, time_limit=60) == [6, 6]
+
+
+def assigned(transposed: bool) -> list[str]:
+    """The owner puts a tensor of its own (fp32, or a view of the values) in the place of a bf16 one."""
+    with large(bf16={"enabled": True}) as engine:
+        weight = engine.module.blocks[0].weight
+        before = full_parameters(engine.module)["blocks.0.weight"]
+        value = before.t().clone() if transposed else torch.arange(96 * 96.0).view(96, 96) / 1000
+        owner = dist.get_world_size() - 1
+        with gathered(weight, modifier_rank=owner):
+            if dist.get_rank() == owner:
+                weight.data = weight.data.t() if transposed else value
+        with gathered(weight):
+            wrong = [] if torch.equal(weight, value.to(weight.dtype)) else ["not the owner's values"]
+        return wrong + not_at_rest(engine)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["fp32", "view"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_that_the_owner_assigns_reaches_every_rank(
+    pool1: RankPool, pool2: RankPool, ranks: int, transposed: bool
+) -> None:
+    assert (pool1, pool2)[ranks - 1].run(assigned, transposed) == [[]] * ranks

@@ -167,13 +167,15 @@ class GatheredParameters:
     def _write_back(self, param: nn.Parameter) -> None:
         unit, position = param._ds_unit, param._ds_position  # type: ignore[attr-defined]
         with torch.no_grad():
-            # gloo's thread may hold what it has sent a little longer; of the full buffer that would pass for an alias
-            values = local_of(param).clone(memory_format=torch.contiguous_format)
+            values, inside = local_of(param), unit.view(unit.full, unit.layout.segments[position])
             world = unit.mesh.zero
-            collectives.broadcast(values, world, source=world.ranks.index(self._modifier))
-            inside = unit.view(unit.full, unit.layout.segments[position])
+            if world.size > 1 or not values.is_set_to(inside):
+                # gloo's thread may hold what it has sent a little longer; of the full buffer that would pass for an
+                # alias. In the unit's dtype, which is the same on all ranks, whatever this one has put there.
+                values = torch.empty_like(inside).copy_(values)
+                collectives.broadcast(values, world, source=world.ranks.index(self._modifier))
             inside.copy_(values)
-            if local_of(param).data_ptr() != inside.data_ptr():
+            if not local_of(param).is_set_to(inside):
                 point(param, inside)
             unit.absorb(position)
 
