@@ -126,14 +126,14 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any]) -> None:
-    """Make the numbers of ``holder`` those of ``numbers``: the same tensors with the old values, nothing newer."""
-    for key in _numbers(holder).keys() - numbers.keys():
+def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any], *, depth: int = 1) -> None:
+    """Make the numbers of ``holder``, as deep as ``_numbers`` copied them, the old ones: in the same tensors."""
+    for key in _numbers(holder, depth=depth).keys() - numbers.keys():
         del holder[key]
     for key, value in numbers.items():
         now = holder.get(key)
         if isinstance(value, dict) and isinstance(now, dict):
-            _put_back(now, value)
+            _put_back(now, value, depth=depth - 1)
         elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == value.shape:
             now.detach().copy_(value)
         else:

@@ -1,5 +1,6 @@
 """Faults that a review of the tiers found, each by the guarantee that it broke."""
 
+import copy
 import logging
 import os
 import tempfile
@@ -99,6 +100,43 @@ def _counted(place: str) -> list[str]:
 @pytest.mark.parametrize("place", ["dict", "list", "state"])
 def test_a_count_goes_up_once_a_step_wherever_it_is_kept(place: str, pool1: RankPool) -> None:
     assert pool1.run(_counted, place) == [[]]
+
+
+class Configured(torch.optim.SGD):
+    """Reads settings two dicts deep in every step."""
+
+    elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.cfg = {"a": {"x": 1}}
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.cfg["a"]["x"] == 1
+        return super().step(closure)
+
+
+def _settings_stay(muon: bool) -> list[str]:
+    case = case_named("plain")
+    with tempfile.TemporaryDirectory() as folder:
+        if muon:
+            config = _drive(folder, optimizer={"type": "Muon", "params": {"lr": 0.01}})
+            config["zero_optimization"]["stage"] = 2
+            engine = start(case.build(), config)
+        else:
+            engine = start(case.build(), _drive(folder, optimizer=None), optimizer=Configured)
+        inner = engine.optimizer.optimizer
+        before = copy.deepcopy(inner._group_keys if muon else inner.cfg)
+        for step in range(2):
+            train_step(engine, case, step)
+        after = inner._group_keys if muon else inner.cfg
+        engine.destroy()
+    return [] if before == after and before else [f"{before}, then {after}"]
+
+
+@pytest.mark.parametrize("muon", [False, True], ids=["nested", "muon"])
+def test_settings_of_an_optimizer_on_a_drive_stay(pool1: RankPool, muon: bool) -> None:
+    assert pool1.run(_settings_stay, muon) == [[]]
 
 
 def _raw_state() -> list[str]:
