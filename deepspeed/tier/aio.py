@@ -227,7 +227,10 @@ class FileTransfer(Transfer):
         self._tensor: torch.Tensor | None = tensor
         self._what = f"{'writing' if write else 'reading'} {self.nbytes} bytes at offset {offset}"
         self._lock = threading.Lock()
-        self._code: int | None = None
+        # Lists that C code appends to: a signal handler that raises (Ctrl-C) between a call's return and an assignment
+        # would lose the value.
+        self._ticket: list[int] = []
+        self._code: list[int] = []
         with self._lock:
             # Known to both before either is asked whether it is open: closing them waits for what it finds.
             file._under_way[self] = engine._under_way[self] = None
@@ -236,16 +239,14 @@ class FileTransfer(Transfer):
                     raise ValueError(f"{'this AioEngine' if engine._closed else file.path} is closed")
                 fds = (file._direct, file._plain)
                 move = (int(write), *fds, offset, tensor.data_ptr(), self.nbytes)
-                self._ticket = -errno.ECHILD if engine._foreign() else engine._calls.submit(*move)
-            except BaseException:
-                self._code = -errno.ECANCELED
-                self._release()
-                raise
-            if self._ticket < 0:
-                self._code = self._ticket
-                self._release()
-        if self._code is not None:
-            raise self.failure(self._code)
+                submitted = [-errno.ECHILD] if engine._foreign() else itertools.starmap(engine._calls.submit, [move])
+                self._ticket.extend(submitted)
+                self._code.extend(code for code in self._ticket if code < 0)
+            finally:
+                if self._code or not self._ticket:
+                    self._release()
+        if self._code:
+            raise self.failure(self._code[0])
 
     def wait(self) -> None:
         """Until it is done. Raises TransferError, with the file and the offset, when it failed; may be called again."""
@@ -256,12 +257,12 @@ class FileTransfer(Transfer):
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        if self._code is not None or self._engine._foreign():
+        if self._code or self._engine._foreign():
             return True
         if not self._lock.acquire(blocking=False):
             return False  # somebody is waiting for it
         try:
-            return self._code is not None or self._engine._calls.done(self._ticket) != 0
+            return bool(self._code) or self._engine._calls.done(self._ticket[0]) != 0
         finally:
             self._lock.release()
 
@@ -271,13 +272,13 @@ class FileTransfer(Transfer):
 
     def settle(self) -> int:
         """Wait, and let go of the tensor; 0 or a negative errno."""
-        if self._code is None and self._engine._foreign():
+        if not self._code and self._engine._foreign():
             return -errno.ECHILD  # before the lock, which another thread may have held when this process was forked
         with self._lock:
-            if self._code is None:
-                self._code = self._engine._calls.wait(self._ticket)
+            if not self._code:
+                self._code.extend(map(self._engine._calls.wait, self._ticket))
             self._release()
-        return self._code
+        return self._code[0] if self._code else -errno.ECANCELED  # cut short before it began
 
     def _release(self) -> None:
         self._tensor = None

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from deepspeed.errors import BuildError, DeepSpeedError
 from deepspeed.observe.log import logger
 from deepspeed.tier import aio
-from deepspeed.tier.aio import AioEngine, DirectFile, TransferError, aligned_empty
+from deepspeed.tier.aio import AioEngine, DirectFile, FileTransfer, TransferError, aligned_empty
 from tests.harness.aio import MIB, Make, content, noise, python, usable
 
 
@@ -278,6 +279,27 @@ def test_forked_child_gets_an_error(tmp_path: Path) -> None:
     """The engine's threads stay with the parent: the child is told so, at once, and may make its own."""
     ran = python(FORK, str(tmp_path / "data"), *usable())
     assert ran.returncode == 0, ran.stderr
+
+
+class Interrupt(list[int]):
+    """Raises where a signal handler would run: after the value is stored."""
+
+    def extend(self, values: Iterable[int]) -> None:
+        super().extend(values)
+        raise KeyboardInterrupt
+
+
+def test_interrupted_wait(file: DirectFile) -> None:
+    """Ctrl-C between the end of the C call and the next line: the next wait still knows the result."""
+    with AioEngine() as engine:
+        transfer = engine.write(file, 0, noise(MIB))
+        assert isinstance(transfer, FileTransfer)
+        transfer._code = Interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()
+        transfer.wait()
+        assert engine._calls.wait(transfer._ticket[0]) == -errno.EINVAL  # waited for already
+    assert not engine._under_way
 
 
 # --- choosing ---
