@@ -393,3 +393,22 @@ def _updated_gradients(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_updated_by_a_function_of_value_and_parameter(pool2: RankPool, stage: int) -> None:
     assert pool2.run(_updated_gradients, stage) == [True, True]
+
+
+def _before_the_first_step(stage: int) -> list[str]:
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage, zero=ZERO))
+    p, wrong = engine.module.layers[1].up.weight, []
+    for slot in (*SLOTS, "no_such_slot"):
+        safe_set_local_optimizer_state(p, torch.ones(p.numel()), slot)
+        safe_set_full_optimizer_state(p, torch.ones(p.shape), slot)
+        if safe_get_local_optimizer_state(p, slot) is not None and safe_get_local_optimizer_state(p, slot).numel():
+            wrong.append(slot)
+    train_step(engine, case, 0)
+    engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_setting_a_slot_that_is_not_there_yet_does_nothing(pool2: RankPool, stage: int) -> None:
+    assert pool2.run(_before_the_first_step, stage) == [[], []]

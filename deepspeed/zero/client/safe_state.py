@@ -52,7 +52,9 @@ class _Opened:
             values.copy_(value.reshape(-1)[start : start + values.numel()].to(values.device) / self.factor)
 
     def fill_local(self, value: torch.Tensor) -> None:
-        """Write this rank's part."""
+        """Write this rank's part; nothing where there is none (an optimizer before its first step)."""
+        if not self.pieces:
+            return
         sizes = [values.numel() for _, values in self.pieces]
         for (_, values), part in zip(self.pieces, value.reshape(-1).split(sizes), strict=True):
             values.copy_(part.to(values.device) / self.factor)
@@ -200,7 +202,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         if slots is None:
             return None
         lo, hi = slots.unit.layout.overlap(slots.segment, *slots.unit.range_of(StateKind.OPTIM))
-        local = torch.zeros(max(0, hi - lo), device=slots.unit.device)
+        local = torch.zeros(max(0, hi - lo), dtype=torch.float32, device=slots.unit.device)
         for start, values in slots.pieces:
             at = start + slots.segment.offset - lo
             local[at : at + values.numel()].copy_(values)
