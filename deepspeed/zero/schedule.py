@@ -5,7 +5,6 @@ and eval passes keep both. A use that the trace did not foresee resynchronises o
 until the phase ends; nothing is flushed and nothing is logged.
 """
 
-import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -128,8 +127,9 @@ class Habits(Generic[_T]):
         """The next interval; empty when none is foreseen."""
         past, longest, follower = self._past, 0, None
         for end in range(len(past) - 1, 0, -1):
-            pairs = zip(past[: -_REACH - 1 : -1], past[end - 1 :: -1], strict=False)
-            length = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1] is not None, pairs))
+            length, most = 0, min(end, _REACH)
+            while length < most and past[end - 1 - length] is past[-1 - length] is not None:
+                length += 1
             if length > longest:
                 longest, follower = length, past[end]
             if longest == _REACH:
