@@ -25,7 +25,7 @@ _ONE_PASS = ("all_gather", "reduce_scatter", "all_to_all")
 
 def bus_factor(op: str, world_size: int) -> float:
     """Bus bandwidth over algorithm bandwidth, per nccl-tests' PERFORMANCE.md."""
-    passes = 2 if "all_reduce" in op else 1
+    passes = 2 if op.startswith(("all_reduce", "inference_all_reduce")) else 1
     return passes * (world_size - 1) / world_size if passes == 2 or op.startswith(_ONE_PASS) else 1.0
 
 
