@@ -332,7 +332,7 @@ def path_refusals(folder: str) -> dict[str, str]:
 
 def test_a_path_that_cannot_be_used_is_a_sentence(pool1: RankPool, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
+    for parent in tmp_path.parents[:3]:
         parent.chmod(0o755)
     (told,) = pool1.run(path_refusals, str(tmp_path))
     for name, said in told.items():
