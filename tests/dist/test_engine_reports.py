@@ -4,10 +4,8 @@ of means.
 
 import gc
 import logging
-import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.verify.models import MicroBatch, case_named
 from deepspeed.verify.reference import trainable
+from tests.harness.faults import modules_replaced
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 
@@ -288,7 +287,7 @@ def unwritable(folder: str) -> tuple[str, str, bool]:
     model = case_named("plain").build()
     Path(folder, "file").write_text("")
     said = outcome(lambda: start(model, make_config(2, csv_monitor={"enabled": True, "output_path": f"{folder}/file"})))
-    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}):
+    with modules_replaced({"torch.utils.tensorboard": None}):
         missing = outcome(lambda: start(model, make_config(2, tensorboard={"enabled": True, "output_path": folder})))
     start(model, make_config(2)).destroy()
     return said, missing, True

@@ -1,5 +1,6 @@
 """The harness itself: results in rank order, every traceback shown, hangs and crashes end fast, the pool recovers."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness.faults import Faults, InjectedFault
+from tests.harness.faults import Faults, InjectedFault, modules_replaced
 from tests.harness.patience import slowdown, too_long
 from tests.harness.pool import RankFailure, RankPool
 from tests.harness.spy import CollectiveSpy
@@ -155,3 +156,13 @@ def test_an_interrupted_replay_leaves_nothing(tmp_path: Path) -> None:
     _, err = replaying.communicate(timeout=60)
     assert replaying.returncode == 128 + signal.SIGINT and b"Traceback" not in err, err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_replaced_module_forgets_nothing_that_was_imported_meanwhile() -> None:
+    sys.modules.pop("colorsys", None)
+    with modules_replaced({"colorsys_of_nobody": None}):
+        import colorsys
+
+        with pytest.raises(ImportError):
+            importlib.import_module("colorsys_of_nobody")
+    assert sys.modules["colorsys"] is colorsys and "colorsys_of_nobody" not in sys.modules

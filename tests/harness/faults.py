@@ -1,13 +1,32 @@
 """Fault injection: raise in a named module, poison a gradient, delay a rank, each at one step on one rank."""
 
+import contextlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+
+@contextlib.contextmanager
+def modules_replaced(stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Imports of these names find ``stand_ins``; None is a package that is not there.
+
+    Only these names are put back: ``mock.patch.dict(sys.modules)`` also forgets what was first imported meanwhile, and
+    whoever imports that again gets a second copy of the module.
+    """
+    before = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
 
 
 class InjectedFault(RuntimeError):

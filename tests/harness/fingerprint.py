@@ -11,7 +11,6 @@ import hashlib
 import io
 import logging
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +33,7 @@ from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from deepspeed.zero.facts import UnitState
+from tests.harness.faults import modules_replaced
 
 STEPS = 4
 SAMPLES = 9  # not a multiple of ranks x micro batch, so that the last batch of an epoch is short
@@ -116,7 +116,7 @@ class _Watch:
             services: Any = {
                 name: _Service(name, self.services) for name in ("torch.utils.tensorboard", "wandb", "comet_ml")
             }
-            with mock.patch.object(Accelerator, "synchronize", wait), mock.patch.dict(sys.modules, services):
+            with mock.patch.object(Accelerator, "synchronize", wait), modules_replaced(services):
                 yield
         finally:
             logger.removeHandler(handler)
