@@ -38,12 +38,11 @@ def _stem(op: OpSpec, compiler: Compiler) -> str:
 def _compile(op: OpSpec, compiler: Compiler, work: Path) -> Path:
     """Compile ``op`` in the folder ``work``, MAX_JOBS sources or one per core at once; the library's path there."""
 
-    def run(commands: list[list[str]]) -> None:
+    def run(commands: list[list[str]], sign: str = "") -> None:
         for status, output in tools.run_tools(commands, limit_s=tools.COMPILE_LIMIT_S):
-            if status != 0:
-                raise BuildError(
-                    f"op {op.name}: {compiler.command[0]} fails with status {status}: {first_error(output)}"
-                )
+            if status != 0 and sign in output:
+                what = f"{compiler.command[0]} fails with status {status}: {first_error(output)}"
+                raise BuildError(f"op {op.name}: {what}")
 
     wish = os.environ.get("MAX_JOBS", "")
     jobs = (int(wish) if wish.isdecimal() else 0) or os.cpu_count() or 1
@@ -53,8 +52,8 @@ def _compile(op: OpSpec, compiler: Compiler, work: Path) -> Path:
     if ninja:
         plan = work / "build.ninja"
         plan.write_text(tools.ninja_plan(commands, work), encoding="utf-8")
-        tools.run_tools([[ninja, "-f", str(plan), "-j", str(jobs)]], limit_s=tools.COMPILE_LIMIT_S)
-    # what ninja has not made, because it is not there or broken, or because of an error that the compiler will name
+        # without the sign of a failed command ninja itself is broken, which need not end the build
+        run([[ninja, "-f", str(plan), "-j", str(jobs)]], sign="FAILED: ")
     lines = [command for target, command in commands.items() if not target.is_file()]
     for first in range(0, len(lines), jobs):
         run(lines[first : first + jobs])

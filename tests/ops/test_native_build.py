@@ -298,6 +298,14 @@ def test_max_jobs_limits_how_many_sources_are_compiled_at_once(
     assert (seen, told) == (([1, 1], [jobs if jobs in "12" else "8"]) if ninja else (sizes, []))
 
 
+def test_a_broken_ninja_does_not_end_a_build(tiny: OpSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "ninja"
+    broken.write_text("#!/bin/sh\necho 'ninja: error: loading build.ninja: broken'\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(compiler, "find_ninja", lambda: str(broken))
+    assert build.load(_two_sources(tiny)).two() == 2
+
+
 def test_the_first_error_of_several_sources_is_the_compilers_own(tiny: OpSpec) -> None:
     op = _two_sources(tiny)
     (op.folder() / "more.cpp").write_text("int ok;\nint broken = nothing;\n")
