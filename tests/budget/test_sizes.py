@@ -7,7 +7,7 @@ FUNCTION_LINES = 60
 # Lines of the package, in three rings. A number that is reached is a question about the design; raising one takes a
 # commit of its own that says why. They are on their way down, to 15,000 of the core and 28,000 together.
 CORE_LINES = 16_090
-SURFACE_LINES = 11_400
+SURFACE_LINES = 11_410
 TOOLS_LINES = 6_250
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
