@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +27,6 @@ _EXPORT_ENVS = {"cuda": ["NCCL"], "xpu": ["CCL", "ZE"], "npu": ["ASCEND", "HCCL"
 
 # The configuration's names of dtypes.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-DeviceIndex = int | str | torch.device | None
 
 
 class NullEvent:
@@ -58,31 +56,28 @@ class NullEvent:
 class NullStream:
     """Stands in for a stream where work is already done when the call returns."""
 
-    wait_stream = synchronize = NullEvent.wait
+    wait_event = wait_stream = synchronize = NullEvent.wait
     query = NullEvent.query
-
-    def wait_event(self, event: NullEvent | None = None) -> None:
-        """Nothing to wait for."""
 
     def record_event(self, event: NullEvent | None = None) -> NullEvent:
         """Record and return ``event`` (a new one by default)."""
-        event = event if event is not None else NullEvent()
+        event = event or NullEvent()
         event.record(self)
         return event
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """What a device without this function does."""
-
-
-def _forwarded(name: str, absent: Callable[..., Any] = _nothing, *, on_cpu: Callable[..., Any] | None = None) -> Any:
+def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | None = None) -> Any:
     """A method that calls ``name`` of the device's module, without the arguments that are None.
 
-    ``absent`` answers where the module has no such function, and on the CPU unless ``on_cpu`` does.
+    ``absent``, a function or a value, answers where the module has none, and on the CPU unless ``on_cpu`` does.
     """
 
     def method(self: "Accelerator", *args: Any, **kwargs: Any) -> Any:
-        run = (on_cpu or absent) if self._is_cpu else getattr(self._module, name, absent)
+        if self._is_cpu and on_cpu is not None:
+            return on_cpu()
+        run = absent if self._is_cpu else getattr(self._module, name, absent)
+        if not callable(run):
+            return run
         given = [*args, kwargs.pop("device_index", None)]
         while given and given[-1] is None:  # not every device takes an index
             given.pop()
@@ -91,10 +86,6 @@ def _forwarded(name: str, absent: Callable[..., Any] = _nothing, *, on_cpu: Call
     method.__name__ = method.__qualname__ = name
     method.__doc__ = f"``{name}`` as the device's module has it; a harmless stand-in where it has none."
     return method
-
-
-def _bytes(name: str, on_host: Callable[[], int]) -> Any:
-    return _forwarded(name, lambda *_: 0, on_cpu=lambda *_: on_host())
 
 
 class Accelerator:
@@ -107,9 +98,6 @@ class Accelerator:
         self._name = name
         self._is_cpu = name == "cpu"
         self._communication_backend_name = _BACKENDS.get(name, "gloo")
-        if sys.platform == "win32" and self._communication_backend_name == "nccl":
-            self._communication_backend_name = "gloo"  # PyTorch for Windows is built without NCCL
-        self._compile_backend = "inductor"
 
     def __repr__(self) -> str:
         return f"Accelerator({self._name!r})"
@@ -122,13 +110,11 @@ class Accelerator:
 
     def is_available(self) -> bool:
         """True when this kind of device can be used here."""
-        return bool(self._is_cpu or self._module.is_available())
+        return bool(self._module.is_available())
 
     def is_synchronized_device(self) -> bool:
         """True when work is finished when the call returns (CPU): no streams are needed, and host clocks are right."""
         return self._is_cpu
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def device_name(self, device_index: int | None = None) -> str:
         """``"cuda"``, or ``"cuda:1"`` with an index; always ``"cpu"`` on the CPU."""
@@ -158,35 +144,24 @@ class Accelerator:
         return tensor.device.type == self._name
 
     set_device = _forwarded("set_device")
-    current_device = _forwarded("current_device", lambda: 0, on_cpu=lambda: int(os.environ.get("LOCAL_RANK", "0")))
+    current_device = _forwarded("current_device", 0, on_cpu=lambda: int(os.environ.get("LOCAL_RANK", "0")))
     synchronize = _forwarded("synchronize")
 
     # random numbers
-
-    def random(self) -> ModuleType:
-        """The module with the seeding functions of this device."""
-        return torch.random if self._is_cpu else getattr(self._module, "random", torch.random)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed every device of this process."""
-        getattr(self._module, "manual_seed_all", self.manual_seed)(seed)
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """Generator of device ``device_index``."""
         if self._is_cpu:
             return torch.default_generator
-        getattr(self._module, "init", _nothing)()  # the list of generators is empty until the device is initialised
+        if hasattr(self._module, "init"):  # the list of generators is empty until the device is initialised
+            self._module.init()
         generators = getattr(self._module, "default_generators", None)
         return generators[device_index] if generators else torch.default_generator
 
     get_rng_state = _forwarded("get_rng_state", lambda *_: torch.get_rng_state())
-    _set_rng_state = _forwarded("set_rng_state", lambda state, *_: torch.set_rng_state(state))
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: DeviceIndex = None) -> None:
-        """Put back a state that ``get_rng_state`` returned."""
-        self._set_rng_state(new_state, device_index)
-
+    set_rng_state = _forwarded("set_rng_state", lambda new_state, *_: torch.set_rng_state(new_state))
     manual_seed = _forwarded("manual_seed", torch.manual_seed)
+    manual_seed_all = _forwarded("manual_seed_all", torch.manual_seed)
     initial_seed = _forwarded("initial_seed", torch.initial_seed)
 
     # streams and events
@@ -198,54 +173,45 @@ class Accelerator:
 
     Stream = _forwarded("Stream", lambda *_, **__: NullStream())
     Event = _forwarded("Event", NullEvent)
-    current_stream = _forwarded("current_stream", lambda *_: NullStream())
-    default_stream = _forwarded("default_stream", lambda *_: NullStream())
+    current_stream = default_stream = _forwarded("current_stream", lambda *_: NullStream())
 
     # memory, in bytes; on the CPU this process' resident memory
 
     empty_cache = _forwarded("empty_cache")
-    memory_allocated = _bytes("memory_allocated", hostmem.rss_bytes)
-    max_memory_allocated = _bytes("max_memory_allocated", hostmem.peak_rss_bytes)
-    memory_reserved = memory_cached = _bytes("memory_reserved", hostmem.rss_bytes)
-    max_memory_reserved = max_memory_cached = _bytes("max_memory_reserved", hostmem.peak_rss_bytes)
-    reset_peak_memory_stats = _forwarded("reset_peak_memory_stats", on_cpu=lambda *_: hostmem.reset_peak_rss())
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+    memory_allocated = _forwarded("memory_allocated", 0, on_cpu=hostmem.rss_bytes)
+    max_memory_allocated = _forwarded("max_memory_allocated", 0, on_cpu=hostmem.peak_rss_bytes)
+    memory_reserved = _forwarded("memory_reserved", 0, on_cpu=hostmem.rss_bytes)
+    max_memory_reserved = _forwarded("max_memory_reserved", 0, on_cpu=hostmem.peak_rss_bytes)
+    reset_peak_memory_stats = _forwarded("reset_peak_memory_stats", on_cpu=hostmem.reset_peak_rss)
 
-    def memory_stats(self, device_index: DeviceIndex = None) -> dict[str, Any]:
+    def memory_stats(self, device_index: Any = None) -> dict[str, Any]:
         """The allocator's own counters."""
         if self._is_cpu:
             now, peak = hostmem.rss_bytes(), hostmem.peak_rss_bytes()
             return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak}
         return dict(getattr(self._module, "memory_stats", lambda _: {})(device_index))
 
-    def total_memory(self, device_index: DeviceIndex = None) -> int:
+    def total_memory(self, device_index: Any = None) -> int:
         """Memory of the device, or of the machine on the CPU."""
         if self._is_cpu:
             return hostmem.host_total_bytes()
-        if not hasattr(self._module, "get_device_properties"):
-            return 0
-        index = self.current_device() if device_index is None else device_index
-        return int(self._module.get_device_properties(index).total_memory)
+        read = getattr(self._module, "get_device_properties", None)
+        return int(read(self.current_device() if device_index is None else device_index).total_memory) if read else 0
 
-    def available_memory(self, device_index: DeviceIndex = None) -> int:
+    def available_memory(self, device_index: Any = None) -> int:
         """Memory still free."""
         if self._is_cpu:
             return hostmem.host_available_bytes()
         return int(getattr(self._module, "mem_get_info", lambda _: (0, 0))(device_index)[0])
 
-    # number formats
+    # number formats; float16 arithmetic runs everywhere
 
     is_bf16_supported = _forwarded("is_bf16_supported", lambda: False, on_cpu=lambda: True)
-
-    is_fp16_supported = _forwarded("is_fp16_supported", lambda: True)  # float16 arithmetic runs everywhere
+    is_fp16_supported = _forwarded("is_fp16_supported", lambda: True)
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Floating dtypes that may be configured."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
-
-    def amp(self) -> ModuleType | None:
-        """Module with this device's autocast."""
-        return getattr(self._module, "amp", None)
 
     # communication, processes, compilation
 
@@ -267,20 +233,7 @@ class Accelerator:
 
     def get_compile_backend(self) -> str:
         """Backend name for ``torch.compile``."""
-        return self._compile_backend
-
-    def set_compile_backend(self, backend: str) -> None:
-        """Choose the backend for ``torch.compile``."""
-        self._compile_backend = backend
-
-    # runs its argument once the device is initialised
-    lazy_call = _forwarded("_lazy_call", lambda callback: callback())
-
-    def is_triton_supported(self) -> bool:
-        """True when Triton kernels run here."""
-        if self._name != "cuda" or not self.is_available():
-            return False
-        return bool(torch.version.hip) or torch.cuda.get_device_capability()[0] >= 7
+        return "inductor"
 
     # profiler ranges and graph capture
 
@@ -294,9 +247,7 @@ class Accelerator:
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()
 
-    def create_graph(self) -> Any:
-        """An empty device graph, None where there are none."""
-        return torch.cuda.CUDAGraph() if self._name == "cuda" else None
+    create_graph = _forwarded("CUDAGraph")  # None where there are none
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
         """Context that records the work inside into ``graph``."""
@@ -319,8 +270,6 @@ class Accelerator:
 
     # kernels; by name, because builders are above the device layer
 
-    op_builder_dir = _forwarded("op_builder_dir", lambda: "deepspeed.ops.op_builder")
-
     def create_op_builder(self, class_name: str) -> Any:
         """Instance of ``get_op_builder``'s class."""
         builder = self.get_op_builder(class_name)
@@ -328,7 +277,7 @@ class Accelerator:
 
     def get_op_builder(self, class_name: str) -> Any:
         """Class of the kernel builder of that name; None where there is no such class."""
-        return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
+        return getattr(importlib.import_module("deepspeed.ops.op_builder"), class_name, None)
 
 
 class _Chosen:
@@ -341,16 +290,11 @@ class _Chosen:
 @functools.cache
 def _detect(requested: str | None) -> Accelerator:
     if requested:
-        try:
-            torch.device(requested)
-        except RuntimeError as error:
-            raise DeepSpeedConfigError(
-                f"DS_ACCELERATOR={requested!r} is no device type of PyTorch; use cpu, cuda, xpu, ..."
-            ) from error
-        if Accelerator(requested).is_available():
-            return Accelerator(requested)
+        with contextlib.suppress(RuntimeError):  # no device type of PyTorch
+            if Accelerator(requested).is_available():
+                return Accelerator(requested)
         raise DeepSpeedConfigError(
-            f"DS_ACCELERATOR={requested!r} asks for a device that this process cannot use; unset it or use cpu."
+            f"DS_ACCELERATOR={requested!r} is no device that this process can use; unset it, or use cpu, cuda, ..."
         )
     device = torch.accelerator.current_accelerator(check_available=True)
     return Accelerator("cpu" if device is None else device.type)
@@ -393,19 +337,16 @@ def set_random_seed(seed: int) -> None:
     get_accelerator().manual_seed_all(seed)
 
 
-class OnDevice(contextlib.ContextDecorator):
+@contextlib.contextmanager
+def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> Iterator[None]:
     """Build modules inside directly on ``device`` with floating dtype ``dtype``: ``OnDevice(torch.bfloat16)``."""
-
-    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
-        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> "OnDevice":
-        if self._enabled:
-            self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self._dtype)
-            self._stack.enter_context(self._device)
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._stack.close()
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

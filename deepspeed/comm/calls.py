@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from deepspeed.comm.collectives import gather_flat, scatter_flat
-from deepspeed.comm.trace import LOG, TimedWork, started
+from deepspeed.comm.collectives import Collective, gather_flat, scatter_flat
+from deepspeed.comm.trace import LOG
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 
@@ -58,25 +58,9 @@ _OTHERS = {
 _DEFAULTS = {"": inspect.Parameter.empty, "None": None, "False": False, "0": 0, "SUM": ReduceOp.SUM}
 
 
-class _WorkList:
-    """Several calls in flight, waited for together."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        """True when none is in flight."""
-        return all(work.is_completed() for work in self._works)
-
-
-def _each(run: Callable[..., Any], *lists: Sequence[torch.Tensor], **how: Any) -> _WorkList | None:
+def _each(run: Callable[..., Any], *lists: Sequence[torch.Tensor], **how: Any) -> Collective | None:
     works = [run(*tensors, **how) for tensors in zip(*lists, strict=True)]
-    return _WorkList(works) if how["async_op"] else None
+    return Collective(works) if how["async_op"] else None
 
 
 # What is not torch's function of the same name over the same arguments.
@@ -96,14 +80,20 @@ _RUNS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _timed(name: str, run: Callable[[], Any], message: Any) -> Any:
-    get_accelerator().synchronize()
-    end = started(name, sum(t.nbytes for t in ([message] if isinstance(message, torch.Tensor) else message)))
-    result = run()
-    if result is not None and hasattr(result, "wait"):
-        return TimedWork(result, end)
-    end()
-    return result
+class _TimedWork:
+    """An asynchronous call in flight; its latency is recorded when it is waited for."""
+
+    def __init__(self, work: Any, end: Callable[[], None]) -> None:
+        self._work, self._end = work, end
+
+    def wait(self, *args: Any) -> Any:
+        """Wait for the collective, then record it."""
+        result = self._work.wait(*args)
+        self._end()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def _require_group(op: str) -> None:
@@ -129,7 +119,15 @@ def _make(op: str, text: str, *log_keywords: str) -> Callable[..., Any]:
         name = log.get("log_name") or op
         if not log_keywords or not LOG.wants(name, bool(log["prof"])):
             return run()
-        return _timed(LOG.named(name, log["debug"]), run, () if message is None else bound.args[message])
+        tensors = () if message is None else bound.args[message]
+        nbytes = sum(t.nbytes for t in ([tensors] if isinstance(tensors, torch.Tensor) else tensors))
+        get_accelerator().synchronize()
+        end = LOG.started(name, nbytes, log["debug"])
+        result = run()
+        if hasattr(result, "wait"):
+            return _TimedWork(result, end)
+        end()
+        return result
 
     call.__name__ = call.__qualname__ = op
     call.__doc__ = f"``{op}{signature}``, as ``torch.distributed`` has it; UsageError without a process group."
@@ -142,19 +140,9 @@ def P2POp(op: Callable[..., Any], tensor: torch.Tensor, peer: int, group: Any = 
     return dist.P2POp(getattr(dist, op.__name__), tensor, peer, group, tag)
 
 
-def is_available() -> bool:
-    """True when PyTorch has ``torch.distributed``."""
-    return dist.is_available()
-
-
-def is_initialized() -> bool:
-    """True when there is a process group, whoever started it."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def destroy_process_group(group: Any = None) -> None:
     """Take ``group``, or everything, down; does nothing without a process group."""
-    if is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group(group)
 
 
@@ -164,19 +152,10 @@ def new_group(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
     return dist.new_group(None if ranks is None else list(ranks), **kwargs)
 
 
-def has_all_gather_into_tensor() -> bool:
-    """True: every supported torch has it."""
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    """False: calls are issued one by one."""
-    return False
-
-
 CALLS = {op: _make(op, text, "prof", "log_name", "debug") for op, text in _COLLECTIVES.items()}
 CALLS |= {op: _make(op, text) for op, text in _OTHERS.items()}
 CALLS |= dict(allgather_fn=CALLS["all_gather_into_tensor"], reduce_scatter_fn=CALLS["reduce_scatter_tensor"])
-CALLS |= dict.fromkeys(("has_reduce_scatter_tensor", "has_all_reduce_coalesced"), has_all_gather_into_tensor)
-_PLAIN = (P2POp, is_available, is_initialized, destroy_process_group, new_group)
-CALLS |= {call.__name__: call for call in (*_PLAIN, has_all_gather_into_tensor, has_coalescing_manager)}
+_HAS = ("has_all_gather_into_tensor", "has_reduce_scatter_tensor", "has_all_reduce_coalesced")
+CALLS |= dict.fromkeys(_HAS, lambda: True) | {"has_coalescing_manager": lambda: False}  # calls are issued one by one
+CALLS |= {call.__name__: call for call in (P2POp, destroy_process_group, new_group)}
+CALLS |= dict(is_available=dist.is_available, is_initialized=dist.is_initialized)

@@ -4,8 +4,10 @@ RANK and WORLD_SIZE (torchrun, the deepspeed launcher, by hand) come first; what
 Slurm's variables, which also serve alone; without any of them the process is alone.
 """
 
+import contextlib
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -40,7 +42,7 @@ class Rendezvous(NamedTuple):
 
 
 class _Scheduler(NamedTuple):
-    """Variables in which a scheduler states what it started; of several the first that is set counts.
+    """Variables in which a scheduler states what it started; of several, the first that is set counts.
 
     ``nodes`` list the machines, rank 0's first; ``machines`` counts them. The digits of ``job`` tell jobs apart and are
     the same on all ranks.
@@ -49,16 +51,16 @@ class _Scheduler(NamedTuple):
     name: str
     rank: str
     world_size: str
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-    job: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ("SLURM_JOB_NODELIST",)
+    local_rank: str = ""
+    local_size: str = ""
+    job: str = ""
+    nodes: str = "SLURM_JOB_NODELIST"
     machines: str = ""
 
 
-def _mpi(name: str, prefix: str, *job: str) -> _Scheduler:
-    variables = [f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    return _Scheduler(name, variables[0], variables[1], (variables[2],), (variables[3],), job)
+def _mpi(name: str, prefix: str, job: str = "") -> _Scheduler:
+    rank, size, local_rank, local_size = (f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return _Scheduler(name, rank, size, local_rank, local_size, job)
 
 
 # Slurm comes behind MPI because mpirun starts its helpers through srun, whose variables the ranks then inherit: they
@@ -66,33 +68,29 @@ def _mpi(name: str, prefix: str, *job: str) -> _Scheduler:
 # The Slurm row asks for a STEP variable, which exists only under srun: a batch script run once has SLURM_PROCID=0 and
 # the job's SLURM_NTASKS, and would wait for ranks that never come. PMIx states no size; WORLD_SIZE must.
 _SCHEDULERS = (
-    _mpi("Open MPI", "OMPI_COMM_WORLD", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    _mpi("Open MPI", "OMPI_COMM_WORLD", "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid"),
     _mpi("MVAPICH", "MV2_COMM_WORLD"),
     _Scheduler(
-        *("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
-        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
-        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-        job=("PMI_JOBID", "PALS_APID"),
+        *("MPI (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK PALS_LOCAL_RANKID"),
+        *("MPI_LOCALNRANKS PMI_LOCAL_SIZE PALS_LOCAL_SIZE", "PMI_JOBID PALS_APID"),
     ),
     _Scheduler(
-        *("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ()),
-        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        nodes=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-        machines="SLURM_STEP_NUM_NODES",
+        *("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID SLURM_STEP_ID"),
+        *("SLURM_STEP_NODELIST SLURM_JOB_NODELIST", "SLURM_STEP_NUM_NODES"),
     ),
-    _Scheduler("PMIx", "PMIX_RANK", "WORLD_SIZE", (), (), ("PMIX_NAMESPACE",)),
+    _Scheduler("PMIx", "PMIX_RANK", "WORLD_SIZE", job="PMIX_NAMESPACE"),
 )
 
 
-def _integer(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
+def _integer(env: Mapping[str, str], name: str, *, least: int = 0, most: float = math.inf) -> int:
     try:
         value = int(env[name])
     except ValueError:
         value = least - 1
-    if value < least:
-        whole = f"must be a whole number from {least} on; correct it, or unset it"
-        raise DeepSpeedConfigError(f"the environment variable {name}={env[name]!r} {whole}")
-    return value
+    if least <= value <= most:
+        return value
+    whole = f"must be a whole number from {least} " + ("on" if most == math.inf else f"to {most}")
+    raise DeepSpeedConfigError(f"the environment variable {name}={env[name]!r} {whole}; correct it, or unset it")
 
 
 def _optional(env: Mapping[str, str], *names: str, least: int = 0) -> int | None:
@@ -131,21 +129,14 @@ def job_port(identity: str) -> int | None:
     return JOB_PORT_FIRST + int(digits) % JOB_PORT_COUNT if digits else None
 
 
-def _speaking(env: Mapping[str, str], rank: int, world_size: int) -> list[_Scheduler]:
-    """Schedulers whose variables are about this very process, not about one that started it."""
-    return [row for row in _SCHEDULERS if env.get(row.rank) == str(rank) and env.get(row.world_size) == str(world_size)]
-
-
 def is_azure(env: Mapping[str, str]) -> bool:
     """Whether this is an Azure ML job, whose machines are named by the batch service."""
     return bool(env.get("AZUREML_EXPERIMENT_ID")) and not env.get("DLTS_JOB_ID")
 
 
-def _sagemaker_host(env: Mapping[str, str]) -> str | None:
-    try:
-        return str(json.loads(env["SM_HOSTS"])[0]) if env.get("SM_TRAINING_ENV") else None
-    except (ValueError, LookupError, TypeError):
-        return None
+def _speaking(env: Mapping[str, str], rank: int, world_size: int) -> list[_Scheduler]:
+    """Schedulers whose variables are about this very process, not about one that started it."""
+    return [row for row in _SCHEDULERS if env.get(row.rank) == str(rank) and env.get(row.world_size) == str(world_size)]
 
 
 def _address(env: Mapping[str, str], scheduler: _Scheduler | None, *, one_machine: bool) -> str | None:
@@ -154,79 +145,107 @@ def _address(env: Mapping[str, str], scheduler: _Scheduler | None, *, one_machin
         return env["MASTER_ADDR"]
     if one_machine:
         return (env.get("AZ_BATCHAI_MPI_MASTER_NODE") if is_azure(env) else None) or LOOPBACK
-    if nodes := next((env[name] for name in (scheduler.nodes if scheduler else ()) if env.get(name)), None):
+    if nodes := next((env[name] for name in (scheduler.nodes if scheduler else "").split() if env.get(name)), None):
         return first_host(nodes)
     if is_azure(env) and env.get("AZ_BATCH_MASTER_NODE"):
         return env["AZ_BATCH_MASTER_NODE"].partition(":")[0]
-    return _sagemaker_host(env)
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # SageMaker: a JSON list of machines
+        return str(json.loads(env["SM_HOSTS"])[0]) if env.get("SM_TRAINING_ENV") else None
+    return None
 
 
 def _port(env: Mapping[str, str], scheduler: _Scheduler | None, port: int, *, one_machine: bool) -> int:
     """MASTER_PORT, else a ``port`` that the program chose, else one that follows from the job, else the usual one."""
     if env.get("MASTER_PORT"):
-        stated = _integer(env, "MASTER_PORT", least=1)
-        if stated > 65535:
-            raise DeepSpeedConfigError(f"MASTER_PORT={stated} is no port number; ports go from 1 to 65535")
-        return stated
+        return _integer(env, "MASTER_PORT", least=1, most=65535)
     if port != TORCH_DISTRIBUTED_DEFAULT_PORT:
         return port
     if is_azure(env):
         return AZURE_ONE_NODE_PORT if one_machine else AZURE_PORT
-    identity = ".".join(env.get(name, "") for name in scheduler.job) if scheduler is not None else ""
+    identity = ".".join(env.get(name, "") for name in scheduler.job.split()) if scheduler is not None else ""
     return job_port(identity) or port
 
 
-def _local_size(env: Mapping[str, str], speaking: list[_Scheduler], world_size: int) -> int | None:
-    if any(env.get(row.machines) == "1" for row in speaking):
-        return world_size
-    names = [name for row in speaking for name in row.local_size]
-    return _optional(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *names, least=1)
+def adopted(env: Mapping[str, str], rank: int, world_size: int, devices: Callable[[], int] = lambda: 1) -> Rendezvous:
+    """What ``env`` says of a rank whose process group was started by others.
 
-
-Devices = Callable[[], int]  # counts this machine's devices; asked only when nothing states the local rank
-
-
-def _one_device() -> int:
-    return 1
-
-
-def local_rank_of(env: Mapping[str, str], rank: int, world_size: int, *, devices: Devices = _one_device) -> int:
-    """Local rank of ``rank``: LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks or devices."""
+    The local rank is LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks of this machine, or round
+    its ``devices``, which are counted only then.
+    """
     speaking = _speaking(env, rank, world_size)
-    stated = _optional(env, "LOCAL_RANK", *(name for row in speaking for name in row.local_rank))
-    if stated is not None or world_size == 1:
-        return stated or 0
-    return rank % (_local_size(env, speaking, world_size) or max(1, devices()))
-
-
-def adopted(env: Mapping[str, str], rank: int, world_size: int, *, devices: Devices = _one_device) -> Rendezvous:
-    """What ``env`` says of a rank whose process group was started by others."""
-    local_size = _local_size(env, _speaking(env, rank, world_size), world_size)
-    local_rank = local_rank_of(env, rank, world_size, devices=devices)
+    local_rank = _optional(env, "LOCAL_RANK", *(name for row in speaking for name in row.local_rank.split()))
+    if world_size == 1:  # what a launcher left of other ranks is not about this process
+        local_size: int | None = 1
+    elif any(env.get(row.machines) == "1" for row in speaking):
+        local_size = world_size
+    else:
+        names = [name for row in speaking for name in row.local_size.split()]
+        local_size = _optional(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *names, least=1)
+    if local_rank is None:
+        local_rank = rank % (local_size or max(1, devices()))
     return Rendezvous(rank, world_size, local_rank, env.get("MASTER_ADDR", ""), None, local_size)
 
 
-def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, devices: Devices) -> Rendezvous:
-    """Everything else about rank ``rank`` of ``world_size``."""
+def _started(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """Rank and number of ranks as MPI's or Slurm's variables state them; None when there are none.
+
+    Raises DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE.
+    """
+    # Slurm's rank without a size is no sign of anything but a batch script.
+    rows = [row for row in _SCHEDULERS if env.get(row.rank) and (env.get(row.world_size) or row.name != "Slurm")]
+    if not rows:
+        return None
+    row = min(rows, key=lambda row: not env.get(row.world_size))
+    if not env.get(row.world_size):
+        raise DeepSpeedConfigError(
+            f"{row.rank}={env[row.rank]} says that {row.name} started this process, but {row.world_size} is not"
+            f" set, so the number of ranks is unknown; set it on every rank, or unset {row.rank} to run alone"
+        )
+    world_size = _integer(env, row.world_size, least=1)
+    if _optional(env, "WORLD_SIZE", least=1) not in (None, world_size):
+        raise DeepSpeedConfigError(
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but {row.name} started {world_size} ranks ({row.world_size});"
+            " unset WORLD_SIZE, or set RANK too when the ranks are counted in another way"
+        )
+    return _integer(env, row.rank), world_size
+
+
+def discover(
+    env: Mapping[str, str],
+    port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    *,
+    auto_mpi_discovery: bool = True,
+    devices: Callable[[], int] = lambda: 1,
+) -> Rendezvous:
+    """Identity of this process from ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
+
+    ``port`` is used when nothing names another; ``devices`` as in ``adopted``. Raises DeepSpeedConfigError, which names
+    the variable, when variables are missing or contradict.
+    """
+    # some MPI launchers export WORLD_SIZE to all ranks and leave the rank to MPI's own variables
+    started = _started(env) if auto_mpi_discovery and not env.get("RANK") else None
+    missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
+    if started is None and len(missing) == 2:
+        return Rendezvous(0, 1, _optional(env, "LOCAL_RANK") or 0, env.get("MASTER_ADDR") or LOOPBACK, None)
+    if started is None and missing:
+        raise DeepSpeedConfigError(
+            f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set; set both or neither"
+        )
+    rank, world_size = started or (_integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1))
     if rank >= world_size:
         raise DeepSpeedConfigError(
             f"RANK={rank} does not fit WORLD_SIZE={world_size}; ranks go from 0 to WORLD_SIZE - 1"
         )
-    local_rank = local_rank_of(env, rank, world_size, devices=devices)
-    if world_size == 1:  # what a launcher left of other ranks is not about this process
-        return Rendezvous(rank, 1, local_rank, env.get("MASTER_ADDR") or LOOPBACK, None, 1)
-    speaking = _speaking(env, rank, world_size)
-    local_size = _local_size(env, speaking, world_size)
-    if local_size is not None and local_rank >= local_size:
+    process = adopted(env, rank, world_size, devices)
+    if world_size == 1:
+        return process._replace(address=process.address or LOOPBACK)
+    local_size = process.local_size
+    if local_size is not None and not process.local_rank < local_size <= world_size:
         raise DeepSpeedConfigError(
-            f"local rank {local_rank} does not fit {local_size} ranks on this machine (LOCAL_RANK and LOCAL_WORLD_SIZE,"
-            " or what MPI or Slurm states); local ranks go from 0 to LOCAL_WORLD_SIZE - 1"
+            f"local rank {process.local_rank} does not fit {local_size} ranks on this machine and"
+            f" WORLD_SIZE={world_size} in all; correct LOCAL_RANK and LOCAL_WORLD_SIZE (or what MPI or Slurm states)"
         )
-    if local_size is not None and local_size > world_size:
-        raise DeepSpeedConfigError(
-            f"{local_size} ranks on this machine (LOCAL_WORLD_SIZE) are more than WORLD_SIZE={world_size} in all"
-        )
-    scheduler = speaking[0] if speaking else None
+    scheduler = next(iter(_speaking(env, rank, world_size)), None)
     one_machine = local_size == world_size
     address = _address(env, scheduler, one_machine=one_machine)
     if address is None:
@@ -235,58 +254,4 @@ def _complete(env: Mapping[str, str], port: int, rank: int, world_size: int, dev
             f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set; set it to that machine's name"
             " on every rank (for example mpirun -x MASTER_ADDR=host0 ...)"
         )
-    meeting = _port(env, scheduler, port, one_machine=one_machine)
-    return Rendezvous(rank, world_size, local_rank, address, meeting, local_size)
-
-
-def from_scheduler(
-    env: Mapping[str, str], port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, *, devices: Devices = _one_device
-) -> Rendezvous | None:
-    """What MPI's or Slurm's variables in ``env`` say; None when there are none.
-
-    Raises DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE.
-    """
-    scheduler = next((row for row in _SCHEDULERS if env.get(row.rank) and env.get(row.world_size)), None)
-    if scheduler is None:
-        # A rank without a size; Slurm's is no sign of anything but a batch script.
-        stray = next((row for row in _SCHEDULERS if env.get(row.rank) and row.name != "Slurm"), None)
-        if stray is None:
-            return None
-        raise DeepSpeedConfigError(
-            f"{stray.rank}={env[stray.rank]} says that {stray.name} started this process, but {stray.world_size} is not"
-            f" set, so the number of ranks is unknown; set it on every rank, or unset {stray.rank} to run alone"
-        )
-    rank, world_size = _integer(env, scheduler.rank), _integer(env, scheduler.world_size, least=1)
-    if _optional(env, "WORLD_SIZE", least=1) not in (None, world_size):
-        raise DeepSpeedConfigError(
-            f"WORLD_SIZE={env['WORLD_SIZE']}, but {scheduler.name} started {world_size} ranks ({scheduler.world_size});"
-            " unset WORLD_SIZE, or set RANK too when the ranks are counted in another way"
-        )
-    return _complete(env, port, rank, world_size, devices)
-
-
-def discover(
-    env: Mapping[str, str],
-    port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
-    *,
-    auto_mpi_discovery: bool = True,
-    devices: Devices = _one_device,
-) -> Rendezvous:
-    """Identity of this process from ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
-
-    ``port`` is used when nothing names another. Raises DeepSpeedConfigError, which names the variable, when variables
-    are missing or contradict.
-    """
-    if not env.get("RANK"):
-        # some MPI launchers export WORLD_SIZE to all ranks and leave the rank to MPI's own variables
-        if auto_mpi_discovery and (ranks := from_scheduler(env, port, devices=devices)) is not None:
-            return ranks
-        if not env.get("WORLD_SIZE"):
-            return Rendezvous(0, 1, _optional(env, "LOCAL_RANK") or 0, env.get("MASTER_ADDR") or LOOPBACK, None)
-    missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
-    if missing:
-        raise DeepSpeedConfigError(
-            f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set; set both or neither"
-        )
-    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1)
-    return _complete(env, port, rank, world_size, devices)
+    return process._replace(address=address, port=_port(env, scheduler, port, one_machine=one_machine))

@@ -1,6 +1,6 @@
 """The getters of ``deepspeed.utils.groups``: ``get_<family>_group``, ``_world_size`` and ``_rank``, with a leading
-underscore or without; those of experts take a group name. An mpu's word comes first, then the registered topology;
-without either the whole world is data parallel.
+underscore or without; those of experts take a group name. An mpu's word comes first; without one the whole world is
+data parallel.
 """
 
 import functools
@@ -11,38 +11,33 @@ import torch.distributed as dist
 
 from deepspeed.comm.calls import CALLS
 from deepspeed.errors import UsageError
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology
+from deepspeed.mesh.topology import Axis, dense_topology, expert_topology
 from deepspeed.pending import pending_function, raise_not_yet
 
-# Family: the axes of the topology that its groups span. An mpu knows it by the same name, or by the second one here.
-_DENSE = {
-    "data_parallel": ("dp_outer", "dp"),
+# Family: the axes of the topology that its groups span; those of experts are a factorisation of their own.
+_AXES = {
+    "data_parallel": ("dp",),
     "tensor_model_parallel": ("tp",),
     "model_parallel": ("tp",),
     "sequence_parallel": ("sp",),
-    "sequence_data_parallel": ("dp_outer", "dp", "sp"),
+    "sequence_data_parallel": ("dp", "sp"),
+    "expert_parallel": ("ep",),
+    "expert_data_parallel": ("edp",),
 }
-_EXPERTS = {"expert_parallel": ("ep",), "expert_data_parallel": ("dp_outer", "edp")}
+# What an mpu may call them.
 _ALIASES = {"tensor_model_parallel": "model_parallel", "sequence_data_parallel": "data_parallel"}
 
 
 class _Registered:
-    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``, and the topology. The getters are bare
-    functions that clients call without any engine in hand, so the last ones have to be remembered here; engines keep
-    their own."""
+    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``. The getters are bare functions that clients
+    call without any engine in hand, so the last one has to be remembered here; engines keep their own."""
 
     mpu: Any = None
-    topology: Topology | None = None
 
 
 def register_mpu(mpu: Any) -> None:
     """Let the getters ask ``mpu`` first; None forgets it."""
     _Registered.mpu = mpu
-
-
-def register_topology(topology: Topology | None) -> None:
-    """Let the getters answer from ``topology`` (dense axes); None: data parallelism is the whole world."""
-    _Registered.topology = topology
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -52,22 +47,21 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     register_mpu(mpu)
 
 
-def _topology() -> Topology:
+def _axis(family: str, group_name: str = "") -> Axis:
+    """The ranks of this rank's group of ``family``; experts are factorised as ``group_name``, ``ep_size_<N>``, says."""
     if not dist.is_initialized():
         raise UsageError(
             "deepspeed.utils.groups has no groups yet; call deepspeed.initialize() or init_distributed() first."
         )
-    return _Registered.topology or dense_topology(tuple(range(dist.get_world_size())))
-
-
-def _experts(group_name: str) -> Topology:
-    """The expert factorisation named ``ep_size_<N>``."""
-    ways = group_name.removeprefix("ep_size_")
-    if not ways.isdigit() or ways == group_name:
-        raise UsageError(
-            f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}"
-        )
-    return expert_topology(_topology(), int(ways))
+    topology = dense_topology(tuple(range(dist.get_world_size())))
+    if family.startswith("expert"):
+        ways = group_name.removeprefix("ep_size_")
+        if not ways.isdigit() or ways == group_name:
+            raise UsageError(
+                f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}"
+            )
+        topology = expert_topology(topology, int(ways))
+    return topology.axis(dist.get_rank(), *_AXES[family])
 
 
 @functools.lru_cache(maxsize=64)
@@ -76,39 +70,34 @@ def _new_group(_world: Any, ranks: tuple[int, ...]) -> Any:
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
-def _group(axis: Axis) -> Any:
-    world = dist.group.WORLD
-    return world if axis.size == dist.get_world_size() else _new_group(world, axis.ranks)
-
-
-def _answer(family: str, what: str, axis: Callable[[], Axis]) -> Any:
-    """``what`` ("group", "world_size" or "rank") of ``family``, over ``axis`` where no mpu knows it."""
+def _answer(family: str, what: str, *group_name: str) -> Any:
+    """``what`` ("group", "world_size" or "rank") of ``family``, from the mpu where it knows it."""
     for name in (family, _ALIASES.get(family, family)):
         if (getter := getattr(_Registered.mpu, f"get_{name}_{what}", None)) is not None:
             return getter()
         if what != "group" and hasattr(_Registered.mpu, f"get_{name}_group"):
-            return CALLS[f"get_{what}"](_answer(family, "group", axis))
-    return _group(axis()) if what == "group" else axis().size if what == "world_size" else axis().index
+            return CALLS[f"get_{what}"](_answer(family, "group", *group_name))
+    axis, world = _axis(family, *group_name), dist.group.WORLD
+    if what != "group":
+        return axis.size if what == "world_size" else axis.index
+    return world if axis.size == dist.get_world_size() else _new_group(world, axis.ranks)
 
 
 def _getter(family: str, what: str) -> Callable[..., Any]:
-    if family in _DENSE:
-        return lambda: _answer(family, what, lambda: _topology().axis(dist.get_rank(), *_DENSE[family]))
-    return lambda group_name: _answer(
-        family, what, lambda: _experts(group_name).axis(dist.get_rank(), *_EXPERTS[family])
-    )
+    if family.startswith("expert"):
+        return lambda group_name: _answer(family, what, group_name)
+    return lambda: _answer(family, what)
 
 
-def _source(family: str) -> Callable[[], int]:
+def _first_of(family: str) -> Callable[[], int]:
     """The global rank of the first member of ``family``'s group."""
-    return lambda: CALLS["get_all_ranks_from_group"](GETTERS[f"get_{family}_group"]())[0]
+    return lambda: CALLS["get_all_ranks_from_group"](_answer(family, "group"))[0]
 
 
-_WHAT = ("group", "world_size", "rank")
 GETTERS: dict[str, Callable[..., Any]] = {
-    **{f"get_{family}_{what}": _getter(family, what) for family in (*_DENSE, *_EXPERTS) for what in _WHAT},
-    "get_tensor_model_parallel_src_rank": _source("tensor_model_parallel"),
-    "get_broadcast_src_rank": _source("sequence_data_parallel"),
+    **{f"get_{family}_{what}": _getter(family, what) for family in _AXES for what in ("group", "world_size", "rank")},
+    "get_tensor_model_parallel_src_rank": _first_of("tensor_model_parallel"),
+    "get_broadcast_src_rank": _first_of("sequence_data_parallel"),
     "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),
 }
 

@@ -15,7 +15,7 @@ import psutil
 import torch.distributed as dist
 
 from deepspeed.comm import trace
-from deepspeed.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, from_scheduler, interface_with, is_azure
+from deepspeed.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure
 from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -24,19 +24,18 @@ from deepspeed.observe.log import log_dist, logger
 _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it is the default route
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-def _device_count() -> int:
-    return get_accelerator().device_count()
+def available_backends() -> list[str]:
+    """The communication backends that this build of torch has."""
+    return [name for name in ("gloo", "nccl", "xccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
 
 
 def _publish(ranks: Rendezvous) -> None:
     """Write the identity where ``torch.distributed`` and other libraries look; never over an existing value."""
-    port = os.environ.get("MASTER_PORT") or (_free_port() if ranks.port is None else ranks.port)
+    port = os.environ.get("MASTER_PORT") or ranks.port
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = probe.getsockname()[1]
     values: dict[str, object] = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world_size, "LOCAL_RANK": ranks.local_rank}
     values |= {"LOCAL_WORLD_SIZE": ranks.local_size, "MASTER_ADDR": ranks.address, "MASTER_PORT": port}
     for name, value in values.items():
@@ -49,12 +48,10 @@ def _publish(ranks: Rendezvous) -> None:
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's or Slurm's variables, without mpi4py."""
-    port, env = distributed_port, os.environ
-    ranks = from_scheduler(env, port, devices=_device_count) or discover(env, port, devices=_device_count)
+    ranks = discover(os.environ, distributed_port, devices=get_accelerator().device_count)
     _publish(ranks)
     if verbose:
-        place = f"rank {ranks.rank} of {ranks.world_size}, local rank {ranks.local_rank}"
-        log_dist(f"discovered {place}, meeting at {ranks.address}")
+        log_dist(f"discovered rank {ranks.rank} of {ranks.world_size}, meeting at {ranks.address}")
 
 
 def _timeout(requested: timedelta) -> timedelta:
@@ -97,14 +94,10 @@ def _prepare(backend: str, ranks: Rendezvous) -> None:
 
 
 def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str | None) -> None:
-    if init_method is None and ranks.port is None:
-        # Nobody to meet: an in-process store needs no port, so parallel single-process jobs cannot collide.
-        dist.init_process_group(backend, store=dist.HashStore(), timeout=timeout, rank=0, world_size=1)
-    else:
-        method = init_method or "env://"
-        dist.init_process_group(
-            backend, init_method=method, timeout=timeout, rank=ranks.rank, world_size=ranks.world_size
-        )
+    # Nobody to meet: an in-process store needs no port, so parallel single-process jobs cannot collide.
+    store = dist.HashStore() if init_method is None and ranks.port is None else None
+    method = None if store is not None else init_method or "env://"
+    dist.init_process_group(backend, method, timeout, ranks.world_size, ranks.rank, store)
 
 
 def _leave_at_exit(limit_s: float = 20.0) -> None:
@@ -164,7 +157,7 @@ def init_distributed(
     if config is not None:
         trace.configure(deepspeed_config=config)
     if dist.is_initialized():
-        ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=_device_count)
+        ranks = adopted(os.environ, dist.get_rank(), dist.get_world_size(), devices=get_accelerator().device_count)
         os.environ["LOCAL_RANK"] = str(ranks.local_rank)
         _prepare(dist.get_backend(), ranks)
         return
@@ -172,15 +165,15 @@ def init_distributed(
         raise UsageError(
             "dist_init_required=False, but there is no process group; start one before, or leave the argument out."
         )
-    if not dist.is_available():
-        raise UsageError("This build of PyTorch has no torch.distributed; install one that has.")
     env: dict[str, str] = dict(os.environ)
     if rank >= 0 and world_size > 0:
         env.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if init_method is not None and not init_method.startswith("env:"):
         # The meeting point is in the method; a file's is on no machine, and may be shared by several.
         env["MASTER_ADDR"] = urlsplit(init_method).hostname or env.get("MASTER_ADDR") or socket.gethostname()
-    ranks = discover(env, distributed_port, auto_mpi_discovery=auto_mpi_discovery, devices=_device_count)
+    ranks = discover(
+        env, distributed_port, auto_mpi_discovery=auto_mpi_discovery, devices=get_accelerator().device_count
+    )
     _publish(ranks)
     backend = dist_backend or get_accelerator().communication_backend_name()
     if verbose:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,14 +18,15 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger, rank
 from deepspeed.observe.timers import trimmed_mean
 
-# Share of the message that crosses the busiest link, of n ranks: one pass round the ring, or two (an all-reduce).
-_ONE_PASS = ("all_gather", "reduce_scatter", "all_to_all")
+Rows = dict[str, dict[int, dict[str, Any]]]  # by op and message bytes
 
 
 def bus_factor(op: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, per nccl-tests' PERFORMANCE.md."""
+    """Bus bandwidth over algorithm bandwidth, per nccl-tests' PERFORMANCE.md: how much of the message crosses the
+    busiest link in one pass round the ring, or two (an all-reduce)."""
     passes = 2 if op.startswith(("all_reduce", "inference_all_reduce")) else 1
-    return passes * (world_size - 1) / world_size if passes == 2 or op.startswith(_ONE_PASS) else 1.0
+    ring = passes == 2 or op.startswith(("all_gather", "reduce_scatter", "all_to_all"))
+    return passes * (world_size - 1) / world_size if ring else 1.0
 
 
 def size_str(nbytes: int) -> str:
@@ -40,17 +40,24 @@ class CommsLog:
 
     def __init__(self) -> None:
         self.enabled = self.verbose = self.debug = False
-        self.prof_all = True
-        self.prof_ops: list[str] = []
+        self.prof_all, self.prof_ops = True, list[str]()
         self._latencies_ms: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def wants(self, op: str, prof: bool) -> bool:
         """True when a call of ``op`` is to be timed."""
         return self.enabled and (prof or self.prof_all or op in self.prof_ops)
 
-    def named(self, op: str, caller: str | None) -> str:
-        """The name under which a call of ``op`` is entered: with ``debug``, each caller has its own."""
-        return f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
+    def started(self, op: str, nbytes: int, caller: str | None = None) -> Callable[[], None]:
+        """A message of ``nbytes`` sets out: what to call when it has arrived, which enters it; with ``debug``, each
+        ``caller`` has entries of its own."""
+        name = f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
+        start = time.perf_counter()
+
+        def end() -> None:
+            get_accelerator().synchronize()
+            self.record(name, nbytes, (time.perf_counter() - start) * 1e3)
+
+        return end
 
     def record(self, op: str, nbytes: int, latency_ms: float) -> None:
         """Add one call."""
@@ -75,51 +82,43 @@ class CommsLog:
         """True when something was recorded."""
         return self.count() > 0
 
-    def _rows(self, row: Callable[[str, int, list[float]], dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-        """``row`` of every op and message size, with the size."""
-        return {
-            op: {
-                nbytes: row(op, nbytes, calls) | {"msg_size_bytes": nbytes, "msg_size_str": size_str(nbytes)}
-                for nbytes, calls in sorted(sizes.items())
-            }
-            for op, sizes in sorted(self._latencies_ms.items())
-        }
+    def rows(self, row: Callable[[str, int, list[float]], dict[str, Any]]) -> Rows:
+        """``row`` of every op and message size, in order, after the size and the count."""
+        table: Rows = defaultdict(dict)
+        for op, sizes in sorted(self._latencies_ms.items()):
+            for nbytes, calls in sorted(sizes.items()):
+                size = {"msg_size_bytes": nbytes, "msg_size_str": size_str(nbytes), "count": len(calls)}
+                table[op][nbytes] = size | row(op, nbytes, calls)
+        return dict(table)
 
-    def summary(self, world_size: int) -> dict[str, dict[int, dict[str, Any]]]:
+    def summary(self, world_size: int) -> Rows:
         """Per op and message size: count, total and trimmed mean latency, bandwidths in Gbit/s."""
 
         def row(op: str, nbytes: int, calls: list[float]) -> dict[str, Any]:
             mean = trimmed_mean(calls)
             gbps = nbytes * 8 / max(mean, 1e-9) / 1e6
-            latencies = {"count": len(calls), "total_latency_ms": sum(calls), "avg_latency_ms": mean}
-            return latencies | {"tput_avg_gbps": gbps, "busbw_avg_gbps": gbps * bus_factor(op, world_size)}
+            bandwidths = {"tput_avg_gbps": gbps, "busbw_avg_gbps": gbps * bus_factor(op, world_size)}
+            return {"total_latency_ms": sum(calls), "avg_latency_ms": mean} | bandwidths
 
-        return self._rows(row)
+        return self.rows(row)
 
-    def straggler(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Like ``summary``, against the fastest rank of each call. Collective: the same records on every rank."""
 
-        def row(_op: str, _nbytes: int, calls: list[float]) -> dict[str, Any]:
-            fastest = torch.tensor(calls, device=get_accelerator().current_device_name())
-            dist.all_reduce(fastest, op=dist.ReduceOp.MIN)
-            waits = [max(0.0, mine - least) for mine, least in zip(calls, fastest.tolist(), strict=True)]
-            return {
-                "count": len(calls),
-                "total_comm_lat_ms": float(fastest.sum()),
-                "total_straggler_ms": sum(waits),
-                "avg_comm_lat_ms": trimmed_mean(fastest.tolist()),
-                "avg_straggler_ms": trimmed_mean(waits),
-            }
-
-        return self._rows(row)
+def _against_the_fastest(_op: str, _nbytes: int, calls: list[float]) -> dict[str, Any]:
+    """One row of the straggler table: the latencies of the fastest rank of each call, and the waits beyond them."""
+    least = torch.tensor(calls, device=get_accelerator().current_device_name())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    fastest = least.tolist()
+    waits = [max(0.0, mine - best) for mine, best in zip(calls, fastest, strict=True)]
+    totals = {"total_comm_lat_ms": float(least.sum()), "total_straggler_ms": sum(waits)}
+    return totals | {"avg_comm_lat_ms": trimmed_mean(fastest), "avg_straggler_ms": trimmed_mean(waits)}
 
 
 def _caller() -> str:
     """Name of the innermost function outside ``deepspeed.comm`` that is running."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("deepspeed.comm"):
+    frame = sys._getframe()
+    while str(frame.f_globals.get("__name__", "")).startswith("deepspeed.comm") and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_name if frame is not None else "unknown"
+    return frame.f_code.co_name
 
 
 # ``deepspeed.comm.configure`` and ``log_summary`` are functions of the module, without a handle, so the one log they
@@ -127,37 +126,10 @@ def _caller() -> str:
 LOG = CommsLog()
 
 
-def started(name: str, nbytes: int) -> Callable[[], None]:
-    """A message of ``nbytes`` sets out: what to call when it has arrived, which enters it under ``name``."""
-    start = time.perf_counter()
-
-    def end() -> None:
-        get_accelerator().synchronize()
-        LOG.record(name, nbytes, (time.perf_counter() - start) * 1e3)
-
-    return end
-
-
 def begin(op: str, numel: int, dtype: torch.dtype, world_size: int) -> Callable[[], None] | None:
     """An engine issues a collective: what to call when it was waited for, None when the log does not want it."""
     wanted = world_size > 1 and LOG.wants(op, prof=False)
-    return started(LOG.named(op, None), numel * dtype.itemsize) if wanted else None
-
-
-class TimedWork:
-    """An asynchronous call in flight; its latency is recorded when it is waited for."""
-
-    def __init__(self, work: Any, end: Callable[[], None]) -> None:
-        self._work, self._end = work, end
-
-    def wait(self, *args: Any) -> Any:
-        """Wait for the collective, then record it."""
-        result = self._work.wait(*args)
-        self._end()
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    return LOG.started(op, numel * dtype.itemsize) if wanted else None
 
 
 def configure(
@@ -169,25 +141,21 @@ def configure(
     debug: bool | None = None,
 ) -> None:
     """Settings of the log; arguments win over the ``comms_logger`` block of ``deepspeed_config`` (dict or parsed)."""
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     mapping = isinstance(deepspeed_config, Mapping)
     block = deepspeed_config.get("comms_logger") if mapping else getattr(deepspeed_config, "comms_logger", None)
     stated = {} if block is None else dict(block)
     if isinstance(block, Mapping):
         stated.setdefault("enabled", True)  # a block without the key is a wish for the log
-    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     stated |= {name: value for name, value in given.items() if value is not None}
     for name in given.keys() & stated.keys():
         setattr(LOG, name, list(stated[name]) if name == "prof_ops" else bool(stated[name]))
 
 
-_SUMMARY = ("msg_size_str", "count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
-_STRAGGLER = ("msg_size_str", "count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
-
-
-def _table(summary: dict[str, dict[int, dict[str, Any]]], columns: tuple[str, ...]) -> str:
-    rows = [(op, *(row[column] for column in columns)) for op, sizes in summary.items() for row in sizes.values()]
-    texts = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    return "".join("".join(f"{cell:>22}" for cell in row) + "\n" for row in [["op", *columns], *texts])
+def _table(rows: Rows) -> str:
+    lines: list[dict[str, Any]] = [{"op": op} | row for op, sizes in rows.items() for row in sizes.values()]
+    texts = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in line.values()] for line in lines]
+    return "".join("".join(f"{text:>22}" for text in line) + "\n" for line in [*map(list, lines[:1]), *texts])
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -199,9 +167,9 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         raise UsageError("log_summary needs a process group; call deepspeed.init_distributed() first.")
     world_size = dist.get_world_size()
     summary = LOG.summary(world_size)
-    straggler = LOG.straggler() if show_straggler else None
+    straggler = LOG.rows(_against_the_fastest) if show_straggler else None
     if rank() == 0:
-        sys.stdout.write(_table(summary, _SUMMARY) + (_table(straggler, _STRAGGLER) if straggler is not None else ""))
+        sys.stdout.write(_table(summary) + _table(straggler or {}))
     metadata = {"world_size": world_size, "rank": dist.get_rank(), "timestamp": time.time()}
     result = {"summary": summary, "straggler_analysis": straggler, "metadata": metadata}
     return result if return_dict else None

@@ -66,9 +66,9 @@ def nccl_row(torch: ModuleType) -> Row:
 
 def backends_row() -> Row:
     """Backends of torch.distributed."""
-    from deepspeed.comm.backends import available_backends  # noqa: PLC0415 - imports torch, which may fail
+    from deepspeed.comm.init import available_backends  # noqa: PLC0415 - imports torch, which may fail
 
-    names = " ".join(name for name, available in available_backends().items() if available)
+    names = " ".join(available_backends())
     doubt = "This torch has no torch.distributed: only one process can train; install a build that has it."
     return Row("backends", names or "none", "" if names else doubt)
 

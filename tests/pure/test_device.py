@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed import device, pipe
+from deepspeed import pipe
 from deepspeed.device import (
     Accelerator,
     NullEvent,
@@ -45,7 +45,7 @@ def test_unusable_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.xpu.is_available():
         pytest.skip("the device is usable here")
     monkeypatch.setenv("DS_ACCELERATOR", "xpu")
-    with pytest.raises(DeepSpeedConfigError, match="cannot use"):
+    with pytest.raises(DeepSpeedConfigError, match="no device that this process can use"):
         get_accelerator()
 
 
@@ -59,7 +59,7 @@ def test_set_accelerator_wins_and_can_be_undone(cpu: Accelerator) -> None:
     assert get_accelerator() is cpu
 
 
-def test_names(cpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names(cpu: Accelerator) -> None:
     assert (cpu.device_name(), cpu.device_name(3), cpu.current_device_name()) == ("cpu", "cpu", "cpu")
     assert cpu.communication_backend_name() == "gloo"
     assert cpu.torch_device() == torch.device("cpu")
@@ -68,8 +68,6 @@ def test_names(cpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     env: dict[str, str] = {}
     cuda.set_visible_devices_envs(env, [2, 0])
     assert env == {"CUDA_VISIBLE_DEVICES": "2,0"}
-    monkeypatch.setattr(device.sys, "platform", "win32")
-    assert Accelerator("cuda").communication_backend_name() == "gloo"
 
 
 def test_device_count_follows_the_launcher(cpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
