@@ -18,7 +18,7 @@ from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
-from deepspeed.engine import DeepSpeedEngine, OptimizerParts, Surroundings
+from deepspeed.engine import DeepSpeedEngine
 from deepspeed.engine_reports import follow_collectives, report_start
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
@@ -29,7 +29,6 @@ from deepspeed.optim.base import slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
-from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.zero.build import BuildRules, build, group_index
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
@@ -75,28 +74,21 @@ def initialize(
         raise NotYetError("mesh_param (sequence parallelism) is not in this release")
     source = _config_source(args, config, config_params)
     suspended = shutdown_init_context()
-    lasting = contextlib.ExitStack()  # what lasts as long as the engine
+    lasting = contextlib.ExitStack()  # what lasts as long as the engine, which closes it
+    engine: DeepSpeedEngine | None = None
     try:
         local_rank = _start_distributed(args, distributed_port, dist_init_required)
         if mpu is not None:
             register_mpu(mpu)
-        engine = _assemble(
-            model,
-            source,
-            lasting,
-            local_rank=local_rank,
-            group=mpu.get_data_parallel_group() if mpu is not None else None,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-        )
-        try:
-            engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
-            if training_data is not None:
-                engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-        except BaseException:
-            engine.destroy()
-            raise
+        group = mpu.get_data_parallel_group() if mpu is not None else None
+        engine = _assemble(model, source, lasting, group=group, optimizer=optimizer, model_parameters=model_parameters)
+        engine.local_rank = local_rank
+        engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
+        if training_data is not None:
+            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     except BaseException:
+        if engine is not None:
+            engine.destroy()
         lasting.close()
         raise
     finally:
@@ -145,7 +137,6 @@ def _assemble(
     source: Any,
     lasting: contextlib.ExitStack,
     *,
-    local_rank: int,
     group: Any,
     optimizer: OptimizerLike | None,
     model_parameters: Any,
@@ -180,15 +171,11 @@ def _assemble(
     if base is not None:
         views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
         attach(base, views)
-    return DeepSpeedEngine(
-        model,
-        cfg,
-        mesh=mesh,
-        parts=parts,
-        scaler=build_loss_scaler(cfg),
-        optimizer=OptimizerParts(base, views, order),
-        process=Surroundings(device, local_rank, monitor, lasting),
+    engine = DeepSpeedEngine(
+        model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting
     )
+    engine._group_names = order
+    return engine
 
 
 def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:

@@ -8,13 +8,14 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.data.move import map_tensors
 from deepspeed.device import get_accelerator
 from deepspeed.engine_checkpoint import EngineCheckpoint
 from deepspeed.engine_reports import PHASES, EngineReports
@@ -23,7 +24,7 @@ from deepspeed.mesh.groups import Mesh, destroy_mesh, meet_at_end
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler
+from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.client.consolidate import consolidated_state_dict
@@ -35,25 +36,13 @@ from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.step import StepRules, take_step
 
 
-class OptimizerParts(NamedTuple):
-    """The optimizer, None without one; what it sees; and the names in each of its groups, as the client gave them."""
-
-    base: torch.optim.Optimizer | None
-    views: list[OptimView]
-    group_names: list[list[str]]
-
-
-class Surroundings(NamedTuple):
-    """What the process lends an engine; ``lasting`` is closed when it ends: process settings, metric files."""
-
-    device: torch.device
-    local_rank: int
-    monitor: MonitorMaster
-    lasting: contextlib.ExitStack
-
-
 class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     """Wraps ``module``; made by ``deepspeed.initialize``. Attributes it does not define come from the module."""
+
+    # set by ``initialize``
+    local_rank: int
+    lr_scheduler: Any = None
+    training_dataloader: Any = None
 
     def __init__(
         self,
@@ -62,44 +51,39 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         *,
         mesh: Mesh,
         parts: ZeroParts,
-        scaler: LossScaler,
-        optimizer: OptimizerParts,
-        process: Surroundings,
+        optimizer: torch.optim.Optimizer | None,
+        views: list[OptimView],
+        monitor: MonitorMaster,
+        lasting: contextlib.ExitStack,
     ) -> None:
+        """``views`` are what ``optimizer`` sees; ``lasting`` is closed when the engine ends."""
         super().__init__()
-        self.module, self.mesh = module, mesh
-        self._config, self._parts, self._scaler = config, parts, scaler
-        self.runtime = parts.runtime
-        self.device, self.local_rank, self.monitor, self._lasting = process
-        self.basic_optimizer, self._views, group_names = optimizer
-        tiled = [v for v in self._views if v.on_drive]
-        self.tiles = (
-            OptimTiles(tiled, self.basic_optimizer, parts.tiers.optim_drive().staging)
-            if self.basic_optimizer is not None and tiled
-            else None
-        )
+        self.module, self.mesh, self.basic_optimizer, self.monitor = module, mesh, optimizer, monitor
+        self._config, self._parts, self._views, self._lasting = config, parts, views, lasting
+        self._scaler = build_loss_scaler(config)
+        self.runtime, self.device = parts.runtime, get_accelerator().torch_device()
         self._gas = config.gradient_accumulation_steps
         self._micro = config.train_micro_batch_size_per_gpu
         self._managed = config.managed_gradient_accumulation
         self._offload = DeepSpeedZeRoOffload(module, parts.hooks)
         self.optimizer: Any = self._offload if self.runtime.plan.regular.param.sharded else None
-        if self.basic_optimizer is not None:
-            self.optimizer = wrap_optimizer(self.basic_optimizer, self, self._views, offload=self._offload)
-        self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None
+        self.tiles: OptimTiles | None = None
+        if optimizer is not None:
+            if tiled := [view for view in views if view.on_drive]:
+                self.tiles = OptimTiles(tiled, optimizer, parts.tiers.optim_drive().staging)
+            self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = False
         self._destroyed = self._over_limit = self._lent = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._norm: float | None = None
-        self._relocation = Relocation(parts.units, self.basic_optimizer)
+        self._relocation = Relocation(parts.units, optimizer)
         self._start_timing(config)
         self._start_checkpoints()
-        self._group_names = group_names
         self.runtime.window_ends = self.is_gradient_accumulation_boundary
         self.runtime.on_backward = self._before_backward
         self.runtime.client = weakref.ref(self)
-        self.runtime.optimizer, self.runtime.tiles = self.basic_optimizer, self.tiles
+        self.runtime.optimizer, self.runtime.tiles = optimizer, self.tiles
 
     def give_way(self, params: set[nn.Parameter]) -> bool:
         """Another engine wants ``params``: an inference engine over no others is destroyed. Whether it was."""
@@ -117,11 +101,14 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         """
         self._make_ready()
         if self._config.fp16.auto_cast and self.fp16_enabled():
-            inputs, kwargs = _to_half(inputs), _to_half(kwargs)
+            inputs, kwargs = map_tensors((inputs, kwargs), lambda t: t.half() if t.is_floating_point() else t)
         if self.module.training:
             self.tput_timer.start()
+        cast: Any = contextlib.nullcontext()
+        if self.torch_autocast_enabled():
+            cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
         try:
-            with self._autocast(), self._clock("forward"):
+            with cast, self._clock("forward"):
                 return self.module(*inputs, **kwargs)
         except BaseException as error:
             if isinstance(error, DivergenceError):
@@ -143,7 +130,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 f"backward() takes a scalar loss that requires grad; got {what}. Reduce it, e.g. loss.mean()"
             )
         divided = loss / self._gas if scale_wrt_gas and self._managed and self._gas > 1 else loss
-        self._note_loss(loss)
+        if self.monitor.enabled:
+            self._losses.append(loss.detach())  # nothing is read from the device yet
         flushes = self.runtime.flushes
         self._in_engine_backward = True
         try:
@@ -172,7 +160,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 self.update()
             if self._step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            self._report_progress()
+            every = self._config.steps_per_print
+            if every and self.global_steps % every == 0:
+                self.timers.log(PHASES)
+                rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
+                log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
             self._write_metrics(self.global_samples, self.loss_scale() if self.fp16_enabled() else None)
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
@@ -287,9 +279,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last update before clipping, unscaled; inf after a skipped one; None before the first."""
         return self._norm
-
-    def dynamic_loss_scale(self) -> bool:
-        return isinstance(self._scaler, DynamicLossScaler)
 
     def scaler_state(self) -> dict[str, Any]:
         return self._scaler.state_dict()
@@ -527,25 +516,3 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         destroy_mesh(self.mesh, keep_axes=any(unit.params for unit in self.runtime.units))
         if failed is not None:
             raise failed
-
-    def _report_progress(self) -> None:
-        every = self._config.steps_per_print
-        if every and self.global_steps % every == 0:
-            self.timers.log(PHASES)
-            rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
-            log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
-
-    def _autocast(self) -> Any:
-        if not self.torch_autocast_enabled():
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
-
-
-def _to_half(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.half()
-    if isinstance(value, dict):
-        return type(value)({k: _to_half(v) for k, v in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_half(v) for v in value)
-    return value

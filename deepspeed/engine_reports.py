@@ -6,7 +6,7 @@ Switched off, the measurements synchronise and time nothing.
 import contextlib
 import math
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,10 +32,15 @@ if TYPE_CHECKING:
 PHASES = ("forward", "backward", "step")
 
 
-def _answers(path: str) -> Any:
-    """A method that answers with what the engine holds at ``path``."""
-    read = attrgetter(path)
+def _answers(what: str | Callable[[Any], Any]) -> Any:
+    """A method that answers with what the engine holds at the path ``what``, or with that function of it."""
+    read = attrgetter(what) if isinstance(what, str) else what
     return lambda self: read(self)
+
+
+def _of_block(block: str, name: str) -> Any:
+    """A method that answers with ``name`` of the configuration's ``block``, None without the block."""
+    return lambda self: getattr(getattr(self._config, block), name, None)
 
 
 class EngineReports:
@@ -71,84 +76,44 @@ class EngineReports:
     dump_state = _answers("_config.dump_state")
     was_step_applied = _answers("_step_applied")
     loss_scale = current_loss_scale = _answers("_scaler.loss_scale")
+    dynamic_loss_scale = _answers("_scaler.dynamic")
     get_data_parallel_rank = _answers("mesh.data.index")
     get_wall_clock_timers = _answers("timers")  # harmless stand-ins unless ``wall_clock_breakdown`` is on
     memory_plan = _answers("_parts.memory")  # what a rank's states hold per tier, as computed before they were built
-
-    def train_batch_size(self) -> int:
-        return self._micro * self._gas * self.mesh.data.size
-
-    def get_batch_info(self) -> tuple[Any, Any, Any]:
-        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
-
-    def zero_optimization(self) -> bool:
-        return self._config.zero_stage > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self._config.zero_stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self._config.zero_stage >= 3
-
-    def zero_cpu_offload(self) -> bool:
-        return self._config.zero.offload_optimizer is not None
-
-    def fp16_enabled(self) -> bool:
-        return self._config.compute_dtype == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self._config.compute_dtype == "bf16"
-
-    def torch_autocast_dtype(self) -> torch.dtype:
-        return DTYPES[self._config.torch_autocast.dtype]
-
-    def model_dtype(self) -> torch.dtype:
-        return DTYPES[self._config.compute_dtype]
-
-    def accumulation_dtype(self) -> torch.dtype:
-        """Gradients accumulate in fp32 unless the configuration says otherwise."""
-        return DTYPES[self._config.grad_accum_dtype or "fp32"]
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(model dtype, gradient accumulation dtype)."""
-        return self.model_dtype(), self.accumulation_dtype()
+    train_batch_size = _answers(lambda self: self._micro * self._gas * self.mesh.data.size)
+    get_batch_info = _answers(
+        attrgetter("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    zero_optimization = _answers(lambda self: self._config.zero_stage > 0)
+    zero_optimization_partition_gradients = _answers(lambda self: self._config.zero_stage >= 2)
+    zero_optimization_partition_weights = _answers(lambda self: self._config.zero_stage >= 3)
+    zero_cpu_offload = _answers(lambda self: self._config.zero.offload_optimizer is not None)
+    fp16_enabled = _answers(lambda self: self._config.compute_dtype == "fp16")
+    bfloat16_enabled = _answers(lambda self: self._config.compute_dtype == "bf16")
+    torch_autocast_dtype = _answers(lambda self: DTYPES[self._config.torch_autocast.dtype])
+    model_dtype = _answers(lambda self: DTYPES[self._config.compute_dtype])
+    accumulation_dtype = _answers(lambda self: DTYPES[self._config.grad_accum_dtype or "fp32"])
+    get_data_types = _answers(lambda self: (self.model_dtype(), self.accumulation_dtype()))
+    optimizer_params = _of_block("optimizer", "params")
+    scheduler_name, scheduler_params = _of_block("scheduler", "type"), _of_block("scheduler", "params")
+    get_model_parallel_rank = get_tensor_parallel_rank = _answers(lambda self: 0)
+    get_sequence_parallel_group = _answers(lambda self: None)
+    get_lr = _answers(lambda self: [group["lr"] for group in self._groups()])
+    get_type = _answers(lambda self: [group.get("type") for group in self._groups()])
 
     def optimizer_name(self) -> str | None:
         if self._config.optimizer is not None:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
 
-    def optimizer_params(self) -> dict[str, Any] | None:
-        return self._config.optimizer.params if self._config.optimizer is not None else None
-
-    def scheduler_name(self) -> str | None:
-        return self._config.scheduler.type if self._config.scheduler is not None else None
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        return self._config.scheduler.params if self._config.scheduler is not None else None
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
-
-    get_tensor_parallel_rank = get_model_parallel_rank
-
-    def get_sequence_parallel_group(self) -> None:
-        return None
-
     def _groups(self) -> list[dict[str, Any]]:
         return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
         """Per group: momentum for SGD and RMSprop, betas otherwise."""
         return [g["momentum"] if "momentum" in g and "betas" not in g else g.get("betas") for g in self._groups()]
 
-    def get_type(self) -> list[Any]:
-        return [group.get("type") for group in self._groups()]
-
-    # -- not in this release; signatures are final, clients inspect them ------------------------------------------
+    # not in this release; signatures are final, clients inspect them
     def train_batch(self, data_iter: Any = None) -> NoReturn:
         raise_not_yet("engine.train_batch (pipeline engine)")
 
@@ -157,17 +122,15 @@ class EngineReports:
 
     # -- clocks and metrics ---------------------------------------------------------------------------------------
     def _start_timing(self, config: DeepSpeedConfig) -> None:
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor] = []  # undivided, of each micro-batch since the last update
         self._spent_ms: dict[str, float] = {}  # by phase, since the last update
         self._phases: list[str] = []
         self.timers: Any = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
-        every = config.steps_per_print
-        reports = every is not None and math.isfinite(every)
-        throughput = config.timers.throughput
+        throughput, every = config.timers.throughput, config.steps_per_print
         # A report that is never due needs no measurement, so a silent run does not wait for its device either.
-        measured = Namespace(enabled=throughput.enabled and reports, synchronized=throughput.synchronized)
-        batch, every = config.train_batch_size, every if reports else None
-        self.tput_timer = ThroughputTimer(measured, batch, steps_per_output=every)
+        reports = throughput.enabled and every is not None and math.isfinite(every)
+        measured = Namespace(enabled=reports, synchronized=throughput.synchronized)
+        self.tput_timer = ThroughputTimer(measured, config.train_batch_size, steps_per_output=every)
 
     @contextlib.contextmanager
     def _clock(self, name: str) -> Iterator[None]:
@@ -185,11 +148,6 @@ class EngineReports:
             self._phases.remove(name)
             self._spent_ms[name] = self._spent_ms.get(name, 0.0) + timer.elapsed(reset=False) - before
         see_memory_usage(f"memory after {name}", force=self._config.memory_breakdown)
-
-    def _note_loss(self, loss: torch.Tensor) -> None:
-        """Remember the undivided loss of one micro-batch for the metrics; nothing is read from the device yet."""
-        if self.monitor.enabled:
-            self._losses.append(loss.detach())
 
     def _write_metrics(self, samples: int, loss_scale: float | None) -> None:
         """The metrics of one update, at ``samples`` samples: learning rate, mean loss here, loss scale, times."""
