@@ -103,18 +103,15 @@ def _from_args(args: Any, name: str) -> Any:
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    given = _from_args(args, "deepspeed_config")
-    if given is None:
-        given = _from_args(args, "deepscale_config")
-    config = config if config is not None else config_params
-    if config is not None and given is not None:
-        raise UsageError("the configuration was given twice: as config= and as args.deepspeed_config; pass one of them")
-    source = config if config is not None else given
-    if source is None:
+    config = config_params if config is None else config
+    stated = [_from_args(args, name) for name in ("deepspeed_config", "deepscale_config")]
+    given = next((source for source in stated if source is not None), None)
+    if (config is None) is (given is None):
         raise UsageError(
-            "no configuration: pass config= to deepspeed.initialize, or start the script with --deepspeed_config FILE"
+            f"the configuration was given {'not at all' if given is None else 'twice'}: pass config= to "
+            "deepspeed.initialize, or start the script with --deepspeed_config FILE (args.deepspeed_config)"
         )
-    return source
+    return given if config is None else config
 
 
 def _start_distributed(args: Any, port: int, required: bool | None) -> int:
@@ -166,7 +163,8 @@ def _assemble(
             "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
             f"{type(base).__name__} cannot do; set ratio to 1, or use the Fused class of the same name"
         )
-    parts = build(model, plan, _facts(cfg, mesh), rules=rules, policy=_policy(cfg), group_of=place)
+    facts, policy = _gradients(cfg, mesh)
+    parts = build(model, plan, facts, rules=rules, policy=policy, group_of=place)
     views: list[OptimView] = []
     if base is not None:
         views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
@@ -185,8 +183,7 @@ def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[
 
 
 def _mention(cfg: DeepSpeedConfig) -> None:
-    notes = inert_notes(cfg)
-    if notes:
+    if notes := inert_notes(cfg):
         log_dist("configuration keys without effect here: " + "; ".join(notes))
     if cfg.vocabulary_size is not None and cfg.vocabulary_size % 8:
         padded = -(-cfg.vocabulary_size // 8) * 8
@@ -292,47 +289,41 @@ def _build_rules(
 def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Parameter]:
     """Parameters of modules of the classes in ``lower_precision_safe_modules``: autocast reads them in its dtype."""
     names = cfg.torch_autocast.lower_precision_safe_modules if cfg.torch_autocast.enabled else None
-    classes = tuple(_class_at(name) for name in names or ())
-    return frozenset(p for m in model.modules() if isinstance(m, classes) for p in m.parameters(recurse=False))
+    classes = []
+    for path in names or ():
+        named, why = None, "it is no class"
+        try:
+            named = locate(path)
+        except ErrorDuringImport as error:
+            why = f"importing it failed: {error}"
+        if not isinstance(named, type):
+            raise DeepSpeedConfigError(
+                f"torch_autocast.lower_precision_safe_modules: {path!r}: {why}; write it like torch.nn.Linear"
+            )
+        classes.append(named)
+    owners = (module for module in model.modules() if isinstance(module, tuple(classes)))
+    return frozenset(p for module in owners for p in module.parameters(recurse=False))
 
 
-def _class_at(path: str) -> type:
-    key = "torch_autocast.lower_precision_safe_modules"
-    try:
-        named = locate(path)
-    except ErrorDuringImport as error:
-        raise DeepSpeedConfigError(f"{key}: importing {path!r} failed: {error}") from error
-    if not isinstance(named, type):
-        raise DeepSpeedConfigError(f"{key}: {path!r} is no class; write it like torch.nn.Linear")
-    return named
-
-
-def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
+def _gradients(cfg: DeepSpeedConfig, mesh: Mesh) -> tuple[UnitFacts, GradientPolicy]:
     """Who divides what: the mean is taken once, split between packing and the step by the predivide factor."""
     mean = cfg.gradient_allreduce_op == "mean"
     total = early = float(mesh.divisor) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
-    wire = dtype_policy(cfg).reduction
-    return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None)
-
-
-def _policy(cfg: DeepSpeedConfig) -> GradientPolicy:
     dtypes = dtype_policy(cfg)
-    return GradientPolicy(DTYPES[dtypes.accumulation], DTYPES[dtypes.reduction] if dtypes.reduction else None)
+    wire = DTYPES[dtypes.reduction] if dtypes.reduction else None
+    return UnitFacts(mesh, total, early, wire), GradientPolicy(DTYPES[dtypes.accumulation], wire)
 
 
 def _mark_leaves(cfg: DeepSpeedConfig, model: nn.Module) -> None:
-    leaf = cfg.zero.leaf_module
-    if "leaf_module" not in cfg.zero.model_fields_set:
-        return
-    for mark, names in (
-        (set_z3_leaf_modules, leaf.classes),
-        (set_z3_leaf_modules_by_name, leaf.names),
-        (set_z3_leaf_modules_by_suffix, leaf.name_suffixes),
-    ):
-        if names:
-            mark(model, list(names), raise_if_not_found=False)
+    leaf, given = cfg.zero.leaf_module, "leaf_module" in cfg.zero.model_fields_set
+    if given and leaf.classes:
+        set_z3_leaf_modules(model, list(leaf.classes), raise_if_not_found=False)
+    if given and leaf.names:
+        set_z3_leaf_modules_by_name(model, list(leaf.names), raise_if_not_found=False)
+    if given and leaf.name_suffixes:
+        set_z3_leaf_modules_by_suffix(model, list(leaf.name_suffixes), raise_if_not_found=False)
 
 
 def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:
@@ -346,10 +337,7 @@ def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed``, ``--deepspeed_config`` and their deprecated spellings to ``parser`` and return it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument(
-        "--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (helper flag for user code)"
-    )
-    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
-    group.add_argument("--deepscale", default=False, action="store_true", help="Deprecated spelling of --deepspeed")
-    group.add_argument("--deepscale_config", default=None, type=str, help="Deprecated spelling of --deepspeed_config")
+    for flag, what in (("deepspeed", "Enable DeepSpeed (helper flag for user code)"), ("deepscale", "Deprecated")):
+        group.add_argument(f"--{flag}", action="store_true", help=what)
+        group.add_argument(f"--{flag}_config", type=str, help="DeepSpeed json configuration file.")
     return parser

@@ -1,3 +1,1 @@
-"""Import path of the device layer."""
-
 from deepspeed.device import Accelerator, Accelerator as DeepSpeedAccelerator, get_accelerator, set_accelerator

@@ -38,11 +38,17 @@ class AxisGroup:
         default_factory=list, compare=False
     )
 
-    def note(self, op: str, tensor: torch.Tensor) -> list[Callable[[], None]]:
-        """Tell the listeners; what is to be called at the end."""
+    def note(self, op: str, tensor: torch.Tensor) -> Callable[[], None]:
+        """Tell the listeners; what is to be called when it has ended."""
         next(_odometer)
         answers = [listener(op, tensor.numel(), tensor.dtype, self.size) for listener in self.ledger]
-        return [end for end in answers if end is not None]
+
+        def end() -> None:
+            for answer in answers:
+                if answer is not None:
+                    answer()
+
+        return end
 
 
 # Collectives of this package in this process, whatever they belong to; reading it counts too.
@@ -79,31 +85,19 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Collective(Transfer):
-    """A collective in flight, over ``buffers``; ``finish`` runs when it has arrived, then the listeners' ``ends``."""
+    """A collective in flight, over ``buffers``; when it has arrived, each of ``then`` is called."""
 
-    def __init__(
-        self,
-        works: list[Any],
-        *buffers: torch.Tensor,
-        finish: Callable[[], None] | None = None,
-        ends: list[Callable[[], None]] | None = None,
-    ) -> None:
+    def __init__(self, works: list[Any], *buffers: torch.Tensor, then: tuple[Callable[[], None], ...] = ()) -> None:
         self.nbytes = max((b.nbytes for b in buffers), default=0)
-        self._works = works
-        self._buffers = buffers
-        self._finish = finish
-        self._ends = ends
+        self._works, self._buffers, self._then = works, buffers, then
 
     def wait(self) -> None:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-        ends, self._ends = self._ends, None
-        for end in ends or ():
-            end()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        then, self._then = self._then, ()
+        for call in then:
+            call()
         self._buffers = ()
 
     def done(self) -> bool:
@@ -127,7 +121,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
 
     ``shard`` may be this rank's slice of ``full`` itself. Asynchronous on every backend.
     """
-    ends = group.note("all_gather", full)
+    end = group.note("all_gather", full)
     full, shard = _bytes(full), _bytes(shard)
     piece = shard.numel()
     mine = full[group.index * piece : (group.index + 1) * piece]
@@ -135,8 +129,8 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
         works = _exchange(lambda _: shard, lambda r: full[r * piece : (r + 1) * piece], group)
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        return Collective(works, full, shard, ends=ends)
-    return Collective([gather_flat(full, shard, group=group.pg, async_op=True)], full, shard, ends=ends)
+        return Collective(works, full, shard, then=(end,))
+    return Collective([gather_flat(full, shard, group=group.pg, async_op=True)], full, shard, then=(end,))
 
 
 def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Collective:
@@ -146,7 +140,7 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
     member order, in the dtype of ``out``. ``full`` must stay untouched until ``wait``.
     """
     piece = full.numel() // group.size
-    ends = group.note("reduce_scatter", full)
+    end = group.note("reduce_scatter", full)
     mine = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
         inbox = {r: fresh(piece, full.dtype, full.device) for r in range(group.size) if r != group.index}
@@ -156,12 +150,12 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
             for position in range(group.size):
                 _store(out, mine if position == group.index else inbox[position], accumulate or position > 0)
 
-        return Collective(works, full, finish=finish, ends=ends)
+        return Collective(works, full, then=(end, finish))
     if out.dtype == full.dtype and not accumulate:
-        return Collective([scatter_flat(out, full, group=group.pg, async_op=True)], full, out, ends=ends)
+        return Collective([scatter_flat(out, full, group=group.pg, async_op=True)], full, out, then=(end,))
     result = torch.empty_like(mine)
     work = scatter_flat(result, full, group=group.pg, async_op=True)
-    return Collective([work], full, result, finish=lambda: _store(out, result, accumulate), ends=ends)
+    return Collective([work], full, result, then=(end, lambda: _store(out, result, accumulate)))
 
 
 _ADD_NUMEL = 1 << 18  # the fp32 copy that a mixed-dtype addition makes stays in the cache
@@ -179,28 +173,26 @@ def _store(out: torch.Tensor, value: torch.Tensor, accumulate: bool) -> None:  #
 
 def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Collective:
     """Sum ``full`` over the members into (or onto) ``out`` of the same numel; ``full`` is overwritten."""
-    ends = group.note("all_reduce", full)
+    end = group.note("all_reduce", full)
     works = [dist.all_reduce(full, group=group.pg, async_op=True)] if group.size > 1 else []
-    return Collective(works, full, finish=lambda: _store(out, full, accumulate), ends=ends)
+    return Collective(works, full, then=(end, lambda: _store(out, full, accumulate)))
 
 
 def sum_scalars(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     """All-reduce a few scalars (in place) and return them; used for norms and flags."""
     if group.size > 1:
-        ends = group.note("all_reduce", values)
+        end = group.note("all_reduce", values)
         dist.all_reduce(values, group=group.pg)
-        for end in ends:
-            end()
+        end()
     return values
 
 
 def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> None:
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:
-        ends = group.note("broadcast", tensor)
+        end = group.note("broadcast", tensor)
         dist.broadcast(_bytes(tensor), group_src=source, group=group.pg)
-        for end in ends:
-            end()
+        end()
 
 
 def all_equal(value: int, group: AxisGroup) -> bool:
@@ -213,12 +205,10 @@ def all_equal(value: int, group: AxisGroup) -> bool:
     for distance in (1 << k for k in range((group.size - 1).bit_length())):
         theirs = torch.empty_like(extremes)
         source, target = (group.index - distance) % group.size, (group.index + distance) % group.size
-        ends = group.note("digest", extremes)
-        works: list[Any] = [
-            dist.irecv(theirs, group=group.pg, group_src=source),
-            dist.isend(extremes, group=group.pg, group_dst=target),
-        ]
-        Collective(works, extremes, theirs, ends=ends).wait()
+        end = group.note("digest", extremes)
+        works: list[Any] = [dist.irecv(theirs, group=group.pg, group_src=source)]
+        works.append(dist.isend(extremes, group=group.pg, group_dst=target))
+        Collective(works, then=(end,)).wait()
         extremes = torch.maximum(extremes, theirs)
     return not extremes.sum()
 
@@ -227,10 +217,9 @@ def exchange_ints(values: list[int], group: AxisGroup) -> list[list[int]]:
     """All-gather one short list of int64 (same length everywhere); rank order."""
     mine = torch.tensor(values, dtype=torch.int64)
     everyone = torch.empty(group.size * len(values), dtype=torch.int64)
-    ends = group.note("rows", everyone)
+    end = group.note("rows", everyone)
     gather_flat(everyone, mine, group=group.pg)
-    for end in ends:
-        end()
+    end()
     return everyone.view(group.size, len(values)).tolist()
 
 
@@ -263,9 +252,7 @@ class SideTransfer(Transfer):
     """A transfer on a side stream; ``wait`` makes the compute stream wait. ``captured`` lives as long as this."""
 
     def __init__(self, inner: Transfer, event: Any, captured: Any) -> None:
-        self.nbytes = inner.nbytes
-        self._event = event
-        self._captured = captured
+        self.nbytes, self._event, self._captured = inner.nbytes, event, captured
 
     def wait(self) -> None:
         if self._event is not None:

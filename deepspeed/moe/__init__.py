@@ -1,1 +1,0 @@
-"""Names of mixture-of-experts layers; not in this release."""

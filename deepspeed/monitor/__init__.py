@@ -1,1 +1,0 @@
-"""Import paths of the metric writers; nothing is defined here."""

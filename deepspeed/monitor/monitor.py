@@ -1,3 +1,1 @@
-"""Import path of the metric writers."""
-
 from deepspeed.observe.monitor import MonitorMaster

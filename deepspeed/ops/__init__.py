@@ -1,4 +1,2 @@
-"""Import paths of the optimizers."""
-
 from deepspeed.native.builders import compatible_ops as __compatible_ops__
 from deepspeed.ops import adagrad, adam, lamb, lion

@@ -1,5 +1,3 @@
-"""Import paths of the training runtime that clients use; nothing is defined here."""
-
 from deepspeed.runtime import (
     activation_checkpointing,
     base_optimizer,

@@ -1,3 +1,1 @@
-"""Import path of a wrapper class that clients compare against."""
-
 from deepspeed.precision.legacy import BF16_Optimizer

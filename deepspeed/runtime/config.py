@@ -1,4 +1,2 @@
-"""Import path of the configuration."""
-
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.constants import ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER

@@ -1,3 +1,1 @@
-"""Import path of the loaders."""
-
 from deepspeed.data.loader import DeepSpeedDataLoader, RepeatingLoader

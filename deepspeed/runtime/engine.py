@@ -1,3 +1,1 @@
-"""Import path of the engine."""
-
 from deepspeed.engine import DeepSpeedEngine

@@ -1,5 +1,3 @@
-"""Import path of the learning-rate schedules."""
-
 from deepspeed.optim.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,

@@ -1,5 +1,3 @@
-"""Import path of small helpers."""
-
 from deepspeed.data.move import move_to_device
 from deepspeed.device import set_random_seed
 from deepspeed.observe.memory import see_memory_usage

@@ -1,5 +1,3 @@
-"""Import paths of helpers that clients use; nothing is defined here."""
-
 from deepspeed.attrs import recursive_getattr, recursive_setattr
 from deepspeed.comm import is_initialized
 from deepspeed.data.loader import RepeatingLoader

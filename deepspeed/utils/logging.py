@@ -1,3 +1,1 @@
-"""Import path of the logger."""
-
 from deepspeed.observe.log import log_dist, log_dist_once, logger, print_dist, set_log_level_from_string, warning_once

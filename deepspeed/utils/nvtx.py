@@ -1,3 +1,1 @@
-"""Import path of profiler ranges."""
-
 from deepspeed.observe.timers import instrument_w_nvtx

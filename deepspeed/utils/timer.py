@@ -1,3 +1,1 @@
-"""Import path of the timers."""
-
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer

@@ -1,5 +1,3 @@
-"""Import path of the checkpoint consolidation."""
-
 from deepspeed.checkpoint.weights.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,

@@ -57,7 +57,7 @@ def test_all_are_waited_for_though_one_fails() -> None:
 def test_a_collective_finishes_once_and_keeps_its_price() -> None:
     calls: list[str] = []
     full = torch.zeros(8)
-    transfer = Collective([], full, finish=lambda: calls.append("finish"), ends=[lambda: calls.append("end")])
+    transfer = Collective([], full, then=(lambda: calls.append("end"), lambda: calls.append("finish")))
     assert transfer.nbytes == 32 and transfer.done()
     transfer.wait()
     transfer.wait()

@@ -1,3 +1,1 @@
-"""Import path of Adagrad."""
-
 from deepspeed.optim.named import DeepSpeedCPUAdagrad

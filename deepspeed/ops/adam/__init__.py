@@ -1,3 +1,1 @@
-"""Import path of Adam."""
-
 from deepspeed.optim.named import DeepSpeedCPUAdam, FusedAdam

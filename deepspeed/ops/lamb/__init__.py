@@ -1,3 +1,1 @@
-"""Import path of LAMB."""
-
 from deepspeed.optim.named import FusedLamb

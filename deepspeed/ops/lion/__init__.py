@@ -1,3 +1,1 @@
-"""Import path of Lion."""
-
 from deepspeed.optim.named import DeepSpeedCPULion, FusedLion

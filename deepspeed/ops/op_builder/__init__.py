@@ -1,5 +1,3 @@
-"""Import path of the kernel builders."""
-
 from deepspeed.errors import CUDAMismatchException, MissingCUDAException
 from deepspeed.native.builders import (
     ALL_OPS,

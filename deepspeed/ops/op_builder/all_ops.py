@@ -1,3 +1,1 @@
-"""Import path of the table of all kernel builders."""
-
 from deepspeed.native.builders import ALL_OPS

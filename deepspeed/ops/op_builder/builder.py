@@ -1,4 +1,2 @@
-"""Import path of the base classes of the kernel builders."""
-
 from deepspeed.errors import CUDAMismatchException, MissingCUDAException
 from deepspeed.native.builders import CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder, installed_ops

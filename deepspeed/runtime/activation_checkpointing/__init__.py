@@ -1,3 +1,1 @@
-"""Import path of activation checkpointing; nothing is defined here."""
-
 from deepspeed.runtime.activation_checkpointing import checkpointing

@@ -1,5 +1,3 @@
-"""Import path of activation checkpointing."""
-
 from deepspeed.activation.checkpointing import (
     _CUDA_RNG_STATE_TRACKER,
     _MODEL_PARALLEL_RNG_TRACKER_NAME,

@@ -1,1 +1,0 @@
-"""Import paths of the fp16 wrappers; nothing is defined here."""

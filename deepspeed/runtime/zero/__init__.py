@@ -1,5 +1,3 @@
-"""Import path of the ZeRO interface."""
-
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.zero.client.gathered import (
     GatheredParameters,

@@ -1,3 +1,1 @@
-"""Import path of the ZeRO configuration."""
-
 from deepspeed.config import OffloadDeviceEnum, ZeroConfig as DeepSpeedZeroConfig

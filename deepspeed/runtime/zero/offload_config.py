@@ -1,5 +1,3 @@
-"""Import path of the offload configuration."""
-
 from deepspeed.config import (
     OffloadDeviceEnum,
     OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig,

@@ -1,5 +1,3 @@
-"""Import path of the ZeRO 3 names."""
-
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.memory.estimate import (
     estimate_zero3_model_states_mem_needs,

@@ -1,5 +1,3 @@
-"""Import path of the ZeRO 1 and 2 names."""
-
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeroOptimizer
 from deepspeed.zero.memory.estimate import (
     estimate_zero2_model_states_mem_needs,

@@ -1,3 +1,1 @@
-"""Import path of tiled layers."""
-
 from deepspeed.zero.client.tiling import TiledLinear, TiledLinearReturnBias

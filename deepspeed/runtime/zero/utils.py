@@ -1,3 +1,1 @@
-"""Import path of ZeRO helpers."""
-
 from deepspeed.errors import DeepSpeedError as ZeRORuntimeException
