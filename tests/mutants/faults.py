@@ -163,7 +163,7 @@ _PURE = (
     Mutant(
         "F2",
         "deepspeed/config/explain/rules.py",
-        '    "prefetch_bucket_size",\n',
+        '"prefetch_bucket_size", ',
         "",
         _RULES,
         "keys that act where parameters are sharded are named as without effect elsewhere",

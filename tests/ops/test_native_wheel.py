@@ -53,9 +53,11 @@ def test_a_plain_wheel_needs_no_compiler(tree: Path) -> None:
     wheel = _wheel(tree, PATH="/nowhere", CXX="/nowhere/c++")
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert {"deepspeed/native/csrc/README.md", "deepspeed/config/model/unread.json"} <= set(names) and not any(
-        "prebuilt" in name for name in names
-    )
+    assert {
+        "deepspeed/native/csrc/README.md",
+        "deepspeed/config/model/unread.json",
+        "deepspeed/config/tool/starters/lora.json",
+    } <= set(names) and not any("prebuilt" in name for name in names)
 
 
 @pytest.mark.skipif(GXX is None, reason="needs a C++ compiler")

@@ -15,8 +15,7 @@ from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.config.model.root import DeepSpeedConfig, load_config
 from deepspeed.config.model.settings import all_keys, written_paths
 from deepspeed.config.tool import cli
-from deepspeed.config.tool.cli import main
-from deepspeed.config.tool.starters import GOALS, starter
+from deepspeed.config.tool.cli import STARTERS, main
 from deepspeed.observe.log import logger
 from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3
 
@@ -42,6 +41,13 @@ MANY = """\
   "amp": {"enabled": true}
 }
 """
+
+
+GOALS = ("finetune", "lora", "offload", "pretrain")
+
+
+def starter(goal: str) -> str:
+    return (STARTERS / f"{goal}.json").read_text()
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -192,6 +198,13 @@ def test_check_leaves_the_logger_as_it_was(tmp_path: Path, capsys: pytest.Captur
     assert logger.handlers == before
 
 
+def test_a_block_inside_one_that_is_off_is_one_note_per_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"train_batch_size": 1, "autotuning": {"enabled": False, "model_info": {"num_layers": 2}}}
+    _, out, _ = run(capsys, "check", written(tmp_path, content))
+    (note,) = [line for line in out.splitlines() if "note:" in line]
+    assert "autotuning.model_info.num_layers has no effect, off: autotuning.enabled is false" in note
+
+
 @pytest.mark.parametrize("block", [{}, {"stages": 2}, {"mine": 3}])
 def test_check_says_what_a_pipeline_block_means(
     block: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -315,7 +328,11 @@ def test_the_policy_is_what_the_table_says() -> None:
 # --- init ---
 
 
-@pytest.mark.parametrize("goal", sorted(GOALS))
+def test_every_goal_is_tried() -> None:
+    assert {path.name for path in STARTERS.iterdir()} == {f"{goal}.json" for goal in GOALS}
+
+
+@pytest.mark.parametrize("goal", GOALS)
 def test_starting_files(goal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "ds.json")
     assert run(capsys, "init", "--goal", goal, "-o", path)[:2] == (0, "")

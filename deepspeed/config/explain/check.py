@@ -1,16 +1,18 @@
 """What is wrong with a file, and what is worth saying about it, for people."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic import BaseModel
 
 from deepspeed.config.explain.messages import UNFILLED
 from deepspeed.config.explain.rules import inert_under
-from deepspeed.config.model.batch import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN
+from deepspeed.config.model.batch import BATCH_KEYS, MICRO, TRAIN
 from deepspeed.config.model.optim_params import PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.root import DeepSpeedConfig, judge
-from deepspeed.config.model.settings import canonical_path, notes_of, settings
-from deepspeed.config.model.values import is_auto
+from deepspeed.config.model.settings import Setting, canonical_path, gate_open, plain, settings
+from deepspeed.config.model.values import AUTO, Support, is_auto
 from deepspeed.config.parse import ConfigSource
 
 # The keys whose "auto" Transformers and Accelerate replace before the configuration reaches the engine.
@@ -33,13 +35,22 @@ FILLED_BY_INTEGRATIONS = frozenset(
 
 @dataclass(frozen=True)
 class Findings:
-    """The judgement of one source; no ``config`` where there are faults. ``autos`` are paths an integration fills."""
+    """The judgement of one source; no ``config`` where there are faults. ``autos`` are paths an integration fills.
+
+    ``settings`` has every key of a faultless configuration by path, in the order of the models.
+    """
 
     source: ConfigSource
     config: DeepSpeedConfig | None
     faults: tuple[str, ...]
     notes: tuple[str, ...] = ()
     autos: tuple[str, ...] = ()
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+
+    @property
+    def batch_is_open(self) -> bool:
+        """Whether the batch sizes wait for an integration."""
+        return any(path in self.autos for path in BATCH_KEYS)
 
 
 def _without_autos(block: Mapping[str, Any], prefix: str, autos: list[str]) -> dict[str, Any]:
@@ -54,6 +65,33 @@ def _without_autos(block: Mapping[str, Any], prefix: str, autos: list[str]) -> d
         if path in PARAM_FIELDS and PARAM_FIELDS[path].default == REQUIRED:
             out[name] = 1  # stands for the number to come
     return out
+
+
+def _without_effect(item: Setting, values: Mapping[str, Setting], idle: Mapping[str, str]) -> str:
+    """Why ``item`` changes nothing in its configuration: its class, the switches around it, other keys; or nothing."""
+    key, parts = item.key, item.path.split(".")
+    if key is not None and key.support is Support.INERT:
+        return f"inert here: {key.note}"
+    for depth in range(len(parts) - 1, 0, -1):
+        switch = ".".join([*parts[:depth], "enabled"])
+        if switch != item.path and switch in values and values[switch].value is False:
+            return f"off: {switch} is false"
+    if item.path in idle:
+        return f"off: {idle[item.path]}"
+    if key is not None and not gate_open(key, values):
+        return f"off: {key.gate} is not set"
+    return "not yet in this release" if key is not None and key.support is Support.NOT_YET else ""
+
+
+def explained(config: DeepSpeedConfig, source: ConfigSource | None = None) -> dict[str, Setting]:
+    """By path, every key of ``config`` with the reason why it has no effect; a block only where it has no keys."""
+    values, idle = {item.path: item for item in settings(config, source)}, inert_under(config)
+    parents = {path.rpartition(".")[0] for path in values}
+    return {
+        path: replace(item, idle=_without_effect(item, values, idle))
+        for path, item in values.items()
+        if not isinstance(item.value, BaseModel) and (path not in parents or item.value)
+    }
 
 
 def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) -> Findings:
@@ -74,10 +112,15 @@ def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) ->
     if "pipeline" in source.data:
         nothing = "models are not cut into pipeline stages in this release"
         report.notes.append(f"the block 'pipeline' is valid and asks for nothing: {nothing}")
-    ineffective = notes_of({item.path: item for item in settings(config, source)}, idle=inert_under(config))
-    return Findings(source, config, (), (*dict.fromkeys(report.notes), *ineffective), tuple(autos))
-
-
-def batch_is_open(findings: Findings) -> bool:
-    """Whether the batch sizes wait for an integration."""
-    return any(path in findings.autos for path in (TRAIN, MICRO, ACCUMULATION))
+    notes, shown = dict.fromkeys(report.notes), explained(config, source)
+    for item in shown.values():
+        asks = plain(item.value) != plain(item.default) or not item.idle.startswith("not yet")
+        if item.origin == "file" and item.idle and asks:
+            line = f" (line {item.line})" if item.line is not None else ""
+            notes[f"{item.path} has no effect, {item.idle}{line}"] = None
+    for path in autos:
+        if ".params." in path:
+            shown[path] = Setting(path, path, None, AUTO, None, "auto", source.lines.get(path, [None])[-1])
+        elif path in BATCH_KEYS:
+            shown[path] = replace(shown[path], value=AUTO)
+    return Findings(source, config, (), tuple(notes), tuple(autos), shown)

@@ -6,8 +6,7 @@ simply knows fewer lines.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
 
 _SKIP = re.compile(r"(?:[\s,]+|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _QUOTED = r"'''.*?'''|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'"
@@ -16,23 +15,6 @@ _LITERAL = r"(?:true|false|null|-?\d[\d.eE+-]*)(?=[ \t]*(?:[,}\]#\r\n]|//|/\*|\Z
 _VALUE = re.compile(rf"{_QUOTED}|{_LITERAL}|[^\n]*", re.DOTALL)
 _COMMENT = re.compile(r"\"(?:\\.|[^\"\\\n])*\"|#[^\n]*|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(r",(?=\s*[}\]])")
-
-
-@dataclass
-class _Frame:
-    """One open object or list: its dotted path, and the key or index of the value that comes next."""
-
-    path: str
-    is_list: bool
-    next: str | int | None
-
-    def child(self) -> str:
-        """Dotted path of the value that comes next."""
-        return f"{self.path}.{self.next}" if self.path else str(self.next)
-
-    def value_done(self) -> None:
-        """Note that the value announced by the last key or position has been read."""
-        self.next = self.next + 1 if isinstance(self.next, int) else None
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -45,36 +27,43 @@ def key_lines(text: str) -> dict[str, list[int]]:
     lines: dict[str, list[int]] = {}
     at = _end(_SKIP, text, 0)
     at += text.startswith("{", at)
-    stack = [_Frame("", is_list=False, next=None)]
-    while stack and (at := _end(_SKIP, text, at)) < len(text):
-        frame = stack[-1]
-        if text[at] in "}]":
-            at += 1
-            stack.pop()
-            if stack:
-                stack[-1].value_done()
-        elif frame.next is None:
+    # of every open block: the beginning of its paths, and the key or index of the value that comes next
+    blocks: list[tuple[str, str | int | None]] = [("", None)]
+    while blocks and (at := _end(_SKIP, text, at)) < len(text):
+        prefix, name = blocks[-1]
+        if text[at] not in "}]" and name is None:
             named = _KEY.match(text, at)
             if named is None:
                 break
-            key = named[1]
-            frame.next = key[1:-1] if key[0] in "\"'" else key
-            lines.setdefault(frame.child(), []).append(text.count("\n", 0, at) + 1)
-            at = named.end()
+            name = named[1][1:-1] if named[1][0] in "\"'" else named[1]
+            lines.setdefault(f"{prefix}{name}", []).append(text.count("\n", 0, at) + 1)
+            blocks[-1], at = (prefix, name), named.end()
         elif text[at] in "{[":
-            stack.append(_Frame(frame.child(), text[at] == "[", 0 if text[at] == "[" else None))
+            blocks.append((f"{prefix}{name}.", 0 if text[at] == "[" else None))
             at += 1
         else:
-            at = _end(_VALUE, text, at)
-            frame.value_done()
+            if text[at] in "}]":
+                blocks.pop()
+                at += 1
+            else:
+                at = _end(_VALUE, text, at)
+            if blocks:  # the value that its last key or position announced has been read
+                prefix, name = blocks.pop()
+                blocks.append((prefix, name + 1 if isinstance(name, int) else None))
     return lines
+
+
+def enclosing(path: str, names: Container[str]) -> str:
+    """``path``, or the nearest block around it, that is in ``names``; empty when none is."""
+    while path and path not in names:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def line_of(lines: Mapping[str, list[int]], path: str) -> int | None:
     """The line of ``path``, or of the nearest enclosing key that is written in the text, or None."""
-    while path and path not in lines:
-        path = path.rpartition(".")[0]
-    return lines[path][-1] if path else None
+    written = enclosing(path, lines)
+    return lines[written][-1] if written else None
 
 
 def plain_json(text: str) -> str:

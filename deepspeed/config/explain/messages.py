@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.explain.lines import line_of
+from deepspeed.config.explain.lines import enclosing, line_of
 from deepspeed.config.model.values import is_auto
 from deepspeed.config.parse import ConfigSource
 
@@ -20,15 +20,12 @@ UNFILLED = (
 _LISTABLE = 12
 _COMMON = frozenset({"enabled", "type", "params", "device"})  # too common to connect two sentences
 _KINDS = {
-    "bool_type": "must be true or false, not {0!r}",
-    "bool_parsing": "must be true or false, not {0!r}",
-    "model_type": "must be a block {{...}}, not {0!r}",
-    "model_attributes_type": "must be a block {{...}}, not {0!r}",
-    "dict_type": "must be a block {{...}}, not {0!r}",
-    "mapping_type": "must be a block {{...}}, not {0!r}",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false, not {0!r}"),
+    **dict.fromkeys(
+        ("model_type", "model_attributes_type", "dict_type", "mapping_type"), "must be a block {{...}}, not {0!r}"
+    ),
     "invalid_key": "has the key {0!r}, which is not a text",
-    "tuple_type": "must be a list [...], not {0!r}",
-    "list_type": "must be a list [...], not {0!r}",
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list [...], not {0!r}"),
     "string_type": "must be a text, not {0!r}",
     "missing": "is required in this block",
 }
@@ -52,15 +49,12 @@ def block_inside(annotation: Any) -> tuple[type[BaseModel] | None, str]:
     """The block that a field holds, and what stands before it in paths: "", "[]", or for a map the type of its keys as
     ".<metric>".
     """
-    if isinstance(annotation, type) and not get_args(annotation):
-        return (annotation, "") if issubclass(annotation, BaseModel) else (None, "")
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and not arguments:
+        return (annotation, "") if issubclass(annotation, BaseModel) else (None, "")
     suffix = "[]" if origin in (tuple, list) else f".<{arguments[0].__name__}>" if origin in (dict, Mapping) else ""
-    for argument in arguments:
-        block, inner = block_inside(argument)
-        if block is not None:
-            return block, suffix + inner
-    return None, ""
+    inside = [(block, suffix + inner) for block, inner in map(block_inside, arguments) if block is not None]
+    return inside[0] if inside else (None, "")
 
 
 def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -68,24 +62,16 @@ def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
-def block_model(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
+def _block_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | None:
     """The model class that describes the block at ``loc`` below ``root``, or None when there is none."""
-    model, at = root, 0
-    while at < len(loc):
-        info = fields_by_key(model).get(str(loc[at]))
+    model, rest = root, list(map(str, loc))
+    while rest:
+        info = fields_by_key(model).get(rest.pop(0))
         block, suffix = (None, "") if info is None else block_inside(info.annotation)
-        if block is None:
+        if block is None or (suffix and not rest):
             return None
-        model, at = block, at + 1 + bool(suffix)
-    return model if at == len(loc) else None
-
-
-def written_path(path: str, renames: Mapping[str, str]) -> str:
-    """The dotted path as the user wrote it, given {canonical prefix: written prefix}."""
-    prefix = path
-    while prefix and prefix not in renames:
-        prefix = prefix.rpartition(".")[0]
-    return renames[prefix] + path[len(prefix) :] if prefix else path
+        model, rest = block, rest[1:] if suffix else rest
+    return model
 
 
 @dataclass
@@ -102,9 +88,14 @@ class Judgement:
     renames: dict[str, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 
+    def written(self, path: str) -> str:
+        """The dotted path as the user wrote it."""
+        prefix = enclosing(path, self.renames)
+        return self.renames[prefix] + path[len(prefix) :] if prefix else path
+
     def at_line(self, path: str, sentence: str) -> str:
         """``sentence`` with the line of ``path`` when the configuration came from a text with lines."""
-        line = line_of(self.source.lines, written_path(path, self.renames))
+        line = line_of(self.source.lines, self.written(path))
         return sentence if line is None else f"{sentence} (line {line})"
 
     def fault(self, path: str, sentence: str, *, unread: bool = True) -> None:
@@ -129,18 +120,17 @@ class Judgement:
             if "[key]" in loc or kind == "invalid_key":
                 loc, kind = loc[: -1 if kind == "invalid_key" else -2], "invalid_key"
             # The members of a union each report their own fault below a made-up path segment.
-            while len(loc) > 1 and kind != "extra_forbidden" and block_model(root, loc[:-1]) is None:
+            while len(loc) > 1 and kind != "extra_forbidden" and _block_at(root, loc[:-1]) is None:
                 loc = loc[:-1]
             path = ".".join(map(str, loc))
-            written = written_path(path, self.renames)
+            written = self.written(path)
             if written in seen or (kind == "missing" and path in self.broken):  # taken out, because of what it was
                 continue
             seen[written] = loc
+            sentence = f"{written} {wrong_value(kind, fault['msg'], value)}"
             if kind == "extra_forbidden":
-                block, above = block_model(root, loc[:-1]), ".".join(map(str, loc[:-1]))
+                block, above = _block_at(root, loc[:-1]), ".".join(map(str, loc[:-1]))
                 sentence = unknown_key(written, [*(fields_by_key(block) if block else ()), *aliases.get(above, ())])
-            else:
-                sentence = f"{written} {wrong_value(kind, fault['msg'], value)}"
             self.fault(path, sentence)
         return list(seen.values())
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from deepspeed.config.model.optim_params import accepts
-from deepspeed.config.model.values import Violation
 from deepspeed.config.model.zero import OffloadDeviceEnum
 
 if TYPE_CHECKING:
@@ -44,11 +43,8 @@ def _reduction_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     text = f'"sum" cannot be combined with {stage}. Use "mean" and scale the loss.'
     yield op == "sum" and zero.stage == 3, "gradient_allreduce_op", text
     text = f"false allows {_ZERO}.overlap_comm only from stage 2 on. Set overlap_comm to false."
-    yield (
-        not cfg.managed_gradient_accumulation and zero.overlap_comm and zero.stage < 2,
-        "managed_gradient_accumulation",
-        text,
-    )
+    unmanaged = not cfg.managed_gradient_accumulation
+    yield unmanaged and zero.overlap_comm and zero.stage < 2, "managed_gradient_accumulation", text
     if not zero.compute_grad_norm:
         path = f"{_ZERO}.compute_grad_norm"
         yield zero.stage not in (1, 2), path, f"false needs stage 1 or 2, not {zero.stage}."
@@ -88,50 +84,32 @@ def _group_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     yield mics > 0 and hpz > 1 and mics != hpz, f"{_ZERO}.mics_shard_size", text
 
 
-def rule_violations(cfg: "DeepSpeedConfig", *, lenient: bool) -> list[Violation]:
-    """Every rule between keys that ``cfg`` breaks; ``lenient`` leaves out what depends on the number of ranks."""
-    rules = [
-        *_precision_rules(cfg),
-        *_reduction_rules(cfg),
-        *_offload_rules(cfg),
-        *(() if lenient else _group_rules(cfg)),
-    ]
-    return [Violation(path, f"{path} {rest}") for broken, path, rest in rules if broken]
+def rule_violations(cfg: "DeepSpeedConfig", *, lenient: bool) -> list[tuple[str, str]]:
+    """(path, sentence) of every rule between keys that ``cfg`` breaks; ``lenient``: not those about the ranks."""
+    kinds = (_precision_rules, _reduction_rules, _offload_rules, *(() if lenient else (_group_rules,)))
+    return [(path, f"{path} {rest}") for rules in kinds for broken, path, rest in rules(cfg) if broken]
 
 
 # Read only where parameters are sharded over the ranks.
 _PARAMETERS_SHARDED = (
-    "allgather_sequential",
-    "gather_16bit_weights_on_model_save",
-    "leaf_module.classes",
-    "leaf_module.names",
-    "leaf_module.name_suffixes",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "mics_shard_size",
-    "model_persistence_threshold",
-    "param_persistence_threshold",
-    "prefetch_bucket_size",
-    "zero_hpz_partition_size",
+    *("allgather_sequential", "gather_16bit_weights_on_model_save", "leaf_module.classes", "leaf_module.names"),
+    *("leaf_module.name_suffixes", "max_live_parameters", "max_reuse_distance", "mics_shard_size"),
+    *("model_persistence_threshold", "param_persistence_threshold", "prefetch_bucket_size", "zero_hpz_partition_size"),
 )
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 
 def inert_under(cfg: "DeepSpeedConfig") -> dict[str, str]:
-    """Canonical path -> why, for every key that works in general and has no effect beside the others of ``cfg``."""
+    """Canonical path -> why, for every key that works in general and has no effect beside the others of ``cfg``.
+
+    That a block is switched off is known without this.
+    """
     why: dict[str, str] = {}
     if cfg.zero.stage != 3:
         text = f"stage {cfg.zero.stage} does not shard parameters"
         why |= {f"{_ZERO}.{name}": text for name in _PARAMETERS_SHARDED}
-    if not cfg.fp16.enabled:
-        why |= {f"fp16.{name}": "fp16.enabled is false" for name in (*_DYNAMIC_SCALE, "loss_scale", "auto_cast")}
-    elif not cfg.fp16.dynamic:
+    if not cfg.fp16.dynamic:
         why |= {f"fp16.{name}": "fp16.loss_scale is a fixed number" for name in _DYNAMIC_SCALE}
-    if not cfg.bf16.enabled:
-        why["bf16.check_grad_overflow"] = "bf16.enabled is false"
-    if not cfg.torch_autocast.enabled:
-        off = "torch_autocast.enabled is false"
-        why |= {"torch_autocast.dtype": off, "torch_autocast.lower_precision_safe_modules": off}
     if cfg.compute_dtype == "fp32":
         why["data_types.keep_in_fp32_modules"] = "nothing is cast: neither fp16 nor bf16 is enabled"
     if cfg.gradient_allreduce_op == "sum":

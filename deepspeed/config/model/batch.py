@@ -12,13 +12,15 @@ TRAIN, MICRO, ACCUMULATION = BATCH_KEYS = (
 )
 
 
-def _parts(train: int, count: int, what: str) -> int:
-    """``train / count``, exact."""
+def _parts(train: int | None, factor: int | None, world_size: int, name: str) -> int:
+    """``train / (factor * world_size)``, exact."""
+    assert train is not None and factor is not None, "two of three are known"
+    count = factor * world_size
     if train % count:
         below, above = train // count * count, (train // count + 1) * count
         raise ValueError(
-            f"{TRAIN} {train} does not divide evenly over {what} = {count}. Set {TRAIN} to "
-            f"{f'{below} or {above}' if below else above}, or change the number of ranks."
+            f"{TRAIN} {train} does not divide evenly over {name} {factor} x {world_size} ranks = {count}. Set {TRAIN} "
+            f"to {f'{below} or {above}' if below else above}, or change the number of ranks."
         )
     return train // count
 
@@ -39,20 +41,18 @@ def resolve_batch(
     autos = [key for key in BATCH_KEYS if is_auto(written.get(key))]
     if steps is None and ACCUMULATION not in autos and (train is None or micro is None):
         steps = 1
-    if (train is None and micro is None) or [train, micro, steps].count(None) > 1:
+    if [train, micro, steps].count(None) > 1:
         if not autos:
             raise ValueError(f"neither {TRAIN} nor {MICRO} is given. Set at least one of them.")
         raise LookupError(
             f'{" and ".join(autos)} is still "auto" and cannot be derived from the other batch keys. Only an '
-            "integration (Transformers, Accelerate) fills that in; write numbers for two of "
-            f"{', '.join(BATCH_KEYS)}."
+            f"integration (Transformers, Accelerate) fills that in; write numbers for two of {', '.join(BATCH_KEYS)}."
         )
-    if micro is None and train is not None and steps is not None:
-        micro = _parts(train, steps * world_size, f"{ACCUMULATION} {steps} x {world_size} ranks")
-    assert micro is not None, "two of three are known"
-    if steps is None and train is not None:
-        steps = _parts(train, micro * world_size, f"{MICRO} {micro} x {world_size} ranks")
-    assert steps is not None, "two of three are known"
+    if micro is None:
+        micro = _parts(train, steps, world_size, ACCUMULATION)
+    elif steps is None:
+        steps = _parts(train, micro, world_size, MICRO)
+    assert micro is not None and steps is not None, "two of three are known"
     product = micro * steps * world_size
     if train not in (None, product):
         raise ValueError(

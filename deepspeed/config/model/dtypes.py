@@ -26,14 +26,6 @@ class DtypePolicy(NamedTuple):
     buffers: DtypeName | None
 
 
-class DtypeRow(NamedTuple):
-    """One line of the table for people: the quantity, its dtype in words, and the keys that decide it."""
-
-    quantity: str
-    dtype: str
-    decided_by: str
-
-
 def dtype_policy(cfg: "DeepSpeedConfig") -> DtypePolicy:
     """The policy of ``cfg``."""
     return DtypePolicy(
@@ -46,25 +38,19 @@ def dtype_policy(cfg: "DeepSpeedConfig") -> DtypePolicy:
     )
 
 
-def dtype_rows(cfg: "DeepSpeedConfig") -> list[DtypeRow]:
-    """The policy as a table."""
+def dtype_rows(cfg: "DeepSpeedConfig") -> list[tuple[str, str, str]]:
+    """The policy as a table for people: the quantity, its dtype in words, and the keys that decide it."""
     policy, autocast, keep = dtype_policy(cfg), cfg.torch_autocast, cfg.data_types.keep_in_fp32_modules
     built, same = "as the model is built", policy.compute or "as the parameter"
     switch = f"{policy.compute}.enabled" if policy.compute else "no fp16 or bf16 block is on"
     kept = "those the model lists" if keep == "auto" else ", ".join(keep) or "none"
+    kept = kept if policy.compute else "no matter: nothing is cast"
     master = policy.master if policy.compute else f"{policy.master}; the parameters themselves where they are"
+    norms = "as the running statistics, which are buffers"
     rows = [
         ("parameters", policy.compute or built, switch),
-        (
-            "modules kept in fp32",
-            kept if policy.compute else "no matter: nothing is cast",
-            "data_types.keep_in_fp32_modules",
-        ),
-        (
-            "parameters of batch norms",
-            "as the running statistics, which are buffers",
-            "fixed: torch computes with both in one",
-        ),
+        ("modules kept in fp32", kept, "data_types.keep_in_fp32_modules"),
+        ("parameters of batch norms", norms, "fixed: torch computes with both in one"),
         ("forward arithmetic", f"autocast to {autocast.dtype}" if autocast.enabled else same, "torch_autocast"),
         ("gradients (autograd)", same, "follow the parameters"),
         ("accumulation", policy.accumulation, "data_types.grad_accum_dtype"),
@@ -76,4 +62,4 @@ def dtype_rows(cfg: "DeepSpeedConfig") -> list[DtypeRow]:
     if autocast.enabled and autocast.lower_precision_safe_modules:
         listed = f"{policy.low}, gradients and wire too: {', '.join(autocast.lower_precision_safe_modules)}"
         rows.insert(1, ("modules autocast lists", listed, "torch_autocast.lower_precision_safe_modules"))
-    return [DtypeRow(*row) for row in rows]
+    return rows

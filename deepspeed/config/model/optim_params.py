@@ -4,13 +4,12 @@ The names are those of the constructors in ``deepspeed.optim``, which a test com
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.explain.messages import UNFILLED, nearest, unknown_key, wrong_value
+from deepspeed.config.explain.messages import UNFILLED, Judgement, nearest, unknown_key, wrong_value
 from deepspeed.config.model.removed import REMOVED_OPTIMIZERS, removed_key
 from deepspeed.config.model.values import (
     Block,
@@ -19,7 +18,6 @@ from deepspeed.config.model.values import (
     Int,
     Num,
     Positive,
-    Violation,
     inert,
     is_auto,
     key,
@@ -42,6 +40,11 @@ TORCH_SCHEDULERS = (
     *("ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR"),
     *("ReduceLROnPlateau", "SequentialLR", "StepLR"),
 )
+_NORM = "optimizer.params.max_grad_norm"
+_KNOWN = {
+    "optimizer": (OPTIMIZER_NAMES, TORCH_OPTIMIZERS, "torch.optim"),
+    "scheduler": (SCHEDULER_NAMES, TORCH_SCHEDULERS, "torch.optim.lr_scheduler"),
+}
 
 
 def _pair(value: Any) -> Any:
@@ -59,6 +62,7 @@ def _per_group(value: Any) -> Any:
 Rate = Annotated[Num, Field(ge=0)]
 Decay = Annotated[Num, Field(ge=0, lt=1)]
 Rates = Annotated[tuple[Rate, ...], BeforeValidator(_per_group, json_schema_input_type=Rate | list[Rate])]
+_Betas = Annotated[tuple[Decay, Decay], BeforeValidator(_pair)]
 Decays = Annotated[tuple[Decay, ...], BeforeValidator(_per_group, json_schema_input_type=Decay | list[Decay])]
 
 
@@ -66,9 +70,7 @@ class OptimizerParams(Block):
     """``optimizer.params``: all that any named optimizer has; torch's other classes document their own."""
 
     lr: Rate = key(OPTIMIZER_DEFAULT, "Learning rate.")
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_pair)] = key(
-        OPTIMIZER_DEFAULT, "Decay rates of the first and the second moment."
-    )
+    betas: _Betas = key(OPTIMIZER_DEFAULT, "Decay rates of the first and the second moment.")
     eps: Rate = key(OPTIMIZER_DEFAULT, "Added to the denominator of the update.")
     weight_decay: Rate = key(OPTIMIZER_DEFAULT, "Weight decay; decoupled for AdamW, Lion, Muon, Adam with adam_w_mode.")
     torch_adam: Flag = key(False, "Build torch.optim's Adam or AdamW instead of this package's (Adam, AdamW).")
@@ -76,20 +78,12 @@ class OptimizerParams(Block):
     adam_w_mode: Flag = key(True, "Decoupled weight decay for type Adam; AdamW always has it.")
     bias_correction: Flag = key(True, "Correct the bias of young moments (Adam, AdamW, Lamb).")
     amsgrad: Flag = key(False, "Divide by the largest second moment so far; chooses torch's Adam.")
-    set_grad_none: Flag = inert(
-        True,
-        "zero_grad() drops gradients instead of filling them with zeros.",
-        "the engine owns the gradient buffers and resets them itself",
-    )
-    fp32_optimizer_states: Flag = inert(
-        True, "The host optimizer keeps its moments in fp32.", "the moments follow the master weights, which are fp32"
-    )
+    set_grad_none: Flag = inert(True, "zero_grad() drops gradients.", "the engine resets its gradient buffers itself")
+    fp32_optimizer_states: Flag = inert(True, "The host optimizer keeps its moments in fp32.", "they always are")
     momentum: Decay = key(0.95, "Momentum of Muon (0.95), or of a torch optimizer that has one (SGD: 0).")
     muon_lr: Rate | None = key(None, "Learning rate of the matrices under Muon; lr when absent.")
     adam_lr: Rate | None = key(None, "Learning rate of everything else under Muon; lr when absent.")
-    ns_method: Literal["gram", "standard"] = key(
-        "gram", "How Muon orthogonalises: gram iterates on the Gram matrix, standard on the matrix."
-    )
+    ns_method: Literal["gram", "standard"] = key("gram", "Muon orthogonalises on the Gram matrix, or on the matrix.")
     per_head_muon: Flag = not_yet(False, "Muon orthogonalises each attention head by itself.")
     max_coeff: Rate = key(10.0, "Upper limit of Lamb's trust ratio.")
     min_coeff: Rate = key(0.01, "Lower limit of Lamb's trust ratio.")
@@ -124,9 +118,7 @@ class SchedulerParams(Block):
     cycle_max_mom: Decays = key(0.9, "OneCycle: highest first beta.")
     decay_mom_rate: Num = key(0.0, "OneCycle: growth of the first beta per decay_step_size after the cycle.")
     warmup_min_lr: Rates = key(0.0, "WarmupLR, WarmupDecayLR: learning rate at the start.")
-    warmup_max_lr: Rates | None = key(
-        None, "Rate after it. WarmupLR: null is the optimizer's; WarmupDecayLR: 0.001 if absent."
-    )
+    warmup_max_lr: Rates | None = key(None, "Rate after it. Null: the optimizer's; WarmupDecayLR: 0.001 if absent.")
     warmup_num_steps: Count = key(1000, "Warmup schedules: updates of the warm-up; 0 and 1 count as 2.")
     warmup_type: Literal["log", "linear"] = key("log", "Warmup schedules: the curve, logarithmic or linear.")
     # Transformers writes 0 when it only evaluates.
@@ -136,17 +128,13 @@ class SchedulerParams(Block):
     last_batch_iteration: Int = key(-1, "Where to resume, in updates; -1 starts anew and writes the first rate.", ge=-1)
 
 
-PARAM_BLOCKS: Mapping[Part, type[Block]] = MappingProxyType(
-    {"optimizer": OptimizerParams, "scheduler": SchedulerParams}
-)
-PARAM_FIELDS: Mapping[str, FieldInfo] = MappingProxyType(
-    {
-        f"{part}.params.{name}": info
-        for part, block in PARAM_BLOCKS.items()
-        for name, info in block.model_fields.items()
-        if info.description
-    }
-)
+PARAM_BLOCKS: Mapping[Part, type[Block]] = {"optimizer": OptimizerParams, "scheduler": SchedulerParams}
+PARAM_FIELDS: Mapping[str, FieldInfo] = {
+    f"{part}.params.{name}": info
+    for part, block in PARAM_BLOCKS.items()
+    for name, info in block.model_fields.items()
+    if info.description
+}
 
 
 class Accepts(NamedTuple):
@@ -168,125 +156,106 @@ _ADAM = Accepts(
     (*_COMMON, "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states", *_TORCH_ADAM), ("set_grad_none",)
 )
 _MUON = ("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "ns_method", "per_head_muon")
+_ADAGRAD = ("lr_decay", "initial_accumulator_value"), ("amsgrad", "fp32_optimizer_states")
+_OPTIMIZERS: Mapping[str, Accepts] = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "adagrad": Accepts(("lr", "eps", "weight_decay"), *_ADAGRAD),
+    "lion": Accepts(("lr", "betas", "weight_decay"), ("set_grad_none",), ("fp32_optimizer_states",)),
+    "lamb": Accepts((*_COMMON, "eps_inside_sqrt", "max_coeff", "min_coeff")),
+    "muon": Accepts((*_MUON, "torch_adam", "adam_w_mode", "foreach")),
+}
+_RATES = ("warmup_min_lr", "warmup_max_lr")
 _WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
-_OPTIMIZERS: Mapping[str, Accepts] = MappingProxyType(
-    {
-        "adam": _ADAM,
-        "adamw": _ADAM,
-        "adagrad": Accepts(
-            ("lr", "eps", "weight_decay"),
-            ("lr_decay", "initial_accumulator_value"),
-            ("amsgrad", "fp32_optimizer_states"),
-        ),
-        "lion": Accepts(("lr", "betas", "weight_decay"), ("set_grad_none",), ("fp32_optimizer_states",)),
-        "lamb": Accepts((*_COMMON, "eps_inside_sqrt", "max_coeff", "min_coeff")),
-        "muon": Accepts((*_MUON, "torch_adam", "adam_w_mode", "foreach")),
-    }
-)
-_SCHEDULES: Mapping[str, Accepts] = MappingProxyType(
-    {
-        "LRRangeTest": Accepts(
-            (*(name for name in SchedulerParams.model_fields if name.startswith("lr_range")), "last_batch_iteration")
-        ),
-        "OneCycle": Accepts(
-            (
-                *(name for name in SchedulerParams.model_fields if name.startswith(("cycle_", "decay_"))),
-                "last_batch_iteration",
-            )
-        ),
-        "WarmupLR": Accepts(("warmup_min_lr", "warmup_max_lr", *_WARMUP)),
-        "WarmupDecayLR": Accepts(("total_num_steps", "warmup_min_lr", "warmup_max_lr", *_WARMUP)),
-        "WarmupCosineLR": Accepts(("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *_WARMUP)),
-    }
-)
+_SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "LRRangeTest": ("lr_range_test_", "last_batch_iteration"),
+    "OneCycle": ("cycle_", "decay_", "last_batch_iteration"),
+    "WarmupLR": (*_RATES, *_WARMUP),
+    "WarmupDecayLR": ("total_num_steps", *_RATES, *_WARMUP),
+    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *_WARMUP),
+}
+"""What the names of the settings begin with."""
 
 
 def accepts(part: Part, name: str) -> Accepts | None:
     """What the optimizer (in any case) or schedule takes; None for one that checks its own settings, or is unknown."""
-    return _OPTIMIZERS.get(name.lower()) if part == "optimizer" else _SCHEDULES.get(name)
+    if part == "optimizer":
+        return _OPTIMIZERS.get(name.lower())
+    heads = _SCHEDULES.get(name)
+    return Accepts(tuple(key for key in SchedulerParams.model_fields if key.startswith(heads))) if heads else None
 
 
-def _type_violation(part: Part, name: str) -> Violation | None:
-    path, is_optimizer = f"{part}.type", part == "optimizer"
-    ours, torchs = (OPTIMIZER_NAMES, TORCH_OPTIMIZERS) if is_optimizer else (SCHEDULER_NAMES, TORCH_SCHEDULERS)
-    if name in (*ours, *torchs) or (is_optimizer and name.lower() in map(str.lower, ours)):
-        return None
-    if is_optimizer and name.lower() in REMOVED_OPTIMIZERS:
-        instead = REMOVED_OPTIMIZERS[name.lower()]
-        return Violation(path, f"{path} {name!r} was removed with compressed communication. Use {instead!r}.")
+def _unknown_type(part: Part, name: str) -> str:
+    """What is wrong with the name of an optimizer or a schedule; empty when it is one."""
+    ours, torchs, module = _KNOWN[part]
+    if part == "optimizer" and name.lower() in REMOVED_OPTIMIZERS:
+        return f"{name!r} was removed with compressed communication. Use {REMOVED_OPTIMIZERS[name.lower()]!r}."
+    if name in (*ours, *torchs) or (part == "optimizer" and name.lower() in map(str.lower, ours)):
+        return ""
     by_lower = {item.lower(): item for item in (*torchs, *ours)}
     guess = nearest(name.lower(), by_lower, 0.5)
     hint = f", did you mean {by_lower[guess]!r}?" if guess else "."
-    module = "torch.optim" if is_optimizer else "torch.optim.lr_scheduler"
-    known = f"Known: {', '.join(ours)}, and the classes of {module} by their exact names."
-    return Violation(path, f"{path} {name!r} is unknown{hint} {known}")
+    return f"{name!r} is unknown{hint} Known: {', '.join(ours)}, and the classes of {module} by their exact names."
 
 
-def _own_check(part: Part, name: str, value: Any) -> str:
-    """What no number can be, of a class that checks the rest itself."""
+def _objection(part: Part, owner: str, name: str, value: Any) -> str:
+    """What is wrong with the name of a parameter, or with a value of a class that checks the rest itself."""
+    taken, path = accepts(part, owner), f"{part}.params.{name}"
+    if path == _NORM:
+        return f"{path} is not read. Set the top-level key gradient_clipping instead."
+    if is_auto(value):
+        return f"{path} {UNFILLED.replace(' or delete the key', '')}"  # it may be required
+    if removed := removed_key(path):
+        return removed
+    if taken is not None:
+        return "" if name in taken.names else unknown_key(path, taken.names, f"{owner} has no such setting", most=99)
     numeric = part == "optimizer" and name in ("lr", "weight_decay", "momentum", "muon_lr", "adam_lr")
     hint = quoted_hint(value)
-    return f"must be a number, not {value!r}{hint}." if hint or (numeric and isinstance(value, str | bool)) else ""
+    wrong = hint or (numeric and isinstance(value, str | bool))
+    return f"{path} must be a number, not {value!r}{hint}." if wrong else ""
 
 
-def _objections(part: Part, owner: str, params: Mapping[Any, Any], *, lenient: bool) -> Iterator[Violation]:
-    """What is wrong with single parameters of ``owner``."""
-    taken, known = accepts(part, owner), {}
-    for name, value in params.items():
-        path, removed = f"{part}.params.{name}", removed_key(f"{part}.params.{name}")
-        if path == "optimizer.params.max_grad_norm":
-            if not lenient:
-                yield Violation(path, f"{path} is not read. Set the top-level key gradient_clipping instead.")
-        elif is_auto(value):
-            if not lenient:
-                yield Violation(path, f"{path} {UNFILLED.replace(' or delete the key', '')}")  # it may be required
-        elif removed is not None:
-            yield Violation(path, removed)
-        elif taken is None:
-            if text := _own_check(part, name, value):
-                yield Violation(path, f"{path} {text}")
-        elif name not in taken.names:
-            yield Violation(path, unknown_key(path, taken.names, f"{owner} has no such setting", most=99))
-        else:
-            known[name] = value
+def check_params(part: Part, block: Any, report: Judgement, *, lenient: bool) -> None:
+    """Report everything wrong with the name and the parameters of an ``optimizer`` or ``scheduler`` block, as written.
+
+    ``lenient`` passes over "auto" and what an integration has yet to add. What is no block is left to the models.
+    """
+    name, params = (block.get("type"), block.get("params") or {}) if isinstance(block, Mapping) else (None, {})
+    if not isinstance(name, str) or not isinstance(params, Mapping):
+        return
+    if unknown := _unknown_type(part, name):
+        report.fault(f"{part}.type", f"{part}.type {unknown}")
+    known, head = {}, f"{part}.params"
+    for key_, value in params.items():
+        if lenient and (is_auto(value) or f"{head}.{key_}" == _NORM):
+            continue
+        if objection := _objection(part, name, key_, value):
+            report.fault(f"{head}.{key_}", objection)
+        elif accepts(part, name) is not None:
+            known[key_] = value
     try:
         PARAM_BLOCKS[part].model_validate(known)
     except ValidationError as error:
         for fault in error.errors(include_url=False):
-            path = f"{part}.params.{fault['loc'][0]}"
-            yield Violation(path, f"{path} {wrong_value(fault['type'], fault['msg'], fault['input'])}")
-
-
-def param_violations(part: Part, block: Any, *, lenient: bool) -> list[Violation]:
-    """Everything wrong with the name and the parameters of an ``optimizer`` or ``scheduler`` block, as written.
-
-    ``lenient`` passes over "auto" and what an integration has yet to add. What is no block is left to the models.
-    """
-    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-        return []
-    name, params = block["type"], block.get("params") or {}
-    if not isinstance(params, Mapping):
-        return []
-    unknown = _type_violation(part, name)
-    out = [*([unknown] if unknown else []), *_objections(part, name, params, lenient=lenient)]
-    taken, path = accepts(part, name), f"{part}.params"
+            path = f"{head}.{fault['loc'][0]}"
+            report.fault(path, f"{path} {wrong_value(fault['type'], fault['msg'], fault['input'])}")
+    taken = accepts(part, name)
     for key_ in taken.names if taken is not None and not lenient else ():
         if PARAM_BLOCKS[part].model_fields[key_].default == REQUIRED and key_ not in params:
-            out.append(Violation(path, f"{path}.{key_} is required by {name}."))
-    return out + (_between(name, params) if part == "optimizer" else [])
+            report.fault(head, f"{head}.{key_} is required by {name}.")
+    for key_, text in _between(name.lower(), params) if part == "optimizer" else ():
+        report.fault(f"{head}.{key_}", f"{head}.{key_} {text}")
 
 
-def _between(name: str, params: Mapping[str, Any]) -> list[Violation]:
+def _between(name: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Parameters of one optimizer that contradict each other."""
-    out, lower = [], name.lower()
-    if lower in ("lamb", "adagrad") and params.get("amsgrad") is True:
-        out.append(("amsgrad", f"true is not possible with {name}. Use AdamW, or delete the key."))
+    if name in ("lamb", "adagrad") and params.get("amsgrad") is True:
+        yield "amsgrad", f"true is not possible with {name.title()}. Use AdamW, or delete the key."
     low, high = params.get("min_coeff", 0.01), params.get("max_coeff", 10.0)
-    if lower == "lamb" and all(isinstance(item, int | float) for item in (low, high)) and low > high:
-        out.append(("min_coeff", f"{low} must not be above max_coeff, which is {high}."))
+    if name == "lamb" and all(isinstance(item, int | float) for item in (low, high)) and low > high:
+        yield "min_coeff", f"{low} must not be above max_coeff, which is {high}."
     chosen = params.get("torch_adam") is True or params.get("amsgrad") is True or params.get("foreach") is not None
-    if lower in ("adam", "adamw") and (chosen or any(key in params for key in _TORCH_ADAM)):
+    if name in ("adam", "adamw") and (chosen or any(key in params for key in _TORCH_ADAM)):
         why = "torch_adam, amsgrad, foreach, fused, maximize, capturable and differentiable choose that class"
         refused = [key for key in ("bias_correction", "set_grad_none") if params.get(key) is False]
-        out += [(key, f"false is not possible with torch's own Adam; {why}.") for key in refused]
-    return [Violation(f"optimizer.params.{key}", f"optimizer.params.{key} {text}") for key, text in out]
+        yield from ((key, f"false is not possible with torch's own Adam; {why}.") for key in refused)

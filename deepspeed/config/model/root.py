@@ -2,19 +2,17 @@
 
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 
 from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, nearest, unknown_key
 from deepspeed.config.explain.rules import rule_violations
-from deepspeed.config.model import services, training
+from deepspeed.config.model import services, training, unread
 from deepspeed.config.model.batch import BATCH_KEYS, TRAIN, resolve_batch
-from deepspeed.config.model.optim_params import Part, param_violations
+from deepspeed.config.model.optim_params import Part, check_params
 from deepspeed.config.model.removed import removed_key, removed_parts
 from deepspeed.config.model.settings import TENSOR_PARALLEL_ALIASES, support_faults
-from deepspeed.config.model.unread import UNREAD
 from deepspeed.config.model.values import (
     Block,
     DtypeName,
@@ -33,11 +31,7 @@ from deepspeed.config.parse import ConfigSource, read_source
 from deepspeed.errors import BatchConfigError, DeepSpeedConfigError
 from deepspeed.observe.log import logger
 
-if TYPE_CHECKING:
-    _UnreadKeys = Block
-else:
-    _UnreadKeys = UNREAD[""]
-
+_Activations = training.ActivationCheckpointingConfig
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 _NAMED_BLOCKS: tuple[Part, ...] = ("optimizer", "scheduler")
 _DEEPEST = 64  # levels; a dict that contains itself has no end
@@ -57,6 +51,7 @@ def _period(value: Any) -> Any:
 Period = Annotated[
     int | float, BeforeValidator(_period, json_schema_input_type=Annotated[int, Field(ge=1)] | Literal["inf"])
 ]
+_MeanOrSum = Annotated[Literal["mean", "sum"], LowerCase]
 _ModelMeta: Any = type(Block)
 
 
@@ -79,7 +74,7 @@ def _world_size(mpu: Any, mesh_device: Any) -> int:
     return int(written)
 
 
-class DeepSpeedConfig(_UnreadKeys, metaclass=_LoadsWhenCalled):
+class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     """Everything a training run is told, resolved and checked.
 
     Made by ``load_config``, or by ``DeepSpeedConfig(source)`` for as many ranks as WORLD_SIZE says. ``source`` is the
@@ -92,9 +87,7 @@ class DeepSpeedConfig(_UnreadKeys, metaclass=_LoadsWhenCalled):
     train_batch_size: Positive = key(None, "Samples per optimizer update over all data-parallel ranks.")
     train_micro_batch_size_per_gpu: Positive = key(None, "Samples that a rank takes through one forward and backward.")
     gradient_accumulation_steps: Positive = key(None, "Micro-batches whose gradients are summed before one update.")
-    managed_gradient_accumulation: Flag = key(
-        True, "The engine counts micro-batches; false: every step() is an update."
-    )
+    managed_gradient_accumulation: Flag = key(True, "The engine counts micro-batches; false: each step() updates.")
     dataloader_drop_last: Flag = key(False, "Leave out the last, shorter batch in the loader that the engine builds.")
     steps_per_print: Period | None = key(None, "Updates between two progress lines; null and infinity mean never.")
     wall_clock_breakdown: Flag = key(False, "Time forward, backward and step, and log it with every progress line.")
@@ -104,13 +97,9 @@ class DeepSpeedConfig(_UnreadKeys, metaclass=_LoadsWhenCalled):
     disable_python_gc: Flag = key(False, "No cyclic garbage collection while the engine lives.")
     vocabulary_size: Positive | None = key(None, "Rows of the embedding; warns about a size that is no multiple of 8.")
     gradient_clipping: Num = key(1.0, "Largest L2 norm of all gradients together; 0 switches clipping off.", ge=0)
-    prescale_gradients: Flag = key(
-        False, "Divide by all ranks before the reduction; gradient_predivide_factor has no say."
-    )
+    prescale_gradients: Flag = key(False, "Divide by all ranks before the reduction, not by a part of them.")
     gradient_predivide_factor: Num = key(1.0, "Divide by this before the reduction, by the rest after it.", gt=0)
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = key(
-        "mean", "Mean or sum of gradients over data-parallel ranks."
-    )
+    gradient_allreduce_op: _MeanOrSum = key("mean", "Mean or sum of gradients over data-parallel ranks.")
     communication_data_type: OptionalDtype = key(None, "Dtype of gradients between ranks; null follows the parameters.")
     optimizer: training.OptimizerConfig | None = None
     scheduler: training.SchedulerConfig | None = None
@@ -118,9 +107,7 @@ class DeepSpeedConfig(_UnreadKeys, metaclass=_LoadsWhenCalled):
     bf16: training.Bf16Config = Field(default_factory=training.Bf16Config)
     torch_autocast: training.TorchAutocastConfig = Field(default_factory=training.TorchAutocastConfig)
     data_types: training.DataTypesConfig = Field(default_factory=training.DataTypesConfig)
-    activation_checkpointing: training.ActivationCheckpointingConfig = Field(
-        default_factory=training.ActivationCheckpointingConfig
-    )
+    activation_checkpointing: _Activations = Field(default_factory=training.ActivationCheckpointingConfig)
     zero: ZeroConfig = Field(default_factory=ZeroConfig, alias="zero_optimization")
     aio: services.AioConfig = Field(default_factory=services.AioConfig)
     checkpoint: services.CheckpointConfig = Field(default_factory=services.CheckpointConfig)
@@ -150,24 +137,24 @@ class DeepSpeedConfig(_UnreadKeys, metaclass=_LoadsWhenCalled):
 
 _KEYS = frozenset(fields_by_key(DeepSpeedConfig)) - {"source", "world_size"}
 TOP_LEVEL_KEYS = _KEYS | {"bfloat16", "allgather_size"}
-_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"zero_optimization": (*ZERO_ALIASES, *LEGACY_KEYS), "tensor_parallel": tuple(TENSOR_PARALLEL_ALIASES)}
-)
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "zero_optimization": (*ZERO_ALIASES, *LEGACY_KEYS),
+    "tensor_parallel": tuple(TENSOR_PARALLEL_ALIASES),
+}
 
 
 def _unknown(report: Judgement) -> None:
     """Top-level names that are none; programs may add keys of their own, which are only mentioned."""
     source, foreign = report.source, []
-    for name in source.data:
+    for name, value in source.data.items():
         path = str(name)
         if path in TOP_LEVEL_KEYS or path == _SCHEMA:
             continue
-        removed = removed_key(path)
-        if removed is not None:
-            asked = removed_parts(path, source.data[name])
+        if removed := removed_key(path):
+            asked = removed_parts(path, value)
             for part in asked:
                 report.fault(part, str(removed_key(part)))
-            if not asked and source.data[name] is not None:
+            if not asked and value is not None:
                 report.notes.append(f"{report.at_line(path, removed)} It only says that the feature is off here.")
         elif source.from_program and ("." in path or nearest(path, TOP_LEVEL_KEYS, RESEMBLES) is None):
             foreign.append(path)
@@ -175,6 +162,11 @@ def _unknown(report: Judgement) -> None:
             report.fault(path, unknown_key(path, TOP_LEVEL_KEYS))
     if foreign:
         report.notes.append(f"The configuration has top-level keys that are not read: {', '.join(sorted(foreign))}")
+    pipeline = source.data.get("pipeline")  # the one block that may hold keys of the client's own
+    for name in pipeline if isinstance(pipeline, dict) else ():
+        stages = unread.UNREAD["pipeline"].model_fields
+        if name not in stages and nearest(str(name), stages, RESEMBLES) is not None:
+            report.fault(f"pipeline.{name}", unknown_key(f"pipeline.{name}", stages))
 
 
 def _tree(report: Judgement) -> dict[str, Any]:
@@ -203,9 +195,9 @@ def _tree(report: Judgement) -> dict[str, Any]:
         if isinstance(zero, dict) and "allgather_bucket_size" not in zero:
             zero["allgather_bucket_size"] = data["allgather_size"]
             report.renames["zero_optimization.allgather_bucket_size"] = "allgather_size"
-    if isinstance(tree.get("tensor_parallel"), dict):
-        block, head = tree["tensor_parallel"], "tensor_parallel"
-        tree[head] = one_spelling(head, block, TENSOR_PARALLEL_ALIASES, report)
+    head = "tensor_parallel"
+    if isinstance(tree.get(head), dict):
+        tree[head] = one_spelling(head, tree[head], TENSOR_PARALLEL_ALIASES, report)
     return tree
 
 
@@ -228,17 +220,6 @@ def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
     holder.pop(name, None)
 
 
-def _validated(tree: dict[str, Any], report: Judgement, *, lenient: bool) -> DeepSpeedConfig | None:
-    """The model of ``tree``, without the values that it objects to; None when it cannot do without one."""
-    for _ in range(2):
-        try:
-            return DeepSpeedConfig.model_validate(tree, context={"lenient": lenient})
-        except ValidationError as error:
-            for place in report.validation(error, DeepSpeedConfig, _ALIASES):
-                _remove(tree, place)
-    return None
-
-
 def judge(
     source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True
 ) -> tuple[DeepSpeedConfig | None, Judgement, str]:
@@ -247,15 +228,20 @@ def judge(
     The configuration holds defaults where a value could not be read; the text is what the batch sizes lack.
     """
     read = source if isinstance(source, ConfigSource) else read_source(source)
-    report, batch_fault = Judgement(read), ""
+    report, config, batch_fault = Judgement(read), None, ""
     _unknown(report)
     tree = _tree(report)
     for part in _NAMED_BLOCKS:
-        for path, sentence in param_violations(part, tree.get(part), lenient=lenient):
-            report.fault(path, sentence)
+        check_params(part, tree.get(part), report, lenient=lenient)
     # A private copy: nothing in the result may share a list or dict with the caller's object, except ``source`` itself.
     tree = _private(tree, read) | {"source": read.data, "world_size": world_size}
-    config = _validated(tree, report, lenient=lenient)
+    for _ in range(2):  # once more without the values that are faulty, for what can be told of the others
+        try:
+            config = DeepSpeedConfig.model_validate(tree, context={"lenient": lenient})
+            break
+        except ValidationError as error:
+            for place in report.validation(error, DeepSpeedConfig, _ALIASES):
+                _remove(tree, place)
     if config is None:
         return None, report, ""
     try:
@@ -268,7 +254,7 @@ def judge(
             batch_fault = report.at_line(TRAIN, str(error)) if isinstance(error, ValueError) else ""
             report.fault(TRAIN, str(error))
     wrong = [*rule_violations(config, lenient=lenient), *(support_faults(config) if check_support else [])]
-    for path, sentence in [item for item in wrong if not report.follows(item.sentence)]:
+    for path, sentence in [(path, sentence) for path, sentence in wrong if not report.follows(sentence)]:
         report.fault(path, sentence, unread=False)
     return config, report, batch_fault
 
@@ -296,18 +282,13 @@ def load_config(
     config, report, batch_fault = judge(source, world_size=world_size, lenient=lenient, check_support=check_support)
     for note in [] if lenient else report.notes:  # zero.Init reads the same configuration first; one mention is enough
         logger.warning("%s", note)
-    if config is None or report.faults:
-        raise _error(report, batch_fault)
-    return config
-
-
-def _error(report: Judgement, batch_fault: str) -> DeepSpeedConfigError:
-    """All faults as one error. Programs look for the beginning of the batch sentence; people are told the file."""
+    if config is not None and not report.faults:
+        return config
     name, count = report.source.name, len(report.faults)
     text = f"{name} has {count} problems:" + "".join(f"\n  - {item}" for item in report.faults)
-    if count == 1:
+    if count == 1:  # programs look for the beginning of the batch sentence; people are told the file
         (only,) = report.faults
         text = only if only == batch_fault and report.source.from_program else f"{name}: {only}"
     error = (BatchConfigError if batch_fault else DeepSpeedConfigError)(text)
     error.faults = tuple(report.faults)
-    return error
+    raise error

@@ -1,10 +1,10 @@
 """Blocks about what surrounds the training: IO, memory, checkpoints, monitors, timers."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from deepspeed.config.model.unread import UNREAD
+from deepspeed.config.model.unread import AioKeys, CheckpointKeys
 from deepspeed.config.model.values import (
     AutoBlock,
     Block,
@@ -20,14 +20,8 @@ from deepspeed.config.model.values import (
     key,
 )
 
-if TYPE_CHECKING:
-    _AioKeys = Block
-    _CheckpointKeys = Block
-else:
-    _AioKeys, _CheckpointKeys = UNREAD["aio"], UNREAD["checkpoint"]
 
-
-class AioConfig(_AioKeys):
+class AioConfig(AioKeys):
     """``aio``: reads and writes of NVMe offload. ``thread_count`` is an old name that nothing ever read."""
 
     block_size: Int = key(1_048_576, "Bytes of one IO request, rounded up to a multiple of 4096.", ge=1, le=1 << 30)
@@ -42,7 +36,7 @@ class MemoryConfig(Block):
     device_limit: Bytes | None = key(None, "Most device memory of one rank; on a CPU host_limit counts instead.")
 
 
-class CheckpointConfig(_CheckpointKeys):
+class CheckpointConfig(CheckpointKeys):
     """``checkpoint``: saving and loading. The last six keys, and ``async``, are extensions."""
 
     tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], UpperCase] = key(
@@ -50,9 +44,7 @@ class CheckpointConfig(_CheckpointKeys):
     )
     load_universal: Flag = inert(False, "Load the universal format.", "every kind is recognised by its files")
     keep_last: Positive | None = key(None, "Remove all but so many of the newest checkpoints after each save.")
-    rate_limit: Bytes | None = key(
-        None, "Bytes a second that a rank writes in the background at most; absent: no limit."
-    )
+    rate_limit: Bytes | None = key(None, "Most bytes a second that a rank writes in the background; absent: no limit.")
     allow_pickle: Flag = key(False, "Save and load client state that needs pickle; loading it can run any code.")
     client_files: Flag = key(True, "Write small *_states.pt files for programs that look for them.")
     restore_rng: Flag = key(True, "load_checkpoint restores the random number generators of each rank.")
@@ -60,12 +52,18 @@ class CheckpointConfig(_CheckpointKeys):
     in_background: Flag = key(False, "save_checkpoint copies the state and writes it during training.", alias="async")
 
 
-class TensorBoardConfig(AutoBlock):
+class CsvMonitorConfig(AutoBlock):
+    """``csv_monitor``: one CSV file per metric under ``output_path``/``job_name``."""
+
+    enabled: Flag = key(False, "Append metrics to CSV files on rank 0.")
+    output_path: PathText = key("", "Folder for the files; empty is the working directory.")
+    job_name: Text = key("DeepSpeedJobName", "Name of the sub-folder.")
+
+
+class TensorBoardConfig(CsvMonitorConfig):
     """``tensorboard``: event files under ``output_path``/``job_name``."""
 
     enabled: Flag = key(False, "Write TensorBoard event files on rank 0.")
-    output_path: PathText = key("", "Folder for the files; empty is the working directory.")
-    job_name: Text = key("DeepSpeedJobName", "Name of the sub-folder.")
 
 
 class WandbConfig(AutoBlock):
@@ -75,14 +73,6 @@ class WandbConfig(AutoBlock):
     group: Text | None = key(None, "Group of runs.")
     team: Text | None = key(None, "Account or team that owns the run.")
     project: Text = key("deepspeed", "Name of the project.")
-
-
-class CsvMonitorConfig(AutoBlock):
-    """``csv_monitor``: one CSV file per metric under ``output_path``/``job_name``."""
-
-    enabled: Flag = key(False, "Append metrics to CSV files on rank 0.")
-    output_path: PathText = key("", "Folder for the files; empty is the working directory.")
-    job_name: Text = key("DeepSpeedJobName", "Name of the sub-folder.")
 
 
 class CometConfig(AutoBlock):

@@ -3,18 +3,18 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from deepspeed.config.explain.lines import line_of
 from deepspeed.config.explain.messages import block_inside
 from deepspeed.config.model.batch import BATCH_KEYS
 from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.unread import UNREAD
-from deepspeed.config.model.values import Key, Support, Violation, block_of, is_auto
+from deepspeed.config.model.values import Key, Support, is_auto, is_block
 from deepspeed.config.model.zero import ZERO_ALIASES
 from deepspeed.config.parse import ConfigSource
 
@@ -22,35 +22,22 @@ if TYPE_CHECKING:
     from deepspeed.config.model.root import DeepSpeedConfig
 
 Origin = Literal["file", "auto", "derived", "default"]
-TENSOR_PARALLEL_ALIASES: Mapping[str, str] = MappingProxyType(
-    {"tp": "tensor_parallel", "kernel_inject": "replace_with_kernel_inject"}
-)
+TENSOR_PARALLEL_ALIASES: Mapping[str, str] = {"tp": "tensor_parallel", "kernel_inject": "replace_with_kernel_inject"}
 _HIDDEN = ("source", "world_size")  # fields of the root model that are no keys
-SPELLED: Mapping[str, Key] = MappingProxyType(
-    {
-        "zero_optimization": Key("Deprecated as true or false: true means stage 1."),
-        "allgather_size": Key(
-            "Deprecated spelling of zero_optimization.allgather_bucket_size.",
-            Support.INERT,
-            "each unit is gathered whole",
-        ),
-        "zero_optimization.legacy_stage1": Key("Deprecated: false is accepted, true is refused."),
-        "zero_optimization.stage3_gather_fp16_weights_on_model_save": Key(
-            "Deprecated spelling of gather_16bit_weights_on_model_save."
-        ),
-        "zero_optimization.grad_hooks": Key(
-            "Described in published documentation.", Support.INERT, "no release reads it"
-        ),
-        "zero_optimization.cpu_offload": Key("Deprecated spelling of offload_optimizer with device cpu."),
-        "zero_optimization.cpu_offload_param": Key("Deprecated spelling of offload_param with device cpu."),
-        "zero_optimization.cpu_offload_use_pin_memory": Key("Deprecated spelling of pin_memory in the offload blocks."),
-        "pipeline.<any>": Key(
-            "A key of the client's own; it is stored and not read.",
-            Support.INERT,
-            "PipelineModule, which is not in this release, would read or decide it",
-        ),
-    }
-)
+_GATHERED, _NO_PIPELINE = "each unit is gathered whole", "PipelineModule, which is not in this release, would read it"
+_OLD_BUCKET = "Deprecated spelling of zero_optimization.allgather_bucket_size."
+_OLD_GATHER = "Deprecated spelling of gather_16bit_weights_on_model_save."
+SPELLED: Mapping[str, Key] = {
+    "zero_optimization": Key("Deprecated as true or false: true means stage 1."),
+    "allgather_size": Key(_OLD_BUCKET, Support.INERT, _GATHERED),
+    "zero_optimization.legacy_stage1": Key("Deprecated: false is accepted, true is refused."),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": Key(_OLD_GATHER),
+    "zero_optimization.grad_hooks": Key("A key of published documentation.", Support.INERT, "no release reads it"),
+    "zero_optimization.cpu_offload": Key("Deprecated spelling of offload_optimizer with device cpu."),
+    "zero_optimization.cpu_offload_param": Key("Deprecated spelling of offload_param with device cpu."),
+    "zero_optimization.cpu_offload_use_pin_memory": Key("Deprecated spelling of pin_memory in the offload blocks."),
+    "pipeline.<any>": Key("A key of the client's own; stored, not read.", Support.INERT, _NO_PIPELINE),
+}
 """Keys of the format that are no fields: parsing replaces them by what they stand for, or passes over them."""
 
 
@@ -64,7 +51,10 @@ class Declared(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One key with its final value. ``pattern`` is its path in the manual; ``line`` is known for files only."""
+    """One key with its final value. ``pattern`` is its path in the manual; ``line`` is known for files only.
+
+    ``idle`` is why it changes nothing, where that has been asked for.
+    """
 
     path: str
     pattern: str
@@ -73,6 +63,7 @@ class Setting:
     default: Any
     origin: Origin
     line: int | None = None
+    idle: str = ""
 
 
 def keys_of(block: type[BaseModel]) -> list[tuple[str, str, FieldInfo]]:
@@ -87,15 +78,15 @@ def keys_of(block: type[BaseModel]) -> list[tuple[str, str, FieldInfo]]:
 
 def default_of(info: FieldInfo) -> Any:
     """The value of an absent key; None where a key is required, or where the optimizer has one of its own."""
-    default = None if info.is_required() else info.get_default(call_default_factory=True)
-    return None if default in (OPTIMIZER_DEFAULT, REQUIRED) else default
+    default = info.get_default(call_default_factory=True)
+    return None if default in (PydanticUndefined, OPTIMIZER_DEFAULT, REQUIRED) else default
 
 
 def declared_fields(block: type[BaseModel], prefix: str = "") -> Iterator[Declared]:
     """Every leaf that ``block`` (the root model) declares, depth first, and every block that may be absent."""
     for _, key, info in keys_of(block):
         inner, suffix = block_inside(info.annotation)
-        if inner is None or not (block_of(info.annotation) or suffix):
+        if inner is None or not (is_block(info.annotation) or suffix):
             yield Declared(prefix + key, info, block)
         if inner is not None:
             yield from declared_fields(inner, f"{prefix}{key}{suffix}.")
@@ -126,36 +117,27 @@ def canonical_path(path: str) -> str:
     return f"bf16.{tail}" if head == "bfloat16" else path
 
 
-class _Leaf(NamedTuple):
-    path: str
-    pattern: str
-    value: Any
-    info: FieldInfo | None
-    given: bool
-
-
-def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[_Leaf]:
-    """Every leaf below ``block``, and the blocks whose presence alone asks for something."""
+def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, str, Any, FieldInfo | None, bool]]:
+    """(path, pattern, value, field, whether it is written) of every leaf below ``block``, and of the blocks whose
+    presence alone asks for something.
+    """
     for name, key, info in keys_of(type(block)):
         value, given = getattr(block, name), name in block.model_fields_set
         path, row, suffix = prefix + key, pattern + key, block_inside(info.annotation)[1]
         if isinstance(value, BaseModel):
             if Key.of(info).support is Support.NOT_YET:
-                yield _Leaf(path, row, value, info, given)
+                yield path, row, value, info, given
             yield from _walk(value, f"{path}.", f"{row}.")
-        elif suffix and isinstance(value, tuple):
-            for index, item in enumerate(value):
-                yield from _walk(item, f"{path}.{index}.", f"{row}[].")
-        elif suffix and isinstance(value, Mapping):
-            for free, item in value.items():
+        elif suffix:
+            for free, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 yield from _walk(item, f"{path}.{free}.", f"{row}{suffix}.")
         elif row in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping):
             for free, item in value.items():
-                yield _Leaf(f"{path}.{free}", f"{row}.{free}", item, PARAM_FIELDS.get(f"{row}.{free}"), given=True)
+                yield f"{path}.{free}", f"{row}.{free}", item, PARAM_FIELDS.get(f"{row}.{free}"), True
         else:
-            yield _Leaf(path, row, value, info, given)
+            yield path, row, value, info, given
     for name, value in (block.model_extra or {}).items():
-        yield _Leaf(f"{prefix}{name}", f"{pattern}<any>", value, None, given=True)
+        yield f"{prefix}{name}", f"{pattern}<any>", value, None, True
 
 
 def settings(config: "DeepSpeedConfig", source: ConfigSource | None = None) -> list[Setting]:
@@ -164,16 +146,15 @@ def settings(config: "DeepSpeedConfig", source: ConfigSource | None = None) -> l
     items = sorted(written_paths(config.source), key=lambda item: canonical_path(item[0]) == item[0])
     written = {canonical_path(path): (path, value) for path, value in items}  # the canonical spelling wins
     out = []
-    for leaf in _walk(config, "", ""):
-        spelling, value = written.get(leaf.path, ("", None))
-        origin: Origin = "file" if leaf.given else "default"
-        if is_auto(value) and leaf.value != value:
+    for path, pattern, value, info, given in _walk(config, "", ""):
+        spelling, as_written = written.get(path, ("", None))
+        origin: Origin = "file" if given else "default"
+        if is_auto(as_written) and value != as_written:
             origin = "auto"
-        elif leaf.path in BATCH_KEYS:
-            origin = "derived" if value is None else "file"
-        key = SPELLED.get(leaf.pattern) if leaf.info is None else Key.of(leaf.info)
-        default = None if leaf.info is None else default_of(leaf.info)
-        out.append(Setting(leaf.path, leaf.pattern, key, leaf.value, default, origin, line_of(lines, spelling)))
+        elif path in BATCH_KEYS:
+            origin = "derived" if as_written is None else "file"
+        key, default = (SPELLED.get(pattern), None) if info is None else (Key.of(info), default_of(info))
+        out.append(Setting(path, pattern, key, value, default, origin, line_of(lines, spelling)))
     return out
 
 
@@ -195,8 +176,8 @@ def gate_open(key: Key, values: Mapping[str, Setting]) -> bool:
     return _differs(switch, switch.key) and gate_open(switch.key, values)
 
 
-def support_faults(config: "DeepSpeedConfig") -> list[Violation]:
-    """One sentence per requested feature that is not in this release.
+def support_faults(config: "DeepSpeedConfig") -> list[tuple[str, str]]:
+    """(path, sentence) of each requested feature that is not in this release.
 
     A feature is requested by a key that was written, with another value than its default, behind a switch that is on.
     """
@@ -211,10 +192,9 @@ def support_faults(config: "DeepSpeedConfig") -> list[Violation]:
             value = (
                 item.value.model_dump(exclude_unset=True) if isinstance(item.value, BaseModel) else plain(item.value)
             )
-            reason = f": {key.note}" if key.note else ""
-            shown = json.dumps(value, default=str)
+            reason, shown = f": {key.note}" if key.note else "", json.dumps(value, default=str)
             text = f"{item.path} {shown} is not in this release yet{reason}. Remove it from the configuration."
-            out.append(Violation(item.path, text))
+            out.append((item.path, text))
     return out
 
 
@@ -222,33 +202,3 @@ def inert_notes(config: "DeepSpeedConfig") -> list[str]:
     """One clause per written key that is accepted without effect, for the log."""
     written = [item for item in settings(config) if item.origin == "file"]
     return [f"{item.path} ({item.key.note})" for item in written if item.key and item.key.support is Support.INERT]
-
-
-def without_effect(item: Setting, values: Mapping[str, Setting], *, idle: Mapping[str, str]) -> str:
-    """Why ``item`` changes nothing in its configuration: its class, the switches around it, other keys; or nothing.
-
-    ``values`` are all settings by path; ``idle`` is what ``rules.inert_under`` says of the same configuration.
-    """
-    key, parts = item.key, item.path.split(".")
-    if key is not None and key.support is Support.INERT:
-        return f"inert here: {key.note}"
-    for depth in range(len(parts) - 1, 0, -1):
-        switch = ".".join([*parts[:depth], "enabled"])
-        if switch != item.path and switch in values and values[switch].value is False:
-            return f"off: {switch} is false"
-    if item.path in idle:
-        return f"off: {idle[item.path]}"
-    if key is not None and key.gate and not gate_open(key, values):
-        return f"off: {key.gate} is not set"
-    return "not yet in this release" if key is not None and key.support is Support.NOT_YET else ""
-
-
-def notes_of(values: Mapping[str, Setting], *, idle: Mapping[str, str]) -> list[str]:
-    """One sentence per written key that has no effect."""
-    out = []
-    for item in values.values():
-        reason = without_effect(item, values, idle=idle) if item.origin == "file" else ""
-        if reason and not (reason.startswith("not yet") and plain(item.value) == plain(item.default)):
-            line = f" (line {item.line})" if item.line is not None else ""
-            out.append(f"{item.path} has no effect, {reason}{line}")
-    return out

@@ -1,12 +1,11 @@
 """Blocks about the optimizer, the schedule, numeric precision and activation checkpointing."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, StrictStr
 
-from deepspeed.config.model.unread import UNREAD
+from deepspeed.config.model.unread import ActivationCheckpointingKeys, Bf16Keys, Fp16Keys, OptimizerKeys
 from deepspeed.config.model.values import (
-    AutoBlock,
     Block,
     Count,
     DtypeName,
@@ -19,30 +18,16 @@ from deepspeed.config.model.values import (
     OptionalDtype,
     dtype_name,
     freeze,
-    is_auto,
     key,
 )
 
-if TYPE_CHECKING:
-    _OptimizerKeys = Block
-    _ActivationKeys = Block
-    _Fp16Keys = AutoBlock
-    _Bf16Keys = AutoBlock
-else:
-    _OptimizerKeys, _ActivationKeys = UNREAD["optimizer"], UNREAD["activation_checkpointing"]
-    _Fp16Keys, _Bf16Keys = UNREAD["fp16"], UNREAD["bf16"]
-
 # Read like a dict and unpacked with **; what each setting may be is told by ``optim_params``.
 Params = Annotated[dict[str, Any], AfterValidator(freeze)]
+_bf16_if_null = BeforeValidator(lambda value: dtype_name(value) or "bf16", json_schema_input_type=DtypeText)
+_AutocastDtype = Annotated[DtypeName, _bf16_if_null]
 
 
-def _auto_or_names(value: Any) -> Any:
-    if is_auto(value) or (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)):
-        return value
-    raise ValueError(f'must be "auto" or a list of module names, not {value!r}')
-
-
-class OptimizerConfig(_OptimizerKeys):
+class OptimizerConfig(OptimizerKeys):
     """``optimizer``: the name (known names in any case, else a torch.optim class) and its keyword arguments."""
 
     type: StrictStr = key(..., "A known optimizer in any case, or a class of torch.optim by its exact name.")
@@ -56,7 +41,7 @@ class SchedulerConfig(Block):
     params: Params = key(FrozenDict(), "Settings of the schedule; which ones depends on its name.")
 
 
-class Fp16Config(_Fp16Keys):
+class Fp16Config(Fp16Keys):
     """``fp16``: half precision with a static (``loss_scale`` > 0) or dynamic (0) loss scale."""
 
     enabled: Flag = key(False, "Compute in fp16 with loss scaling; master weights stay fp32.")
@@ -75,7 +60,7 @@ class Fp16Config(_Fp16Keys):
         return self.loss_scale == 0
 
 
-class Bf16Config(_Bf16Keys):
+class Bf16Config(Bf16Keys):
     """``bf16`` (also written ``bfloat16``): brain-float compute with fp32 master weights."""
 
     enabled: Flag = key(False, "Compute in bf16; master weights stay fp32.")
@@ -86,9 +71,7 @@ class TorchAutocastConfig(Block):
     """``torch_autocast``: torch.autocast around the forward. ``lower_precision_safe_modules`` None: no module."""
 
     enabled: Flag = key(False, "Run the forward inside torch.autocast.")
-    dtype: Annotated[
-        DtypeName, BeforeValidator(lambda value: dtype_name(value) or "bf16", json_schema_input_type=DtypeText)
-    ] = key("bf16", "Dtype of autocast; null means bf16.")
+    dtype: _AutocastDtype = key("bf16", "Dtype of autocast; null means bf16.")
     lower_precision_safe_modules: Names | None = key(
         None, "Classes (torch.nn.Linear) whose parameters rest and travel in the autocast dtype; null for none."
     )
@@ -98,17 +81,14 @@ class DataTypesConfig(Block):
     """``data_types``: dtypes of gradient accumulation, parameters and buffers. None: each its usual one."""
 
     grad_accum_dtype: OptionalDtype = key(None, "Dtype in which micro-batches are summed; null means fp32.")
-    param_dtype: OptionalDtype = key(
-        None, "The compute dtype once more; refused unless the fp16 and bf16 blocks agree."
-    )
+    param_dtype: OptionalDtype = key(None, "The compute dtype again; refused unless the fp16 and bf16 blocks agree.")
     buffer_dtype: OptionalDtype = key(None, "Dtype of floating buffers; null leaves them as the model is built.")
-    keep_in_fp32_modules: Annotated[
-        Literal["auto"] | tuple[str, ...],
-        BeforeValidator(_auto_or_names, json_schema_input_type=Literal["auto"] | list[str]),
-    ] = key("auto", "Modules by name that keep fp32; auto asks the model's class.")
+    keep_in_fp32_modules: tuple[StrictStr, ...] | Literal["auto"] = key(
+        "auto", "Modules by name that keep fp32; auto asks the model's class."
+    )
 
 
-class ActivationCheckpointingConfig(_ActivationKeys):
+class ActivationCheckpointingConfig(ActivationCheckpointingKeys):
     """``activation_checkpointing``: defaults for ``deepspeed.checkpointing.configure``."""
 
     cpu_checkpointing: Flag = key(False, "Saved activations rest in host memory (for models on a device).")

@@ -3,11 +3,10 @@
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Real
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, SupportsFloat, TypeGuard
+from numbers import Integral, Real
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import (
     AfterValidator,
@@ -30,13 +29,6 @@ DTYPE_NAMES = {
 }
 
 
-class Violation(NamedTuple):
-    """One thing that is wrong: the dotted path of the key it is about, and the sentence."""
-
-    path: str
-    sentence: str
-
-
 class Support(str, Enum):
     """The three classes; every key is in exactly one."""
 
@@ -51,6 +43,7 @@ class Key:
 
     A key asks for something when it is written with a value other than its default and other than those in ``off``.
     ``gate`` is the path of the switch that a detail hangs on: while that asks for nothing, neither does the detail.
+    A field has it as its ``json_schema_extra``, which pydantic calls to write into the schema what editors show.
     """
 
     meaning: str
@@ -62,8 +55,17 @@ class Key:
     @staticmethod
     def of(info: FieldInfo) -> "Key":
         """What the field of a block says of its key."""
-        facts = info.json_schema_extra
-        return Key(info.description or "", **facts) if isinstance(facts, dict) else Key(info.description or "")  # type: ignore[arg-type]
+        return info.json_schema_extra if isinstance(info.json_schema_extra, Key) else Key(info.description or "")
+
+    @property
+    def text(self) -> str:
+        """The meaning, and what this release does with the key where that does not say it."""
+        what = {Support.INERT: "No effect here", Support.NOT_YET: "Not in this release yet"}.get(self.support)
+        note = f": {self.note}." if self.note else "."
+        return f"{self.meaning} {what}{note}" if what else self.meaning
+
+    def __call__(self, schema: dict[str, Any]) -> None:
+        schema["description"] = self.text
 
 
 def key(default: Any, meaning: str, **more: Any) -> Any:
@@ -71,17 +73,14 @@ def key(default: Any, meaning: str, **more: Any) -> Any:
     return Field(default, description=meaning, **more)
 
 
-def inert(default: Any, meaning: str, note: str, **more: Any) -> Any:
+def inert(default: Any, meaning: str, note: str) -> Any:
     """A field whose key is accepted without effect."""
-    return Field(default, description=meaning, json_schema_extra={"support": Support.INERT, "note": note}, **more)
+    return Field(default, description=meaning, json_schema_extra=Key(meaning, Support.INERT, note))
 
 
-def not_yet(
-    default: Any, meaning: str, note: str = "", *, gate: str = "", off: tuple[Any, ...] = (), **more: Any
-) -> Any:
+def not_yet(default: Any, meaning: str, note: str = "", *, gate: str = "", off: tuple[Any, ...] = ()) -> Any:
     """A field whose key is refused when it asks for something."""
-    facts: dict[str, Any] = {"support": Support.NOT_YET, "note": note, "gate": gate, "off": off}
-    return Field(default, description=meaning, json_schema_extra=facts, **more)
+    return Field(default, description=meaning, json_schema_extra=Key(meaning, Support.NOT_YET, note, gate, off))
 
 
 def is_auto(value: Any) -> bool:
@@ -89,9 +88,9 @@ def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
-def block_of(annotation: Any) -> type[BaseModel] | None:
-    """``annotation`` when it is a block."""
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+def is_block(annotation: Any) -> bool:
+    """Whether the type of a field is a block, without alternatives."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 class Block(BaseModel):
@@ -112,7 +111,7 @@ class Block(BaseModel):
     def _drop_absent(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        blocks = {field.alias or name for name, field in cls.model_fields.items() if block_of(field.annotation)}
+        blocks = {field.alias or name for name, field in cls.model_fields.items() if is_block(field.annotation)}
         no_auto = cls.auto_is_absent or bool(info.context and info.context["lenient"])
         return {
             name: item
@@ -136,42 +135,26 @@ def quoted_hint(value: Any) -> str:
     return "; write it without quotes" if readable else ""
 
 
-def _is_number(value: object) -> TypeGuard[SupportsFloat]:
+def _is_finite(value: Any) -> bool:
     try:
-        return isinstance(value, Real) and type(value).__name__ not in ("bool", "bool_") and math.isfinite(value)
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
     except OverflowError:  # an integer beyond every float
         return False
 
 
-def whole_number(value: Any) -> Any:
-    """Accept whole numbers, also as floats (5e8); refuse booleans and text."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if _is_number(value) and float(value).is_integer():
-        return int(float(value))
-    raise ValueError(f"must be a whole number, not {value!r}{quoted_hint(value)}")
-
-
-def finite_number(value: Any) -> Any:
+def finite_number(value: Any) -> float:
     """Accept finite numbers; refuse booleans and text."""
-    if _is_number(value):
+    if _is_finite(value):
         return float(value)
     raise ValueError(f"must be a finite number, not {value!r}{quoted_hint(value)}")
 
 
-def auto_or_count(value: Any) -> Any:
-    """ "auto", or a whole number of at least 1."""
-    count = value if is_auto(value) else whole_number(value)
-    if not is_auto(value) and count < 1:
-        raise ValueError(f'must be "auto" or at least 1, not {count}')
-    return count
-
-
-def auto_or_number(value: Any) -> Any:
-    """ "auto", or a finite number."""
-    if isinstance(value, str) and value != AUTO:
-        raise ValueError(f'must be "auto" or a number, not {value!r}')
-    return value if value == AUTO else finite_number(value)
+def whole_number(value: Any) -> int:
+    """Accept whole numbers, also as floats (5e8); refuse booleans and text."""
+    is_integer = not isinstance(value, bool) and isinstance(value, Integral)
+    if is_integer or (_is_finite(value) and int(value) == value):
+        return int(value)
+    raise ValueError(f"must be a whole number, not {value!r}{quoted_hint(value)}")
 
 
 def dtype_name(value: Any) -> Any:
@@ -188,6 +171,22 @@ def name_list(value: Any) -> Any:
     if not isinstance(listed, list | tuple) or not all(isinstance(item, str) for item in listed):
         raise ValueError(f"must be a list of names, not {value!r}")
     return tuple(dict.fromkeys(listed))
+
+
+def byte_count(value: Any) -> int:
+    """Bytes, from a whole number or a text such as "3GiB" or "500 MB"."""
+    if isinstance(value, str):
+        parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*", value, re.IGNORECASE)
+        if not parts or (parts[3] and not parts[2]):
+            raise ValueError(f'must be bytes or a text such as "3GiB" or "500MB", not {value!r}')
+        size = float(parts[1]) * (1024 if parts[3] else 1000) ** "_kmgt".find((parts[2] or "_").lower())
+        if size > 2**63:
+            raise ValueError(f"must be below 8 EiB, not {value!r}")
+        value = int(size)
+    count = whole_number(value)
+    if count < 1:
+        raise ValueError(f"must be at least 1 byte, not {count}")
+    return count
 
 
 def _no_auto(value: str) -> str:
@@ -215,36 +214,11 @@ def freeze(value: Any) -> Any:
     return tuple(freeze(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-UNITS: Mapping[str, int] = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
-}
-
-
-def byte_count(value: Any) -> Any:
-    """Bytes, from a whole number or a text such as "3GiB" or "500 MB"."""
-    if isinstance(value, str):
-        parts = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", value)
-        if not parts or parts[2].lower() not in UNITS:
-            raise ValueError(f'must be bytes or a text such as "3GiB" or "500MB", not {value!r}')
-        size = float(parts[1]) * UNITS[parts[2].lower()]
-        if size > 2**63:
-            raise ValueError(f"must be below 8 EiB, not {value!r}")
-        value = int(size)
-    count = whole_number(value)
-    if count < 1:
-        raise ValueError(f"must be at least 1 byte, not {count}")
-    return count
-
-
 Flag = StrictBool
 Int = Annotated[int, BeforeValidator(whole_number)]
 Num = Annotated[float, BeforeValidator(finite_number)]
 Count = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Int, Field(ge=1)]
-AutoOrInt = Annotated[Literal["auto"] | int, BeforeValidator(auto_or_count)]
 Bytes = Annotated[int, BeforeValidator(byte_count, json_schema_input_type=int | str)]
 DtypeName = Literal["fp32", "fp16", "bf16"]
 DtypeText = Literal[tuple(name for names in DTYPE_NAMES.values() for name in names)]  # type: ignore[valid-type]

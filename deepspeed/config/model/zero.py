@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from deepspeed.config.explain.messages import Judgement
+from deepspeed.config.model import unread
 from deepspeed.config.model.removed import REMOVED_KEYS, removed_key, says_off
-from deepspeed.config.model.unread import UNREAD
 from deepspeed.config.model.values import (
     AutoBlock,
     Count,
@@ -25,14 +25,7 @@ from deepspeed.config.model.values import (
     whole_number,
 )
 
-if TYPE_CHECKING:
-    _ZeroKeys = AutoBlock
-    _OffloadOptimizerKeys = AutoBlock
-else:
-    _ZeroKeys = UNREAD["zero_optimization"]
-    _OffloadOptimizerKeys = UNREAD["zero_optimization.offload_optimizer"]
-
-ZenFlowConfig = UNREAD["zero_optimization.zenflow"]
+ZenFlowConfig = unread.ZeroOptimizationZenflowKeys
 _LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -66,21 +59,22 @@ class OffloadStateTypeEnum(str, Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
+_none_if_null = BeforeValidator(
+    lambda value: "none" if value is None else value, json_schema_input_type=Literal["none", "cpu", "nvme"] | None
+)
+_Device = Annotated[OffloadDeviceEnum, _none_if_null]
+
+
 class OffloadConfig(AutoBlock):
     """What both offload blocks have in common."""
 
-    device: OffloadDeviceEnum = key(OffloadDeviceEnum.none, "Tier of optimizer states: none, cpu or nvme.")
+    device: _Device = key(OffloadDeviceEnum.none, "Tier of optimizer states: none, cpu or nvme.")
     nvme_path: PathText | None = key(None, "Folder on the drive; only its last part is made when missing.")
     buffer_count: Count = key(4, "Tiles of optimizer state in memory at once.")
     pin_memory: Flag = key(True, "Page-locked host memory, where an accelerator makes use of it.")
 
-    @field_validator("device", mode="before")
-    @classmethod
-    def _null_is_none(cls, value: Any) -> Any:
-        return OffloadDeviceEnum.none if value is None else value
 
-
-class OffloadOptimizerConfig(OffloadConfig, _OffloadOptimizerKeys):
+class OffloadOptimizerConfig(OffloadConfig, unread.ZeroOptimizationOffloadOptimizerKeys):
     """``zero_optimization.offload_optimizer``; ``ratio`` is the share of elements updated on the CPU."""
 
     ratio: Num = key(1.0, "Share of elements that the host updates; the rest stays on the device.", ge=0, le=1)
@@ -89,7 +83,7 @@ class OffloadOptimizerConfig(OffloadConfig, _OffloadOptimizerKeys):
 class OffloadParamConfig(OffloadConfig):
     """``zero_optimization.offload_param``; sizes count elements."""
 
-    device: OffloadDeviceEnum = key(OffloadDeviceEnum.none, "Tier of sharded parameters: none, cpu or nvme.")
+    device: _Device = key(OffloadDeviceEnum.none, "Tier of sharded parameters: none, cpu or nvme.")
     buffer_count: Count = key(5, "Staging buffers for the drive.")
     buffer_size: Count = key(100_000_000, "Most elements of a staging buffer; larger shards travel in pieces.")
     max_in_cpu: Count = key(10**9, "Elements of this rank that stay in host memory before the drive is used.")
@@ -103,7 +97,7 @@ class LeafModuleConfig(AutoBlock):
     name_suffixes: Names = key((), "Ends of names of modules that are gathered as a whole.")
 
 
-class ZeroConfig(_ZeroKeys):
+class ZeroConfig(unread.ZeroOptimizationKeys):
     """``zero_optimization``: what is sharded. Bucket sizes, thresholds and live limits count elements.
 
     ``divergence`` is an extension: what to do when ranks take different branches ("tolerate" them, raise an
@@ -156,13 +150,6 @@ class ZeroConfig(_ZeroKeys):
     def _no_device_is_no_offload(cls, value: OffloadConfig | None) -> OffloadConfig | None:
         return None if value is None or value.device is OffloadDeviceEnum.none else value
 
-    @field_validator("divergence", mode="before")
-    @classmethod
-    def _known_divergence(cls, value: Any) -> Any:
-        if value not in ("tolerate", "error", "assume_none"):
-            raise ValueError(f'must be "tolerate", "error" or "assume_none", not {value!r}')
-        return value
-
 
 _STAGE3_SPELLINGS = (
     *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
@@ -200,9 +187,9 @@ def _legacy_offload(block: dict[str, Any], report: Judgement) -> None:
         path, new = f"zero_optimization.{old}", LEGACY_OFFLOAD.get(old, "pin_memory in the offload blocks")
         if value is not None and not isinstance(value, bool):
             report.fault(path, f"{path} must be true or false, not {value!r}. It is deprecated: use {new}.")
-        elif old in LEGACY_OFFLOAD and value and block.get(new) not in (None, False):
+        elif value and old in LEGACY_OFFLOAD and block.get(new) not in (None, False):
             report.fault(path, f"{path} is the deprecated spelling of {new}; both are given. Keep {new}.")
-        elif old in LEGACY_OFFLOAD and value:
+        elif value and old in LEGACY_OFFLOAD:
             block[new] = {"device": "cpu"}
     pin = given["cpu_offload_use_pin_memory"]
     for new in LEGACY_OFFLOAD.values():
@@ -212,21 +199,21 @@ def _legacy_offload(block: dict[str, Any], report: Judgement) -> None:
 
 def canonical_zero(block: dict[str, Any], report: Judgement) -> dict[str, Any]:
     """One spelling per setting: aliases resolved, "auto" dropped, absent blocks left out."""
-    out = one_spelling("zero_optimization", block, ZERO_ALIASES, report)
+    head = "zero_optimization"
+    out = one_spelling(head, block, ZERO_ALIASES, report)
     _legacy_offload(out, report)
     for name in ("offload_optimizer", "offload_param", "leaf_module", "zenflow"):
         if out.get(name) is False or out.get(name) is None:
             out.pop(name, None)
-    for name in [name for name in out if f"zero_optimization.{name}" in REMOVED_KEYS]:
-        if not says_off(out.pop(name)):
-            path = f"zero_optimization.{name}"
+    for path in [path for path in REMOVED_KEYS if path.startswith(f"{head}.") and path[len(head) + 1 :] in out]:
+        if not says_off(out.pop(path[len(head) + 1 :])):
             report.fault(path, str(removed_key(path)))
     if isinstance(out.get("grad_hooks"), bool):
-        text = "zero_optimization.grad_hooks is described in published documentation and read by no release. Delete it."
+        text = f"{head}.grad_hooks is described in published documentation and read by no release. Delete it."
         report.notes.append(text)
         del out["grad_hooks"]
     if out.get("allgather_sequential") is True and out.setdefault("prefetch_bucket_size", 1) != 1:
-        path, other = (f"zero_optimization.{name}" for name in ("allgather_sequential", "prefetch_bucket_size"))
-        path, other = report.renames.get(path, path), report.renames.get(other, other)
+        paths = (f"{head}.allgather_sequential", f"{head}.prefetch_bucket_size")
+        path, other = (report.renames.get(path, path) for path in paths)
         report.fault(path, f"{path} means a {other} of 1. Delete one of them.", unread=False)
     return out

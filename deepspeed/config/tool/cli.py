@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.config.explain.check import Findings, batch_is_open, examine
-from deepspeed.config.explain.show import as_json, dtypes_text, shown_settings, values_text
+from deepspeed.config.explain.check import Findings, examine
+from deepspeed.config.explain.show import as_json, dtypes_text, values_text
 from deepspeed.config.parse import ConfigSource, read_source, text_source
-from deepspeed.config.tool.starters import GOALS, starter
 from deepspeed.errors import DeepSpeedConfigError
 
 FAULTY = 2
+STARTERS = Path(__file__).parent / "starters"
+"""The files that ``ds_config init`` writes, one per goal: each is valid as it stands."""
 
 
 def _world(text: str) -> int:
@@ -30,62 +31,52 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds_config", allow_abbrev=False, description=about)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", allow_abbrev=False, help="say everything that is wrong; exit status 0 or 2")
-    check.add_argument("files", nargs="+", metavar="FILE", help="JSON with comments allowed; - reads standard input")
     check.add_argument("--resolved", action="store_true", help='no value may be left "auto"')
     show = commands.add_parser("show", allow_abbrev=False, help="every final value and where it comes from")
-    show.add_argument("files", nargs=1, metavar="FILE", help="JSON with comments allowed; - reads standard input")
     show.add_argument("--dtypes", action="store_true", help="only the table of dtypes")
     show.add_argument("--json", action="store_true", help="for programs")
     show.add_argument("--all", action="store_true", help="also the keys of blocks that are off")
-    for command in (check, show):
+    for command, count in ((check, "+"), (show, 1)):
+        text = "JSON with comments allowed; - reads standard input"
+        command.add_argument("files", nargs=count, metavar="FILE", help=text)
         command.add_argument("--world", type=_world, metavar="N", help="data-parallel ranks (default: 1)")
     init = commands.add_parser("init", allow_abbrev=False, help="a commented file to start from")
-    text = "what the training is for (default: finetune)"
-    init.add_argument("--goal", choices=sorted(GOALS), default="finetune", help=text)
+    goals, text = sorted(path.stem for path in STARTERS.glob("*.json")), "what the training is for (default: finetune)"
+    init.add_argument("--goal", choices=goals, default="finetune", help=text)
     init.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
     init.add_argument("--force", action="store_true", help="replace FILE when it is there")
     return parser
 
 
-def _read(name: str) -> ConfigSource:
-    """The source called ``name`` on the command line; only a file or standard input, never base64."""
-    if name == "-":
-        return text_source(sys.stdin.buffer.read(), "standard input")
-    if not name or not os.path.lexists(name):
-        raise DeepSpeedConfigError(f"no such file (working directory {os.getcwd()})")
-    return read_source(Path(name))
-
-
-def _examined(name: str, args: argparse.Namespace, *, resolved: bool) -> Findings:
-    """The findings about file ``name``; a source that cannot be read at all is a finding too."""
+def _examined(name: str, args: argparse.Namespace, *, resolved: bool = False) -> Findings:
+    """The findings about file ``name`` (never base64), whose faults go to standard error, one line each."""
     try:
-        source = _read(name)
-    except DeepSpeedConfigError as error:
+        if name == "-":
+            source = text_source(sys.stdin.buffer.read(), "standard input")
+        elif name and os.path.lexists(name):
+            source = read_source(Path(name))
+        else:
+            raise DeepSpeedConfigError(f"no such file (working directory {os.getcwd()})")
+        findings = examine(source, world_size=args.world or 1, resolved=resolved)
+    except DeepSpeedConfigError as error:  # a source that cannot be read at all is a finding too
         sentence = re.sub(r"^(configuration (file|path) (['\"]).*?\3|standard input):? ", "", str(error))
-        return Findings(ConfigSource({}, name, from_program=False), None, (sentence,))
-    return examine(source, world_size=args.world or 1, resolved=resolved)
-
-
-def _say(name: str, findings: Findings, *, guessed_world: bool) -> None:
-    """The faults, one line each, to standard error."""
+        findings = Findings(ConfigSource({}, name, from_program=False), None, (sentence,))
     for fault in findings.faults:
-        about_ranks = guessed_world and re.search(r"\d+ (data-parallel )?ranks\b|world_size", fault)
+        about_ranks = args.world is None and re.search(r"\d+ (data-parallel )?ranks\b|world_size", fault)
         hint = " Checked for 1 rank: give the number of data-parallel ranks with --world N." if about_ranks else ""
-        text = fault.removeprefix(f"{findings.source.name}: ").removeprefix(f"{findings.source.name} ")
+        text = re.sub(rf"^{re.escape(findings.source.name)}:? ", "", fault)
         sys.stderr.write(f"{name}: {text}{hint}\n")
+    return findings
 
 
-def _summary(findings: Findings, *, world: int) -> str:
+def _summary(findings: Findings) -> str:
     config = findings.config
     assert config is not None, "a summary needs a configuration"
-    written = sum(1 for item in shown_settings(findings).values() if item.origin in ("file", "auto"))
-    batch = (
-        f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} x "
-        f"{config.gradient_accumulation_steps} x {world}"
-    )
-    sizes = "batch sizes open" if batch_is_open(findings) else batch
+    written = sum(1 for item in findings.settings.values() if item.origin in ("file", "auto"))
+    sizes = f"{config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps} x {config.world_size}"
+    batch = "batch sizes open" if findings.batch_is_open else f"batch {config.train_batch_size} = {sizes}"
     keys = f"{written} key{'s' if written != 1 else ''}"
-    return f"ok ({keys}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, {sizes})"
+    return f"ok ({keys}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, {batch})"
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -93,51 +84,45 @@ def _check(args: argparse.Namespace) -> int:
     for name in args.files:
         findings = _examined(name, args, resolved=args.resolved)
         if findings.config is None:
-            _say(name, findings, guessed_world=args.world is None)
             status = FAULTY
             continue
-        sys.stdout.write(f"{name}: {_summary(findings, world=args.world or 1)}\n")
+        notes = list(findings.notes)
         if findings.autos:
             count = f'{len(findings.autos)} values are "auto"' if len(findings.autos) > 1 else '1 value is "auto"'
             why = "an integration (Transformers, Accelerate) must fill them"
-            sys.stdout.write(f"{name}: note: {count}; {why}: {', '.join(findings.autos)}\n")
-        for note in findings.notes:
-            sys.stdout.write(f"{name}: note: {note}\n")
+            notes.insert(0, f"{count}; {why}: {', '.join(findings.autos)}")
+        sys.stdout.write(f"{name}: {_summary(findings)}\n" + "".join(f"{name}: note: {note}\n" for note in notes))
     return status
 
 
 def _show(args: argparse.Namespace) -> int:
     (name,) = args.files
-    findings = _examined(name, args, resolved=False)
+    findings = _examined(name, args)
     if findings.config is None:
-        _say(name, findings, guessed_world=args.world is None)
         return FAULTY
     if args.json:
-        sys.stdout.write(json.dumps(as_json(findings), indent=1, default=str) + "\n")
+        text = json.dumps(as_json(findings), indent=1, default=str)
     elif args.dtypes:
-        sys.stdout.write(dtypes_text(findings) + "\n")
+        text = dtypes_text(findings)
     else:
-        sys.stdout.write(
-            f"{name}: {_summary(findings, world=args.world or 1)}\n\n{values_text(findings, everything=args.all)}\n"
-        )
-        sys.stdout.write(f"\ndtypes\n{dtypes_text(findings)}\n")
-        sys.stdout.write("".join(f"\nnote: {note}" for note in findings.notes) + ("\n" if findings.notes else ""))
+        table, notes = values_text(findings, everything=args.all), "".join(f"\nnote: {note}" for note in findings.notes)
+        text = f"{name}: {_summary(findings)}\n\n{table}\n\ndtypes\n{dtypes_text(findings)}\n{notes}".rstrip("\n")
+    sys.stdout.write(text + "\n")
     return 0
 
 
 def _init(args: argparse.Namespace) -> int:
-    text = starter(args.goal)
+    text = (STARTERS / f"{args.goal}.json").read_text(encoding="utf-8")
     if args.output is None:
         sys.stdout.write(text)
         return 0
     try:
         with open(args.output, "w" if args.force else "x", encoding="utf-8") as file:
             file.write(text)
-    except FileExistsError:
-        sys.stderr.write(f"{args.output} is there already; --force replaces it\n")
-        return FAULTY
     except OSError as error:
-        sys.stderr.write(f"{args.output} cannot be written: {error.strerror or error}\n")
+        why = f"cannot be written: {error.strerror or error}"
+        why = "is there already; --force replaces it" if isinstance(error, FileExistsError) else why
+        sys.stderr.write(f"{args.output} {why}\n")
         return FAULTY
     return 0
 
