@@ -14,7 +14,7 @@ from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_
 from deepspeed.checkpoint.save.collect import States
 from deepspeed.checkpoint.save.content import Extras, content_of
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
-from deepspeed.checkpoint.weights.weight_files import torch_file
+from deepspeed.checkpoint.weights.weights import torch_file
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.observe.log import log_dist, logger

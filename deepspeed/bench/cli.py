@@ -4,7 +4,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from deepspeed.bench.common import BAD_INPUT, guarded
+from deepspeed.bench.common import guarded
+from deepspeed.observe.program import BAD_INPUT
 
 _HELP = """ds_bench io         throughput of a folder's drive; the same as ds_io, and as ds_bench nvme
 ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive

@@ -1,19 +1,18 @@
 """What the measurements share: command lines, medians, a look at the memory before it is taken, exit statuses."""
 
 import argparse
-import os
 import re
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from deepspeed.config.model.values import byte_count
-from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.errors import UsageError
+from deepspeed.observe import program
 from deepspeed.observe.hostmem import host_available_bytes
+from deepspeed.observe.program import say
 from deepspeed.tier.aligned import ALIGN
 
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 _POWERS = {"K": "e3", "M": "e6", "G": "e9", "B": "e9"}
 
 
@@ -100,16 +99,9 @@ def check_memory(nbytes: float, options: str) -> None:
 
 def guarded(prog: str, action: Callable[[], str]) -> int:
     """Write what ``action`` returns; a failure is a sentence on standard error. The exit status."""
-    try:
-        sys.stdout.write(action() + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while it ends
-        return BROKEN_PIPE
-    except (DeepSpeedError, OSError, ValueError) as error:
-        sys.stderr.write(f"{prog}: {error}\n")
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{prog}: interrupted; what was written is gone\n")
-        return INTERRUPTED
-    return 0
+
+    def run() -> int:
+        say(action())
+        return 0
+
+    return program.guarded(prog, run)

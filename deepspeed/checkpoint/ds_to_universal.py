@@ -9,8 +9,8 @@ from pathlib import Path
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.format.folders import LATEST_UNIVERSAL, write_atomically
 from deepspeed.checkpoint.load.reader import open_checkpoint
-from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.log import logger
+from deepspeed.observe.program import guarded
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -25,8 +25,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(args: argparse.Namespace | None = None) -> None:
-    """Write ``input_folder`` as a checkpoint of this package to ``output_folder``, and ``latest_universal``."""
+def main(args: argparse.Namespace | None = None) -> int:
+    """Write ``input_folder`` as a checkpoint of this package to ``output_folder``, and ``latest_universal``; 0."""
     args = parse_arguments() if args is None else args
     out = Path(args.output_folder)
     with contextlib.closing(open_checkpoint(Path(args.input_folder))) as source:
@@ -34,16 +34,8 @@ def main(args: argparse.Namespace | None = None) -> None:
             logger.warning("%s loads at any world size as it is; converting it only makes a copy", source.path)
         write_checkpoint(source, out.parent, out.name, latest=False)
     write_atomically(out.parent / LATEST_UNIVERSAL, out.name.encode())
-
-
-def _program() -> int:
-    try:
-        main()
-    except (DeepSpeedError, OSError) as error:
-        sys.stderr.write(f"ds_to_universal: {error}\n")
-        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(_program())
+    sys.exit(guarded("ds_to_universal", main))

@@ -18,6 +18,7 @@ import torch
 
 from deepspeed.bench import ckpt, cli, common, cpu_adam
 from deepspeed.errors import BuildError
+from deepspeed.observe.program import INTERRUPTED
 from tests.budget.source import ROOT
 
 SMALL = ["--params", "20K", "--steps", "4", "--every", "2"]
@@ -155,7 +156,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str], arguments: list
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
-    endings = {signal.SIGINT: common.INTERRUPTED, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
+    endings = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
     runs = {}
     for ending in endings:
         (tmp_path / ending.name).mkdir()

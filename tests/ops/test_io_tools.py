@@ -19,6 +19,7 @@ from deepspeed.bench.drive import Load, Target, WrongBytesError
 from deepspeed.bench.tune import Sweep, Trial, aio_block, best_of, with_block
 from deepspeed.config import load_config
 from deepspeed.errors import UsageError
+from deepspeed.observe.program import INTERRUPTED
 from deepspeed.tier.aio import AioEngine
 from tests.budget.source import ROOT
 
@@ -214,7 +215,7 @@ def test_bench_says_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [(signal.SIGINT, common.INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+    [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
 )
 @pytest.mark.parametrize("name", ["ds_io", "ds_nvme_tune"])
 def test_an_interrupted_run_leaves_no_file(tmp_path: Path, name: str, ending: signal.Signals, status: int) -> None:

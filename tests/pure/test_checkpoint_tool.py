@@ -69,7 +69,7 @@ def test_every_flipped_byte_is_found_and_its_tensor_named(tmp_path: Path) -> Non
         (folder / DATA).write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
         (owner,) = [e for b, e in owners if b.offset <= at < b.offset + b.extent]
         (wrong,) = verify(folder)
-        assert wrong.startswith(f"{owner.state} of {owner.name}: {DATA} at bytes ") and "checksum" in wrong
+        assert wrong.startswith(f"{owner.state} of {owner.name}: ") and f"{DATA} is damaged between" in wrong
 
 
 def test_all_damaged_tensors_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,14 +89,24 @@ def test_a_cut_file_is_damage(tmp_path: Path, kept: int) -> None:
     (folder / DATA).write_bytes(content[:kept])
     wrong = verify(folder)
     assert f"has {len(content[:kept])} bytes, not {len(content)}" in wrong[0]
-    assert any("cut off" in sentence for sentence in wrong)
+    assert any(f"{DATA} is cut" in sentence for sentence in wrong)
 
 
 def test_a_missing_file_names_what_it_held(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     (folder / DATA).unlink()
+    wrong = verify(folder)
+    assert len(wrong) == len(read_manifest(folder).entries)
+    assert any(w.startswith("master of emb.weight") and "No such file" in w for w in wrong)
+
+
+def test_a_file_that_holds_nothing_and_is_missing_is_damage(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    manifest = read_manifest(folder)
+    manifest.files["rank_00001.bin"] = 0
+    rewrite(folder, manifest)
     (wrong,) = verify(folder)
-    assert "No such file" in wrong and "master of emb.weight" in wrong
+    assert "rank_00001.bin is missing" in wrong
 
 
 def test_elements_stored_twice_or_never_are_damage(tmp_path: Path) -> None:
@@ -107,7 +117,9 @@ def test_elements_stored_twice_or_never_are_damage(tmp_path: Path) -> None:
     edited(folder, ("master", "l1.bias"), (box, box))
     wrong = verify(folder)
     assert "master of l1.bias: manifest.json: elements 0 to 7 of 7: is stored 2 times" in wrong
-    assert any("overlaps" in sentence for sentence in wrong)
+    edited(folder, ("master", "l1.bias"), (Box("other.bin", box.offset, box.extent, 0, 7, box.crcs),))
+    (wrong,) = verify(folder)
+    assert "other.bin" in wrong
 
 
 def test_a_damaged_manifest_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,7 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
         [str(tmp_path / "empty"), "o"],
         [str(own(tmp_path / "a")), "o", "--max_shard_size", "x"],
     ):
-        assert main(args) == 1
+        assert main(args) == 2
         assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(FileNotFoundError):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "missing")

@@ -15,8 +15,7 @@ from deepspeed.checkpoint.format.plain import Collected
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import write_client_files, write_script
 from deepspeed.checkpoint.save.collect import in_rows, pack_scalar
-from deepspeed.checkpoint.weights.weight_files import Progress
-from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, stream
+from deepspeed.checkpoint.weights.weights import Progress, block_of, compute_dtype, stream
 from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
 

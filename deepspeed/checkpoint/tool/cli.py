@@ -15,19 +15,17 @@ Exit code: 0 fine, 1 a finding (damage, a difference, a pickle), 2 the command o
 """
 
 import argparse
-import io
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deepspeed.bench.common import BAD_INPUT, count_of
+from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.load.reader import located
 from deepspeed.checkpoint.tool import diff, export, info, verify
-from deepspeed.checkpoint.tool.common import say, sized
+from deepspeed.checkpoint.tool.common import sized
 from deepspeed.config.model.values import byte_count
-from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
+from deepspeed.errors import CheckpointError
+from deepspeed.observe.program import guarded, say
 
 _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the first) or extra (only in the second).
 
@@ -40,96 +38,63 @@ deepspeed.checkpoint.diff_live(engine, folder) compares values. A folder of the 
 Exit code: 0 no difference, 1 a difference, 2 wrong input."""
 
 
-def _size(text: str) -> str:
+def _size(text: str) -> int:
     try:
-        byte_count(text)
+        return int(byte_count(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="ds_checkpoint", allow_abbrev=False, description=__doc__, formatter_class=raw)
+    parser = CommandLine("ds_checkpoint", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(
         name: str, run: Callable[[argparse.Namespace], int], text: str, *positional: str
     ) -> Callable[..., object]:
-        description = _DIFF_HELP if name == "diff" else text
-        sub = commands.add_parser(name, allow_abbrev=False, help=text, description=description, formatter_class=raw)
+        sub = commands.add_parser(name, help=text, text=_DIFF_HELP if name == "diff" else text)
         sub.set_defaults(run=run)
         for word in positional:
-            sub.add_argument(word, metavar={"checkpoint": "CKPT"}.get(word, word.upper()))
+            sub.add_argument(word, metavar="CKPT" if word == "checkpoint" else word.upper())
         if name != "prune":
-            text = "which checkpoint of the folder (default: what 'latest' names)"
-            sub.add_argument("--tag", default=None, help=text)
+            sub.add_argument("--tag", help="which checkpoint of the folder (default: what 'latest' names)")
         return sub.add_argument
 
-    text = "read every byte; check sizes, checksums and coverage"
-    command("verify", lambda args: verify.run(located(Path(args.checkpoint), args.tag)), text, "checkpoint")
-    add = command("info", _info, "what a checkpoint holds", "checkpoint")
+    command("verify", verify.run, "read every byte; check sizes, checksums and coverage", "checkpoint")
+    add = command("info", info.run, "what a checkpoint holds", "checkpoint")
     add("--tensors", action="store_true", help="list every tensor")
     text = "compare with another checkpoint or a model file, tensor by tensor"
-    add = command("diff", _diff, text, "checkpoint", "other")
+    add = command("diff", diff.run, text, "checkpoint", "other")
     text = "live: a function that returns the model, or a tuple that begins with it"
     add("--model", metavar="MODULE:BUILD", help=text)
     text = "live: also compare the state that the optimizer of this configuration keeps"
     add("--config", metavar="FILE", help=text)
     text = "live: also compare values of weights, for a build() that loads them"
     add("--values", action="store_true", help=text)
-    add("--tag-b", default=None, help="which checkpoint of OTHER (default: as --tag)")
+    add("--tag-b", help="which checkpoint of OTHER (default: as --tag)")
     add("-q", "--quiet", action="store_true", help="only what differs")
-    text = "what every file is, and how many pickle opcodes loading executes"
-    command("audit", lambda args: info.audit(located(Path(args.checkpoint), args.tag)), text, "checkpoint")
-    _export_options(
-        command("export", export.run, "write the weights, or everything, for other programs", "checkpoint", "out")
-    )
-    text = "write a checkpoint in DeepSpeed's layout as one of this package's"
-    add = command("import", export.run_import, text, "source", "out")
-    add("--as", dest="as_tag", default=None, metavar="TAG", help="its tag in OUT (default: as in SOURCE)")
-    add = command("prune", _prune, "remove older complete checkpoints, never the one 'latest' names", "folder")
-    add("--keep-last", type=count_of, required=True, metavar="N", help="how many of the newest stay")
-    add("--dry-run", action="store_true", help="only say what would go")
-    return parser
-
-
-def _export_options(add: Callable[..., object]) -> None:
+    command("audit", info.audit, "what every file is, and how many pickle opcodes loading executes", "checkpoint")
+    text = "write the weights, or everything, for other programs"
+    add = command("export", export.run, text, "checkpoint", "out")
     text = "hf: safetensors; fp32: as zero_to_fp32.py; torch: .bin"
     add("--format", choices=export.FORMATS, required=True, help=text)
     text = "of the weights (default keep: what training computes in)"
-    add("--dtype", choices=sorted(export.CHOICES), default=None, help=text)
-    text = "most bytes of one file (default 5GB)"
-    add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help=text)
+    add("--dtype", choices=sorted(export.CHOICES), help=text)
+    add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)")
     text = "deepspeed: its layout (default: as saved)"
-    add("--stage", dest="zero", type=int, choices=(0, 1, 2, 3), default=None, help=text)
-    add("--world", type=count_of, default=None, metavar="N", help="deepspeed: ranks (default: as saved)")
+    add("--stage", dest="zero", type=int, choices=(0, 1, 2, 3), help=text)
+    add("--world", type=count_of, metavar="N", help="deepspeed: ranks (default: as saved)")
     add("--exclude-frozen", action="store_true", help="leave frozen weights out")
     text = "dcp, deepspeed: unpickle client state, which can run any code"
     add("--allow-pickle", action="store_true", help=text)
     add("--overwrite", action="store_true", help="write into a folder that is not empty")
-
-
-def _info(args: argparse.Namespace) -> int:
-    return info.run(Path(args.checkpoint), args.tag, tensors=args.tensors)
-
-
-def _diff(args: argparse.Namespace) -> int:
-    first, second = Path(args.checkpoint), Path(args.other)
-    if args.checkpoint != "live":
-        if args.model or args.config or args.values:
-            raise UsageError("--model, --config and --values belong to: ds_checkpoint diff live CKPT")
-        if not second.exists():
-            raise CheckpointError(f"there is no {second}")
-        return diff.run(first, second, tag=args.tag, tag_b=args.tag_b, quiet=args.quiet)
-    from deepspeed.checkpoint.tool import live  # noqa: PLC0415 - the only command that needs the whole package
-
-    if not args.model:
-        raise UsageError(
-            "diff live needs --model MODULE:BUILD, a function that returns the model; a folder of that name is ./live"
-        )
-    tag = args.tag_b or args.tag
-    return live.run(second, args.model, config=args.config, tag=tag, values=args.values, quiet=args.quiet)
+    text = "write a checkpoint in DeepSpeed's layout as one of this package's"
+    add = command("import", export.run_import, text, "source", "out")
+    add("--as", dest="as_tag", metavar="TAG", help="its tag in OUT (default: as in SOURCE)")
+    add = command("prune", _prune, "remove older complete checkpoints, never the one 'latest' names", "folder")
+    add("--keep-last", type=count_of, required=True, metavar="N", help="how many of the newest stay")
+    add("--dry-run", action="store_true", help="only say what would go")
+    return parser
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -147,9 +112,11 @@ def _prune(args: argparse.Namespace) -> int:
     gone = [path for path in complete[args.keep_last :] if path.name != named]
     files = (file for path in [*gone, *left] for file in path.rglob("*") if file.is_file())
     total, verb = sum(file.lstat().st_size for file in files), "would remove" if args.dry_run else "removed"
-    tags = [path.name for path in gone] if args.dry_run else folders.prune(folder, args.keep_last)
-    for path in [] if args.dry_run else left:
-        folders.discard(path)
+    tags = [path.name for path in gone]
+    if not args.dry_run:
+        tags = folders.prune(folder, args.keep_last)
+        for path in left:
+            folders.discard(path)
     for what in [*tags, *(f"{path.name}, left behind by a save that died" for path in left)]:
         say(f"{verb} {what}")
     kept = [path.name for path in complete if path.name not in tags]
@@ -160,22 +127,7 @@ def _prune(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; see the exit codes above."""
     args = _parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
-    try:
-        status: int = args.run(args)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        # The reader left. Without this the interpreter would complain once more when it closes the streams.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (DeepSpeedError, OSError) as error:
-        sys.stderr.write(f"ds_checkpoint: {error}\n")
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        sys.stderr.write("ds_checkpoint: interrupted; nothing half-written is left\n")
-        return 130
+    return guarded("ds_checkpoint", lambda: args.run(args))
 
 
 if __name__ == "__main__":

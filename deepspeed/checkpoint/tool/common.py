@@ -1,9 +1,8 @@
-"""What the commands share: opening what was named, folders that appear whole, and words for people."""
+"""What the commands share: opening what was named, folders that appear whole, and sizes for people."""
 
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from deepspeed.checkpoint.load.reader import located, open_checkpoint
 from deepspeed.checkpoint.load.source import Source
 
 
-def opened(path: Path, tag: str | None = None, *, allow_pickle: bool = False) -> contextlib.closing[Source]:
+def opened(path: str | Path, tag: str | None = None, *, allow_pickle: bool = False) -> contextlib.closing[Source]:
     """The checkpoint, closed afterwards. ``allow_pickle``: may unpickle client state. Raises CheckpointError."""
-    return contextlib.closing(open_checkpoint(located(path, tag), allow_pickle=allow_pickle))
+    return contextlib.closing(open_checkpoint(located(Path(path), tag), allow_pickle=allow_pickle))
 
 
 @contextlib.contextmanager
@@ -31,8 +30,7 @@ def appearing(out: Path) -> Iterator[Path]:
                 if not out.is_dir():
                     raise
         for path in hidden.iterdir() if hidden.exists() else ():
-            target = out / path.name
-            if target.is_dir():
+            if (target := out / path.name).is_dir():
                 shutil.rmtree(target)
             os.replace(path, target)
         folders.sync_folder(out)
@@ -45,8 +43,3 @@ def sized(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.1f} TB"
-
-
-def say(text: str) -> None:
-    """A line on standard output."""
-    sys.stdout.write(text + "\n")

@@ -1,6 +1,5 @@
 """Checkpoints for torch.distributed.checkpoint, written without a process group, one tensor in memory at a time."""
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,24 @@ import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from deepspeed.checkpoint.weights.weight_files import Progress
-from deepspeed.checkpoint.weights.weights import Stream
+from deepspeed.checkpoint.weights.weights import Progress, Stream
 
 
 class StreamPlanner(DefaultSavePlanner):
     """Plans with tensors that have no memory, and reads each one's values when its turn has come."""
 
-    def __init__(self, streams: dict[str, Stream], advance: Progress) -> None:
+    def __init__(self, advance: Progress) -> None:
         super().__init__()
-        self._streams, self._advance = streams, advance
+        self._streams, self._advance = dict[str, Stream](), advance
+
+    def stand_in(self, value: Any, path: str = "") -> Any:
+        """``value`` with, for each tensor, one of its shape whose one element takes the place of all."""
+        if isinstance(value, dict):
+            return {k: self.stand_in(v, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
+        if not isinstance(value, Stream):
+            return value
+        self._streams[path] = value
+        return torch.zeros((), dtype=value.dtype).expand(value.shape)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The values of one item."""
@@ -36,22 +43,9 @@ def write_dcp(out: Path, tree: dict[str, Any], advance: Progress) -> None:
     Nested names are joined by dots, as torch.distributed.checkpoint does. Holds up to three times the largest tensor.
     Raises OSError.
     """
-    streams: dict[str, Stream] = {}
-
-    def stand_in(value: Any, path: str) -> Any:
-        """For a tensor: one of its shape whose one element takes the place of all."""
-        if isinstance(value, dict):
-            return {k: stand_in(v, f"{path}.{k}" if path else str(k)) for k, v in value.items()}
-        if not isinstance(value, Stream):
-            return value
-        streams[path] = value
-        return torch.zeros((), dtype=value.dtype).expand(value.shape)
-
-    state = stand_in(tree, "")
+    planner = StreamPlanner(advance)
     # One file per tensor: the writer keeps everything that goes into a file until the file is complete.
-    writer = torch_checkpoint.FileSystemWriter(
-        os.fspath(out), single_file_per_rank=False, sync_files=True, thread_count=1
-    )
+    writer = torch_checkpoint.FileSystemWriter(out, single_file_per_rank=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is intended
-        torch_checkpoint.save(state, storage_writer=writer, planner=StreamPlanner(streams, advance), no_dist=True)
+        torch_checkpoint.save(planner.stand_in(tree), storage_writer=writer, planner=planner, no_dist=True)

@@ -3,22 +3,47 @@
 import contextlib
 import json
 import pickle
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from deepspeed.checkpoint.load.compare import TensorRow, compare, in_memory
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.tool.common import opened, say
+from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, total_bytes, weight_keys
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.observe.program import say
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _MODELS = (*_INDEXES, "model.safetensors", "pytorch_model.bin")
+
+
+def run(args: Namespace) -> int:
+    """Print a line per tensor; 0 when all are equal, else 1."""
+    other = Path(args.other)
+    if args.checkpoint == "live":
+        from deepspeed.checkpoint.tool import live  # noqa: PLC0415 - the only command that needs the whole package
+
+        return tell(live.rows(args), "equal" if args.values else "fits", quiet=args.quiet)
+    if args.model or args.config or args.values:
+        raise UsageError("--model, --config and --values belong to: ds_checkpoint diff live CKPT")
+    if not other.exists():
+        raise CheckpointError(f"there is no {other}")
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(opened(args.checkpoint, args.tag))
+        if other.is_dir() and not any((other / name).is_file() for name in _MODELS):
+            second = stack.enter_context(opened(other, args.tag_b or args.tag))
+            plain = source.kind == second.kind == "deepspeed-checkpoint"
+            first, streams = _everything(source, plain=plain), _everything(second, plain=plain)
+        else:
+            first, streams = {k[1]: stream(source, k) for k in weight_keys(source)}, _model(other)
+        return tell(_rows(first, streams, shared_names(source)), "equal", quiet=args.quiet)
 
 
 def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
@@ -26,35 +51,20 @@ def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
     return {" ".join(k): stream(source, k, name=" ".join(k)) for k in source.entries if plain or k[0] != "plain"}
 
 
-def _rows(source: Source, other: dict[str, Stream], mine: dict[str, Stream]) -> Iterator[TensorRow]:
+def _rows(first: dict[str, Stream], second: dict[str, Stream], shared: dict[str, str]) -> Iterator[TensorRow]:
     """Every tensor of either side. A tied weight may be there once, or by each of its names."""
-    shared = shared_names(source)
-    with progress("diff", total_bytes(mine.values())) as advance:
-        for name, values in mine.items():
-            if name in other:
-                yield compare(values, other[name])
-            elif not any(alias in other for alias, real in shared.items() if real == name):
+    with progress("diff", total_bytes(first.values())) as advance:
+        for name, values in first.items():
+            if name in second:
+                yield compare(values, second[name])
+            elif not any(alias in second for alias, real in shared.items() if real == name):
                 yield TensorRow(name, "missing", "only in the first")
             advance(values.nbytes)
-        for name, values in other.items():
-            if name not in mine:
-                real = mine.get(shared.get(name, ""))
-                row = compare(real, values) if real is not None else TensorRow(name, "extra", "only in the second")
+        for name, values in second.items():
+            if name not in first:
+                real = first.get(shared.get(name, ""))
+                row = TensorRow(name, "extra", "only in the second") if real is None else compare(real, values)
                 yield TensorRow(name, row.verdict, row.detail)
-
-
-def run(path_a: Path, path_b: Path, *, tag: str | None, tag_b: str | None, quiet: bool) -> int:
-    """Print a line per tensor; 0 when all are equal, else 1."""
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(opened(path_a, tag))
-        if path_b.is_dir() and not any((path_b / name).is_file() for name in _MODELS):
-            second = stack.enter_context(opened(path_b, tag_b or tag))
-            plain = source.kind == second.kind == "deepspeed-checkpoint"
-            mine, other = _everything(source, plain=plain), _everything(second, plain=plain)
-        else:
-            mine = {k[1]: stream(source, k) for k in weight_keys(source)}
-            other = _model(path_b)
-        return tell(_rows(source, other, mine), "equal", quiet=quiet)
 
 
 def tell(rows: Iterable[TensorRow], well: str, *, quiet: bool) -> int:
@@ -92,9 +102,9 @@ def _file(path: Path) -> dict[str, Stream]:
     """Memory that is mapped to the file, which is read where the tensors are."""
     try:
         if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return {name: in_memory(name, file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - no mapping
-        state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:

@@ -2,24 +2,35 @@
 
 import pickletools
 import zipfile
+from argparse import Namespace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.manifest import MANIFEST
-from deepspeed.checkpoint.load.reader import read_manifest
+from deepspeed.checkpoint.load.reader import located, read_manifest
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.tool.common import opened, say, sized
+from deepspeed.checkpoint.tool.common import opened, sized
 from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, open_facts, shared_names
 from deepspeed.errors import CheckpointError
+from deepspeed.observe.program import say
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_UNREAD = "not part of the checkpoint, never read"
 
 
-def _dtype(value: Any) -> str:
+def run(args: Namespace) -> int:
+    """Print what the checkpoint holds; 0."""
+    with opened(args.checkpoint, args.tag) as source:
+        for line in [*_facts(source), "", *_tensors(source, each=args.tensors)]:
+            say(line)
+    return 0
+
+
+def _dtype(value: torch.dtype) -> str:
     return str(value).removeprefix("torch.")
 
 
@@ -34,7 +45,7 @@ def _config_line(config: dict[str, Any]) -> str:
     return _listed({**words, **{name: config[name] for name in _BATCH if config.get(name) is not None}})
 
 
-def _lines(source: Source, *, tensors: bool) -> list[str]:
+def _facts(source: Source) -> list[str]:
     facts = open_facts(source)
     try:
         facts = source.facts
@@ -56,67 +67,51 @@ def _lines(source: Source, *, tensors: bool) -> list[str]:
         "client": ", ".join(map(str, client)) if isinstance(client, dict) else client,
         "tied": ", ".join(f"{alias} = {name}" for alias, name in shared.items()),
     }
-    head = [f"{name:<11} {value}" for name, value in rows.items() if value]
-    every = [(state, name, _dtype(d.dtype), d) for (state, name), d in source.entries.items()]
-    sums: dict[tuple[str, str], list[int]] = {}
-    for state, _, dtype, d in every:
-        for row in ((state, dtype), ("total", "")):
-            counts = sums.setdefault(row, [0, 0, 0])
-            numel = prod(d.shape)
-            counts[:] = counts[0] + 1, counts[1] + numel, counts[2] + numel * d.dtype.itemsize
-    total = sums.pop(("total", ""), [0, 0, 0])
-    head += ["", f"{'state':<24} {'dtype':<9} {'tensors':>8} {'elements':>15} {'bytes':>10}"]
-    for (state, dtype), (count, numel, nbytes) in [*sums.items(), (("total", ""), total)]:
-        head.append(f"{state:<24} {dtype:<9} {count:>8} {numel:>15,} {sized(nbytes):>10}")
-    body = [f"{s:<24} {dtype:<9} {'x'.join(map(str, d.shape)) or 'scalar':<20} {n}" for s, n, dtype, d in every]
-    return [*head, "", *body] if tensors else head
+    return [f"{name:<11} {value}" for name, value in rows.items() if value]
 
 
-def run(path: Path, tag: str | None, *, tensors: bool) -> int:
-    """Print what the checkpoint holds; 0."""
-    with opened(path, tag) as source:
-        for line in _lines(source, tensors=tensors):
-            say(line)
-    return 0
+def _tensors(source: Source, *, each: bool) -> list[str]:
+    """Sums by state and dtype, and with ``each`` a line per tensor."""
+    sums: dict[str, list[int]] = {"total": [0, 0, 0]}
+    lines = []
+    for (state, name), (dtype, shape) in source.entries.items():
+        row = f"{state:<24} {_dtype(dtype):<9}"
+        for key in (row, "total"):
+            one = (1, prod(shape), prod(shape) * dtype.itemsize)
+            sums[key] = [a + b for a, b in zip(sums.get(key, (0, 0, 0)), one, strict=True)]
+        lines.append(f"{row} {'x'.join(map(str, shape)) or 'scalar':<20} {name}")
+    sums["total"] = sums.pop("total")  # the last
+    head = f"{'state':<24} {'dtype':<9} {'tensors':>8} {'elements':>15} {'bytes':>10}"
+    rows = [f"{row:<34} {n:>8} {numel:>15,} {sized(nbytes):>10}" for row, (n, numel, nbytes) in sums.items()]
+    return [head, *rows, "", *lines] if each else [head, *rows]
 
 
 # -- audit -------------------------------------------------------------------------------------------------------------
 
 
-class Pickled(NamedTuple):
-    """Of one file: opcodes, and the globals it names, without which nothing can be called."""
+def scan(path: Path) -> list[str]:
+    """What each opcode of the pickles in a torch archive or bare stream names ("": nothing); they are never run.
 
-    opcodes: int
-    names: frozenset[str]
-
-    def __str__(self) -> str:
-        return f"names {', '.join(sorted(self.names)[:6]) or 'nothing'}"
-
-
-def scan(path: Path) -> Pickled | None:
-    """Every pickle in a torch archive or bare stream, disassembled and never run; None when there is none."""
+    Without names nothing can be called.
+    """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            each = [_disassembled(archive.read(name)) for name in archive.namelist() if name.endswith(".pkl")]
-    else:
-        with path.open("rb") as file:
-            each = [_disassembled(file)] if file.peek(1)[:1] == b"\x80" else []
-    opcodes = sum(p.opcodes for p in each)
-    return Pickled(opcodes, frozenset[str]().union(*(p.names for p in each))) if opcodes else None
+            pickles = [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
+        return [name for content in pickles for name in _disassembled(content)]
+    with path.open("rb") as file:
+        return _disassembled(file) if file.peek(1)[:1] == b"\x80" else []
 
 
-def _disassembled(stream: Any) -> Pickled:
-    opcodes, names = 0, set[str]()
+def _disassembled(stream: Any) -> list[str]:
+    names = []
     try:
         for opcode, argument, _ in pickletools.genops(stream):
-            opcodes += 1
-            if opcode.name in ("GLOBAL", "INST"):
-                names.add(str(argument))
-            elif opcode.name == "STACK_GLOBAL" or opcode.name.startswith("EXT"):
-                names.add("what its stack holds")
+            hidden = opcode.name == "STACK_GLOBAL" or opcode.name.startswith("EXT")
+            plain = str(argument) if opcode.name in ("GLOBAL", "INST") else ""
+            names.append("what its stack holds" if hidden else plain)
     except Exception:  # it ends in the middle, or is something else that begins like a pickle
-        opcodes = opcodes if names else 0
-    return Pickled(opcodes, frozenset(names))
+        return names if any(names) else []
+    return names
 
 
 def unsafe(path: Path) -> list[str]:
@@ -127,41 +122,34 @@ def unsafe(path: Path) -> list[str]:
         return [str(error).partition("\n")[0]]
 
 
-def audit(folder: Path) -> int:
+def audit(args: Namespace) -> int:
     """Print what every file is; 1 when loading would execute a pickle, or a file for other programs is not plain."""
-    titles = {"read when loading": [], "read only with allow_pickle": [], "not read": []}  # type: dict[str, list[str]]
-    stubs, odd, executed = 0, [], 0
+    folder = located(Path(args.checkpoint), args.tag)
+    stubs, odd, executed = 0, 0, 0
     complete = folders.is_complete(folder)
     data = read_manifest(folder).files if complete else {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
-        name, pickled = str(path.relative_to(folder)), scan(path) if path.is_file() else None
-        title = "read when loading"
-        if not complete:
-            what = "no pickle" if pickled is None else f"pickle in DeepSpeed's layout; {pickled}"
-        elif name == MANIFEST:
+        name, pickled = str(path.relative_to(folder)), scan(path) if path.is_file() else []
+        if complete and name.endswith("_states.pt"):
+            stubs += 1
+            if pickled and (names := unsafe(path)):
+                odd += 1
+                say(f"NOT PLAIN: {name} names {', '.join(names[:6])}; do not open it without weights_only=True")
+            continue
+        if name == MANIFEST:
             what = "JSON with a checksum"
         elif name in data:  # never unpickled, but an archive in its place is no tensor file either
-            what = "raw tensors with checksums" if pickled is None else "a pickle where tensors should be"
-        elif name.startswith("pickled_client_state"):
-            title, what = "read only with allow_pickle", f"pickled client state; {pickled}"
-        elif name.endswith("_states.pt"):
-            stubs += 1
-            if pickled is not None and (names := unsafe(path)):
-                odd.append(
-                    f"  {name}: NOT PLAIN: names {', '.join(names[:6])}; do not open it without weights_only=True"
-                )
-            continue
+            what = "a pickle where tensors should be" if pickled else "raw tensors with checksums"
+        elif not complete:
+            what = "of DeepSpeed's layout"
         else:
-            title = "not read"
-            what = "not part of the checkpoint, never read" if pickled is None else "holds a pickle, never read"
-        opcodes = pickled.opcodes if pickled else 0
-        executed += opcodes if title != "not read" else 0
-        titles[title].append(f"  {name:<44} {sized(path.lstat().st_size):>10}  {what}; pickle opcodes: {opcodes}")
-    for title, lines in titles.items():
-        for line in [f"{title}:", *lines] if lines else []:
-            say(line)
+            what = "read only with allow_pickle" if name.startswith("pickled_client_state") else _UNREAD
+        executed += len(pickled) if what != _UNREAD else 0
+        if pickled:
+            what += f"; names {', '.join(sorted(set(filter(None, pickled)))[:6]) or 'nothing'}"
+        say(f"{name:<44} {sized(path.lstat().st_size):>10}  {what}; pickle opcodes: {len(pickled)}")
     if stubs:
-        plain = f"{len(odd)} NOT PLAIN" if odd else "plain values, loadable with weights_only=True"
-        say("\n".join([f"for other programs, never read here: {stubs} files, {plain}", *odd]))
+        plain = f"{odd} NOT PLAIN" if odd else "plain values, loadable with weights_only=True"
+        say(f"for other programs, never read here: {stubs} files, {plain}")
     say(f"pickle opcodes: {executed}")
     return 1 if executed or odd else 0

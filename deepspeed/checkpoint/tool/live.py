@@ -5,8 +5,8 @@ What state the optimizer keeps is found by letting the configured one take a ste
 """
 
 import itertools
+from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from deepspeed.checkpoint.load.match import optimizer_kind
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.tool.common import opened
-from deepspeed.checkpoint.tool.diff import tell
 from deepspeed.checkpoint.weights.weights import block_of, open_facts
 from deepspeed.config import load_config, read_config_source
 from deepspeed.errors import UsageError
@@ -29,21 +28,33 @@ from deepspeed.verify.ranks import resolve
 from deepspeed.verify.user_model import parts_of
 
 _FLAT = 8  # elements of a stand-in for an optimizer that sees elements only
+_Shape = tuple[int, ...]
 
 
-def run(path: Path, reference: str, *, config: str | None, tag: str | None, values: bool, quiet: bool) -> int:
-    """Print a line per tensor; 0 when all fit, else 1. Raises UsageError, DeepSpeedConfigError, CheckpointError."""
-    with opened(path, tag) as source:
-        model = _build(reference, meta=not values)
-        slots, unlike = None, list[TensorRow]()
-        if config is not None:
-            optimizer = _optimizer(model, config)
+def rows(args: Namespace) -> Iterator[TensorRow]:
+    """A row per tensor. Raises UsageError, DeepSpeedConfigError, CheckpointError."""
+    if not args.model:
+        raise UsageError(
+            "diff live needs --model MODULE:BUILD, a function that returns the model; a folder of that name is ./live"
+        )
+    with opened(args.other, args.tag_b or args.tag) as source:
+        model = _build(args.model, meta=not args.values)
+        slots, unlike = dict[Key, _Shape](), list[TensorRow]()
+        if args.config is not None:
+            optimizer = _optimizer(model, args.config)
             groups = names_by_group(model, optimizer.param_groups)
             slots, unlike = _slots_of(optimizer, groups), list(_optimizer_rows(optimizer, source))
             if isinstance(source, ReferenceSource) and not unlike:
                 source = source.with_groups(groups)  # some of its files have numbers instead of names
-        rows = itertools.chain(_rows(model, source, slots, values=values), unlike)
-        return tell(rows, "equal" if values else "fits", quiet=quiet)
+        pairs = match(model, source)
+        total = sum(t.nbytes for t in pairs.tensors.values()) if args.values else 0
+        with progress("diff", total) as advance:
+            for name, tensor in pairs.tensors.items():
+                yield compared(pairs, source, name, tensor if args.values else None)
+                advance(tensor.nbytes)
+        if args.config is not None:
+            yield from _slot_rows(pairs, source, slots)
+        yield from itertools.chain(pairs.extra, unlike)
 
 
 def _build(reference: str, *, meta: bool) -> nn.Module:
@@ -68,27 +79,12 @@ def _build(reference: str, *, meta: bool) -> nn.Module:
     return model
 
 
-def _rows(
-    model: nn.Module, source: Source, slots: dict[Key, tuple[int, ...]] | None, *, values: bool
-) -> Iterator[TensorRow]:
-    pairs = match(model, source)
-    with progress("diff", sum(t.nbytes for t in pairs.tensors.values()) if values else 0) as advance:
-        for name, tensor in pairs.tensors.items():
-            yield compared(pairs, source, name, tensor if values else None)
-            advance(tensor.nbytes)
-    if slots is not None:
-        yield from _slot_rows(pairs, source, slots)
-    yield from pairs.extra
-
-
 def _optimizer(model: nn.Module, config: str) -> torch.optim.Optimizer:
     """What ``deepspeed.initialize`` would build for the configuration; the other blocks of that have no say in it."""
     given = read_config_source(config)
     blocks: dict[str, Any] = {}
-    if block := block_of(given, "optimizer"):
-        params = {
-            key: value for key, value in block_of(block, "params").items() if value != "auto"
-        }  # rates and the like
+    if block := block_of(given, "optimizer"):  # rates and the like may be "auto"
+        params = {key: value for key, value in block_of(block, "params").items() if value != "auto"}
         blocks["optimizer"] = {**block, "params": params}
     if zero := block_of(given, "zero_optimization"):  # nothing that asks for a number of ranks
         blocks["zero_optimization"] = {key: zero[key] for key in ("stage", "offload_optimizer") if key in zero}
@@ -115,11 +111,11 @@ def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterato
         yield TensorRow("optimizer parameter groups", "different", f"{counts[0]} and {counts[1]}")
 
 
-def _slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[Key, tuple[int, ...]]:
+def _slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[Key, _Shape]:
     """Shapes of the optimizer's state in a checkpoint, after a step on stand-ins. Raises UsageError when it cannot."""
     whole = granularity(optimizer) == "parameter"
-    slots: dict[Key, tuple[int, ...]] = {}
-    known: dict[tuple[int, tuple[int, ...]], dict[str, tuple[int, ...]]] = {}
+    slots: dict[Key, _Shape] = {}
+    known: dict[tuple[int, _Shape], dict[str, _Shape]] = {}
     for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for name, shape in [(n, tuple(p.shape)) for n, p in zip(names, group["params"], strict=True) if p.numel()]:
             seen = shape if whole else (_FLAT,)
@@ -132,10 +128,10 @@ def _slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict
 
 
 def _step(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], devices: tuple[str, ...]
-) -> dict[str, tuple[int, ...]]:
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: _Shape, devices: tuple[str, ...]
+) -> dict[str, _Shape]:
     """Shapes of the tensors that the optimizer keeps for a parameter of ``group``, on the first device that will do."""
-    params = group["params"]
+    params, refused = group["params"], Exception()
     for device in devices:
         stand_in = nn.Parameter(torch.zeros(shape, device=device))
         stand_in.grad = torch.ones_like(stand_in)
@@ -145,16 +141,15 @@ def _step(
             state = optimizer.state[stand_in].items()
             return {slot: tuple(value.shape) for slot, value in state if isinstance(value, torch.Tensor)}
         except Exception as error:  # of any optimizer
-            if device == devices[-1]:
-                what = f"{type(optimizer).__name__} cannot take a step on a parameter of shape {list(shape)}"
-                raise UsageError(f"{what}, so its state is not known: {error}; leave --config out") from error
+            refused = error
         finally:
             optimizer.state.pop(stand_in, None)
             group["params"] = params
-    raise AssertionError("the last device returns or raises")
+    what = f"{type(optimizer).__name__} cannot take a step on a parameter of shape {list(shape)}"
+    raise UsageError(f"{what}, so its state is not known: {refused}; leave --config out") from refused
 
 
-def _slot_rows(pairs: Match, source: Source, slots: dict[Key, tuple[int, ...]]) -> Iterator[TensorRow]:
+def _slot_rows(pairs: Match, source: Source, slots: dict[Key, _Shape]) -> Iterator[TensorRow]:
     stored = dict.fromkeys(key for key in source.entries if key[0].startswith("optim."))
     saved = open_facts(source).get("optimizer") or {}
     begun = not saved or bool(stored or saved.get("scalars"))  # else of before the first step, and it loads as it is

@@ -22,10 +22,10 @@ from deepspeed.checkpoint.format.folders import check_tag, write_latest
 from deepspeed.checkpoint.load.source import Source, whole
 from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.weights.weight_files import finished
 from deepspeed.checkpoint.weights.weights import (
     block_of,
     compute_dtype,
+    finished,
     shared_names,
     stream,
     weight_keys,

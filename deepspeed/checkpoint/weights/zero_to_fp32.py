@@ -16,11 +16,10 @@ import torch
 from deepspeed.checkpoint.format import names
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.weights.weight_files import SAFETENSORS, TORCH, write_weights
-from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys, with_aliases
+from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys, with_aliases, write_weights
 from deepspeed.config.model.values import byte_count
-from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import logger
+from deepspeed.observe.program import guarded
 
 Folder = str | os.PathLike[str]
 
@@ -29,24 +28,10 @@ class LazyTensor:
     """A weight that is read when ``contiguous`` is called, so that a state dict of them costs no memory."""
 
     def __init__(self, source: Source, values: Stream) -> None:
-        self._source, self._values = source, values  # the first keeps the files open
+        self._source = source  # keeps the files open
         self.dtype, self.shape, self.device = values.dtype, torch.Size(values.shape), torch.device("cpu")
-
-    def contiguous(self) -> torch.Tensor:
-        """The values, in new memory each time."""
-        return self._values.whole()
-
-    def numel(self) -> int:
-        """Elements."""
-        return self._values.numel
-
-    def element_size(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    def size(self) -> torch.Size:
-        """The shape."""
-        return self.shape
+        self.contiguous = values.whole
+        self.numel, self.element_size, self.size = self.shape.numel, lambda: self.dtype.itemsize, lambda: self.shape
 
 
 def _existing(folder: Folder) -> Path:
@@ -106,10 +91,11 @@ def convert_zero_checkpoint_to_state_dict(
     except ValueError as error:
         raise ValueError(f"max_shard_size {error}") from None
     with contextlib.closing(find_and_open(_existing(checkpoint_dir), tag)) as source:
-        streams = _streams(source, dtype, exclude_frozen=exclude_frozen_parameters)
-        kind = SAFETENSORS if safe_serialization else TORCH
-        written = write_weights(streams, Path(output_dir), kind, max_shard_bytes=limit, shared=shared_names(source))
-    logger.info("wrote %s", ", ".join(str(path) for path in written))
+        streams, shared = _streams(source, dtype, exclude_frozen=exclude_frozen_parameters), shared_names(source)
+        paths = write_weights(
+            streams, Path(output_dir), safetensors=safe_serialization, max_shard_bytes=limit, shared=shared
+        )
+    logger.info("wrote %s", ", ".join(map(str, paths)))
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -186,7 +172,7 @@ def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program ``zero_to_fp32.py``; exit status 0, or 1 with one sentence on standard error."""
+    """The program ``zero_to_fp32.py``; exit status 0, or 2 with one sentence on standard error."""
     text = "Write the weights of a checkpoint as one fp32 state dict."
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description=text)
     parser.add_argument("checkpoint_dir", help="the folder that holds 'latest', or a tag's folder")
@@ -197,19 +183,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen weights out")
     parser.add_argument("-d", "--debug", action="store_true", help="say more")
     options = vars(parser.parse_args(argv))
-    debug = options.pop("debug")
-    if debug:
+    if options.pop("debug"):
         logger.setLevel(logging.DEBUG)
-    try:
+
+    def run() -> int:
         convert_zero_checkpoint_to_fp32_state_dict(**options)
-    except (CheckpointError, ValueError, OSError) as error:
-        if debug:
-            raise
-        sys.stderr.write(f"zero_to_fp32.py: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        return 0
+
+    return guarded("zero_to_fp32.py", run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""How every command of this package ends: a failure is a sentence on standard error and an exit status."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+
+from deepspeed.errors import DeepSpeedError
+
+BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def guarded(prog: str, run: Callable[[], int]) -> int:
+    """The exit status: that of ``run``, or 2 for wrong input and failures, 130 for Ctrl-C, 141 when no one reads on."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while it ends
+        return BROKEN_PIPE
+    except (DeepSpeedError, OSError, ValueError) as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{prog}: interrupted; nothing half-written is left\n")
+        return INTERRUPTED
+
+
+def say(text: str) -> None:
+    """A line on standard output."""
+    sys.stdout.write(text + "\n")
