@@ -18,9 +18,8 @@ from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.device import DTYPES
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
-from deepspeed.observe.memory import see_memory_usage
 from deepspeed.observe.monitor import MonitorMaster
-from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
 from deepspeed.pending import raise_not_yet
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StatePlan

@@ -1,29 +1,42 @@
-"""Resident memory of this process, in bytes."""
+"""Memory of this process and what it may still have, in bytes, from the kernel's files; and how glibc gives it back."""
 
-import contextlib
 import ctypes
-import functools
 import os
-import platform
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+ROOT = Path("/")
+_BOOT = "proc/sys/kernel/random/boot_id"
+_UNLIMITED = 1 << 60  # groups of the first kind write "no limit" as a number near 2**63
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+_LARGE_BYTES, _KEEP_BYTES = 4 << 20, 32 << 20
+_MADV_HUGEPAGE, _HUGE_BYTES = 14, 2 << 20  # <sys/mman.h>
+_LIBC = ctypes.CDLL(None)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The file's lines "name number" (or "name: number kB"), in its own units."""
+    rows = (line.replace(":", " ").split() for line in _text(file).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def rss_bytes() -> int:
     """Resident set size now."""
-    return int(psutil.Process(os.getpid()).memory_info().rss)
+    return _numbers(ROOT / "proc/self/status")["VmRSS"] << 10
 
 
 def peak_rss_bytes() -> int:
     """Largest resident set since the process started or since ``reset_peak_rss`` last worked."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return rss_bytes()  # not Linux: the only portable answer
+    status = _numbers(ROOT / "proc/self/status")
+    return status.get("VmHWM", status["VmRSS"]) << 10
 
 
 def reset_peak_rss() -> bool:
@@ -37,31 +50,92 @@ def reset_peak_rss() -> bool:
 
 def host_total_bytes() -> int:
     """Physical memory of the machine."""
-    return int(psutil.virtual_memory().total)
+    return _numbers(ROOT / "proc/meminfo")["MemTotal"] << 10
 
 
 def host_available_bytes() -> int:
     """Memory that could be given to processes without swapping."""
-    return int(psutil.virtual_memory().available)
+    return _numbers(ROOT / "proc/meminfo")["MemAvailable"] << 10
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-_LARGE_BYTES = 4 << 20
-_KEEP_BYTES = 32 << 20
+@dataclass(frozen=True)
+class Pool:
+    """Memory that processes share, in bytes: ``free`` can still be had. ``key`` is the same for all who share it."""
+
+    key: tuple[str | int, ...]
+    name: str
+    limit: float
+    free: int
 
 
-def return_large_blocks() -> bool:
+def groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folders of this process's groups, innermost first, and whether they are of the first kind (one tree each)."""
+    # what part of each controller's tree is mounted, and where; "" is that of the second kind
+    mounts: dict[str, tuple[str, str]] = {}
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        place, _, source = line.partition(" - ")
+        kind, *_, options = source.split()
+        for name in {"cgroup": options.split(","), "cgroup2": [""]}.get(kind, []):
+            mounts.setdefault(name, (place.split()[3], place.split()[4]))
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        name = names and controller
+        within, point = mounts.get(name, ("/", f"/sys/fs/cgroup/{name}"))
+        top = root / point.lstrip("/")
+        # In a container the path may be the host's, or lead out of what is mounted: then the mounted tree begins at its
+        # own group.
+        inside = path.removeprefix(within) if f"{path}/".startswith(f"{within.rstrip('/')}/") else path
+        inner = top / inside.lstrip("/") if ".." not in inside else top
+        for folder in dict.fromkeys([inner, *inner.parents, top]):
+            if folder.is_relative_to(top):
+                yield folder, bool(names)
+
+
+def memory_groups(root: Path = ROOT) -> list[Pool]:
+    """The groups that limit this process's memory, innermost first. Page cache is free: the kernel takes it back."""
+    machine, pools = _text(root / _BOOT), []
+    for folder, first in groups(root, "memory"):
+        files = ("memory.limit_in_bytes",) if first else ("memory.max", "memory.high")
+        texts = [(_text(folder / file), file) for file in files]
+        if limits := [(int(text), file) for text, file in texts if text.isdigit() and int(text) < _UNLIMITED]:
+            limit, file = min(limits)
+            stat, prefix = _numbers(folder / "memory.stat"), "total_" if first else ""
+            used = int(_text(folder / ("memory.usage_in_bytes" if first else "memory.current")) or 0)
+            used -= sum(stat.get(prefix + name, 0) for name in ("active_file", "inactive_file", "slab_reclaimable"))
+            name = f"control group {folder} ({file} {limit / 2**20:,.0f} MiB)"
+            key = (machine, folder.stat().st_dev, folder.stat().st_ino)
+            pools.append(Pool(key, name, limit, max(0, limit - max(0, used))))
+    return pools
+
+
+def memory_pools(root: Path = ROOT) -> list[Pool]:
+    """Everything that bounds this process's memory: its control groups, and the machine. Empty where unknown."""
+    pools, kib = memory_groups(root), _numbers(root / "proc/meminfo")
+    if "MemAvailable" in kib:
+        free, total = kib["MemAvailable"] << 10, kib["MemTotal"] << 10
+        name = f"available memory of the machine ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
+        pools.append(Pool((_text(root / _BOOT),), name, total, free))
+    return pools
+
+
+def _libc(name: str) -> Callable[..., int]:
+    """A function of the C library; one that does nothing where the library has none of that name."""
+    return getattr(_LIBC, name, lambda *_: 0)
+
+
+def return_large_blocks() -> None:
     """Have glibc serve blocks of 4 MiB and more by mmap, so that a freed gather buffer goes back to the system at once.
 
     glibc raises that threshold by itself up to 32 MiB as soon as such a block is freed; gathered units then live in the
     heap, between long-lived shards, and the process keeps a quarter more memory than it uses. Nothing is changed when
-    the user has tuned malloc, preloads another allocator, or the C library is not glibc. Returns whether it was made.
+    the user has tuned malloc or preloads another allocator.
     """
     tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if tuned or "malloc" in os.environ.get("LD_PRELOAD", "") or platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES))
+    if not tuned and "malloc" not in os.environ.get("LD_PRELOAD", ""):
+        _libc("mallopt")(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        _libc("mallopt")(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
 class HeapTrimmer:
@@ -72,8 +146,7 @@ class HeapTrimmer:
     """
 
     def __init__(self, every_bytes: int = 64 << 20) -> None:
-        self._every = every_bytes
-        self._passed = 0
+        self._every, self._passed = every_bytes, 0
 
     def passed(self, nbytes: int) -> None:
         """Note that ``nbytes`` were allocated and freed."""
@@ -82,23 +155,9 @@ class HeapTrimmer:
             self.trim()
 
     def trim(self) -> None:
-        """Give back now. Nothing happens where the C library is not glibc."""
+        """Give back now."""
         self._passed = 0
-        if platform.libc_ver()[0] == "glibc":
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-_MADV_HUGEPAGE = 14  # <sys/mman.h>
-_HUGE_BYTES = 2 << 20
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
+        _libc("malloc_trim")(0)
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
@@ -106,8 +165,7 @@ def prefer_huge_pages(address: int, nbytes: int) -> None:
 
     Buffers that come and go with every unit are dominated by page faults otherwise.
     """
-    advise = _madvise()
     start = -(-address // _HUGE_BYTES) * _HUGE_BYTES
     inside = (address + nbytes) // _HUGE_BYTES * _HUGE_BYTES - start
-    if advise is not None and inside > 0:
-        advise(start, inside, _MADV_HUGEPAGE)
+    if inside > 0:
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(inside), _MADV_HUGEPAGE)

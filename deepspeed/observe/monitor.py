@@ -13,6 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import rank
 
 Event = tuple[str, float, int]
+Writer = tuple[Callable[[Sequence[Event]], None], Callable[[], Any]]  # writes events; ends the report
 
 
 def _package(module: str, package: str, block: str, _settings: Any) -> Any:
@@ -38,78 +39,65 @@ def _folder(block: str, settings: Any) -> Path:
     return folder
 
 
-class CsvWriter:
-    """One file per name in ``folder``; rows are appended, so a resumed run continues its files."""
+def _csv(_settings: Any, folder: Path) -> Writer:
+    """One file per name in ``folder``, titles first; rows are appended, so a resumed run continues its files."""
 
-    def __init__(self, _settings: Any, folder: Path) -> None:
-        self._folder = folder
-
-    def write(self, events: Sequence[Event]) -> None:
-        """Append one row ``step,value`` per event; a new file begins with a line of titles."""
+    def write(events: Sequence[Event]) -> None:
         for name, value, step in events:
-            path = self._folder / f"{name.replace('/', '_')}.csv"
+            path = folder / f"{name.replace('/', '_')}.csv"
             title = "" if path.exists() else f"step,{name.rpartition('/')[2]}\n"
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{title}{step},{value}\n")
 
-    def close(self) -> None:
-        """Nothing is held open between events."""
+    return write, lambda: None
 
 
-class TensorBoardWriter:
-    """Event files under ``output_path``/``job_name``."""
+def _tensorboard(settings: Any, summary: Any) -> Writer:
+    """Event files under ``output_path``/``job_name``, on disk after every call."""
+    writer = summary.SummaryWriter(log_dir=str(Path(settings.output_path) / settings.job_name))
 
-    def __init__(self, settings: Any, summary: Any) -> None:
-        self._writer = summary.SummaryWriter(log_dir=str(Path(settings.output_path) / settings.job_name))
-        self.close = self._writer.close
-
-    def write(self, events: Sequence[Event]) -> None:
-        """Add the events and put them on disk."""
+    def write(events: Sequence[Event]) -> None:
         for name, value, step in events:
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return write, writer.close
 
 
-class WandbWriter:
-    """A run of Weights and Biases in ``project``, owned by ``team``, as part of ``group``."""
+def _wandb(settings: Any, wandb: Any) -> Writer:
+    """A run of Weights and Biases in ``project``, owned by ``team``, as part of ``group``; a step's events together."""
+    run = wandb.init(project=settings.project, group=settings.group, entity=settings.team)
 
-    def __init__(self, settings: Any, wandb: Any) -> None:
-        self._run = wandb.init(project=settings.project, group=settings.group, entity=settings.team)
-        self.close = self._run.finish
-
-    def write(self, events: Sequence[Event]) -> None:
-        """Log the events, those of one step together."""
+    def write(events: Sequence[Event]) -> None:
         for step in sorted({step for _, _, step in events}):
-            self._run.log({name: value for name, value, at in events if at == step}, step=step)
+            run.log({name: value for name, value, at in events if at == step}, step=step)
+
+    return write, run.finish
 
 
-class CometWriter:
+def _comet(settings: Any, comet: Any) -> Writer:
     """An experiment of Comet; a metric is sent when ``samples_log_interval`` samples have passed since its last one."""
+    names = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
+    experiment = comet.start(**{n: getattr(settings, n) for n in names if getattr(settings, n) is not None})
+    if settings.experiment_name is not None:
+        experiment.set_name(settings.experiment_name)
+    sent: dict[str, int] = {}
 
-    def __init__(self, settings: Any, comet: Any) -> None:
-        self._interval = settings.samples_log_interval
-        self._sent: dict[str, int] = {}
-        names = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
-        stated = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-        self._experiment = comet.start(**stated)
-        self.close = self._experiment.end
-        if settings.experiment_name is not None:
-            self._experiment.set_name(settings.experiment_name)
-
-    def write(self, events: Sequence[Event]) -> None:
-        """Send the events that are due."""
+    def write(events: Sequence[Event]) -> None:
         for name, value, step in events:
-            if name not in self._sent or step - self._sent[name] >= self._interval:
-                self._sent[name] = step
-                self._experiment.log_metric(name, value, step=step)
+            if name not in sent or step - sent[name] >= settings.samples_log_interval:
+                sent[name] = step
+                experiment.log_metric(name, value, step=step)
+
+    return write, experiment.end
 
 
 # Block of the configuration: what every rank must have, so that what cannot work fails on all; the first one's writer.
-_WRITERS: dict[str, tuple[Callable[[str, Any], Any], type[Any]]] = {
-    "csv_monitor": (_folder, CsvWriter),
-    "tensorboard": (functools.partial(_package, "torch.utils.tensorboard", "tensorboard"), TensorBoardWriter),
-    "wandb": (functools.partial(_package, "wandb", "wandb"), WandbWriter),
-    "comet": (functools.partial(_package, "comet_ml", "comet_ml"), CometWriter),
+_WRITERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any, Any], Writer]]] = {
+    "csv_monitor": (_folder, _csv),
+    "tensorboard": (functools.partial(_package, "torch.utils.tensorboard", "tensorboard"), _tensorboard),
+    "wandb": (functools.partial(_package, "wandb", "wandb"), _wandb),
+    "comet": (functools.partial(_package, "comet_ml", "comet_ml"), _comet),
 }
 
 
@@ -128,11 +116,11 @@ class MonitorMaster:
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write (name, value, step) events."""
-        for writer in self._writers:
-            writer.write(event_list)
+        for write, _ in self._writers:
+            write(event_list)
 
     def close(self) -> None:
         """Write no more. Idempotent."""
         writers, self._writers = self._writers, []
-        for writer in writers:
-            writer.close()
+        for _, end in writers:
+            end()

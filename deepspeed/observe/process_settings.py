@@ -15,10 +15,6 @@ from deepspeed.observe.log import level_number, logger
 _LIVING: "list[Borrowed]" = []
 
 
-def _collect(wanted: object) -> None:
-    (gc.enable if wanted else gc.disable)()
-
-
 class Borrowed:
     """One change of the process-wide setting ``name``, in force until ``give_back``."""
 
@@ -43,7 +39,8 @@ def hold_settings(undo: contextlib.ExitStack, *, log_level: str | None, no_colle
     """Change what an engine asks for; leaving ``undo`` gives it back. ValueError for an unknown level."""
     if log_level is not None:
         level = level_number(log_level)
-        change = Borrowed("log level", value=level, read=lambda: logger.level, write=logger.setLevel)
-        undo.callback(change.give_back)
+        undo.callback(Borrowed("log level", value=level, read=lambda: logger.level, write=logger.setLevel).give_back)
     if no_collection:
-        undo.callback(Borrowed("collection", value=False, read=gc.isenabled, write=_collect).give_back)
+        switch = {True: gc.enable, False: gc.disable}
+        change = Borrowed("collection", value=False, read=gc.isenabled, write=lambda on: switch[on]())
+        undo.callback(change.give_back)

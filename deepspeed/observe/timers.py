@@ -1,17 +1,38 @@
-"""Wall-clock timers of named phases, samples per second, and profiler ranges."""
+"""Wall-clock timers of named phases, samples per second, profiler ranges, and the memory in use."""
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
+from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist
-from deepspeed.observe.memory import memory_report
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def memory_report() -> str:
+    """One line: device bytes now and at peak, host bytes now and at peak, machine use."""
+    accelerator, total = get_accelerator(), hostmem.host_total_bytes()
+    rows = [("process RSS", hostmem.rss_bytes(), hostmem.peak_rss_bytes())]
+    if accelerator.device_name() != "cpu":
+        rows.insert(0, ("allocated", accelerator.memory_allocated(), accelerator.max_memory_allocated()))
+        rows.insert(1, ("reserved", accelerator.memory_reserved(), accelerator.max_memory_reserved()))
+    used = [f"{what} {now / 2**30:.2f} GB (peak {peak / 2**30:.2f} GB)" for what, now, peak in rows]
+    machine = f"machine {(total - hostmem.host_available_bytes()) / 2**30:.2f} of {total / 2**30:.2f} GB"
+    return ", ".join([*used, machine])
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With ``force``: collect garbage, log ``message`` and the memory in use on rank 0, start new peak measurements."""
+    if force:
+        gc.collect()
+        log_dist(f"{message}: {memory_report()}", stacklevel=2)
+        get_accelerator().reset_peak_memory_stats()
 
 
 def trimmed_mean(values: list[float], share: float = 0.1) -> float:
@@ -45,8 +66,7 @@ class PhaseTimer:
         get_accelerator().synchronize()
         span = (time.perf_counter() - self._start) * 1e3
         self._elapsed_ms = span if reset else self._elapsed_ms + span
-        if record:
-            self._records.append(span)
+        self._records += [span] if record else []
         self.started_ = False
 
     def reset(self) -> None:
@@ -55,8 +75,7 @@ class PhaseTimer:
 
     def elapsed(self, reset: bool = True) -> float:
         """Milliseconds so far; a running timer is stopped for the reading and goes on."""
-        running = self.started_
-        if running:
+        if running := self.started_:
             self.stop()
         elapsed = self._elapsed_ms
         if reset:
@@ -74,6 +93,7 @@ class SynchronizedWallClockTimer:
     """Timers by name; each start and stop waits for the device first, so device work is charged where it was issued."""
 
     Timer = PhaseTimer
+    memory_usage = staticmethod(memory_report)
 
     def __init__(self) -> None:
         self.timers: dict[str, PhaseTimer] = {}
@@ -89,8 +109,6 @@ class SynchronizedWallClockTimer:
     def get_timers(self) -> dict[str, PhaseTimer]:
         """All timers by name."""
         return self.timers
-
-    memory_usage = staticmethod(memory_report)
 
     def log(
         self,
@@ -115,21 +133,26 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """The timers when nothing is to be timed, and each of them: every name can be used and takes no time."""
+    """The timers when nothing is to be timed: every name can be used and takes no time."""
 
-    def __call__(self, name: str) -> "NoopTimer":
-        return self
+    class Timer:
+        """Each of them."""
 
-    def start(self, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing."""
+        def start(self, *_args: Any, **_kwargs: Any) -> None:
+            """Nothing."""
 
-    stop = reset = log = start
+        stop = reset = start
 
-    def elapsed(self, reset: bool = True) -> float:
-        """Zero."""
-        return 0.0
+        def elapsed(self, reset: bool = True) -> float:
+            """Zero."""
+            return 0.0
 
-    mean = elapsed
+        mean = elapsed
+
+    log = Timer.start
+
+    def __call__(self, name: str) -> Timer:
+        return self.Timer()
 
     def has_timer(self, name: str) -> bool:
         """True."""
@@ -160,10 +183,8 @@ class ThroughputTimer:
     ) -> None:
         self.enabled = bool(getattr(config, "enabled", True))
         self.synchronized = bool(getattr(config, "synchronized", True))
-        self.batch_size = max(1, batch_size)
-        self.start_step = start_step
-        self.steps_per_output = steps_per_output or None
-        self.monitor_memory = monitor_memory
+        self.batch_size, self.start_step = max(1, batch_size), start_step
+        self.steps_per_output, self.monitor_memory = steps_per_output or None, monitor_memory
         self.logging = logging_fn or log_dist
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.step_elapsed_time = self.total_elapsed_time = 0.0
@@ -196,19 +217,16 @@ class ThroughputTimer:
         if not global_step:
             return
         self.global_step_count += 1
-        if counted:
-            self.total_elapsed_time += self.step_elapsed_time
-            if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
-                self._report()
+        self.total_elapsed_time += self.step_elapsed_time
+        due = counted and report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0
+        if due:
+            now = self.batch_size / max(self.step_elapsed_time, 1e-9)
+            memory = f", {memory_report()}" if self.monitor_memory else ""
+            self.logging(
+                f"epoch={self.epoch_count}, micro_step={self.micro_step_count}, global_step={self.global_step_count}, "
+                f"samples/s now {now:.2f}, average {self.avg_samples_per_sec():.2f}{memory}"
+            )
         self.step_elapsed_time = 0.0
-
-    def _report(self) -> None:
-        now = self.batch_size / max(self.step_elapsed_time, 1e-9)
-        memory = f", {memory_report()}" if self.monitor_memory else ""
-        self.logging(
-            f"epoch={self.epoch_count}, micro_step={self.micro_step_count}, global_step={self.global_step_count}, "
-            f"samples/s now {now:.2f}, average {self.avg_samples_per_sec():.2f}{memory}"
-        )
 
     def avg_samples_per_sec(self) -> float:
         """Samples per second over all counted updates; -inf before the first."""

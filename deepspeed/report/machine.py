@@ -6,7 +6,7 @@ import platform
 import re
 from pathlib import Path
 
-from deepspeed.observe import cgroups
+from deepspeed.observe import hostmem
 from deepspeed.report.rows import Row, Section, gather, size
 
 ROOT = Path("/")
@@ -82,7 +82,7 @@ def socket_row(root: Path = ROOT) -> Row:
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Cores' worth of time that the control group allows (second kind only); None without a limit."""
-    files = [folder / "cpu.max" for folder, first in cgroups.groups(root, "cpu") if not first]
+    files = [folder / "cpu.max" for folder, first in hostmem.groups(root, "cpu") if not first]
     allowed = [file.read_text().split() for file in files if file.is_file()]
     return min((int(fields[0]) / int(fields[1]) for fields in allowed if fields[0] != "max"), default=None)
 
@@ -99,12 +99,10 @@ def cores_row(root: Path = ROOT) -> Row:
 
 def memory_rows(root: Path = ROOT) -> list[Row]:
     """Memory of the machine, and the control group's limit."""
-    from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is one row and not the end
-
     total = hostmem.host_total_bytes()
     rows = [Row("memory", f"{size(total)}, available {size(hostmem.host_available_bytes())}")]
     if (root / "proc/self/cgroup").exists():
-        limit = min((group.limit for group in cgroups.memory_groups(root)), default=math.inf)
+        limit = min((group.limit for group in hostmem.memory_groups(root)), default=math.inf)
         text, doubt = "none" if limit == math.inf else size(limit), _LIMITED if limit < total else ""
         rows.append(Row("memory limit (control group)", text, doubt))
     return rows

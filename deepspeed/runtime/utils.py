@@ -1,3 +1,3 @@
 from deepspeed.data.move import move_to_device
 from deepspeed.device import set_random_seed
-from deepspeed.observe.memory import see_memory_usage
+from deepspeed.observe.timers import see_memory_usage

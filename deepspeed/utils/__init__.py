@@ -3,8 +3,7 @@ from deepspeed.comm import is_initialized
 from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import OnDevice
 from deepspeed.observe.log import log_dist, log_dist_once, logger, set_log_level_from_string
-from deepspeed.observe.memory import see_memory_usage
-from deepspeed.observe.timers import instrument_w_nvtx
+from deepspeed.observe.timers import instrument_w_nvtx, see_memory_usage
 from deepspeed.utils import groups, logging, timer, zero_to_fp32
 from deepspeed.zero.client.leaf import (
     get_z3_leaf_modules,

@@ -14,7 +14,7 @@ from deepspeed.comm import collectives
 from deepspeed.device import get_accelerator
 from deepspeed.errors import DivergenceError, UsageError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.observe import cgroups, hostmem
+from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.facts import UnitFacts, castable
 from deepspeed.zero.gradients import GradientPolicy
@@ -153,7 +153,7 @@ def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[R
     """What every rank sees now; ``replaced`` bytes of its host memory are for a while only. Collective."""
     rss = hostmem.rss_bytes()
     short = min(rss, replaced)
-    return collectives.gather_objects(RankMemory(rss - short, device, short, tuple(cgroups.memory_pools())), mesh.job)
+    return collectives.gather_objects(RankMemory(rss - short, device, short, tuple(hostmem.memory_pools())), mesh.job)
 
 
 def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:

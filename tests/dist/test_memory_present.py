@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.cgroups import Pool
+from deepspeed.observe.hostmem import Pool
 from deepspeed.observe.log import logger
 from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock
 from deepspeed.zero import Init, build as zero_build
@@ -53,7 +53,7 @@ def memory_left(room: int, ranks: int) -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_build.hostmem, "rss_bytes", lambda: 0)
         patch.setattr(
-            zero_build.cgroups, "memory_pools", lambda: [Pool(("job",), GROUP, 9 << 20, ranks * (room * 8 // 7))]
+            zero_build.hostmem, "memory_pools", lambda: [Pool(("job",), GROUP, 9 << 20, ranks * (room * 8 // 7))]
         )
         yield said
     logger.removeHandler(handler)

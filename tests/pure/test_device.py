@@ -22,7 +22,7 @@ from deepspeed.device import (
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
-from deepspeed.observe import hostmem, log, memory, timers
+from deepspeed.observe import hostmem, log, timers
 from deepspeed.precision import legacy
 from deepspeed.tier.aligned import aligned_empty
 from deepspeed.zero.client import tiling
@@ -176,8 +176,8 @@ def test_memory_report_is_quiet_without_force(cpu: Accelerator, caplog: pytest.L
     log.logger.addHandler(handler)
     try:
         log.set_log_level_from_string("info")
-        memory.see_memory_usage("quiet")
-        memory.see_memory_usage("after the forward", force=True)
+        timers.see_memory_usage("quiet")
+        timers.see_memory_usage("after the forward", force=True)
         log.log_dist_once("only once", ranks=[0])
         log.log_dist_once("only once", ranks=[0])
     finally:
@@ -240,7 +240,7 @@ def test_log_lines_name_who_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log.logger, "level", logging.INFO)
     for write in (log.log_dist, log.log_dist_once, log.print_dist, log.warning_once):
         write(f"from {write.__name__}")
-    memory.see_memory_usage("from memory", force=True)
+    timers.see_memory_usage("from memory", force=True)
     assert [(record.filename, record.funcName) for record in found] == [
         ("test_device.py", "test_log_lines_name_who_wrote_them")
     ] * 5

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.observe import cgroups
-from deepspeed.observe.cgroups import Pool
+from deepspeed.observe import hostmem
+from deepspeed.observe.hostmem import Pool
 from deepspeed.zero.memory.fit import Limits, RankMemory, limits_of, limits_present
 from deepspeed.zero.plan import OffloadPlan
 
@@ -48,7 +48,7 @@ def test_page_cache_is_not_in_use(tmp_path: Path) -> None:
     """Shared memory, which is a part of "file" too, cannot be taken back."""
     used = stat(active_file=100 * MIB, inactive_file=50 * MIB, slab_reclaimable=MIB, shmem=300 * MIB)
     root = second(tmp_path, job={"memory_max": 3072 * MIB, "memory_current": 1000 * MIB, "memory_stat": used})
-    (group,) = cgroups.memory_groups(root)
+    (group,) = hostmem.memory_groups(root)
     assert group.limit == 3072 * MIB and group.free == (3072 - 1000 + 151) * MIB
     assert "/sys/fs/cgroup/job" in group.name and "memory.max 3,072 MiB" in group.name
 
@@ -61,7 +61,7 @@ def test_nested_groups_are_all_read(tmp_path: Path) -> None:
         job={"memory_max": "max", "memory_current": 900 * MIB},
         task={"memory_max": 2048 * MIB, "memory_current": 48 * MIB},
     )
-    task, outer = cgroups.memory_groups(root)
+    task, outer = hostmem.memory_groups(root)
     assert (task.limit, task.free) == (2048 * MIB, 2000 * MIB) and (outer.limit, outer.free) == (4096 * MIB, 100 * MIB)
     assert task.key != outer.key
 
@@ -69,18 +69,18 @@ def test_nested_groups_are_all_read(tmp_path: Path) -> None:
 def test_the_lower_of_two_limits_counts(tmp_path: Path) -> None:
     """Above memory.high a process is held back until nothing moves any more."""
     root = second(tmp_path, job={"memory_max": 3 * MIB, "memory_high": 2 * MIB, "memory_current": MIB})
-    (group,) = cgroups.memory_groups(root)
+    (group,) = hostmem.memory_groups(root)
     assert group.free == MIB and "memory.high 2 MiB" in group.name
 
 
 def test_without_a_limit_there_is_no_group(tmp_path: Path) -> None:
     root = second(tmp_path, job={"memory_max": "max", "memory_high": "max", "memory_current": 5})
-    assert cgroups.memory_groups(root) == []
+    assert hostmem.memory_groups(root) == []
 
 
 def test_a_group_that_is_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
     root = second(tmp_path, job={"memory_max": MIB, "memory_current": 3 * MIB})
-    assert cgroups.memory_groups(root)[0].free == 0
+    assert hostmem.memory_groups(root)[0].free == 0
 
 
 FIRST = (
@@ -115,26 +115,26 @@ def test_groups_of_the_first_kind_are_where_they_are_mounted(
     }
     if folder:
         files["mnt/memory/memory.limit_in_bytes"] = 9223372036854771712
-    (group,) = cgroups.memory_groups(tree(tmp_path, files))
+    (group,) = hostmem.memory_groups(tree(tmp_path, files))
     assert group.free == (2048 - 600 + 100) * MIB and "memory.limit_in_bytes 2,048 MiB" in group.name
 
 
 def test_the_machine_is_a_pool_too(tmp_path: Path) -> None:
     root = second(tmp_path / "a", job={"memory_max": 6144 * MIB, "memory_current": MIB})
     tree(root, {"proc/meminfo": MEMINFO})
-    group, machine = cgroups.memory_pools(root)
+    group, machine = hostmem.memory_pools(root)
     assert machine.free == 4096 * MIB and machine.limit == 8192 * MIB and "4,096 of 8,192 MiB" in machine.name
     assert machine.key != group.key
     other = tree(tmp_path / "b", {"proc/meminfo": MEMINFO, "proc/sys/kernel/random/boot_id": "another machine\n"})
-    assert cgroups.memory_pools(other)[0].key != machine.key
+    assert hostmem.memory_pools(other)[0].key != machine.key
 
 
 def test_a_system_that_does_not_tell_has_no_pools(tmp_path: Path) -> None:
-    assert cgroups.memory_pools(tmp_path) == []
+    assert hostmem.memory_pools(tmp_path) == []
 
 
 def test_this_machine_can_be_read() -> None:
-    for pool in cgroups.memory_pools():
+    for pool in hostmem.memory_pools():
         assert 0 <= pool.free <= pool.limit and pool.name and pool.key, pool
 
 

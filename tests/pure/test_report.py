@@ -16,7 +16,7 @@ import torch
 
 from deepspeed.native import compiler
 from deepspeed.native.builders import ALL_OPS
-from deepspeed.observe import cgroups
+from deepspeed.observe import hostmem
 from deepspeed.report import cli, devices, environment, machine, rows, software
 from deepspeed.report.rows import Row, Section, doubts, gather, size
 from tests.budget.source import ROOT, imports, modules
@@ -148,7 +148,7 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
             "sys/fs/cgroup/a/cpu.max": "max 100000\n",
         },
     )
-    assert cgroups.memory_groups(new)[0].limit == 1 << 30 and machine.cpu_quota(new) == 1.5
+    assert hostmem.memory_groups(new)[0].limit == 1 << 30 and machine.cpu_quota(new) == 1.5
     assert "time for 1.5" in machine.cores_row(new).value
     assert "killed beyond" in _named(machine.memory_rows(new))["memory limit (control group)"].doubt
     # in a container the path is the host's and the tree begins at the container's own group
@@ -159,7 +159,7 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 << 30}\n",
         },
     )
-    assert cgroups.memory_groups(old)[0].limit == 2 << 30 and machine.cpu_quota(old) is None
+    assert hostmem.memory_groups(old)[0].limit == 2 << 30 and machine.cpu_quota(old) is None
     _tree(old, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
     assert _named(machine.memory_rows(old))["memory limit (control group)"] == Row(
         "memory limit (control group)", "none"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.observe.cgroups import Pool
+from deepspeed.observe.hostmem import Pool
 from deepspeed.zero.memory.budget import MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
 from deepspeed.zero.plan import OffloadPlan, StatePlan, Tier, UnitPlan, ZeroPlan
 
