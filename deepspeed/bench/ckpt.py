@@ -8,10 +8,8 @@ interrupted; only after kill -9 it stays.
 """
 
 import contextlib
-import json
 import math
 import mmap
-import multiprocessing
 import os
 import shutil
 import signal
@@ -22,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +29,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.bench.common import CommandLine, check_memory, count_of, params_of, spread
+from deepspeed.bench.common import CommandLine, check_folder, check_memory, columns, count_of, params_of, spread
 from deepspeed.checkpoint.tool.common import sized
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
@@ -62,12 +59,11 @@ class Saves:
 
 
 class _Watch(threading.Thread):
-    """Waits until a checkpoint has its name; ``seconds`` since ``begin`` then."""
+    """Waits until a checkpoint has its name; ``seconds`` since its save began then."""
 
-    def __init__(self, path: Path, begin: float) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
-        self._path, self._begin, self._over = path, begin, threading.Event()
-        self.seconds = 0.0
+        self._path, self._begin, self._over = path, time.perf_counter(), threading.Event()
         self.start()
 
     def run(self) -> None:
@@ -94,22 +90,6 @@ def on_rank(plan: Saves, folder: str) -> dict[str, Any] | str:
         return str(error)
 
 
-def _engine(plan: Saves) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": _ROWS,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "checkpoint": {"async": plan.background, "keep_last": 1},
-    }
-    width = max(1, round(math.sqrt(plan.params / _LAYERS)))
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = nn.Sequential(
-            *(layer for _ in range(_LAYERS) for layer in (nn.Linear(width, width, bias=False), nn.GELU()))
-        )
-    return deepspeed.initialize(model=model, config=config)[0], width
-
-
 def _timed(work: Callable[[], Any]) -> float:
     """Seconds of the slowest rank."""
     comm.barrier()
@@ -121,7 +101,18 @@ def _timed(work: Callable[[], Any]) -> float:
 
 def _train(plan: Saves, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(plan.threads)
-    engine, width = _engine(plan)
+    config = {
+        "train_micro_batch_size_per_gpu": _ROWS,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "checkpoint": {"async": plan.background, "keep_last": 1},
+    }
+    width = max(1, round(math.sqrt(plan.params / _LAYERS)))
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(width, width, bias=False), nn.GELU())]
+        model = nn.Sequential(*layers)
+    engine = deepspeed.initialize(model=model, config=config)[0]
 
     def step() -> None:
         engine.backward(engine(torch.randn(_ROWS, width, dtype=torch.bfloat16)).float().square().mean())
@@ -130,25 +121,21 @@ def _train(plan: Saves, folder: Path) -> dict[str, Any]:
     step()  # kernels are built, the optimizer's state is made
     holds, named, quiet, busy = list[float](), list[float](), list[float](), list[float]()
     watch: _Watch | None = None
-    tag = ""
+    path = folder
     comm.barrier()
     begun = time.perf_counter()
     for number in range(1, plan.steps + 1):
         (busy if watch is not None and watch.is_alive() else quiet).append(_timed(step))
         if number % plan.every:
             continue
-        tag, begin = f"step{number}", time.perf_counter()
-        last, watch = watch, _Watch(folder / tag, begin) if plan.background else None
-        holds.append(_timed(partial(engine.save_checkpoint, folder, tag=tag)))
-        if last is not None:
-            named.append(last.end())  # a save waits for the one before it
-        if not plan.background:
-            named.append(holds[-1])
+        path = folder / f"step{number}"
+        last, watch = watch, _Watch(path) if plan.background else None
+        holds.append(_timed(partial(engine.save_checkpoint, folder, tag=path.name)))
+        named += [last.end()] if last is not None else []  # a save waits for the one before it
     wall = time.perf_counter() - begun
     engine.wait_for_checkpoint()
-    if watch is not None:
-        named.append(watch.end())
-    nbytes = sum(path.stat().st_size for path in (folder / tag).iterdir())
+    named += [watch.end()] if watch is not None else []
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
     copies = _copies(engine)
     engine.destroy()
     return {
@@ -156,7 +143,7 @@ def _train(plan: Saves, folder: Path) -> dict[str, Any]:
         "bytes": nbytes,
         "wall_s": wall,
         "held_s": spread(holds),
-        "named_s": spread(named),
+        "named_s": spread(named or holds),
         "step_s": statistics.median(quiet or busy),
         "step_while_saving_s": statistics.median(busy) if busy else None,
         "copy_s": copies,
@@ -199,40 +186,21 @@ def _stop(number: int, frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def _place(folder: str, nbytes: float) -> Iterator[str]:
     """A new folder in ``folder``, gone afterwards, also when the process is told to end. Raises UsageError."""
-    if not os.path.isdir(folder):
-        raise UsageError(f"{folder} is no folder; name one on the drive to be measured")
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise UsageError(
-            f"{folder} has {sized(free)} of free space, two checkpoints take {sized(nbytes)}; give fewer --params"
-        )
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    check_folder(folder, nbytes, "two checkpoints take", "give fewer --params")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         top = tempfile.mkdtemp(prefix="ds_bench_ckpt_", dir=folder)
     except OSError as error:
         raise UsageError(f"no folder can be made in {folder}: {error.strerror}; name one that you may write") from error
     try:
+        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGHUP, _stop)
         yield top
     finally:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C leaves no half of it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C leaves no half of it
         shutil.rmtree(top, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _start(pool: RankPool) -> None:
-    """Start ranks that do not hear an interrupt at the terminal: it is for this process, which ends them."""
-    interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        if "forkserver" in multiprocessing.get_all_start_methods():
-            forkserver.ensure_running()  # it and its children go on to ignore the signal
-        signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-        pool.start()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupts:
-        raise KeyboardInterrupt
 
 
 def measure(plan: Saves, folder: str) -> dict[str, Any]:
@@ -243,13 +211,9 @@ def measure(plan: Saves, folder: str) -> dict[str, Any]:
     check_memory(plan.params * each * _ALLOWED + plan.ranks * _PROCESS, "--params or --ranks")
     with _place(folder, 2 * _SAVED * plan.params * _ALLOWED) as top, RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
         try:
-            _start(pool)
             facts = pool.run(on_rank, plan, top)[0]
         except RankFailure as failure:
             raise DeepSpeedError(str(failure)) from failure
-        except BaseException:
-            pool.kill()  # at once: nobody may write any more when the folder is removed
-            raise
     if isinstance(facts, str):
         raise DeepSpeedError(facts)
     holds, named = facts["held_s"], facts["named_s"]
@@ -265,38 +229,38 @@ def measure(plan: Saves, folder: str) -> dict[str, Any]:
 
 def _as_text(facts: dict[str, Any]) -> str:
     holds, named, copies, ratio = facts["held_s"], facts["named_s"], facts["copy_s"], facts["ratio"]
-    how = "in the background" if facts["background"] else "while training waits"
     busy = facts["step_while_saving_s"]
-
-    def row(name: str, median: float, most: str = "", note: str = "") -> str:
-        return f"{name:<46} {median:>8.3f} {most:>8}   {note}".rstrip()
-
+    rows = [
+        ("seconds", "median", "max", ""),
+        ("training held by a save", holds["median"], holds["max"], f"(the first {holds['all'][0]:.3f})"),
+        ("until the checkpoint has its name", named["median"], named["max"], f"{facts['gb_per_s']:.2f} GB/s"),
+        ("a plain copy of the same bytes, fresh memory", copies["fresh"], "", f"held / it {ratio['fresh']:.2f}"),
+        ("a plain copy into memory that is there", copies["there"], "", f"held / it {ratio['there']:.2f}"),
+        ("a step", facts["step_s"], "", "" if busy is None else f"while a save is written {busy:.3f}"),
+    ]
+    texts = [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
     lines = [
+        f"{line}   {note}".rstrip() for line, (*_, note) in zip(columns([t[:3] for t in texts]), texts, strict=True)
+    ]
+    how = "in the background" if facts["background"] else "while training waits"
+    return "\n".join([
         f"{facts['folder']}: {facts['params']:,} parameters on {facts['ranks']} ranks, ZeRO-3, bf16, AdamW",
         f"{len(holds['all'])} saves of {sized(facts['bytes'])}, one after every {facts['every']} steps, {how}",
         "",
-        f"{'seconds':<46} {'median':>8} {'max':>8}",
-        row("training held by a save", holds["median"], f"{holds['max']:.3f}", f"(the first {holds['all'][0]:.3f})"),
-        row(
-            "until the checkpoint has its name", named["median"], f"{named['max']:.3f}", f"{facts['gb_per_s']:.2f} GB/s"
-        ),
-        row("a plain copy of the same bytes, fresh memory", copies["fresh"], note=f"held / it {ratio['fresh']:.2f}"),
-        row("a plain copy into memory that is there", copies["there"], note=f"held / it {ratio['there']:.2f}"),
-        row("a step", facts["step_s"], note="" if busy is None else f"while a save is written {busy:.3f}"),
+        *lines,
         "",
         f"saves held training for {100 * facts['share']:.1f} % of {facts['wall_s']:.1f} s",
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
-def run(argv: list[str], *, prog: str) -> str:
-    """Measure as the command line says; a table, or JSON. Raises UsageError, DeepSpeedError, SystemExit."""
-    parser = CommandLine(prog, __doc__)
+def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
+    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, SystemExit."""
+    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
     parser.add_argument("--folder", required=True, help="where to save: a folder on the drive to be measured")
-    parser.option("--params", params_of, 134_000_000, "N", "about, for example 8M or 1e9 (default 134M)")
-    parser.option("--every", count_of, 5, "N", "steps from one save to the next (default 5)")
-    parser.option("--steps", count_of, 20, "N", "steps in all (default 20)")
-    parser.option("--ranks", count_of, 2, "N", "processes (default 2)")
+    parser.option("--params", params_of, "134M", "N", "about, for example 8M or 1e9")
+    parser.option("--every", count_of, 5, "N", "steps from one save to the next")
+    parser.option("--steps", count_of, 20, "N", "steps in all")
+    parser.option("--ranks", count_of, 2, "N", "processes")
     kind = parser.add_mutually_exclusive_group()
     text = "save in the background (default)"
     kind.add_argument("--async", dest="background", action="store_true", default=True, help=text)
@@ -306,4 +270,4 @@ def run(argv: list[str], *, prog: str) -> str:
     threads = max(1, torch.get_num_threads() // options.ranks)
     plan = Saves(options.params, options.ranks, options.steps, options.every, options.background, threads)
     facts = measure(plan, options.folder)
-    return json.dumps(facts, indent=1) if options.json else _as_text(facts)
+    return facts if options.json else _as_text(facts)

@@ -1,4 +1,12 @@
-"""``ds_bench``: the measurements under one name."""
+"""``ds_bench``: the measurements under one name.
+
+ds_bench io         throughput of a folder's drive; the same as ds_io, and as ds_bench nvme
+ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive
+ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
+
+Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
+the collectives of a training run.
+"""
 
 import importlib
 import sys
@@ -7,13 +15,6 @@ from collections.abc import Sequence
 from deepspeed.bench.common import guarded
 from deepspeed.observe.program import BAD_INPUT
 
-_HELP = """ds_bench io         throughput of a folder's drive; the same as ds_io, and as ds_bench nvme
-ds_bench ckpt       how long saving a checkpoint holds training, and until it is on the drive
-ds_bench cpu-adam   the optimizer in host memory beside torch's, and beside what the memory gives
-
-Each with --help lists its options. Communication is not measured by this command; deepspeed.comm.log_summary() times
-the collectives of a training run.
-"""
 _MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "cpu-adam": "cpu_adam"}
 
 
@@ -22,13 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     what = words[0] if words else ""
     if what in _MODULES:
-        name, module = f"ds_bench {what}", f"deepspeed.bench.{_MODULES[what]}"  # imported only now: some bring torch
+        name, module = f"ds_bench {what}", f"deepspeed.bench.{_MODULES[what]}"  # imported only now: they bring torch
         return guarded(name, lambda: importlib.import_module(module).run(words[1:], prog=name))
     if what in ("-h", "--help"):
-        sys.stdout.write(_HELP)
-        return 0
+        return guarded("ds_bench", lambda: str(__doc__))
     fault = f"{what!r} is not in this release" if what else "nothing to measure was named"
-    sys.stderr.write(f"ds_bench: {fault}\n{_HELP}")
+    sys.stderr.write(f"ds_bench: {fault}\n{__doc__}")
     return BAD_INPUT
 
 

@@ -1,9 +1,12 @@
-"""What the measurements share: command lines, medians, a look at the memory before it is taken, exit statuses."""
+"""What the commands share: command lines, tables, medians, looks at room before it is taken, exit statuses."""
 
 import argparse
+import json
+import os
 import re
+import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed.config.model.values import byte_count
@@ -52,35 +55,28 @@ def count_of(text: str) -> int:
     return int(text)
 
 
-class _Refuse(argparse.Action):
-    """A flag that says why it is not here."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        parser.error(f"{option} is not in this release: {self.metavar}")
-
-
 class CommandLine(argparse.ArgumentParser):
-    """A parser whose options are rows; the text of the module is its description."""
+    """A parser whose options are rows, and whose ``description`` keeps its lines."""
 
-    def __init__(self, prog: str, text: str | None) -> None:
-        kind = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=text, allow_abbrev=False, formatter_class=kind)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def option(self, flags: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
-        """An option with a value; one without a default is required."""
-        self.add_argument(*flags.split(), type=kind, default=default, metavar=metavar, help=text)
+        """An option with a value; ``default`` may be written as a user would."""
+        ending = "" if default is None else " (default %(default)s)"
+        self.add_argument(*flags.split(), type=kind, default=default, metavar=metavar, help=text + ending)
 
     def switches(self, **texts: str) -> None:
         """Options without a value."""
         for name, text in texts.items():
             self.add_argument(f"--{name}", action="store_true", help=text)
 
-    def refuse(self, reasons: dict[str, str]) -> None:
-        """Options that end the command with the reason why they are not here."""
-        for flag, reason in reasons.items():
-            self.add_argument(flag, action=_Refuse, nargs="*", metavar=reason, help=argparse.SUPPRESS)
+
+def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """The lines of a table; the first ``left`` columns begin at their left edge, the others end at their right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[f"{c:{'<' if i < left else '>'}{widths[i]}}" for i, c in enumerate(row)] for row in rows]
+    return ["  ".join(row).rstrip() for row in padded]
 
 
 def spread(values: list[float]) -> dict[str, Any]:
@@ -97,11 +93,26 @@ def check_memory(nbytes: float, options: str) -> None:
         )
 
 
-def guarded(prog: str, action: Callable[[], str]) -> int:
-    """Write what ``action`` returns; a failure is a sentence on standard error. The exit status."""
+def check_folder(folder: str, nbytes: float, what: str, remedy: str) -> None:
+    """Raise UsageError unless ``folder`` is one, with room for ``nbytes``, which ``what`` takes."""
+    if not os.path.isdir(folder):
+        fault = "is not a folder" if os.path.exists(folder) else "does not exist"
+        raise UsageError(f"the folder {folder} {fault}; name one on the drive to be measured")
+    if (free := shutil.disk_usage(folder).free) < nbytes:
+        raise UsageError(f"{folder} has {free / 1e9:.2f} GB of free space and {what} {nbytes / 1e9:.2f}; {remedy}")
+
+
+def guarded(prog: str, action: Callable[[], str | int | dict[str, Any]]) -> int:
+    """Write what ``action`` returns: text, or facts as JSON; a number is the exit status, which is returned.
+
+    A failure is a sentence on standard error.
+    """
 
     def run() -> int:
-        say(action())
+        result = action()
+        if isinstance(result, int):
+            return result
+        say(result if isinstance(result, str) else json.dumps(result, indent=1))
         return 0
 
     return program.guarded(prog, run)

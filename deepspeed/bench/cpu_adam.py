@@ -7,17 +7,15 @@ medians.
 """
 
 import argparse
-import contextlib
 import ctypes
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from deepspeed.bench.common import CommandLine, check_memory, count_of, params_of, spread
+from deepspeed.bench.common import CommandLine, check_memory, columns, count_of, params_of, spread
 from deepspeed.errors import BuildError
 from deepspeed.native.build import load
 from deepspeed.native.ops import CPU_ADAM
@@ -32,31 +30,12 @@ OURS, TORCH, LOOP = "ours", "torch fused", "plain loop"
 _STREAM = OpSpec("bench_stream", ("cpu/stream.cpp",))
 _RESIDENT = 3 * 16  # bytes of memory an element: four tensors of each contender
 
-Contenders = dict[str, Callable[[], float]]
-
 
 def rate(step: Callable[[], object], numel: int) -> float:
     """GB/s of one update."""
     begin = time.perf_counter()
     step()
     return BYTES * numel / (time.perf_counter() - begin) / 1e9
-
-
-@contextlib.contextmanager
-def contenders(numel: int, threads: int) -> Iterator[tuple[Contenders, str]]:
-    """What can be measured here, each call one update, on ``threads`` threads; and why the loop cannot, if so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        updates = {OURS: _optimizer(DeepSpeedCPUAdam, numel), TORCH: _optimizer(torch.optim.AdamW, numel, fused=True)}
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                updates[LOOP] = loop([torch.randn(numel) for _ in range(4)], threads, pool)
-                yield updates, ""
-            except BuildError as error:
-                yield updates, str(error)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _optimizer(cls: Callable[..., torch.optim.Optimizer], numel: int, **settings: Any) -> Callable[[], float]:
@@ -79,13 +58,21 @@ def loop(buffers: list[torch.Tensor], threads: int, pool: ThreadPoolExecutor) ->
     return lambda: rate(lambda: list(pool.map(piece, range(0, numel, each))), numel)
 
 
-def measure(updates: Contenders) -> dict[str, list[float]]:
-    """GB/s of every round; within one, contenders take turns."""
-    rates: dict[str, list[float]] = {name: [] for name in updates}
-    for _ in range(ROUNDS):
-        for name, update in updates.items():
-            rates[name].append(update())
-    return rates
+def measure(numel: int, threads: int) -> tuple[dict[str, list[float]], str]:
+    """GB/s of every round on ``threads`` threads; and why the loop cannot be measured here, if so."""
+    before, missing = torch.get_num_threads(), ""
+    torch.set_num_threads(threads)
+    try:
+        updates = {OURS: _optimizer(DeepSpeedCPUAdam, numel), TORCH: _optimizer(torch.optim.AdamW, numel, fused=True)}
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                updates[LOOP] = loop([torch.randn(numel) for _ in range(4)], threads, pool)
+            except BuildError as error:
+                missing = f"{LOOP}: left out, {error}"
+            rounds = [{name: update() for name, update in updates.items()} for _ in range(ROUNDS)]
+    finally:
+        torch.set_num_threads(before)
+    return {name: [each[name] for each in rounds] for name in updates}, missing
 
 
 def _threads(text: str) -> int:
@@ -95,28 +82,24 @@ def _threads(text: str) -> int:
     return count
 
 
-def run(argv: list[str], *, prog: str) -> str:
-    """Measure as the command line says; a table, or JSON. Raises UsageError, SystemExit."""
-    threads = torch.get_num_threads()
-    parser = CommandLine(prog, __doc__)
-    parser.option("--params", params_of, 50_000_000, "N", "elements, for example 8M or 1e9 (default 50M)")
-    parser.option("--threads", _threads, threads, "N", f"of every contender (default {threads}, torch's)")
+def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
+    """Measure as the command line says; a table, or facts. Raises UsageError, SystemExit."""
+    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
+    parser.option("--params", params_of, "50M", "N", "elements, for example 8M or 1e9")
+    parser.option("--threads", _threads, torch.get_num_threads(), "N", "of every contender")
     parser.switches(json="one JSON object instead of a table")
     options = parser.parse_args(argv)
     check_memory(_RESIDENT * options.params, "--params")
-    with contenders(options.params, options.threads) as (updates, missing):
-        results = {name: spread(values) for name, values in measure(updates).items()}
+    rates, missing = measure(options.params, options.threads)
+    results = {name: spread(values) for name, values in rates.items()}
     ratio = {name: results[OURS]["median"] / row["median"] for name, row in results.items() if name != OURS}
     kernel = "native" if usable(CPU_ADAM, torch.empty(1)) else "none: torch's own code runs (ds_report says why)"
-    facts = {"params": options.params, "threads": options.threads, "bytes_per_element": BYTES, "kernel": kernel}
     if options.json:
-        return json.dumps({**facts, "unit": "GB/s", "results": results, "ratio": ratio}, indent=1)
-    lines = [
-        f"AdamW on {options.params:,} fp32 elements, threads {options.threads}, kernel {kernel}",
-        "",
-        f"{'GB/s':<12} {'median':>8} {'min':>8} {'max':>8} {'ours / it':>10}",
-    ]
+        facts = {"params": options.params, "threads": options.threads, "bytes_per_element": BYTES, "kernel": kernel}
+        return {**facts, "unit": "GB/s", "results": results, "ratio": ratio}
+    rows = [["GB/s", "median", "min", "max", "ours / it"]]
     for name, row in results.items():
         beside = f"{ratio[name]:.2f}" if name in ratio else ""
-        lines.append(f"{name:<12} {row['median']:>8.2f} {row['min']:>8.2f} {row['max']:>8.2f} {beside:>10}".rstrip())
-    return "\n".join([*lines, *([f"{LOOP}: left out, {missing}"] if missing else [])])
+        rows.append([name, *(f"{row[key]:.2f}" for key in ("median", "min", "max")), beside])
+    title = f"AdamW on {options.params:,} fp32 elements, threads {options.threads}, kernel {kernel}"
+    return "\n".join([title, "", *columns(rows), *([missing] if missing else [])])

@@ -3,45 +3,172 @@
     ds_io --folder /nvme
     ds_io --folder /nvme --read --io_size 4G --queue_depth 64 --json
 
-One file is written to the folder, and gone when the command ends, however it ends. Speeds are in GB/s (10^9 bytes).
-Exit status: 0; 2 when the command line or the folder is wrong, or the drive fails; 130 after Ctrl-C.
+One file is written to the folder; it has no name from the moment it is open, so it is gone when the command ends,
+however it ends. Speeds are in GB/s (10^9 bytes). Buffers are in host memory, and one process loads one drive: flags of
+other tools for GPU direct storage, pinning and several processes are not here. Exit status: 0; 2 when the command line
+or the folder is wrong, or the drive fails; 130 after Ctrl-C.
 """
 
 import contextlib
-import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.bench.common import CommandLine, block_of, count_of, guarded, size_of, spread
-from deepspeed.bench.drive import WAYS, Load, Target, compare
-from deepspeed.errors import UsageError
+import torch
 
-# flags of the command that this one stands in for
-_REFUSED = {
-    "--folder_to_device_mapping": "give one --folder, and start one ds_io per drive",
-    "--multi_process": "--queue_depth loads a drive from one process",
-    "--gpu": "buffers are in host memory",
-    "--use_gds": "there is no GPU direct storage in this package",
-    "--fast_io_size": "the engine needs no second buffer",
-    "--slow_bounce_buffer": "the engine needs no second buffer",
-    "--torch_legacy_save": "torch.save is not measured",
-    "--use_accelerator_pin_memory": "buffers are in host memory",
-    "--different_file_each_iteration": "every repetition moves one file, which was written before",
-}
+from deepspeed.bench.common import CommandLine, block_of, check_folder, columns, count_of, guarded, size_of, spread
+from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.tier.aio import AioEngine, DirectFile
+from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.transfer import Transfer
+
+PIECE_BYTES = 64 << 20  # memory used, whatever the size of the file: it holds the same bytes over and over
+WAYS = ("engine", "plain")
+
+
+class WrongBytesError(DeepSpeedError):
+    """What was read is not what had been written."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How the engine is driven: bytes of a request, requests under way, threads where the page cache is in the way."""
+
+    block_bytes: int = 1 << 20
+    queue_depth: int = 32
+    threads: int = 1
+    backend: str = "auto"
+
+    def engine(self) -> AioEngine:
+        """An engine with these settings. Raises ValueError or TransferError as it does."""
+        return AioEngine(**vars(self))
+
+
+class Target:
+    """``nbytes`` bytes under ``folder``, and memory to fill them from. Raises UsageError or TransferError."""
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        if nbytes < ALIGN or nbytes % ALIGN:
+            raise UsageError(f"--io_size is a multiple of {ALIGN} bytes, not {nbytes}; for example 1G, 64M or 16K")
+        check_folder(folder, nbytes, "the file takes", "give a smaller --io_size")
+        self.nbytes = nbytes
+        self.pattern = aligned_empty(min(nbytes, PIECE_BYTES)).random_()
+        self.scratch = aligned_empty(self.pattern.numel())
+        path = os.path.join(folder, f"ds_io.{uuid.uuid4().hex}.tmp")
+        try:
+            self.file = DirectFile(path, create=True)
+            self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.file.direct else 0))
+        except OSError as error:
+            raise UsageError(
+                f"no file can be made in {folder}: {error.strerror}; name a folder that you may write"
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        try:
+            self.file.allocate(nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the space back."""
+        self.file.close()
+        os.close(self.fd)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Offset and bytes of each part of the file that is as long as the memory, or shorter."""
+        for offset in range(0, self.nbytes, self.pattern.numel()):
+            yield offset, min(self.pattern.numel(), self.nbytes - offset)
+
+
+def through_engine(target: Target, engine: AioEngine, load: Load, *, write: bool) -> None:
+    """Move the whole file; so many pieces are under way that the queue is full across their borders."""
+    memory, start = (target.pattern, engine.write) if write else (target.scratch, engine.read)
+    window = -(-load.queue_depth * load.block_bytes // PIECE_BYTES) + 1
+    under_way: deque[Transfer] = deque()
+    for offset, nbytes in target.pieces():
+        under_way.append(start(target.file, offset, memory[:nbytes]))
+        if len(under_way) > window:
+            under_way.popleft().wait()
+    for transfer in under_way:
+        transfer.wait()
+
+
+def through_loop(target: Target, load: Load, *, write: bool) -> None:
+    """Move the whole file block by block, as programs without an engine do: one thread, O_DIRECT if there is any."""
+    memory, call = (target.pattern, os.pwritev) if write else (target.scratch, os.preadv)
+    view = memory.numpy().data
+    for offset, nbytes in target.pieces():
+        at = 0
+        while at < nbytes:
+            count = call(target.fd, [view[at : min(at + load.block_bytes, nbytes)]], offset + at)
+            if count == 0:
+                raise OSError(f"{target.file.path} ends at {offset + at} of {target.nbytes} bytes")
+            at += count
+
+
+def check(target: Target, engine: AioEngine) -> None:
+    """Read everything back through the engine. Raises WrongBytesError."""
+    for offset, nbytes in target.pieces():
+        engine.read(target.file, offset, target.scratch[:nbytes].zero_()).wait()
+        if not torch.equal(target.scratch[:nbytes], target.pattern[:nbytes]):
+            raise WrongBytesError(
+                f"{target.file.path}: other bytes are read than were written, between {offset} and {offset + nbytes}"
+            )
+
+
+def speed(target: Target, engine: AioEngine | None, load: Load, *, write: bool) -> float:
+    """GB/s over the whole file, once; without an engine, of the loop.
+
+    The file is written once before: blocks that never were are slow the first time, and reading them asks nothing of a
+    drive.
+    """
+    begin = time.perf_counter()
+    if engine is None:
+        through_loop(target, load, write=write)
+    else:
+        through_engine(target, engine, load, write=write)
+    return target.nbytes / (time.perf_counter() - begin) / 1e9
+
+
+def _compare(target: Target, engine: AioEngine, load: Load, options: Any) -> dict[str, dict[str, list[float]]]:
+    """GB/s of both ways by operation: they take turns, and who begins changes. ``--validate`` reads all back.
+
+    Raises OSError when the drive fails, WrongBytesError when it lies.
+    """
+    through_engine(target, engine, load, write=True)
+    operations = [name for name in ("write", "read") if getattr(options, name)] or ["write", "read"]
+    rates: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in operations}
+    for turn in range(options.warmup_loops + options.loops):
+        for operation, ways in rates.items():
+            for way in WAYS if turn % 2 else reversed(WAYS):
+                checked = options.validate and way == "engine"
+                if checked and operation == "write":
+                    target.pattern.random_()  # what an earlier turn left must not pass for this one's
+                rate = speed(target, engine if way == "engine" else None, load, write=operation == "write")
+                if checked:
+                    check(target, engine)
+                if turn >= options.warmup_loops or options.include_warmup_time:
+                    ways[way].append(rate)
+    return rates
 
 
 def _parser(prog: str) -> CommandLine:
-    parser = CommandLine(prog, __doc__)
+    parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
     parser.add_argument("--folder", required=True, help="folder on the drive to be measured")
-    parser.option("--io_size", size_of, 1 << 30, "BYTES", "size of the file (default 1G)")
-    parser.option("--block_size", block_of, 1 << 20, "BYTES", "bytes of one request (default 1M)")
-    parser.option("--queue_depth", count_of, 32, "N", "requests under way (default 32)")
-    threads = "threads where the page cache is in the way, or the backend is threads (default 1)"
+    parser.option("--io_size", size_of, "1G", "BYTES", "size of the file")
+    parser.option("--block_size", block_of, "1M", "BYTES", "bytes of one request")
+    parser.option("--queue_depth", count_of, 32, "N", "requests under way")
+    threads = "threads where the page cache is in the way, or the backend is threads"
     parser.option("--io_parallel --threads", count_of, 1, "N", threads)
-    parser.option("--loops", count_of, 3, "N", "repetitions (default 3)")
-    parser.option("--warmup_loops", int, 1, "N", "untimed repetitions before (default 1)")
+    parser.option("--loops", count_of, 3, "N", "repetitions")
+    parser.option("--warmup_loops", int, 1, "N", "untimed repetitions before")
     parser.add_argument("--engine", choices=("aio_handle",), default="aio_handle", help="there is one")
     backends = ("auto", "io_uring", "libaio", "threads")
     parser.add_argument("--backend", choices=backends, default="auto", help="how requests reach the kernel")
@@ -54,35 +181,31 @@ def _parser(prog: str) -> CommandLine:
         validate="read everything back, untimed, and compare",
         json="one JSON object instead of a table",
     )
-    parser.refuse(_REFUSED)
     return parser
 
 
-def _as_text(results: dict[str, Any], facts: dict[str, Any]) -> str:
+def _as_text(facts: dict[str, Any]) -> str:
     how = "past the page cache" if facts["direct"] else "through the page cache, as this filesystem has no O_DIRECT"
+    rows = [["GB/s", "way", "median", "min", "max", "of plain"]]
+    for operation, result in facts["results"].items():
+        for way in WAYS:
+            numbers = [f"{result[way][name]:.3f}" for name in ("median", "min", "max")]
+            rows.append([operation, way, *numbers, f"{result['ratio']:.2f}x" if way == "engine" else ""])
     lines = [
         f"{facts['folder']}: {facts['io_size'] / 1e6:.1f} MB, {how}",
         f"engine: {facts['backend']}, blocks of {facts['block_size'] >> 10} KiB, {facts['queue_depth']} under way, "
         f"threads {facts['io_parallel']}; plain: one thread, one block at a time",
-        "",
-        f"{'GB/s':<6} {'way':<7} {'median':>8} {'min':>8} {'max':>8} {'of plain':>9}",
     ]
-    for operation, result in results.items():
-        for way in WAYS:
-            numbers = " ".join(f"{result[way][name]:>8.3f}" for name in ("median", "min", "max"))
-            ratio = f"{result['ratio']:.2f}x" if way == "engine" else ""
-            lines.append(f"{operation:<6} {way:<7} {numbers} {ratio:>9}".rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *columns(rows, left=2)])
 
 
-def run(argv: Sequence[str] | None, *, prog: str) -> str:
-    """Measure as the command line says; a table, or JSON. Raises UsageError, DeepSpeedError, OSError, SystemExit."""
+def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
+    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, OSError, SystemExit."""
     options = _parser(prog).parse_args(argv)
     if options.warmup_loops < 0:
         raise UsageError(f"--warmup_loops is 0 or more, not {options.warmup_loops}")
     depth = 1 if options.sequential_requests else options.queue_depth
     load = Load(options.block_size, depth, options.io_parallel, options.backend)
-    operations = tuple(name for name in ("write", "read") if getattr(options, name)) or ("write", "read")
     with load.engine() as engine, contextlib.closing(Target(options.folder, options.io_size)) as target:
         facts = {
             "folder": os.path.abspath(options.folder),
@@ -93,19 +216,14 @@ def run(argv: Sequence[str] | None, *, prog: str) -> str:
             "queue_depth": load.queue_depth,
             "io_parallel": load.threads,
             "loops": options.loops,
+            "unit": "GB/s",
         }
-        times = {"loops": options.loops, "warmup": options.warmup_loops, "count_warmup": options.include_warmup_time}
-        rates = compare(target, engine, load, operations, validate=options.validate, **times)
-    results: dict[str, Any] = {
-        name: {way: spread(values) for way, values in ways.items()} for name, ways in rates.items()
-    }
+        rates = _compare(target, engine, load, options)
+    results: dict[str, Any] = {name: {way: spread(rows) for way, rows in ways.items()} for name, ways in rates.items()}
     for result in results.values():
         result["ratio"] = result["engine"]["median"] / result["plain"]["median"]
-    return (
-        json.dumps({**facts, "unit": "GB/s", "results": results}, indent=1)
-        if options.json
-        else _as_text(results, facts)
-    )
+    facts["results"] = results
+    return facts if options.json else _as_text(facts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed.bench.common import CommandLine, block_of, count_of, guarded, size_of
-from deepspeed.bench.drive import Load, Target, speed, through_engine
+from deepspeed.bench.common import CommandLine, block_of, columns, count_of, guarded, size_of
+from deepspeed.bench.io import Load, Target, speed, through_engine
 from deepspeed.checkpoint.format.folders import write_atomically
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -34,7 +34,10 @@ CLOSE = 0.98  # of the best: measured again, either could be ahead
 LEAST_BYTES = 16 << 20
 _DAY_S = 86400
 _IDLE_KEYS = ("single_submit", "sequential_requests", "overlap_events")  # of older sweep files
-_REFUSED = {"--gpu": "buffers are in host memory", "--gds": "there is no GPU direct storage in this package"}
+_READERS = {"block_size": block_of, "queue_depth": count_of, "io_parallel": count_of}
+
+Sweep = dict[str, tuple[int, ...]]  # the values that are tried, each with each; as _READERS
+SWEEP: Sweep = {"block_size": (256 << 10, 1 << 20, 8 << 20), "queue_depth": (8, 32, 128), "io_parallel": (1, 2, 4, 8)}
 
 
 @dataclass
@@ -50,40 +53,21 @@ class Trial:
         return statistics.harmonic_mean([statistics.median(values) for values in self.rates.values()])
 
     @property
-    def cost(self) -> tuple[int, int]:
-        """Memory under way, and threads."""
-        return (self.load.block_bytes * self.load.queue_depth, self.load.threads)
+    def block(self) -> dict[str, int | bool]:
+        """The ``aio`` block of a training configuration that drives the engine so."""
+        load = self.load
+        sizes = {"block_size": load.block_bytes, "queue_depth": load.queue_depth, "intra_op_parallelism": load.threads}
+        return {**sizes, "single_submit": False, "overlap_events": True}
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
-    """The cheapest of those that are as good as the best."""
+    """Of those that are as good as the best, the one with least memory under way, and least threads."""
+
+    def cost(trial: Trial) -> tuple[float, ...]:
+        return (trial.load.block_bytes * trial.load.queue_depth, trial.load.threads, -trial.score)
+
     top = max(trial.score for trial in trials)
-    return min((trial for trial in trials if trial.score >= CLOSE * top), key=lambda trial: (trial.cost, -trial.score))
-
-
-def aio_block(load: Load) -> dict[str, int | bool]:
-    """The block of a training configuration that drives the engine so."""
-    return {
-        "block_size": load.block_bytes,
-        "queue_depth": load.queue_depth,
-        "intra_op_parallelism": load.threads,
-        "single_submit": False,
-        "overlap_events": True,
-    }
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The values that are tried, each with each."""
-
-    block_size: tuple[int, ...] = (256 << 10, 1 << 20, 8 << 20)
-    queue_depth: tuple[int, ...] = (8, 32, 128)
-    io_parallel: tuple[int, ...] = (1, 2, 4, 8)
-
-    def loads(self, *, threads_matter: bool) -> list[Load]:
-        """All settings; only the first number of threads where threads have nothing to do."""
-        threads = self.io_parallel if threads_matter else self.io_parallel[:1]
-        return [Load(*values) for values in itertools.product(self.block_size, self.queue_depth, threads)]
+    return min((trial for trial in trials if trial.score >= CLOSE * top), key=cost)
 
 
 def read_sweep(path: str) -> Sweep:
@@ -92,18 +76,17 @@ def read_sweep(path: str) -> Sweep:
         tree = parse_text(Path(path).read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError, DeepSpeedConfigError) as error:
         raise UsageError(f"the sweep {path} cannot be read: {error}") from error
-    readers = {"block_size": block_of, "queue_depth": count_of, "io_parallel": count_of}
-    lists: dict[str, tuple[int, ...]] = {}
+    lists = dict(SWEEP)
     for key, values in tree.items():
         if key in _IDLE_KEYS:
             continue
-        if key not in readers or not isinstance(values, list) or not values:
-            raise UsageError(f"the sweep {path} has lists under {', '.join(readers)}; {key}: {values!r} is none")
+        if key not in _READERS or not isinstance(values, list) or not values:
+            raise UsageError(f"the sweep {path} has lists under {', '.join(_READERS)}; {key}: {values!r} is none")
         try:
-            lists[key] = tuple(readers[key](str(value)) for value in values)
+            lists[key] = tuple(_READERS[key](str(value)) for value in values)
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"the sweep {path}: {key}: {error}") from error
-    return Sweep(**lists)
+    return lists
 
 
 def affordable(nbytes: int, *, measured_gbps: float, seconds: float, passes: int) -> int:
@@ -131,7 +114,9 @@ def tune(
         through_engine(probe, engine, first, write=True)
         gbps = min(speed(probe, engine, first, write=operation == "write") for operation in operations)
         threads_matter = not probe.file.direct or engine.backend in ("threads", "python")
-    trials = [Trial(load, {name: [] for name in operations}) for load in sweep.loads(threads_matter=threads_matter)]
+    threads = sweep["io_parallel"] if threads_matter else sweep["io_parallel"][:1]
+    loads = [Load(*values) for values in itertools.product(sweep["block_size"], sweep["queue_depth"], threads)]
+    trials = [Trial(load, {name: [] for name in operations}) for load in loads]
     size = affordable(nbytes, measured_gbps=gbps, seconds=seconds, passes=len(trials) * len(operations) * loops)
     with contextlib.closing(Target(folder, size)) as target:
         with first.engine() as engine:
@@ -143,39 +128,15 @@ def tune(
     return trials
 
 
-def as_text(trials: Sequence[Trial], best: Trial) -> str:
+def _as_text(trials: Sequence[Trial], best: Trial) -> str:
     """The table, fastest first, and the block."""
-    names = [f"{name} GB/s" for name in best.rates]
-    lines = [f"block_size  queue_depth  intra_op_parallelism  {'  '.join(f'{name:>10}' for name in names)}  times"]
+    settings = ("block_size", "queue_depth", "intra_op_parallelism")
+    rows = [[*settings, *(f"{name} GB/s" for name in best.rates), "times", ""]]
     for trial in sorted(trials, key=lambda each: -each.score):
-        load, values = trial.load, trial.rates.values()
-        medians = "  ".join(f"{statistics.median(each):>10.3f}" for each in values)
-        settings = f"{load.block_bytes:>10}  {load.queue_depth:>11}  {load.threads:>20}"
-        lines.append(f"{settings}  {medians}  {min(map(len, values)):>5}{'  best' if trial is best else ''}")
-    return "\n".join([*lines, "", json.dumps({"aio": aio_block(best.load)}, indent=2)])
-
-
-def as_json(trials: Sequence[Trial], best: Trial) -> str:
-    """The same for programs."""
-    rows = [{**aio_block(each.load), **each.rates} for each in trials]
-    return json.dumps({"aio": aio_block(best.load), "unit": "GB/s", "trials": rows}, indent=1)
-
-
-def _members(text: str) -> dict[str, tuple[int, int]]:
-    """Where the value of each key of the JSON object ``text`` begins and ends."""
-    decoder, spots = json.JSONDecoder(), {}
-
-    def skip(start: int) -> int:
-        return len(text) - len(text[start:].lstrip(" \t\r\n,:"))
-
-    at = skip(text.index("{") + 1)
-    while text[at] != "}":
-        key, at = decoder.raw_decode(text, at)
-        begin = skip(at)
-        _, end = decoder.raw_decode(text, begin)
-        spots[str(key)] = (begin, end)
-        at = skip(end)
-    return spots
+        medians = [f"{statistics.median(values):.3f}" for values in trial.rates.values()]
+        times = str(min(map(len, trial.rates.values())))
+        rows.append([*(str(trial.block[key]) for key in settings), *medians, times, "best" if trial is best else ""])
+    return "\n".join([*columns(rows, left=0), "", json.dumps({"aio": best.block}, indent=2)])
 
 
 def with_block(text: str, block: dict[str, Any]) -> str:
@@ -183,19 +144,18 @@ def with_block(text: str, block: dict[str, Any]) -> str:
     tree = json.loads(text)
     if not isinstance(tree, dict) or not isinstance(tree.get("aio", {}), dict):
         raise ValueError("it is no JSON object, or its aio is none")
-    margin = re.match(r'\s*\{\s*?\n([ \t]+)"', text)
-    indent = margin[1] if margin else None
-    newline = "\r\n" if "\r\n" in text else "\n"
-    merged = json.dumps({**tree.get("aio", {}), **block}, indent=indent, ensure_ascii=False)
-    if indent is not None:
-        merged = merged.replace("\n", newline + indent)
-    places = _members(text)
-    if "aio" in places:
-        begin, end = places["aio"]
-        return text[:begin] + merged + text[end:]
-    at = max((end for _, end in places.values()), default=text.index("{") + 1)
-    lead = ("," if places else "") + (newline + indent if indent is not None else " " if places else "")
-    return text[:at] + f'{lead}"aio": {merged}' + text[at:]
+    wanted = {**tree, "aio": {**tree.get("aio", {}), **block}}
+    merged = json.dumps(wanted["aio"], ensure_ascii=False)
+    if "aio" not in tree:  # in front of the first key, in a line like its own
+        margin = re.match(r"\s*\{(\s*)", text)
+        assert margin is not None
+        return f'{text[: margin.end()]}"aio": {merged}{"," + (margin[1] or " ") if tree else ""}{text[margin.end() :]}'
+    for key in re.finditer(r'"aio"\s*:\s*', text):  # other objects may have such a key, and texts such words
+        with contextlib.suppress(ValueError):
+            end = json.JSONDecoder().raw_decode(text, key.end())[1]
+            if json.loads(changed := text[: key.end()] + merged + text[end:]) == wanted:
+                return changed
+    raise ValueError("its aio cannot be told from other text")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -206,7 +166,7 @@ def _replace(path: Path, text: str) -> None:
     path.chmod(mode)  # whatever the umask
 
 
-def merged_config(path: Path, block: dict[str, Any]) -> str:
+def _merged_config(path: Path, block: dict[str, Any]) -> str:
     """Text of the configuration ``path`` with ``block``. Raises UsageError, also for comments, which would be lost."""
     try:
         return with_block(path.read_bytes().decode("utf-8"), block)
@@ -218,16 +178,17 @@ def merged_config(path: Path, block: dict[str, Any]) -> str:
         ) from error
 
 
-def _parser() -> CommandLine:
-    parser = CommandLine("ds_nvme_tune", __doc__)
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Raises UsageError for whatever would make a minute's measurement useless."""
+    parser = CommandLine(prog="ds_nvme_tune", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nvme_dir", required=True, metavar="DIR", help="folder on the drive")
-    parser.option("--seconds", float, 60.0, "N", "time to spend, about (default 60)")
+    parser.option("--seconds", float, 60.0, "N", "time to spend, about")
     parser.option("--sweep_config", str, None, "FILE", "JSON with lists under block_size, queue_depth and io_parallel")
-    parser.option("--io_size", size_of, 400 << 20, "BYTES", "size of the file at most (default 400M)")
-    parser.option("--loops", count_of, 1, "N", "measure each setting N times, whatever the time (default 1)")
+    parser.option("--io_size", size_of, "400M", "BYTES", "size of the file at most")
+    parser.option("--loops", count_of, 1, "N", "measure each setting N times, whatever the time")
     config = "training configuration (strict JSON) that gets the block; nothing else in it changes"
-    parser.option("--config", str, None, "FILE", config)
-    parser.option("--output", str, None, "FILE", 'write {"aio": ...} to FILE')
+    parser.option("--config", Path, None, "FILE", config)
+    parser.option("--output", Path, None, "FILE", 'write {"aio": ...} to FILE')
     parser.option("--log_dir", str, None, "DIR", "accepted; no logs are written, --json has everything")
     parser.switches(
         no_read="do not measure reads",
@@ -236,12 +197,7 @@ def _parser() -> CommandLine:
         flush_page_cache="accepted; nothing is measured through the page cache if it can be helped",
         verbose="accepted",
     )
-    parser.refuse(_REFUSED)
-    return parser
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    """Whatever would make the measurement useless, before a minute is spent on it. Raises UsageError."""
+    options = parser.parse_args(argv)
     if options.no_read and options.no_write:
         raise UsageError("--no_read and --no_write leave nothing to measure")
     if not 0 <= options.seconds <= _DAY_S:
@@ -249,28 +205,27 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.io_size % ALIGN:
         raise UsageError(f"--io_size is a multiple of {ALIGN} bytes, not {options.io_size}; for example 400M")
     if options.config:
-        merged_config(Path(options.config), {})
-    for name in filter(None, (options.config, options.output)):
-        folder = Path(name).resolve().parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(f"{name} cannot be written: {folder} is no folder that you may write")
+        _merged_config(options.config, {})
+    for path in filter(None, (options.config, options.output)):
+        if not os.access(path.resolve().parent, os.W_OK | os.X_OK):
+            raise UsageError(f"{path} cannot be written: {path.resolve().parent} is no folder that you may write")
+    return options
 
 
-def _run(argv: Sequence[str] | None) -> str:
-    options = _parser().parse_args(argv)
-    _check_options(options)
-    sweep = read_sweep(options.sweep_config) if options.sweep_config else Sweep()
+def _run(argv: Sequence[str] | None) -> str | dict[str, Any]:
+    options = _options(argv)
+    sweep = read_sweep(options.sweep_config) if options.sweep_config else SWEEP
     operations = tuple(name for name in ("write", "read") if not getattr(options, f"no_{name}"))
     sys.stderr.write(f"ds_nvme_tune: measuring in {options.nvme_dir} for about {options.seconds:.0f} s\n")
     extent = {"nbytes": options.io_size, "seconds": options.seconds, "loops": options.loops}
     trials = tune(options.nvme_dir, sweep, operations=operations, **extent)
     best = best_of(trials)
-    block = aio_block(best.load)
     if options.config:
-        _replace(Path(options.config), merged_config(Path(options.config), block))
+        _replace(options.config, _merged_config(options.config, best.block))
     if options.output:
-        _replace(Path(options.output), json.dumps({"aio": block}, indent=2) + "\n")
-    return as_json(trials, best) if options.json else as_text(trials, best)
+        _replace(options.output, json.dumps({"aio": best.block}, indent=2) + "\n")
+    rows = [{**trial.block, **trial.rates} for trial in trials]
+    return {"aio": best.block, "unit": "GB/s", "trials": rows} if options.json else _as_text(trials, best)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

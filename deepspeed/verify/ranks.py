@@ -13,16 +13,15 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def rank_context() -> BaseContext:
-    """Forkserver where there is one: torch and deepspeed are imported once, and a new rank costs milliseconds."""
+def rank_context() -> ForkServerContext:
+    """Torch and deepspeed are imported once, and a new rank costs milliseconds."""
     # Thread counts are read when torch is imported, so they must be in the environment before the server starts.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # torch imports its compiler front end at the first optimizer step; once here is cheaper than once in every rank.
     context.set_forkserver_preload(
@@ -67,8 +64,7 @@ def enter_world(rank: int, world: int, folder: str, port: int) -> None:
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.enable(log)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
@@ -105,30 +101,34 @@ def _end_with_starter() -> None:
 
 
 class Processes:
-    """``world`` ranks, each a process with a pipe: ``target(rank, world, folder, port, connection, *args)``."""
+    """``world`` ranks, each a process with a pipe: ``target(rank, world, folder, port, connection, *args)``.
+
+    They do not hear an interrupt at the terminal: it is for this process, which ends them.
+    """
 
     def __init__(self, world: int, target: Callable[..., None], *args: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="dspool-")
         self.folder = Path(self._folder.name)
-        self.processes: list[BaseProcess] = []
+        self.processes: list[ForkServerProcess] = []
         self.connections: list[Connection] = []
         context, port = rank_context(), free_port()
-        for rank in range(world):
-            ours, theirs = multiprocessing.Pipe()
-            process = context.Process(  # type: ignore[attr-defined]
-                target=target,
-                args=(rank, world, str(self.folder), port, theirs, *args),
-                daemon=True,
-                name=f"rank{rank}",
-            )
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.connections.append(ours)
+        resource_tracker.ensure_running()  # which ends with interrupts let through
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it
+        try:
+            for rank in range(world):
+                ours, theirs = multiprocessing.Pipe()
+                whole = (rank, world, str(self.folder), port, theirs, *args)
+                process = context.Process(target=target, args=whole, daemon=True, name=f"rank{rank}")
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.connections.append(ours)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def kill(self, ranks: Iterable[int] | None = None) -> None:
         """SIGKILL to these ranks, or to all; returns when they are gone."""
-        chosen = [self.processes[rank] for rank in (range(len(self.processes)) if ranks is None else ranks)]
+        chosen = self.processes if ranks is None else [self.processes[rank] for rank in ranks]
         for process in chosen:
             process.kill()
         for process in chosen:
@@ -155,8 +155,8 @@ class RankPool:
     def __enter__(self) -> "RankPool":
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(at_once=kind is not None)
 
     def start(self) -> Processes:
         """Start the ranks if they are not running."""
@@ -164,17 +164,13 @@ class RankPool:
             self._ranks = Processes(self.world, _serve)
         return self._ranks
 
-    def close(self) -> None:
-        """End the ranks."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the ranks; ``at_once`` also those that are at work."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
+            if at_once:
+                ranks.kill()
             ranks.close()
-
-    def kill(self) -> None:
-        """End the ranks at once."""
-        if self._ranks is not None:
-            self._ranks.kill()
-        self.close()
 
     def run(
         self, function: Callable[..., Any], *args: Any, time_limit: float | None = None, **kwargs: Any
@@ -195,12 +191,12 @@ class RankPool:
         if all(answer is not None and answer[0] for answer in answers):
             return [answer[1] for answer in answers if answer is not None]
         for process, answer in zip(ranks.processes, answers, strict=True):
-            if answer is None and process.pid is not None and hasattr(signal, "SIGUSR1"):
+            if answer is None and process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)  # a hung rank writes the stacks of its threads into its log
         time.sleep(0.3)
         tails = [_tail(log, start) for log, start in zip(logs, starts, strict=True)]
-        self.kill()
+        self.close(at_once=True)
         raise _failure(getattr(function, "__qualname__", str(function)), answers, tails)
 
 
@@ -241,21 +237,3 @@ def _failure(function: str, answers: list[tuple[Any, ...] | None], tails: list[s
         text = "no answer within the time limit; its stacks are below" if answer is None else answer[2]
         parts.append(f"--- rank {rank}: {types[rank]}\n{text.rstrip()}\n{tail}".rstrip())
     return RankFailure("\n".join(parts), types)
-
-
-def resolve(reference: str) -> Any:
-    """Import ``module:attribute``; the current folder counts as importable. Raises ValueError with a sentence."""
-    module_name, colon, attribute = reference.partition(":")
-    if not colon or not module_name or not attribute:
-        raise ValueError(
-            f"{reference!r} does not name a function; write it as module:function, for example my_model:build"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = __import__(module_name, fromlist=[attribute])
-    except ImportError as error:
-        raise ValueError(f"cannot import {module_name!r} (searched from {os.getcwd()}): {error}") from error
-    if not hasattr(module, attribute):
-        raise ValueError(f"module {module_name!r} ({module.__file__}) has no attribute {attribute!r}")
-    return getattr(module, attribute)

@@ -13,6 +13,8 @@ Without ``loss_fn`` the loss is the output's ``loss`` (attribute or key), the ou
 the mean of its squares.
 """
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +22,29 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.verify.models import SAMPLES, SEQUENCE, Case, Losses, MicroBatch, case_named
-from deepspeed.verify.ranks import resolve
 
 BatchFunction = Callable[[int, int, int, int], Any]
 LossFunction = Callable[[Any, Any], Tensor]
 BUILD_SEED = 1234
 IMAGE_SIDE = 16
+
+
+def resolve(reference: str) -> Any:
+    """Import ``module:attribute``; the current folder counts as importable. Raises ValueError with a sentence."""
+    module_name, colon, attribute = reference.partition(":")
+    if not colon or not module_name or not attribute:
+        raise ValueError(
+            f"{reference!r} does not name a function; write it as module:function, for example my_model:build"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = __import__(module_name, fromlist=[attribute])
+    except ImportError as error:
+        raise ValueError(f"cannot import {module_name!r} (searched from {os.getcwd()}): {error}") from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"module {module_name!r} ({module.__file__}) has no attribute {attribute!r}")
+    return getattr(module, attribute)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -249,6 +249,7 @@ def test_a_process_that_ends_right_after_the_call_still_finishes_its_save(tmp_pa
 
 def wait_for_the_signal(folder: str, seconds: float) -> None:
     """A rank of its own, in the middle of a background save."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ranks of a pool do not hear interrupts
     with tempfile.TemporaryDirectory() as meeting:
         enter_world(0, 1, meeting, free_port())
         save_twice(folder, seconds=seconds)

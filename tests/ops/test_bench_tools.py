@@ -102,7 +102,7 @@ def test_checkpoints_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--folder", "{}/none"], "{}/none is no folder"),
+        (["--folder", "{}/none"], "{}/none does not exist"),
         (["--folder", "{}", "--steps", "3"], "--steps 3 are fewer than --every 5"),
         (["--folder", "{}", "--params", "1e13"], "GB of memory and"),
         (["--folder", "{}", "--ranks", "999999999"], "give fewer --params or --ranks"),

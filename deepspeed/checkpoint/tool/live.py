@@ -24,8 +24,7 @@ from deepspeed.checkpoint.weights.weights import block_of, open_facts
 from deepspeed.config import load_config, read_config_source
 from deepspeed.errors import UsageError
 from deepspeed.optim.registry import granularity
-from deepspeed.verify.ranks import resolve
-from deepspeed.verify.user_model import parts_of
+from deepspeed.verify.user_model import parts_of, resolve
 
 _FLAT = 8  # elements of a stand-in for an optimizer that sees elements only
 _Shape = tuple[int, ...]
