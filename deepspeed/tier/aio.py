@@ -62,25 +62,24 @@ def _failure(code: int, what: str, path: str) -> TransferError:
 class _Native:
     """csrc/aio; its methods are C functions, which leave the interpreter to other threads.
 
-    ``submit`` takes write, direct fd, plain fd, offset, address and bytes and gives a ticket; failures are negative
-    errno values.
+    ``submit`` takes write, direct fd, plain fd, offset, address and bytes and gives a ticket; ``wait`` gives 0 or the
+    first failure of a ticket, once. Failures are negative errno values.
     """
 
     def __init__(self, library: ctypes.CDLL, *, backend: str, depth: int, block: int, threads: int) -> None:
-        functions: dict[str, Any] = {}
-        for name, (result, arguments) in _SIGNATURES.items():
-            functions[name] = library[f"ds_aio_{name}"]  # an own object for each, so that signatures are nobody else's
-            functions[name].restype, functions[name].argtypes = result, arguments
+        def function(name: str) -> Any:
+            call = library[f"ds_aio_{name}"]  # an object for each engine, so that signatures are nobody else's
+            call.restype, call.argtypes = _SIGNATURES[name]
+            return call
+
         error = ctypes.c_int(0)
-        handle = functions["new"](_CODES[backend], depth, block, threads, ctypes.byref(error))
+        handle = function("new")(_CODES[backend], depth, block, threads, ctypes.byref(error))
         if not handle:
             why = f"is not to be had here ({os.strerror(-error.value)}); backend='auto' takes what there is"
             raise TransferError(-error.value, f"file IO by {backend!r} {why}")
-        code = functions["backend"](handle)
-        self.name = next(name for name, number in _CODES.items() if number == code)
-        self.submit, self.wait, self.done, self.free = (
-            functools.partial(functions[name], handle) for name in ("submit", "wait", "done", "free")
-        )
+        self.name = list(_CODES)[function("backend")(handle)]
+        calls = (functools.partial(function(name), handle) for name in ("submit", "wait", "done", "free"))
+        self.submit, self.wait, self.done, self.free = calls
 
 
 class _PythonThreads:
@@ -88,53 +87,46 @@ class _PythonThreads:
 
     name = "python"
 
-    def __init__(self, *, block: int, threads: int) -> None:
-        self._block, self._pid = block, os.getpid()
+    def __init__(self, *, threads: int) -> None:
+        self._pid = os.getpid()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ds-aio")
-        self._pieces: dict[int, list[Future[int]]] = {}
+        self._under_way: dict[int, Future[int]] = {}
         self._tickets = itertools.count(1)
 
-    def submit(self, write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
-        """A ticket."""
-        spans = [(at, min(self._block, nbytes - at)) for at in range(0, nbytes, self._block)]
+    def submit(self, *move: int) -> int:
         ticket = next(self._tickets)
-        self._pieces[ticket] = [self._begin(write, plain, offset + at, address + at, size) for at, size in spans]
+        try:
+            self._under_way[ticket] = self._pool.submit(_move, *move)
+        except RuntimeError:  # the interpreter is ending, and pools take nothing more; a save still has to end
+            self._under_way[ticket] = Future()
+            self._under_way[ticket].set_result(_move(*move))
         return ticket
 
-    def _begin(self, *move: int) -> "Future[int]":
-        try:
-            return self._pool.submit(self._move, *move)
-        except RuntimeError:  # the interpreter is ending, and pools take nothing more; a save still has to end
-            done: Future[int] = Future()
-            done.set_result(self._move(*move))
-            return done
-
-    @staticmethod
-    def _move(write: int, fd: int, offset: int, address: int, size: int) -> int:
-        memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        act, at = os.pwritev if write else os.preadv, 0
-        while at < size:
-            try:
-                count = act(fd, [memory[at:]], offset + at)
-            except OSError as error:
-                return -(error.errno or errno.EIO)
-            if count == 0:
-                return -errno.ENOSPC if write else -errno.ENODATA
-            at += count
-        return 0
-
     def wait(self, ticket: int) -> int:
-        """0 or the first failure."""
-        return next((code for code in [piece.result() for piece in self._pieces.pop(ticket)] if code), 0)
+        code = self._under_way[ticket].result()
+        del self._under_way[ticket]
+        return code
 
     def done(self, ticket: int) -> int:
-        """1 or 0."""
-        return int(all(piece.done() for piece in self._pieces[ticket]))
+        return int(self._under_way[ticket].done())
 
     def free(self) -> None:
-        """Ends the threads when they have done everything."""
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid:  # a forked child has no threads to wait for
             self._pool.shutdown()
+
+
+def _move(write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
+    del direct
+    act, at = os.pwritev if write else os.preadv, 0
+    while at < nbytes:
+        try:
+            count = act(plain, [(ctypes.c_char * (nbytes - at)).from_address(address + at)], offset + at)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+        if count == 0:
+            return -errno.ENOSPC if write else -errno.ENODATA
+        at += count
+    return 0
 
 
 class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
@@ -150,8 +142,7 @@ class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
         self._direct = -1
         self._under_way: dict[FileTransfer, None] = {}
         try:
-            if hasattr(os, "O_DIRECT"):
-                self._direct = os.open(self.path, flags | os.O_DIRECT)
+            self._direct = os.open(self.path, flags | os.O_DIRECT)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 os.close(self._plain)
@@ -206,10 +197,8 @@ def _reserve(fd: int, nbytes: int) -> None:
 
     Not by ``os.posix_fallocate``: on a filesystem without reservations it writes a byte into every block.
     """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call is None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+    libc = ctypes.CDLL(None, use_errno=True)
+    while libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, os.strerror(code))
 
@@ -220,7 +209,7 @@ class FileTransfer(Transfer):
     def __init__(
         self, engine: "AioEngine", file: DirectFile, *, write: bool, offset: int, tensor: torch.Tensor
     ) -> None:
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = tensor.nbytes
         self.asked = False
         """Whether somebody has called ``wait``, and so knows of a failure."""
         self._engine, self._file = engine, file
@@ -237,10 +226,9 @@ class FileTransfer(Transfer):
             try:
                 if engine._closed or file._plain < 0:
                     raise ValueError(f"{'this AioEngine' if engine._closed else file.path} is closed")
-                fds = (file._direct, file._plain)
-                move = (int(write), *fds, offset, tensor.data_ptr(), self.nbytes)
-                submitted = [-errno.ECHILD] if engine._foreign() else itertools.starmap(engine._calls.submit, [move])
-                self._ticket.extend(submitted)
+                move = (int(write), file._direct, file._plain, offset, tensor.data_ptr(), self.nbytes)
+                submit = engine._calls.submit
+                self._ticket.extend([-errno.ECHILD] if engine._foreign() else itertools.starmap(submit, [move]))
                 self._code.extend(code for code in self._ticket if code < 0)
             finally:
                 if self._code or not self._ticket:
@@ -251,8 +239,7 @@ class FileTransfer(Transfer):
     def wait(self) -> None:
         """Until it is done. Raises TransferError, with the file and the offset, when it failed; may be called again."""
         self.asked = True
-        code = self.settle()
-        if code:
+        if code := self.settle():
             raise self.failure(code)
 
     def done(self) -> bool:
@@ -289,10 +276,10 @@ class FileTransfer(Transfer):
 class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
     """Transfers between host tensors and files; several threads may use it.
 
-    At most ``queue_depth`` pieces of ``block_bytes`` (a multiple of 4096) are under way on O_DIRECT descriptors, and
-    ``threads`` through the page cache. ``backend`` is "auto", "io_uring", "libaio" or "threads"; DS_AIO_BACKEND in the
-    environment decides for "auto". ``backend`` of the engine is the one it uses, "python" where the native code cannot
-    be compiled.
+    At most ``queue_depth`` pieces of ``block_bytes`` (made a multiple of 4096) are under way on O_DIRECT descriptors,
+    and ``threads`` through the page cache. ``backend`` is "auto", "io_uring", "libaio" or "threads"; DS_AIO_BACKEND in
+    the environment decides for "auto". ``backend`` of the engine is the one it uses, "python" where the native code
+    cannot be compiled.
 
     Raises ValueError for an argument, TransferError when the named backend is not to be had, BuildError when it needs
     native code.
@@ -303,29 +290,25 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
     ) -> None:
         if not 1 <= queue_depth <= 4096 or not 1 <= threads <= 256:
             raise ValueError(f"queue_depth is 1 to 4096 and threads 1 to 256, not {queue_depth} and {threads}")
-        if block_bytes % ALIGN or not ALIGN <= block_bytes <= 1 << 30:
-            raise ValueError(f"block_bytes is a multiple of {ALIGN}, 1 GiB at most, not {block_bytes}")
+        if not 1 <= block_bytes <= 1 << 30:
+            raise ValueError(f"block_bytes is 1 to 1 GiB, not {block_bytes}")
         if backend == "auto":
             backend = os.environ.get("DS_AIO_BACKEND") or "auto"
         if backend not in _CODES:
-            raise ValueError(
-                f"a backend of file IO is one of {', '.join(_CODES)}, not {backend!r} (argument or DS_AIO_BACKEND)"
-            )
+            names = ", ".join(_CODES)
+            raise ValueError(f"a backend of file IO is one of {names}, not {backend!r} (argument or DS_AIO_BACKEND)")
         library = load(ASYNC_IO) if backend in ("io_uring", "libaio") else try_load(ASYNC_IO)
-        self._calls: _Native | _PythonThreads
-        if library is None:
-            self._calls = _PythonThreads(block=block_bytes, threads=threads)
-        else:
-            self._calls = _Native(library, backend=backend, depth=queue_depth, block=block_bytes, threads=threads)
+        block = -(-block_bytes // ALIGN) * ALIGN
+        self._calls = (
+            _Native(library, backend=backend, depth=queue_depth, block=block, threads=threads)
+            if library
+            else _PythonThreads(threads=threads)
+        )
+        self.backend = self._calls.name
         self._pid, self._closed = os.getpid(), False
         self._under_way: dict[FileTransfer, None] = {}  # oldest first; holds the tensors
         # also when it is never closed: at the end of the process, and before its tensors are collected with it
         self._end = weakref.finalize(self, self._calls.free)
-
-    @property
-    def backend(self) -> str:
-        """The one in use: "io_uring", "libaio", "threads" or "python"."""
-        return self._calls.name
 
     def read(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
         """Start filling ``tensor`` (contiguous, on the host) with the bytes of ``file`` from ``offset`` (bytes) on.
@@ -342,9 +325,8 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
     def _start(self, file: DirectFile, offset: int, tensor: torch.Tensor, *, write: bool) -> FileTransfer:
         whole = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
         if not whole or tensor.is_conj() or tensor.is_neg():
-            raise ValueError(
-                f"file IO takes contiguous host tensors, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            )
+            kind = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            raise ValueError(f"file IO takes contiguous host tensors, not {kind}")
         if offset < 0:
             raise ValueError(f"an offset in {file.path} is not negative: {offset}")
         # transfers that nobody waits for let go of their tensors here; they still know how they ended

@@ -12,8 +12,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,17 +27,7 @@ from deepspeed.tier.transfer import ARRIVED, Transfer
 _GLANCE_S = 0.2  # between looks whether a reader still exists
 
 
-@dataclass(frozen=True)
-class AioSettings:
-    """``block_bytes`` of one request; ``queue_depth`` requests under way; ``threads`` for what bypasses the queue."""
-
-    block_bytes: int = 1 << 20
-    queue_depth: int = 32
-    threads: int = 1
-
-
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """``nbytes`` bytes from ``offset`` of the arena, both multiples of 4096."""
 
     offset: int
@@ -49,42 +39,28 @@ class Drive:
     there any more.
 
     ``folder`` is made if only its last part is missing: a path that is wrong earlier is more often a drive that is not
-    mounted. Raises UsageError for such a path, TransferError (an OSError) when the drive fails or is full.
+    mounted. ``engine``: ``queue_depth``, ``block_bytes`` and ``threads`` of the AioEngine. Raises UsageError for such a
+    path, TransferError (an OSError) when the drive fails or is full.
     """
 
     def __init__(
-        self, folder: str, *, label: str, aio: AioSettings, staging: int, piece_bytes: int = 1 << 30, pin: bool = False
+        self, folder: str, *, label: str, staging: int, piece_bytes: int = 1 << 30, pin: bool = False, **engine: Any
     ) -> None:
-        self.folder = folder
-        self.label = label
+        self.folder, self.label = folder, label
         self.piece_bytes = max(ALIGN, piece_bytes // ALIGN * ALIGN)
-        _make_folder(folder, label)
         self._file = _open_arena(folder, label)
-        self._engine = AioEngine(
-            queue_depth=aio.queue_depth, block_bytes=-(-aio.block_bytes // ALIGN) * ALIGN, threads=aio.threads
-        )
+        self._engine = AioEngine(**engine)
         self.staging = Staging(staging, pin=pin)
-        self._end = self._allocated = self._expected = self._in_use = 0
+        self.backend = self._engine.backend
+        self.direct = self._file.direct and self.backend != "python"
+        """Whether transfers bypass the page cache: the filesystem allows it, and native code makes use of it."""
+        self.used_bytes = 0
+        """Size of the arena."""
+        self._allocated = self._expected = self._in_use = 0
         self._free: dict[int, list[Extent]] = {}
-        self.read_bytes = 0
-        self.written_bytes = 0
+        self.read_bytes = self.written_bytes = 0
         # Also when nobody closes it: fds and IO threads go with the last tensor that rests here.
         self._last = weakref.finalize(self, _end, self._engine, self._file)
-
-    @property
-    def backend(self) -> str:
-        """How bytes travel: io_uring, libaio, threads or python."""
-        return self._engine.backend
-
-    @property
-    def direct(self) -> bool:
-        """Whether transfers bypass the page cache: the filesystem allows it, and native code makes use of it."""
-        return self._file.direct and self.backend != "python"
-
-    @property
-    def used_bytes(self) -> int:
-        """Size of the arena."""
-        return self._end
 
     def reserve(self, nbytes: int) -> Extent:
         """Space for ``nbytes`` bytes, out of what ``expect`` has allocated while that lasts, else allocated now."""
@@ -94,9 +70,8 @@ class Drive:
             return self._free[size].pop()
         self._expected = max(0, self._expected - size)
         self._grow(size)
-        extent = Extent(self._end, size)
-        self._end += size
-        return extent
+        self.used_bytes += size
+        return Extent(self.used_bytes - size, size)
 
     def expect(self, nbytes: int) -> None:
         """Allocate room for ``nbytes`` more bytes now: a full drive shows here and not in the middle of a step."""
@@ -104,7 +79,7 @@ class Drive:
         self._grow(0)
 
     def _grow(self, nbytes: int) -> None:
-        total = self._end + nbytes + self._expected
+        total = self.used_bytes + nbytes + self._expected
         if total > self._allocated:
             self._file.allocate(total)
             self._allocated = total
@@ -116,7 +91,7 @@ class Drive:
         if self._in_use == 0 and self._file.size:
             self._file.clear()
             self._free.clear()
-            self._end = self._allocated = self._expected = 0
+            self.used_bytes = self._allocated = self._expected = 0
 
     def read(self, extent: Extent, start: int, out: torch.Tensor) -> Transfer:
         """Start filling ``out`` (a host tensor) from byte ``start`` of ``extent``."""
@@ -142,7 +117,7 @@ def _end(engine: AioEngine, file: DirectFile) -> None:
     file.close()
 
 
-def _make_folder(folder: str, label: str) -> None:
+def _open_arena(folder: str, label: str) -> DirectFile:
     path = Path(folder)
     if path.is_file():
         raise UsageError(f"{label} {folder!r} is a file; name a folder on the drive")
@@ -150,21 +125,12 @@ def _make_folder(folder: str, label: str) -> None:
         raise UsageError(f"{label} {folder!r}: '~' is not replaced here; write the whole path")
     try:
         path.mkdir(exist_ok=True)
-    except FileNotFoundError:
-        missing = next(p for p in reversed([path, *path.parents]) if not p.exists())
-        raise UsageError(
-            f"{label} {folder!r}: {missing} does not exist; is the drive mounted? Make it, or name another folder"
-        ) from None
-    except OSError as error:
-        raise UsageError(
-            f"{label} {folder!r} cannot be used: {error.strerror}; name a folder on the drive that you may write"
-        ) from error
-
-
-def _open_arena(folder: str, label: str) -> DirectFile:
-    try:
         with tempfile.TemporaryFile(dir=folder) as nameless:
             file = DirectFile(f"/dev/fd/{nameless.fileno()}")
+    except FileNotFoundError:
+        missing = next((p for p in reversed([path, *path.parents]) if not p.exists()), path)
+        hint = "is the drive mounted? Make it, or name another folder"
+        raise UsageError(f"{label} {folder!r}: {missing} does not exist; {hint}") from None
     except OSError as error:
         refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         hint = "name a folder that you may write" if refused else "check the drive"
@@ -186,11 +152,6 @@ class Held:
         if self._released.is_set():  # perhaps written over before these bytes came
             raise InvalidStateError("a state on a drive was read for a save that had let go of it; save again")
 
-    @property
-    def released(self) -> bool:
-        """Whether nobody has to wait for it any more."""
-        return self._released.is_set()
-
     def release(self) -> None:
         """It has been read; may be called again."""
         self._released.set()
@@ -200,6 +161,16 @@ class Held:
         if not self._released.is_set():
             self._hurry()
         return self._released.wait(seconds)
+
+
+class _Ahead(NamedTuple):
+    """Elements ``lo`` to ``hi`` on their way to ``inside`` of a staging buffer."""
+
+    transfer: Transfer
+    buffer: torch.Tensor
+    inside: torch.Tensor
+    lo: int
+    hi: int
 
 
 class Stored(TierStore):
@@ -217,7 +188,7 @@ class Stored(TierStore):
         self.staging = staging or drive.staging
         self._extent = drive.reserve(numel * dtype.itemsize)
         self._writes: list[tuple[Transfer, int, int]] = []
-        self._ahead: deque[tuple[Transfer, torch.Tensor, int, int]] = deque()
+        self._ahead: deque[_Ahead] = deque()
         # weakly: what nobody can read any more holds nothing, however its reader got lost
         self._readers: list[weakref.ref[Held]] = []
 
@@ -247,34 +218,33 @@ class Stored(TierStore):
 
     def _load(self, out: torch.Tensor, start: int) -> None:
         end = start + out.numel()
-        if self._ahead and (self._ahead[0][2] != start or start + out.numel() < self._ahead[-1][3]):
+        if self._ahead and (self._ahead[0].lo != start or end < self._ahead[-1].hi):
             self.forget_ahead()
         self._wait_for_writes(start, end)
-        waiting = deque(p for p in self._pieces(start, end) if not self._ahead or p[0] >= self._ahead[-1][3])
+        waiting = deque(p for p in self._pieces(start, end) if not self._ahead or p[0] >= self._ahead[-1].hi)
         while self._ahead or waiting:
             while waiting and (not self._ahead or self.staging.room):
                 self._start(*waiting.popleft())
-            transfer, buffer, lo, hi = self._ahead.popleft()
+            piece = self._ahead.popleft()
             try:
-                transfer.wait()
-                out[lo - start : hi - start].copy_(self._inside(buffer, lo, hi))
+                piece.transfer.wait()
+                out[piece.lo - start : piece.hi - start].copy_(piece.inside)
             finally:
-                self.staging.give(buffer)
+                self.staging.give(piece.buffer)
 
     def read_ahead(self) -> bool:
-        if self._ahead or any(not transfer.done() for transfer, _, _ in self._writes):
-            return bool(self._ahead)
-        self.settle()
-        for piece in self._pieces(0, self.numel):
-            if not self.staging.room:
-                break
-            self._start(*piece)
+        if not self._ahead and all(transfer.done() for transfer, _, _ in self._writes):
+            self.settle()
+            for lo, hi in self._pieces(0, self.numel):
+                if not self.staging.room:
+                    break
+                self._start(lo, hi)
         return bool(self._ahead)
 
     def forget_ahead(self) -> None:
         while self._ahead:
-            transfer, buffer, _, _ = self._ahead.popleft()
-            self.staging.give(buffer, after=transfer)
+            piece = self._ahead.popleft()
+            self.staging.give(piece.buffer, after=piece.transfer)
 
     @contextlib.contextmanager
     def open(self, *, write: bool) -> Iterator[torch.Tensor]:
@@ -313,7 +283,7 @@ class Stored(TierStore):
         """
         self.settle()
         reader = Held(self.drive, self._extent, hurry)
-        left = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier.released]
+        left = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier._released.is_set()]
         self._readers = [*left, weakref.ref(reader)]  # what is never written would keep those of every save
         return reader
 
@@ -355,17 +325,14 @@ class Stored(TierStore):
     def _start(self, lo: int, hi: int) -> None:
         buffer, inside = self._window(lo, hi)
         try:
-            self._ahead.append((self.drive.read(self._extent, lo * self.dtype.itemsize, inside), buffer, lo, hi))
+            transfer = self.drive.read(self._extent, lo * self.dtype.itemsize, inside)
         except BaseException:
             self.staging.give(buffer)
             raise
+        self._ahead.append(_Ahead(transfer, buffer, inside, lo, hi))
 
     def _window(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-        buffer = self.staging.take((hi - lo) * self.dtype.itemsize + ALIGN)
-        return buffer, self._inside(buffer, lo, hi)
-
-    def _inside(self, buffer: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
         # The same place within a page as in the file, so that whole pages can bypass the page cache.
         width = self.dtype.itemsize
-        shift = lo * width % ALIGN
-        return buffer[shift : shift + (hi - lo) * width].view(self.dtype)
+        buffer, shift = self.staging.take((hi - lo) * width + ALIGN), lo * width % ALIGN
+        return buffer, buffer[shift : shift + (hi - lo) * width].view(self.dtype)

@@ -17,7 +17,7 @@ from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import host
-from deepspeed.tier.drive import AioSettings, Drive
+from deepspeed.tier.drive import Drive
 from deepspeed.verify.models import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
@@ -200,7 +200,7 @@ def test_a_tile_that_cannot_be_read_loses_no_buffer(pool1: RankPool) -> None:
 
 def _space_after_birth() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
-        drive = Drive(folder, label="x", aio=AioSettings(), staging=1)
+        drive = Drive(folder, label="x", staging=1)
         regions = [drive.reserve(1 << 20) for _ in range(3)]
         full = os.fstat(drive._file._plain).st_blocks
         for region in regions:

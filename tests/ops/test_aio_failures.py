@@ -322,7 +322,7 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         {"queue_depth": 0},
         {"queue_depth": 5000},
         {"threads": 0},
-        {"block_bytes": 1000},
+        {"block_bytes": 0},
         {"block_bytes": 2 << 30},
     ):
         with pytest.raises(ValueError, match="not"):

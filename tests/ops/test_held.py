@@ -9,14 +9,14 @@ import torch
 
 from deepspeed.errors import InvalidStateError
 from deepspeed.tier.aio import TransferError
-from deepspeed.tier.drive import AioSettings, Drive, Stored
+from deepspeed.tier.drive import Drive, Stored
 from tests.ops.test_staging_and_stored import LABEL, Pending
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[Stored]:
     """Ones on a drive."""
-    drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(), staging=2)
+    drive = Drive(str(tmp_path), label=LABEL, staging=2)
     found = Stored(drive, 5000, torch.float32)
     found.put(torch.ones(5000))
     yield found

@@ -19,7 +19,7 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.aligned import ALIGN, aligned_empty
-from deepspeed.tier.drive import AioSettings, Drive, Stored
+from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.staging import Staging
 
 LABEL = "zero_optimization.offload_param.nvme_path"
@@ -199,7 +199,7 @@ def make_drive(tmp_path: Path) -> Iterator[Callable[..., Drive]]:
 
     def make(**changes: object) -> Drive:
         options = {"staging": 2, "piece_bytes": 1 << 30, **changes}
-        made.append(Drive(str(tmp_path), label=LABEL, aio=AioSettings(block_bytes=8192, queue_depth=4), **options))  # type: ignore[arg-type]
+        made.append(Drive(str(tmp_path), label=LABEL, block_bytes=8192, queue_depth=4, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -472,12 +472,12 @@ def test_a_folder_that_cannot_be_used_is_a_sentence(tmp_path: Path, kind: str, w
     else:
         folder = Path("/sys/kernel" if os.geteuid() == 0 else "/")
     with pytest.raises(UsageError, match=words) as told:
-        Drive(str(folder), label=LABEL, aio=AioSettings(), staging=2)
+        Drive(str(folder), label=LABEL, staging=2)
     assert LABEL in str(told.value) and str(folder) in str(told.value)
 
 
 def test_the_last_part_of_the_path_is_made(tmp_path: Path) -> None:
-    drive = Drive(str(tmp_path / "new"), label=LABEL, aio=AioSettings(), staging=2)
+    drive = Drive(str(tmp_path / "new"), label=LABEL, staging=2)
     assert (tmp_path / "new").is_dir()
     drive.close()
     drive.close()
@@ -485,7 +485,7 @@ def test_the_last_part_of_the_path_is_made(tmp_path: Path) -> None:
 
 def test_drives_that_nobody_closes_leak_no_descriptors(make_drive: Callable[..., Drive], tmp_path: Path) -> None:
     def once() -> None:
-        drive = Drive(str(tmp_path), label=LABEL, aio=AioSettings(queue_depth=4), staging=2)
+        drive = Drive(str(tmp_path), label=LABEL, queue_depth=4, staging=2)
         Stored(drive, 5000, torch.float32).put(torch.ones(5000))
 
     once()
@@ -499,10 +499,9 @@ def test_drives_that_nobody_closes_leak_no_descriptors(make_drive: Callable[...,
 
 _WITHOUT_ROOM = """
 import resource, sys
-from deepspeed.tier.drive import AioSettings, Drive
-from deepspeed.tier.drive import Stored
+from deepspeed.tier.drive import Drive, Stored
 import torch
-drive = Drive(sys.argv[1], label="L", aio=AioSettings(), staging=2)
+drive = Drive(sys.argv[1], label="L", staging=2)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 small = Stored(drive, 1000, torch.float32)
 small.put(torch.ones(1000))
@@ -530,7 +529,9 @@ def test_every_backend_gives_the_same_bits(tmp_path: Path, backend: str, monkeyp
         drive = Drive(
             str(tmp_path),
             label=LABEL,
-            aio=AioSettings(queue_depth=2, block_bytes=4096, threads=2),
+            queue_depth=2,
+            block_bytes=4096,
+            threads=2,
             staging=2,
             piece_bytes=9000,
         )

@@ -5,7 +5,7 @@ import torch
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aligned import ALIGN
-from deepspeed.tier.drive import AioSettings, Drive, Stored
+from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import Memory, TierStore
 from deepspeed.zero.memory.budget import MemoryPlan
@@ -84,9 +84,10 @@ class Tiers:
 
     def _open(self, what: str, folder: str, *, staging: int, pin: bool, piece_bytes: int = 1 << 30) -> Drive:
         if what not in self._drives:
-            aio = AioSettings(self.plan.block_bytes, self.plan.queue_depth, self.plan.threads)
+            plan = self.plan
+            engine = {"block_bytes": plan.block_bytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
             label, pin = f"zero_optimization.offload_{what}.nvme_path", self._pins(pin=pin)
-            self._drives[what] = Drive(folder, label=label, aio=aio, staging=staging, piece_bytes=piece_bytes, pin=pin)
+            self._drives[what] = Drive(folder, label=label, staging=staging, piece_bytes=piece_bytes, pin=pin, **engine)
         return self._drives[what]
 
     def _pins(self, *, pin: bool) -> bool:
