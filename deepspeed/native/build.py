@@ -46,10 +46,11 @@ def _compile(op: OpSpec, compiler: Compiler, work: Path) -> Path:
 
     wish = os.environ.get("MAX_JOBS", "")
     jobs = (int(wish) if wish.isdecimal() else 0) or os.cpu_count() or 1
-    objects = {work / f"{index}.o": source for index, source in enumerate(op.files())}
-    commands = {target: compiler.object_command(op, source, target) for target, source in objects.items()}
-    ninja = tools.find_ninja()
-    if ninja:
+    commands = {
+        work / f"{index}.o": compiler.object_command(op, source, work / f"{index}.o")
+        for index, source in enumerate(op.files())
+    }
+    if ninja := tools.find_ninja():
         plan = work / "build.ninja"
         plan.write_text(tools.ninja_plan(commands, work), encoding="utf-8")
         # without the sign of a failed command ninja itself is broken, which need not end the build
@@ -58,11 +59,10 @@ def _compile(op: OpSpec, compiler: Compiler, work: Path) -> Path:
     for first in range(0, len(lines), jobs):
         run(lines[first : first + jobs])
     library = work / f"{op.name}.so"
-    run([compiler.link_command(op, list(objects), library)])
+    run([compiler.link_command(op, list(commands), library)])
     if not library.is_file():
-        raise BuildError(
-            f"op {op.name}: {compiler.command[0]} ended well but made no library; CXX must name a C++ compiler"
-        )
+        what = "ended well but made no library; CXX must name a C++ compiler"
+        raise BuildError(f"op {op.name}: {compiler.command[0]} {what}")
     return library
 
 
@@ -74,15 +74,15 @@ def _compile_into(entry: cache.CachedLibrary, op: OpSpec, compiler: Compiler) ->
 
 def _build_into(entry: cache.CachedLibrary, op: OpSpec, compiler: Compiler) -> None:
     """Make ``entry`` good: by waiting for another process that builds it, else by building it."""
-    asked, lock = time.time(), cache.BuildLock(entry.folder, op.name)
+    begin, lock = time.time(), cache.BuildLock(entry.folder, op.name)
     with lock.owned():
         if entry.is_good():
             return
         last = lock.read()
-        if last.get("failed") and last.get("stem") == entry.stem and float(last.get("time", 0)) > asked:
+        if last.get("failed") and last.get("stem") == entry.stem and float(last.get("time", 0)) > begin:
             raise BuildError(str(last["failed"]))
-        lock.write(stem=entry.stem, time=time.time())
-        begin = time.monotonic()
+        begin = time.time()
+        lock.write(stem=entry.stem, time=begin)
         try:
             _compile_into(entry, op, compiler)
         except OSError as error:
@@ -90,7 +90,7 @@ def _build_into(entry: cache.CachedLibrary, op: OpSpec, compiler: Compiler) -> N
         except BuildError as error:
             lock.write(stem=entry.stem, time=time.time(), failed=str(error))
             raise
-        logger.info("op %s: built in %.1f s, kept in %s", op.name, time.monotonic() - begin, entry.library)
+        logger.info("op %s: built in %.1f s, kept in %s", op.name, time.time() - begin, entry.library)
 
 
 def ship(op: OpSpec, folder: Path) -> Path:
@@ -110,8 +110,9 @@ def shipped(op: OpSpec) -> Path | None:
 
 def built(op: OpSpec) -> Path | None:
     """A good library of ``op`` that exists already, shipped or cached, whatever compiler made it; nothing is run."""
-    cached = (path for folder in cache.known_folders() for path in cache.good_libraries(folder, f"{op.stem()}-"))
-    return shipped(op) or next(cached, None)
+    with contextlib.suppress(BuildError):
+        return shipped(op) or next(iter(cache.good_libraries(cache.folder(), f"{op.stem()}-")), None)
+    return None
 
 
 def checked_compiler(kind: Kind, *, limit_s: float = tools.PROBE_LIMIT_S) -> Compiler:
@@ -130,8 +131,11 @@ def checked_compiler(kind: Kind, *, limit_s: float = tools.PROBE_LIMIT_S) -> Com
 
 def last_failure(op: OpSpec, compiler: Compiler) -> str:
     """Why the last attempt to build ``op`` with ``compiler`` failed; empty when it did not, or there was none."""
-    stem, texts = _stem(op, compiler), [cache.BuildLock(folder, op.name).read() for folder in cache.known_folders()]
-    return next((str(last["failed"]) for last in texts if last.get("stem") == stem and last.get("failed")), "")
+    try:
+        last = cache.BuildLock(cache.folder(), op.name).read()
+    except BuildError as error:
+        return str(error)
+    return str(last.get("failed") or "") if last.get("stem") == _stem(op, compiler) else ""
 
 
 def build(op: OpSpec) -> Path:
@@ -140,17 +144,12 @@ def build(op: OpSpec) -> Path:
         compiler = checked_compiler(op.kind)
     except BuildError:
         # a node without a compiler may share the cache of one that has it
-        library = built(op)
-        if library is None:
+        if (library := built(op)) is None:
             raise
         return library
-    stem = _stem(op, compiler)
-    for folder in cache.known_folders():
-        entry = cache.CachedLibrary(folder, stem)
-        if entry.is_good():
-            return entry.library
-    entry = cache.CachedLibrary(cache.writable_folder(), stem)
-    _build_into(entry, op, compiler)
+    entry = cache.CachedLibrary(cache.folder(), _stem(op, compiler))
+    if not entry.is_good():
+        _build_into(entry, op, compiler)
     return entry.library
 
 

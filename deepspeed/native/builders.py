@@ -1,8 +1,8 @@
 """Builders of the native ops, one class per op: can it be built here, why not, build it, load it."""
 
+import copy
 import functools
 import importlib
-import platform
 import shlex
 import shutil
 import tempfile
@@ -35,6 +35,14 @@ def _ask(kind: Kind, limit_s: float = compiler.PROBE_LIMIT_S) -> Compiler | str:
         return str(error)
 
 
+def _always(value: Any, text: str) -> Callable[..., Any]:
+    def method(self: "OpBuilder") -> Any:
+        return copy.copy(value)
+
+    method.__doc__ = text
+    return method
+
+
 class OpBuilder:
     """Builder of one op. A subclass sets NAME, BUILD_VAR and SPEC, or overrides ``sources`` and the other lists.
 
@@ -57,9 +65,9 @@ class OpBuilder:
         """Source files, as ``csrc/...`` or absolute."""
         return [_SOURCE_FOLDER + source for source in self.SPEC.sources]
 
-    def include_paths(self) -> list[str]:
-        """Folders for ``#include`` besides ``csrc``."""
-        return []
+    include_paths = _always([], "Folders for ``#include`` besides ``csrc``.")
+    cpu_arch = _always("", "No flag: libraries are built for every machine of this kind, and choose when they run.")
+    simd_width = cpu_arch
 
     def cxx_args(self) -> list[str]:
         """Flags of the C++ compiler besides the common ones."""
@@ -73,6 +81,10 @@ class OpBuilder:
         """Libraries, as ``-l...``."""
         return [f"-l{name}" for name in self.SPEC.libraries]
 
+    def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
+        """Without the empty flags."""
+        return [arg for arg in args if arg]
+
     def spec(self) -> OpSpec:
         """What is built: SPEC with the lists above."""
         links, arguments = self.extra_ldflags(), self.nvcc_args if self.SPEC.kind == "cuda" else self.cxx_args
@@ -81,16 +93,17 @@ class OpBuilder:
             self.SPEC,
             name=self.SPEC.name or self.name,
             sources=tuple(source.removeprefix(_SOURCE_FOLDER) for source in self.sources()),
-            flags=tuple(flag for flag in [*flags, *(link for link in links if not link.startswith("-l"))] if flag),
+            flags=tuple(self.strip_empty_entries([*flags, *(link for link in links if not link.startswith("-l"))])),
             libraries=tuple(link[2:] for link in links if link.startswith("-l")),
         )
 
     def why_not(self) -> str:
         """Why the op cannot be built or loaded here; empty when it can. Looks at files only, runs nothing."""
-        spec = self.spec()
-        if spec.missing() or not spec.sources:
-            return f"its sources are not there ({', '.join(spec.missing()) or 'none are named'})"
-        torch = build.torch_build()
+        spec, torch = self.spec(), build.torch_build()
+        if not spec.sources:
+            return f"this package does not have it; use {spec.instead}"
+        if spec.missing():
+            return f"its sources are not there ({', '.join(spec.missing())})"
         if spec.kind == "cuda" and torch and "cuda" not in torch:
             return "this torch is not built for CUDA"
         try:
@@ -113,21 +126,18 @@ class OpBuilder:
 
     def state(self, ask: Callable[[Kind], Compiler | str] = _ask) -> OpState:
         """What a report says of the op; nothing is built. ``ask`` gives the compiler, or why there is none."""
-        spec = self.spec()
-        reason = self.why_not()
-        library = None if reason else build.built(spec)
-        if library:
+        spec, answer = self.spec(), self.why_not() or None
+        if answer is None and (library := build.built(spec)):
             return OpState("built", str(library))
-        answer = reason or ask(spec.kind)
-        reason = answer if isinstance(answer, str) else build.last_failure(spec, answer)
-        if reason or isinstance(answer, str):
-            return OpState("fallback", f"{spec.instead}: {reason}")
-        return OpState("on first use", f"with {answer.version}")
+        asked = answer or ask(spec.kind)
+        reason = asked if isinstance(asked, str) else build.last_failure(spec, asked)
+        if isinstance(asked, Compiler) and not reason:
+            return OpState("on first use", f"with {asked.version}")
+        return OpState("fallback", f"{spec.instead}: {reason}")
 
     def load(self, verbose: bool = False) -> Any:
         """The op's module, or its library where it has none, built first if need be; BuildError with the reason."""
-        reason = self.why_not()
-        if reason:
+        if reason := self.why_not():
             raise BuildError(f"native op {self.name} is not available: {reason}")
         library = build.load(self.spec())
         if verbose:
@@ -168,14 +178,6 @@ class OpBuilder:
             self.warning(f"{shlex.join(command)}: {compiler.first_error(output)}")
         return status == 0
 
-    def cpu_arch(self) -> str:
-        """No flag: libraries are built for every machine of this kind, and choose their vector width when they run."""
-        return ""
-
-    def simd_width(self) -> str:
-        """No flag, for the same reason."""
-        return ""
-
     def deepspeed_src_path(self, code_path: str | Path) -> str:
         """Absolute path of ``csrc/...``; absolute paths stay."""
         return str(source_root() / str(code_path).removeprefix(_SOURCE_FOLDER))
@@ -204,21 +206,6 @@ class AsyncIOBuilder(TorchCPUOpBuilder):
 
     NAME, BUILD_VAR, SPEC, MODULE = "async_io", "DS_BUILD_AIO", ops.ASYNC_IO, ops.ASYNC_IO_MODULE
 
-    def why_not(self) -> str:
-        """Also: Linux only."""
-        return super().why_not() if platform.system() == "Linux" else "asynchronous file IO is written for Linux"
-
-
-class GDSBuilder(OpBuilder):
-    """GPU direct storage, which this package does not have."""
-
-    NAME, BUILD_VAR = "gds", "DS_BUILD_GDS"
-    SPEC = OpSpec("gds", (), instead="async_io, through pinned host memory")
-
-    def why_not(self) -> str:
-        """Never available."""
-        return "there is no GPU direct storage in this package; use async_io, which goes through pinned host memory"
-
 
 _Base = TypeVar("_Base", bound=OpBuilder)
 
@@ -229,6 +216,8 @@ def _builder(class_name: str, base: type[_Base], op: OpSpec, name: str = "") -> 
     return type(class_name, (base,), members | {"__doc__": f"Builder of the op ``{name}``."})
 
 
+_GDS = OpSpec("gds", (), instead="async_io")
+GDSBuilder = _builder("GDSBuilder", OpBuilder, _GDS)
 PinMemoryBuilder = _builder("PinMemoryBuilder", AsyncIOBuilder, ops.ASYNC_IO, "pin_memory")  # part of that library
 CPUAdamBuilder = _builder("CPUAdamBuilder", TorchCPUOpBuilder, ops.CPU_ADAM)
 CPUAdagradBuilder = _builder("CPUAdagradBuilder", TorchCPUOpBuilder, ops.CPU_ADAGRAD)

@@ -7,11 +7,9 @@ import json
 import os
 import shutil
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,55 +21,21 @@ LOCK_LIMIT_S = 600.0
 TELL_AFTER_S = 10.0
 POLL_S = 0.05
 FORGOTTEN_AFTER_S = 86400.0
+_ELSEWHERE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
 
 
-def wanted_folder() -> Path:
-    """``TORCH_EXTENSIONS_DIR``, else ``~/.cache/torch_extensions``, and in it this package's folder."""
+def folder() -> Path:
+    """``TORCH_EXTENSIONS_DIR``, else ``~/.cache/torch_extensions``, and in it this package's folder.
+
+    Raises BuildError for a user without a home.
+    """
     base = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not base:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        if not os.path.isabs(caches):  # a user without a home
-            return temporary_folder()
+        if not os.path.isabs(caches):
+            raise BuildError(f"this user has no home to keep libraries in; {_ELSEWHERE}")
         base = os.path.join(caches, "torch_extensions")
     return Path(base).absolute() / "deepspeed"
-
-
-def temporary_folder() -> Path:
-    """This user's folder for the case that the wanted one cannot be written; it need not exist."""
-    return Path(tempfile.gettempdir()) / f"deepspeed_ops_{os.getuid()}"
-
-
-def writable_folder() -> Path:
-    """The wanted folder where one can write to it, else a temporary one of this user (said in the log)."""
-    folder, temporary = wanted_folder(), temporary_folder()
-    if folder != temporary:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError as error:
-            text = "native ops are built in %s, because %s cannot be written (%s); set TORCH_EXTENSIONS_DIR to another"
-            logger.warning(text, temporary, folder, error.strerror)
-    with contextlib.suppress(FileExistsError):
-        temporary.mkdir(mode=0o700)
-    return temporary if is_own(temporary) else Path(tempfile.mkdtemp(prefix="deepspeed_ops_"))
-
-
-def is_own(folder: Path) -> bool:
-    """Whether only this user can have written to ``folder``: anyone can make names in /tmp, and code is loaded."""
-    try:
-        status = folder.lstat()
-    except OSError:
-        return False
-    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not others
-
-
-def known_folders() -> list[Path]:
-    """Folders where a library may lie already."""
-    temporary = temporary_folder()
-    folders = dict.fromkeys((wanted_folder(), temporary))
-    return [folder for folder in folders if folder != temporary or is_own(temporary)]
 
 
 def _sha256(path: Path) -> str:
@@ -87,22 +51,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-@dataclass(frozen=True)
 class CachedLibrary:
     """One library and the note beside it with its size and hash; the library is good only while both agree."""
 
-    folder: Path
-    stem: str
-
-    @property
-    def library(self) -> Path:
-        """The shared library."""
-        return self.folder / f"{self.stem}.so"
-
-    @property
-    def note(self) -> Path:
-        """Size, hash and origin of the library, as JSON."""
-        return self.folder / f"{self.stem}.json"
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.folder, self.stem = folder, stem
+        self.library, self.note = folder / f"{stem}.so", folder / f"{stem}.json"
 
     def is_good(self) -> bool:
         """Whether the library is there and is what was built: loading a truncated one can kill the process."""
@@ -113,25 +67,12 @@ class CachedLibrary:
             return False
 
     def publish(self, built: Path, origin: dict[str, Any]) -> None:
-        """Move ``built`` (on the same file system) into place, the note last: a kill in between leaves nothing good."""
+        """Move ``built`` (on the same file system) into place, and the note, whose hash tells what is not whole."""
         note = built.with_suffix(".json")
         content = {"size": built.stat().st_size, "sha256": _sha256(built), **origin}
         note.write_text(json.dumps(content), encoding="utf-8")
-        for path in (built, note):
-            _sync(path)
         os.replace(built, self.library)
         os.replace(note, self.note)
-        _sync(self.folder)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        # some file systems refuse to sync a folder; the hash in the note still guards the content
-        with contextlib.suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def good_libraries(folder: Path, prefix: str) -> list[Path]:
@@ -169,18 +110,15 @@ class BuildLock:
         That is safe: a build has a folder to itself and its result appears in one step.
         """
         try:
-            try:
-                handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except PermissionError:  # made by another user of a shared folder: good enough to lock
-                handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # one that another user of a shared folder has made is good enough to lock
+            mode = "r" if self.path.exists() and not os.access(self.path, os.W_OK) else "a"
+            file = self.path.open(mode, encoding="utf-8")
         except OSError as error:
-            place = "set TORCH_EXTENSIONS_DIR to a folder of your own"
-            raise BuildError(f"op {self._name}: its lock file cannot be made ({error}); {place}") from error
-        try:
-            self._acquire(handle, limit_s)
+            raise BuildError(f"op {self._name}: its lock file cannot be made ({error}); {_ELSEWHERE}") from error
+        with file:
+            self._acquire(file.fileno(), limit_s)
             yield
-        finally:
-            os.close(handle)
 
     def _acquire(self, handle: int, limit_s: float) -> None:
         begin, tell = time.monotonic(), TELL_AFTER_S
@@ -203,7 +141,7 @@ class BuildLock:
 def _is_dead(work: Path) -> bool:
     """Whether the process of a work folder is gone; one of another machine counts as gone after a day."""
     _, host, pid, _ = work.name.rsplit("@", 3)
-    if host == socket.gethostname() and os.path.isdir("/proc/self"):
+    if host == socket.gethostname():
         return not os.path.exists(f"/proc/{pid}")
     return time.time() - work.stat().st_mtime > FORGOTTEN_AFTER_S
 

@@ -1,6 +1,7 @@
 """The compilers of this machine: where they are, their versions, the commands they take and what they complain of."""
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -83,14 +84,11 @@ def find_ninja() -> str | None:
 
 def ninja_plan(commands: Mapping[Path, Sequence[str]], work: Path) -> str:
     """A build file with one command for each target."""
-    lines = [f"builddir = {_ninja_path(work)}", "rule run", "  command = $run"]
+    path = functools.partial(re.sub, r"([$ :])", r"$\1")
+    lines = [f"builddir = {path(str(work))}", "rule run", "  command = $run"]
     for target, command in commands.items():
-        lines += [f"build {_ninja_path(target)}: run", "  run = " + shlex.join(command).replace("$", "$$")]
+        lines += [f"build {path(str(target))}: run", "  run = " + shlex.join(command).replace("$", "$$")]
     return "\n".join(lines) + "\n"
-
-
-def _ninja_path(path: Path) -> str:
-    return re.sub(r"([$ :])", r"$\1", str(path))
 
 
 @dataclass(frozen=True)
@@ -107,12 +105,8 @@ class Compiler:
 
     def identity(self) -> list[str]:
         """What a cached library depends on."""
-        return [
-            *self.command,
-            self.version,
-            str(self.static_runtime),
-            *(_nvcc_options() if self.kind == "cuda" else ()),
-        ]
+        nvcc = _nvcc_options() if self.kind == "cuda" else []
+        return [*self.command, self.version, str(self.static_runtime), *nvcc]
 
     def object_command(self, op: OpSpec, source: Path, target: Path) -> list[str]:
         """Compile one source."""

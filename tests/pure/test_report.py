@@ -222,7 +222,7 @@ def test_backends() -> None:
 def test_operators_say_what_runs_instead() -> None:
     rows = _named(list(software.operators_section().rows))
     assert set(rows) == set(ALL_OPS)
-    assert rows["gds"].value.startswith("fallback: async_io") and "no GPU direct storage" in rows["gds"].value
+    assert rows["gds"].value.startswith("fallback: async_io") and "does not have it" in rows["gds"].value
 
 
 def test_build_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
