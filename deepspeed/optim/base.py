@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from inspect import Parameter, Signature
 from typing import Any, ClassVar
 
 import torch
@@ -17,23 +17,48 @@ from deepspeed.optim import cuda, host
 
 Group = dict[str, Any]
 Tensors = list[torch.Tensor]
+_Row = tuple[torch.Tensor, torch.Tensor, Group]  # parameter, gradient, state
+
+_OUR_NAMES = {
+    **dict.fromkeys(("adam_w_mode", "adamw_mode"), "decoupled_weight_decay"),
+    "fp32_optimizer_states": "fp32_states",
+}
 
 
-@dataclass
-class _Outputs:
-    """Where the rounded parameters of one step go; no dict, for tiled steps copy what dicts among attributes hold."""
+def constructor(
+    first: str, settings: Group, build: Callable[[Any, Any, Group], None], *, unused: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """An ``__init__`` that takes ``first`` and the keys of ``settings``, by place or name, and hands them to ``build``.
 
-    wanted: Mapping[torch.Tensor, torch.Tensor]
-    written: set[torch.Tensor] = field(default_factory=set)
+    The values of ``settings`` are the defaults; ``...``: there is none. ``unused`` keywords mean nothing.
+    """
+    kind, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
+    known = [Parameter(key, kind, default=empty if value is ... else value) for key, value in settings.items()]
+    ignored = [Parameter(key, Parameter.KEYWORD_ONLY, default=None) for key in unused]
+    signature = Signature([Parameter("self", kind), Parameter(first, kind), *known, *ignored])
+
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        build(args[0], given.arguments[first], {key: given.arguments[key] for key in settings})
+
+    initialize.__signature__ = signature  # type: ignore[attr-defined]
+    return initialize
 
 
 class GroupStep(torch.optim.Optimizer):
     """Updates a group by the kernels of the device it is on, where they fit, else by ``_update_rest``, with torch.
 
-    A subclass names its state (``slots``) and its kernels, and says how to call them: ``_on_cuda`` (False where its
-    kernel does not fit after all), ``_on_host`` and ``_update``.
+    A subclass names its ``keywords`` with their defaults, its state (``slots``) and its kernels, and says how to call
+    them: ``_on_cuda`` (False where its kernel does not fit after all), ``_on_host`` and ``_update``. Raises
+    OptimizerConfigError for a setting out of range, RuntimeError for ``amsgrad``.
     """
 
+    keywords: ClassVar[Group]
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Keywords that clients pass and that mean nothing."""
+    fixed: ClassVar[Group] = {"fp32_states": False}
+    """Settings of a group that no keyword gives."""
     host_only = False
     """Whether ``step`` refuses parameters that are not in host memory."""
     host_op: ClassVar[OpSpec | None] = None
@@ -41,7 +66,26 @@ class GroupStep(torch.optim.Optimizer):
     slots: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
     torch_keys: tuple[str, ...] = ()
     """Settings of a group that only torch's own code follows."""
-    _outputs: _Outputs | None = None
+    _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor]] | None = None
+    """Where the rounded parameters of one step go, and those that went there."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "keywords" in vars(cls):
+            first = "model_params" if cls.host_only else "params"
+            cls.__init__ = constructor(first, cls.keywords, cls._build, unused=cls.unused)  # type: ignore[method-assign]
+
+    def _build(self, params: Any, settings: Group) -> None:
+        name = type(self).__name__
+        if settings.pop("amsgrad", False):
+            raise RuntimeError(f"{name} does not support amsgrad; use torch.optim.AdamW(amsgrad=True) or drop the flag")
+        set_grad_none = settings.pop("set_grad_none", None)
+        numbers = {key: value for key, value in settings.items() if type(self.keywords[key]) in (int, float)}
+        settings |= checked(self, betas=settings.get("betas"), **numbers)
+        ours = {_OUR_NAMES.get(key, key): value for key, value in settings.items()}
+        torch.optim.Optimizer.__init__(self, params, self.fixed | ours)
+        if set_grad_none is not None:
+            self.defaults["set_grad_none"] = set_grad_none
 
     def _on_cuda(self, columns: list[Tensors], states: list[Group], group: Group) -> bool:
         raise NotImplementedError
@@ -56,9 +100,7 @@ class GroupStep(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; what ``closure`` returned, or None without one.
 
-        Raises:
-            OptimizerConfigError: a sparse gradient.
-            AssertionError: a host optimizer met a parameter on a device.
+        Raises OptimizerConfigError for a sparse gradient, AssertionError where a host optimizer meets a device.
         """
         loss = None
         if closure is not None:
@@ -76,33 +118,30 @@ class GroupStep(torch.optim.Optimizer):
 
     def _checked_params(self, group: Group) -> list[Tensors]:
         """Parameters with gradients, a list for each kind of device: half of a group may rest in host memory."""
-        kinds: dict[str, Tensors] = {}
-        for param in group["params"]:
-            if param.grad is not None:
-                self._check(param, param.grad)
-                kinds.setdefault(param.device.type, []).append(param)
+        name, kinds = type(self).__name__, dict[str, Tensors]()
+        for param in (p for p in group["params"] if p.grad is not None):
+            if param.grad.is_sparse:
+                what = f"a sparse gradient of shape {tuple(param.shape)}"
+                raise OptimizerConfigError(f"{name} got {what}; build the embedding with sparse=False")
+            if self.host_only and param.device.type != "cpu":
+                raise AssertionError(
+                    f"{name} updates tensors in host memory, but a parameter of shape {tuple(param.shape)} is on "
+                    f"{param.device}; offload the optimizer state or use the Fused class of the same name"
+                )
+            kinds.setdefault(param.device.type, []).append(param)
         return list(kinds.values())
-
-    def _check(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        name, shape = type(self).__name__, tuple(param.shape)
-        if grad.is_sparse:
-            raise OptimizerConfigError(
-                f"{name} got a sparse gradient of shape {shape}; build the embedding with sparse=False"
-            )
-        if self.host_only and param.device.type != "cpu":
-            raise AssertionError(
-                f"{name} updates tensors in host memory, but a parameter of shape {shape} is on {param.device}; "
-                "offload the optimizer state or use the Fused class of the same name"
-            )
 
     def _update_group(self, params: Tensors, grads: Tensors, group: Group) -> None:
         states = [self._state_of(p, group) for p in params]
-        if not self._cuda_update(params, grads, states, group):
-            rest = [row for row in zip(params, grads, states, strict=True) if not self._host_update(*row, group)]
-            if rest:
-                self._update_rest(rest, group)
+        rest = list(zip(params, grads, states, strict=True))
+        if not any(group.get(key) for key in self.torch_keys):
+            if self._cuda_update(params, grads, states, group):
+                return
+            rest = [row for row in rest if not self._host_update(*row, group)]
+        if rest:
+            self._update_rest(rest, group)
 
-    def _update_rest(self, rows: list[tuple[torch.Tensor, torch.Tensor, Group]], group: Group) -> None:
+    def _update_rest(self, rows: list[_Row], group: Group) -> None:
         for row in rows:
             self._update(*row, group)
 
@@ -114,28 +153,24 @@ class GroupStep(torch.optim.Optimizer):
         if not state:
             where = param.device if group.get("fused") or group.get("capturable") else "cpu"
             for name in self._slots(group):
-                number = name == "step"  # in fp32, as torch's: in bf16, a client's default, it would stick at 256
-                state[name] = (
-                    torch.zeros((), dtype=torch.float32, device=where) if number else _new_moment(param, group)
-                )
+                # the number in fp32, as torch's: in bf16, a client's default, it would stick at 256
+                number = torch.zeros((), dtype=torch.float32, device=where) if name == "step" else None
+                state[name] = _new_moment(param, group) if number is None else number
         return state
-
-    def _wants_torch(self, group: Group) -> bool:
-        return any(group.get(key) for key in self.torch_keys)
 
     def _moments(self, state: Group) -> Tensors:
         return [state[name] for name in self.slots if name != "step"]
 
     def _cuda_update(self, params: Tensors, grads: Tensors, states: list[Group], group: Group) -> bool:
         """Update all tensors with the CUDA kernel; False, before anything is changed, where that does not fit."""
-        if self.cuda_op is None or not params or not cuda.on_cuda(params[0]) or self._wants_torch(group):
+        if self.cuda_op is None or not cuda.on_cuda(params[0]):
             return False
         columns = [params, grads, *map(list, zip(*map(self._moments, states), strict=True))]
         return cuda.usable(self.cuda_op, itertools.chain(*columns)) and self._on_cuda(columns, states, group)
 
     def _host_update(self, param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> bool:
         """Update one tensor in host memory with the native kernel; False where that does not fit."""
-        if self.host_op is None or param.device.type != "cpu" or self._wants_torch(group):
+        if self.host_op is None or param.device.type != "cpu":
             return False
         tensors = [param, grad, *self._moments(state)]
         if tensors[2].dtype != tensors[-1].dtype or not host.usable(self.host_op, *tensors):
@@ -154,9 +189,11 @@ class GroupStep(torch.optim.Optimizer):
         user's may run behind the kernels.
         """
         fits = {p: out for p, out in outputs.items() if _can_take(out, p)} if self._ends_with_the_kernels() else {}
-        self._outputs = current = _Outputs(fits)
+        written: set[torch.Tensor] = set()
+        # no dict: tiled steps copy what dicts among attributes hold
+        self._outputs = (fits, written)
         try:
-            yield current.written
+            yield written
         finally:
             del self._outputs
 
@@ -180,9 +217,9 @@ class GroupStep(torch.optim.Optimizer):
 
     def _output_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Where the kernel that is called next puts the rounded ``param``, which counts as written from here on."""
-        out = None if self._outputs is None else self._outputs.wanted.get(param)
-        if out is not None and self._outputs is not None:
-            self._outputs.written.add(param)
+        wanted, written = self._outputs or ({}, set())
+        if (out := wanted.get(param)) is not None:
+            written.add(param)
         return out
 
 
@@ -209,11 +246,12 @@ def checked(
     for key, value in at_least_zero.items():
         if not value >= 0:
             raise OptimizerConfigError(f"{name}: {key} is {value}, it must be a number >= 0")
+    settings = {key: float(value) if type(value) is int else value for key, value in at_least_zero.items()}
     if betas is None:
-        return at_least_zero
+        return settings
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise OptimizerConfigError(f"{name}: betas is {betas}, it must be two numbers in [0, 1)")
-    return at_least_zero | {"betas": (float(betas[0]), float(betas[1]))}
+    return settings | {"betas": (float(betas[0]), float(betas[1]))}
 
 
 _SLOTS = {"SGD": 1, "Adagrad": 1, "Lion": 1, "Adafactor": 0, "RMSprop": 1, "Muon": 1, "Rprop": 2}

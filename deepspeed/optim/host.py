@@ -103,7 +103,7 @@ def _run(op: OpSpec, tensors: Sequence[torch.Tensor], out: torch.Tensor | None, 
 def adam_step(
     *tensors: torch.Tensor,
     step: int,
-    lr: float,
+    lr: float | torch.Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
@@ -119,6 +119,7 @@ def adam_step(
     in fp32 and rounded once. ``out`` receives the weights as well: in the same pass where they are fp32.
     Raises ValueError for other tensors, RuntimeError where the kernel is not there (see :func:`usable`).
     """
+    lr = float(lr)  # of a tensor too
     correct1, correct2 = (1 - betas[0] ** step, 1 - betas[1] ** step) if bias_correction else (1.0, 1.0)
     decay, keep = (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
     _run(CPU_ADAM, tensors, out, [lr / correct1, *betas, eps, decay, keep, grad_scale, math.sqrt(correct2)])
@@ -138,11 +139,12 @@ def adagrad_step(
 
 def lion_step(
     *tensors: torch.Tensor,
-    lr: float,
+    lr: float | torch.Tensor,
     betas: tuple[float, float],
     weight_decay: float,
     grad_scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> None:
     """One Lion update in place (Chen et al. 2023); otherwise as :func:`adam_step`."""
+    lr = float(lr)
     _run(CPU_LION, tensors, out, [lr, *betas, 1 - lr * weight_decay, grad_scale])

@@ -5,20 +5,21 @@ follows the optimizer's update, so update number k (from 1) runs with the rate f
 """
 
 import argparse
-import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
+from deepspeed.optim.base import constructor
 from deepspeed.optim.registry import check_numbers, class_of_torch, construct, nearest_hint
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 PerGroup = float | Sequence[float]
+Settings = dict[str, Any]
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -36,14 +37,9 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: Any) -> Any:
     """Build the schedule that ``scheduler.type`` and ``scheduler.params`` of the config describe.
 
-    Args:
-        type_name: one of ``VALID_LR_SCHEDULES``, or a class name of ``torch.optim.lr_scheduler``; case matters.
-        params: constructor settings.
-        optimizer: a torch optimizer or a wrapper; the schedule writes to the torch optimizer.
-
-    Raises:
-        OptimizerConfigError: (a ``ValueError``) unknown name or key, missing key, or a value of the wrong type.
-        ValueError: a value out of range.
+    ``type_name`` is one of ``VALID_LR_SCHEDULES``, or a class name of ``torch.optim.lr_scheduler``; case matters. The
+    schedule writes to the torch optimizer that ``optimizer`` is or wraps. Raises OptimizerConfigError (a ValueError)
+    for an unknown name or key, a missing key or a value of the wrong type, ValueError for one out of range.
     """
     base, theirs = get_torch_optimizer(optimizer), torch.optim.lr_scheduler
     cls = _CLASSES.get(type_name) or class_of_torch("scheduler", type_name, theirs, theirs.LRScheduler, _CLASSES)
@@ -54,14 +50,28 @@ def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer:
 class LRSchedule:
     """What the native schedules share: the counter, writing rates into the groups, and saving.
 
-    A subclass states its formula in ``_rates``. The initial rate is written at once, unless the schedule resumes from a
-    ``last_batch_iteration`` other than -1.
+    A subclass names its ``keywords`` with their defaults, prepares them (``_prepare``) and states its formula in
+    ``_rates``. The initial rate is written at once, unless the schedule resumes from a ``last_batch_iteration`` other
+    than -1.
     """
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+    keywords: ClassVar[Settings]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "keywords" in vars(cls):
+            settings = cls.keywords | {"last_batch_iteration": -1}
+            cls.__init__ = constructor("optimizer", settings, LRSchedule._build)  # type: ignore[method-assign]
+
+    def _build(self, optimizer: Any, settings: Settings) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
-        self.last_batch_iteration = last_batch_iteration
+        self.last_batch_iteration = settings.pop("last_batch_iteration")
         self._last_lr: list[float] | None = None
+        self._prepare(settings)
+        self._start()
+
+    def _prepare(self, settings: Settings) -> None:
+        raise NotImplementedError
 
     def _rates(self, iteration: int) -> list[float]:
         """Learning rate of each group at ``iteration`` (-1 before the first step)."""
@@ -88,9 +98,8 @@ class LRSchedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or jump to the given one, and write its rates."""
-        self.last_batch_iteration += 1
-        if last_batch_iteration is not None:
-            self.last_batch_iteration = last_batch_iteration
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._write(self.last_batch_iteration)
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,24 +134,18 @@ class LRSchedule:
 class LRRangeTest(LRSchedule):
     """``lr = min_lr * (1 + step_rate * x)``, ``x = (i + 1) / step_size``, floored if ``staircase`` (Smith 2017, 2018).
 
-    Raises:
-        ValueError: ``lr_range_test_step_size`` is not a positive whole number.
+    Raises ValueError where ``lr_range_test_step_size`` is not a positive whole number.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        lr_range_test_min_lr: PerGroup = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,  # noqa: FBT001, FBT002
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size = self._whole_number("lr_range_test_step_size", lr_range_test_step_size, least=1)
-        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
-        self._start()
+    keywords = {
+        **{"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000},
+        **{"lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False},
+    }
+
+    def _prepare(self, settings: Settings) -> None:
+        least, size, self.step_rate, self.staircase = settings.values()
+        self.min_lr = self._per_group(least, "lr_range_test_min_lr")
+        self.step_size = self._whole_number("lr_range_test_step_size", size, least=1)
 
     def _rates(self, iteration: int) -> list[float]:
         interval = (iteration + 1) / self.step_size
@@ -154,49 +157,40 @@ class OneCycle(LRSchedule):
     """Rates climb and fall once, momentum the other way round, then both decay (Smith 2018, "A disciplined approach").
 
     With stair counts the climb and the fall go in that many steps. Momentum means ``betas[0]`` of each group; it is
-    left alone, with a warning, when the optimizer has no ``betas``.
-
-    Raises:
-        ValueError: ``cycle_first_step_size`` not positive, ``cycle_second_step_size`` negative.
+    left alone, with a warning, when the optimizer has no ``betas``. Raises ValueError where ``cycle_first_step_size``
+    is not positive or ``cycle_second_step_size`` negative.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        cycle_min_lr: PerGroup,
-        cycle_max_lr: PerGroup,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,  # noqa: FBT001, FBT002
-        cycle_min_mom: PerGroup = 0.8,
-        cycle_max_mom: PerGroup = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        if cycle_first_step_size <= 0 or second < 0:
+    keywords = {
+        **{"cycle_min_lr": ..., "cycle_max_lr": ..., "decay_lr_rate": 0.0},
+        **{"cycle_first_step_size": 2000, "cycle_second_step_size": None},
+        **{"cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0},
+        **{"cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0},
+    }
+
+    def _prepare(self, settings: Settings) -> None:
+        first, second = settings["cycle_first_step_size"], settings["cycle_second_step_size"]
+        second = first if second is None else second
+        if first <= 0 or second < 0:
             raise ValueError(
-                f"OneCycle: cycle_first_step_size must be positive (is {cycle_first_step_size}) "
+                f"OneCycle: cycle_first_step_size must be positive (is {first}) "
                 f"and cycle_second_step_size not negative (is {second})"
             )
-        self.first_size, self.total_size = float(cycle_first_step_size), float(cycle_first_step_size + second)
-        first_stairs = max(cycle_first_stair_count or 0, 0)
-        second_stairs = first_stairs if cycle_second_stair_count is None else max(cycle_second_stair_count, 0)
-        self.stairs = (first_stairs or second_stairs, second_stairs or first_stairs)
-        self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
-        self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
-        self.decay_lr_rate, self.decay_step_size, self.decay_mom_rate = decay_lr_rate, decay_step_size, decay_mom_rate
-        self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
-        self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
-        self.cycle_momentum = cycle_momentum and all("betas" in group for group in self.optimizer.param_groups)
-        if cycle_momentum and not self.cycle_momentum:
+        self.first_size, self.total_size = float(first), float(first + second)
+        stairs, second_stairs = settings["cycle_first_stair_count"], settings["cycle_second_stair_count"]
+        stairs = max(stairs or 0, 0)
+        second_stairs = stairs if second_stairs is None else max(second_stairs, 0)
+        self.stairs = (stairs or second_stairs, second_stairs or stairs)
+        self.decay_lr_rate, self.decay_mom_rate = settings["decay_lr_rate"], settings["decay_mom_rate"]
+        self.decay_step_size = settings["decay_step_size"]
+        self.min_lrs, self.max_lrs, self.min_moms, self.max_moms = (
+            self._per_group(settings[name], name)
+            for name in ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom")
+        )
+        wish, known = settings["cycle_momentum"], all("betas" in group for group in self.optimizer.param_groups)
+        self.cycle_momentum = wish and known
+        if wish and not known:
             logger.warning("OneCycle: %s has no betas, so its momentum is not cycled", type(self.optimizer).__name__)
-        self._start()
 
     def _start(self) -> None:
         super()._start()
@@ -206,7 +200,9 @@ class OneCycle(LRSchedule):
 
     def _write(self, iteration: int) -> None:
         super()._write(iteration)
-        self._write_momentum(self._momenta(iteration))
+        place, decay = self._place(iteration, self.decay_mom_rate)
+        pairs = zip(self.min_moms, self.max_moms, strict=True)
+        self._write_momentum([(high - (high - low) * place) * decay for low, high in pairs])
 
     def _write_momentum(self, momenta: list[float]) -> None:
         if self.cycle_momentum:
@@ -222,10 +218,9 @@ class OneCycle(LRSchedule):
         batch = iteration + 1
         if any(self.stairs):
             place = batch % self.total_size
-            second_size = self.total_size - self.first_size
             climbing = place <= self.first_size
-            count = self.stairs[0] if climbing else self.stairs[1]
-            done = place / self.first_size if climbing else (self.total_size - place) / second_size
+            count, size = self.stairs[not climbing], self.first_size if climbing else self.total_size - self.first_size
+            done = (place if climbing else self.total_size - place) / size
             return math.floor(done * count) / count
         x = 1 + batch / self.total_size - math.floor(1 + batch / self.total_size)
         top = self.first_size / self.total_size
@@ -243,24 +238,19 @@ class OneCycle(LRSchedule):
         place, decay = self._place(iteration, self.decay_lr_rate)
         return [(low + (high - low) * place) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def _momenta(self, iteration: int) -> list[float]:
-        place, decay = self._place(iteration, self.decay_mom_rate)
-        return [(high - (high - low) * place) * decay for low, high in zip(self.min_moms, self.max_moms, strict=True)]
-
 
 class _Warmup(LRSchedule):
     """``g(i)``: from 0 to 1 over ``W = max(2, warmup_num_steps)`` iterations, as ``ln(i+1)/ln(W)`` or ``i/W``."""
 
-    total_num_steps: float = math.inf
-
-    def __init__(self, optimizer: Any, last_batch_iteration: int, steps: int, kind: str) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        name, count = type(self).__name__, self._whole_number("warmup_num_steps", steps, least=0)
+    def _prepare(self, settings: Settings) -> None:
+        name, kind = type(self).__name__, settings["warmup_type"]
+        count = self._whole_number("warmup_num_steps", settings["warmup_num_steps"], least=0)
         if count == 0:
             logger.warning("%s: warmup_num_steps is 0, 1 is used", name)
         if kind not in ("log", "linear"):
             logger.warning("%s: warmup_type %r is unknown, 'log' is used", name, kind)
         self.warmup_num_steps, self.linear = max(2, count), kind == "linear"
+        self.total_num_steps = settings.get("total_num_steps", math.inf)
         if self.total_num_steps < self.warmup_num_steps:
             text = "%s: total_num_steps %s is less than warmup_num_steps %s"
             logger.warning(text, name, self.total_num_steps, self.warmup_num_steps)
@@ -277,23 +267,16 @@ class _Warmup(LRSchedule):
 class WarmupLR(_Warmup):
     """``lr = min_lr + (max_lr - min_lr) * g(i)``, then constant. ``warmup_max_lr`` None means each group's own rate.
 
-    Raises:
-        ValueError: ``warmup_num_steps`` negative or no whole number (0 counts as 1, with a warning).
+    Raises ValueError where ``warmup_num_steps`` is negative or no whole number (0 counts as 1, with a warning).
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration, warmup_num_steps, warmup_type)
-        self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = self._own_lrs if warmup_max_lr is None else self._per_group(warmup_max_lr, "warmup_max_lr")
-        self._start()
+    keywords = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
+
+    def _prepare(self, settings: Settings) -> None:
+        super()._prepare(settings)
+        high = settings["warmup_max_lr"]
+        self.min_lrs = self._per_group(settings["warmup_min_lr"], "warmup_min_lr")
+        self.max_lrs = self._own_lrs if high is None else self._per_group(high, "warmup_max_lr")
 
     def get_lr(self) -> list[float]:
         """The rate of each group at the present iteration."""
@@ -308,24 +291,9 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As ``WarmupLR``, then linearly down: ``g(i) = max(0, (T - i) / max(1, T - W))`` for ``i >= W``.
+    """As ``WarmupLR``, then linearly down: ``g(i) = max(0, (T - i) / max(1, T - W))`` for ``i >= W``."""
 
-    Raises:
-        ValueError: as ``WarmupLR``.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.total_num_steps = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+    keywords = {"total_num_steps": ..., **WarmupLR.keywords, "warmup_max_lr": 0.001}
 
     def _gamma(self, iteration: int) -> float:
         steps, total = self.warmup_num_steps, self.total_num_steps
@@ -337,26 +305,17 @@ class WarmupCosineLR(_Warmup):
     """Each group's own rate times ``min_ratio + (1 - min_ratio) * g(i)``, then a half cosine down to ``cos_min_ratio``.
 
     ``p = min(1, (i - W + 1) / max(1, T - W))``; ``ratio = cos_min + (1 - cos_min) * (1 + cos(pi * p)) / 2``; 0 for i <
-    0.
-
-    Raises:
-        ValueError: as ``WarmupLR``.
+    0. Raises ValueError as ``WarmupLR``.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.total_num_steps = total_num_steps
-        super().__init__(optimizer, last_batch_iteration, warmup_num_steps, warmup_type)
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self._start()
+    keywords = {
+        **{"total_num_steps": ..., "warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 0.0001},
+        "warmup_type": "log",
+    }
+
+    def _prepare(self, settings: Settings) -> None:
+        self.warmup_min_ratio, self.cos_min_ratio = settings["warmup_min_ratio"], settings["cos_min_ratio"]
+        super()._prepare(settings)
 
     def get_lr_ratio(self) -> float:
         """The factor on every group's own rate at the present iteration."""
@@ -388,10 +347,9 @@ _CLI_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _settings(name: str) -> dict[str, Any]:
+def _settings(name: str) -> Settings:
     """The settings of a schedule with their defaults on the command line."""
-    defaults = {key: p.default for key, p in inspect.signature(_CLASSES[name]).parameters.items()}
-    return {key: _CLI_DEFAULTS.get(key, defaults[key]) for key in list(defaults)[1:-1]}
+    return {key: _CLI_DEFAULTS.get(key, default) for key, default in _CLASSES[name].keywords.items()}
 
 
 def _bool(text: str) -> bool:
@@ -408,11 +366,9 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     owner = {key: name for name in reversed(VALID_LR_SCHEDULES) for key in _settings(name) if key != "total_num_steps"}
     for key, schedule in owner.items():
         default, text = _settings(schedule)[key], f"{schedule}: {key}"
-        if key == "cycle_momentum":
-            group.add_argument(f"--{key}", default=default, action="store_true", help=text)
-            continue
+        kind: Any = {"type": _bool if isinstance(default, bool) else type(default)}
         group.add_argument(
-            f"--{key}", type=_bool if isinstance(default, bool) else type(default), default=default, help=text
+            f"--{key}", default=default, help=text, **({"action": "store_true"} if key == "cycle_momentum" else kind)
         )
     return parser
 
@@ -424,12 +380,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
     """Write every schedule's settings that ``args`` carries over ``params``, but nothing unset, zero or negative."""
-    for name in VALID_LR_SCHEDULES:
-        _override(args, params, _settings(name))
-
-
-def _override(args: argparse.Namespace, params: dict[str, Any], keys: Iterable[str]) -> None:
-    for key in keys:
+    for key in {key: None for name in VALID_LR_SCHEDULES for key in _settings(name)}:
         value = getattr(args, key, None)
         if value and (isinstance(value, str) or value > 0):
             params[key] = value
@@ -443,7 +394,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name} is not a supported LR schedule{nearest_hint(name, VALID_LR_SCHEDULES)}"
     params: dict[str, Any] = {}
-    _override(args, params, _settings(name))
+    override_params(argparse.Namespace(**{key: getattr(args, key, None) for key in _settings(name)}), params)
     return {"type": name, "params": params}, None
 
 

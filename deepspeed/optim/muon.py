@@ -50,26 +50,23 @@ def _iterate_gram(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+_METHODS = {"gram": (torch.float16, _iterate_gram), "standard": (torch.bfloat16, _iterate_standard)}
+
+
 def orthogonalize(matrix: torch.Tensor, method: str = "gram") -> torch.Tensor:
     """Nearest semi-orthogonal matrix, approximately: five quintic Newton-Schulz iterations.
 
-    Args:
-        matrix: (..., rows, cols); leading dimensions are a batch.
-        method: ``standard`` iterates in bf16, ``gram`` in fp16; both in fp32 on the CPU, where half-precision matrix
-        products are slow.
-
-    Returns:
-        Same shape and dtype; singular values lie around 1 (roughly 0.7 to 1.2).
+    ``matrix`` is (..., rows, cols), a batch of them; so is the result, in the same dtype, with singular values around 1
+    (roughly 0.7 to 1.2). ``standard`` iterates in bf16, ``gram`` in fp16; both in fp32 on the CPU, where half-precision
+    matrix products are slow.
     """
-    half = {"standard": torch.bfloat16, "gram": torch.float16}[method]
-    wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    half, iterate = _METHODS[method]
+    tall = matrix.shape[-2] > matrix.shape[-1]
     # normalise in fp32: the square of a small fp16 number is zero
-    x = wide.float()
-    x = (x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)).to(
-        torch.float32 if x.device.type == "cpu" else half
-    )
-    x = (_iterate_standard if method == "standard" else _iterate_gram)(x).to(matrix.dtype)
-    return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
+    x = (matrix.mT if tall else matrix).float()
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
+    x = iterate(x.to(torch.float32 if x.device.type == "cpu" else half)).to(matrix.dtype)
+    return x.mT if tall else x
 
 
 class MuonWithAuxAdam(GroupStep):
@@ -77,42 +74,35 @@ class MuonWithAuxAdam(GroupStep):
 
     Every given parameter group is split in a Muon half and an Adam half and keeps its own settings; a group that
     carries the key ``use_muon`` is taken as it is. A parameter without the mark is judged by its shape, and by its
-    name where named parameters are given. ``lr`` sets both halves, ``muon_lr`` and ``adam_lr`` one of them.
-
-    Raises:
-        OptimizerConfigError: unknown ``ns_method``.
-        NotYetError: ``per_head_muon``.
-        UsageError: in ``step``, when a Muon parameter is not seen as a matrix.
+    name where named parameters are given. ``lr`` sets both halves, ``muon_lr`` and ``adam_lr`` one of them. Raises
+    OptimizerConfigError for an unknown ``ns_method``, NotYetError for ``per_head_muon``, and in ``step`` UsageError
+    where a Muon parameter is not seen as a matrix.
     """
 
+    keywords = {
+        **dict.fromkeys(("lr", "muon_lr", "adam_lr")),
+        **{"momentum": 0.95, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10},
+        **{"ns_method": "gram", "per_head_muon": False},
+    }
     elementwise = False
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | None = None,
-        *,
-        muon_lr: float | None = None,
-        adam_lr: float | None = None,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-10,
-        ns_method: str = "gram",
-        per_head_muon: bool = False,
-    ) -> None:
-        if ns_method not in ("gram", "standard"):
-            raise OptimizerConfigError(f"Muon: ns_method is {ns_method!r}; use 'gram' or 'standard'")
-        if per_head_muon:
+    def _build(self, params: Any, settings: Group) -> None:
+        method, rate = settings["ns_method"], settings["lr"]
+        if method not in _METHODS:
+            raise OptimizerConfigError(f"Muon: ns_method is {method!r}; use 'gram' or 'standard'")
+        if settings["per_head_muon"]:
             raise NotYetError("Muon: per_head_muon is not available in this release; remove it from optimizer.params")
-        muon, adam = (next(r for r in rates if r is not None) for rates in ((muon_lr, lr, 0.02), (adam_lr, lr, 3e-4)))
-        settings = checked(self, weight_decay=weight_decay, momentum=momentum, muon_lr=muon, adam_lr=adam)
+        rates = {"muon_lr": 0.02 if rate is None else rate, "adam_lr": 3e-4 if rate is None else rate}
+        rates |= {key: settings[key] for key in rates if settings[key] is not None}
+        numbers = {key: settings[key] for key in ("momentum", "weight_decay", "eps")}
+        checks = checked(self, betas=settings["betas"], **numbers, **rates)
+        adam = {"bias_correction": True, "decoupled_weight_decay": True, "betas": checks["betas"], "eps": checks["eps"]}
         self._group_keys = {
-            True: {"lr": muon, "momentum": settings["momentum"], "ns_method": ns_method},
-            False: {"lr": adam, "bias_correction": True, "decoupled_weight_decay": True}
-            | checked(self, betas=betas, eps=eps),
+            True: {"lr": checks["muon_lr"], "momentum": checks["momentum"], "ns_method": method},
+            False: {"lr": checks["adam_lr"], **adam},
         }
-        super().__init__(params, {"lr": muon, "weight_decay": weight_decay})
+        defaults = {"lr": checks["muon_lr"], "weight_decay": checks["weight_decay"]}
+        torch.optim.Optimizer.__init__(self, params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add one group, split by ``use_muon`` into at most two."""

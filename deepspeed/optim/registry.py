@@ -10,7 +10,6 @@ import torch
 from deepspeed.config.explain.messages import nearest
 from deepspeed.errors import OptimizerConfigError
 from deepspeed.observe.log import logger
-from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.adam import can_fuse
 from deepspeed.optim.muon import MuonWithAuxAdam
 from deepspeed.optim.named import (
@@ -21,6 +20,7 @@ from deepspeed.optim.named import (
     FusedLamb,
     FusedLion,
 )
+from deepspeed.optim.rules import Adagrad
 
 _NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 KNOWN_NAMES = tuple(map(str.lower, _NAMES))
@@ -56,52 +56,43 @@ def build_optimizer(
         parameters: tensors, ``(name, tensor)`` pairs or torch-style group dicts. Groups without parameters are dropped.
         offload: the optimizer state rests in host memory or on NVMe: the ``DeepSpeedCPU*`` class of the name is built.
 
-    Raises:
-        OptimizerConfigError: (a ``ValueError``) unknown name or key, wrong type of value, ``max_grad_norm``,
-            a parameter listed twice, or no parameter at all.
-        ImportError: a ``mu*`` optimizer without the package ``mup``.
+    Raises OptimizerConfigError (a ``ValueError``) for an unknown name or key, a wrong type of value, ``max_grad_norm``,
+    a parameter listed twice, or no parameter at all; ImportError for a ``mu*`` optimizer without the package ``mup``.
     """
     name, settings = type_name.lower(), dict(params_cfg or {})
     if "max_grad_norm" in settings:
-        raise OptimizerConfigError(
-            f'optimizer.params.max_grad_norm of "{type_name}" is not used; set the top-level key '
-            '"gradient_clipping" instead'
-        )
+        what = 'is not used; set the top-level key "gradient_clipping" instead'
+        raise OptimizerConfigError(f'optimizer.params.max_grad_norm of "{type_name}" {what}')
     check_numbers("optimizer.params", settings)
     if isinstance(settings.get("betas"), list):
         settings["betas"] = tuple(map(float, settings["betas"]))
     groups = _clean_parameters(type_name, parameters)
     if name in ("adam", "adamw"):
         factory, settings = _choose_adam(name, settings, groups, offload=offload)
-    elif name in _MUP_CLASSES:
-        factory = _mup_class(_MUP_CLASSES[name])
     else:
         for key in ("torch_adam", "adam_w_mode", "foreach") if name == "muon" else ():
             settings.pop(key, None)
-        factory = _CLASSES[name][offload] if name in _CLASSES else _torch_class(type_name)
-    built: torch.optim.Optimizer = construct("optimizer", type_name, factory, groups, settings)
-    return built
+        factory = _CLASSES[name][offload] if name in _CLASSES else _foreign_class(type_name)
+    return construct("optimizer", type_name, factory, groups, settings)
 
 
 def construct(part: str, name: str, factory: Callable[..., Any], first: Any, settings: Mapping[str, Any]) -> Any:
     """``factory(first, **settings)`` for the ``optimizer`` or ``scheduler`` block of the config.
 
-    Raises:
-        OptimizerConfigError: unknown or missing key, a value of the wrong type; the key by its path, what is valid.
+    Raises OptimizerConfigError for an unknown or missing key, a value of the wrong type: the key by its path, and what
+    is valid.
     """
     accepted = dict(list(inspect.signature(factory).parameters.items())[1:])
     valid = {key: p for key, p in accepted.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    for key in settings:
-        if key not in valid and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-            raise OptimizerConfigError(
-                f'{part} "{name}" does not know the key {part}.params.{key}{nearest_hint(key, valid)}. '
-                f"Valid keys: {', '.join(valid)}"
-            )
+    any_key = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    unknown = [key for key in settings if key not in valid]
+    if unknown and not any_key:
+        what = f"does not know the key {part}.params.{unknown[0]}{nearest_hint(unknown[0], valid)}"
+        raise OptimizerConfigError(f'{part} "{name}" {what}. Valid keys: {", ".join(valid)}')
     missing = [key for key, p in valid.items() if p.default is p.empty and key not in settings]
     if missing:
-        raise OptimizerConfigError(
-            f'{part} "{name}" needs {part}.params.{missing[0]}; all missing keys: {", ".join(missing)}'
-        )
+        what = f"needs {part}.params.{missing[0]}; all missing keys: {', '.join(missing)}"
+        raise OptimizerConfigError(f'{part} "{name}" {what}')
     try:
         return factory(first, **settings)
     except TypeError as error:
@@ -113,18 +104,14 @@ def granularity(optimizer: torch.optim.Optimizer) -> Literal["element", "paramet
 
     ``element``: each element is updated from its own gradient and state alone. ``parameter``: the update looks at a
     whole tensor (norms, matrix products, factored or block-wise state), also the answer for a class nobody knows.
-    A class attribute ``elementwise = True`` or ``False`` decides first.
-
-    Raises:
-        OptimizerConfigError: an optimizer whose state cannot be divided over ranks at all.
+    A class attribute ``elementwise = True`` or ``False`` decides first. Raises OptimizerConfigError for an optimizer
+    whose state cannot be divided over ranks at all.
     """
     cls = type(optimizer)
     for name, need in _NOT_SHARDABLE.items():
         if isinstance(optimizer, getattr(torch.optim, name)):
-            raise OptimizerConfigError(
-                f"{cls.__name__} cannot be used here: its update needs {need}; "
-                "use an element-wise optimizer such as AdamW, or train without this package"
-            )
+            hint = "use an element-wise optimizer such as AdamW, or train without this package"
+            raise OptimizerConfigError(f"{cls.__name__} cannot be used here: its update needs {need}; {hint}")
     declared = getattr(cls, "elementwise", None)
     if declared is not None:
         return "element" if declared else "parameter"
@@ -139,19 +126,14 @@ def granularity(optimizer: torch.optim.Optimizer) -> Literal["element", "paramet
 
 
 def check_numbers(where: str, settings: Mapping[str, Any]) -> None:
-    """Refuse numbers that are written as text, and "auto" that nobody filled in.
-
-    Raises:
-        OptimizerConfigError: names the key under ``where`` and what to write.
-    """
+    """OptimizerConfigError for numbers that are written as text, and "auto" that nobody filled in, under ``where``."""
     for key, value in settings.items():
         for item in value if isinstance(value, list | tuple) else (value,):
             if not isinstance(item, str):
                 continue
             if item == "auto":
-                raise OptimizerConfigError(
-                    f'{where}.{key} is "auto", and nothing filled it in; write a value or remove the key'
-                )
+                what = 'is "auto", and nothing filled it in; write a value or remove the key'
+                raise OptimizerConfigError(f"{where}.{key} {what}")
             try:
                 number = float(item)
             except ValueError:
@@ -173,14 +155,12 @@ def _clean_parameters(type_name: str, parameters: Iterable[Any]) -> list[Any]:
     for name, tensor in _named_tensors(groups):
         if id(tensor) in seen:
             label = f'"{name}"' if name else f"of shape {tuple(tensor.shape)}"
-            raise OptimizerConfigError(
-                f'optimizer "{type_name}": the parameter {label} is listed twice; list every parameter once'
-            )
+            what = f"the parameter {label} is listed twice; list every parameter once"
+            raise OptimizerConfigError(f'optimizer "{type_name}": {what}')
         seen.add(id(tensor))
     if not groups:
-        raise OptimizerConfigError(
-            f'optimizer "{type_name}" got no parameters; pass a model with requires_grad parameters'
-        )
+        what = "got no parameters; pass a model with requires_grad parameters"
+        raise OptimizerConfigError(f'optimizer "{type_name}" {what}')
     return groups
 
 
@@ -221,26 +201,21 @@ def _choose_adam(
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), settings
 
 
-def _mup_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def _foreign_class(type_name: str) -> Callable[..., torch.optim.Optimizer]:
+    """A class of torch, or of the package mup."""
+    name = _MUP_CLASSES.get(type_name.lower())
+    if name is None:
+        if type_name.lower() in _REMOVED_NAMES:
+            what = 'the compressed-communication optimizers were removed; use "AdamW" or "Lamb"'
+            raise OptimizerConfigError(f'optimizer.type "{type_name}": {what}')
+        return class_of_torch("optimizer", type_name, torch.optim, torch.optim.Optimizer, _NAMES)
     try:
         mup = importlib.import_module("mup")
     except ImportError as error:
         text = f'optimizer.type "{name}" needs the package "mup"; install it with: pip install mup'
         raise ImportError(text) from error
     logger.warning("%s scales learning rates by parameter shape; check that the schedule does not overwrite them", name)
-    cls: Callable[..., torch.optim.Optimizer] = getattr(mup, name)
-    return cls
-
-
-def _torch_class(type_name: str) -> Callable[..., torch.optim.Optimizer]:
-    if type_name.lower() in _REMOVED_NAMES:
-        raise OptimizerConfigError(
-            f'optimizer.type "{type_name}": the compressed-communication optimizers were removed; use "AdamW" or "Lamb"'
-        )
-    cls: Callable[..., torch.optim.Optimizer] = class_of_torch(
-        "optimizer", type_name, torch.optim, torch.optim.Optimizer, _NAMES
-    )
-    return cls
+    return getattr(mup, name)
 
 
 def class_of_torch(part: str, name: str, module: Any, base: type, ours: Iterable[str]) -> Any:

@@ -8,7 +8,7 @@ from deepspeed.errors import UsageError
 SCALE_FACTOR = 2.0
 
 
-class StaticLossScaler:
+class LossScaler:
     """A scale (positive, else ValueError) that never changes; with scale 1 also what fp32 and bf16 training uses."""
 
     dynamic = False
@@ -31,14 +31,14 @@ class StaticLossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {"dynamic": False, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter}
+        return {"dynamic": self.dynamic, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counter; the scale stays the configured one, which the user may have changed since the save."""
         self.cur_iter = int(state.get("cur_iter", 0))
 
 
-class DynamicLossScaler:
+class DynamicLossScaler(LossScaler):
     """Halve on overflow, after ``hysteresis - 1`` that are let pass; double after ``scale_window`` good steps in a row.
 
     With ``consecutive_hysteresis`` every good step gives the let-pass credit back, otherwise only a doubling does. An
@@ -61,20 +61,11 @@ class DynamicLossScaler:
                 f"loss scaling needs positive scales (initial {init_scale}, minimum {min_scale}), loss_scale_window >= "
                 f"1 (is {scale_window}) and hysteresis >= 1 (is {hysteresis})"
             )
-        self.cur_scale = float(init_scale)
-        self.cur_iter = 0
+        super().__init__(init_scale)
         self.last_overflow_iter = -1
-        self.scale_window = scale_window
-        self.scale_factor = SCALE_FACTOR
-        self.min_scale = float(min_scale)
-        self.delayed_shift = hysteresis
-        self.cur_hysteresis = hysteresis
+        self.scale_window, self.scale_factor, self.min_scale = scale_window, SCALE_FACTOR, float(min_scale)
+        self.delayed_shift = self.cur_hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor by which the loss is multiplied and the gradients are divided."""
-        return self.cur_scale
 
     def update(self, overflow: bool) -> None:  # noqa: FBT001
         """Move to the next optimizer step; ``overflow``: some gradient on some rank was not finite.
@@ -111,13 +102,8 @@ class DynamicLossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; ``load_state_dict`` continues the trace exactly."""
-        return {
-            "dynamic": True,
-            "cur_scale": self.cur_scale,
-            "cur_iter": self.cur_iter,
-            "last_overflow_iter": self.last_overflow_iter,
-            "cur_hysteresis": self.cur_hysteresis,
-        }
+        last = {"last_overflow_iter": self.last_overflow_iter, "cur_hysteresis": self.cur_hysteresis}
+        return super().state_dict() | last
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore scale and counters; window, floor and hysteresis stay the configured ones."""
@@ -129,16 +115,13 @@ class DynamicLossScaler:
         self.cur_hysteresis = int(state.get("cur_hysteresis", self.delayed_shift))
 
 
-LossScaler = StaticLossScaler | DynamicLossScaler
-
-
 def build_loss_scaler(cfg: DeepSpeedConfig) -> LossScaler:
     """The scaler for a config: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype."""
-    if cfg.compute_dtype != "fp16":
-        return StaticLossScaler(1.0)
     fp16 = cfg.fp16
+    if cfg.compute_dtype != "fp16":
+        return LossScaler()
     if fp16.loss_scale:
-        return StaticLossScaler(fp16.loss_scale)
+        return LossScaler(fp16.loss_scale)
     return DynamicLossScaler(
         2.0**fp16.initial_scale_power,
         scale_window=fp16.loss_scale_window,

@@ -13,8 +13,8 @@ import torch
 from deepspeed.native.build import try_load
 from deepspeed.native.ops import CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION
 from deepspeed.optim import cuda, host
-from deepspeed.optim.lamb import Lamb
 from deepspeed.optim.named import FusedAdam, FusedLamb, FusedLion
+from deepspeed.optim.rules import Lamb
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,7 +130,7 @@ def test_adam_follows_torch(place: str, kind: type[torch.optim.Optimizer]) -> No
 def lamb_pair(
     place: str, dtype: torch.dtype, **settings: object
 ) -> tuple[Columns, list[torch.Tensor], list[torch.nn.Parameter], Lamb]:
-    """Three steps of the kernel, its last ratios, and the same by deepspeed.optim.lamb in fp32 on the host."""
+    """Three steps of the kernel, its last ratios, and the same by deepspeed.optim.rules in fp32 on the host."""
     mine = draw(dtypes=(dtype, dtype, torch.float32), place=place)
     mine[2], mine[3] = ([torch.zeros_like(t) for t in column] for column in mine[2:])
     mine[0][1].zero_()  # a norm of zero

@@ -19,7 +19,7 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.optim import host
-from deepspeed.optim.lion import Lion
+from deepspeed.optim.rules import Lion
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

@@ -19,8 +19,7 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.optim import cuda, host
-from deepspeed.optim.adagrad import Adagrad
-from deepspeed.optim.lamb import Lamb
+from deepspeed.optim.rules import Adagrad, Lamb
 from deepspeed.tier import store
 
 pytestmark = pytest.mark.skipif(try_load(CPU_ADAM) is None, reason="no C++ compiler: torch's update writes no outputs")

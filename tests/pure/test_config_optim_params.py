@@ -25,7 +25,6 @@ from deepspeed.config.model.optim_params import (
     accepts,
 )
 from deepspeed.optim import lr_schedules
-from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.muon import MuonWithAuxAdam
 from deepspeed.optim.named import (
     DeepSpeedCPUAdagrad,
@@ -36,6 +35,7 @@ from deepspeed.optim.named import (
     FusedLion,
 )
 from deepspeed.optim.registry import KNOWN_NAMES, build_optimizer
+from deepspeed.optim.rules import Adagrad
 
 CPU = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 

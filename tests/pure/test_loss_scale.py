@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.precision.loss_scale import DynamicLossScaler, StaticLossScaler, build_loss_scaler
+from deepspeed.precision.loss_scale import DynamicLossScaler, LossScaler, build_loss_scaler
 
 
 def trace(scaler, events):
@@ -75,15 +75,15 @@ def test_resume_anywhere_continues_the_trace(events, hysteresis):
 
 
 def test_static_scale_never_moves():
-    scaler = StaticLossScaler(128)
+    scaler = LossScaler(128)
     assert trace(scaler, "x.xx") == [128] * 4 and scaler.cur_iter == 4 and not scaler.dynamic
-    other = StaticLossScaler(64)
+    other = LossScaler(64)
     other.load_state_dict(scaler.state_dict())
     assert (other.loss_scale, other.cur_iter) == (64, 4)
 
 
 def test_a_state_of_the_other_kind_is_no_obstacle():
-    dynamic, static = DynamicLossScaler(), StaticLossScaler(8)
+    dynamic, static = DynamicLossScaler(), LossScaler(8)
     dynamic.load_state_dict(static.state_dict())
     static.load_state_dict(dynamic.state_dict())
     assert dynamic.loss_scale == 2**16 and static.loss_scale == 8
@@ -97,7 +97,7 @@ def test_settings_out_of_range(bad):
 
 def test_static_scale_must_be_positive():
     with pytest.raises(ValueError, match="positive"):
-        StaticLossScaler(-1)
+        LossScaler(-1)
 
 
 def config(dtype="fp16", **changes):
@@ -127,4 +127,4 @@ def test_build_from_config():
     assert not build_loss_scaler(config(loss_scale=512)).dynamic
     for dtype in ("bf16", "fp32"):
         scaler = build_loss_scaler(config(dtype, loss_scale=512))
-        assert isinstance(scaler, StaticLossScaler) and scaler.loss_scale == 1
+        assert isinstance(scaler, LossScaler) and scaler.loss_scale == 1

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from deepspeed.errors import DeepSpeedConfigError, OptimizerConfigError
-from deepspeed.optim.adagrad import Adagrad
 from deepspeed.optim.muon import MuonWithAuxAdam
 from deepspeed.optim.named import (
     DeepSpeedCPUAdagrad,
@@ -18,6 +17,7 @@ from deepspeed.optim.named import (
     FusedLion,
 )
 from deepspeed.optim.registry import build_optimizer, granularity
+from deepspeed.optim.rules import Adagrad
 
 
 def param(*shape):
