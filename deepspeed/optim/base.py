@@ -66,6 +66,9 @@ class GroupStep(torch.optim.Optimizer):
     slots: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
     torch_keys: tuple[str, ...] = ()
     """Settings of a group that only torch's own code follows."""
+    _on_cuda: Callable[[list[Tensors], list[Group], Group], bool]
+    _on_host: Callable[[Tensors, Group, Group, torch.Tensor | None], None]
+    _update: Callable[[torch.Tensor, torch.Tensor, Group, Group], None]
     _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor]] | None = None
     """Where the rounded parameters of one step go, and those that went there."""
 
@@ -86,15 +89,6 @@ class GroupStep(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, self.fixed | ours)
         if set_grad_none is not None:
             self.defaults["set_grad_none"] = set_grad_none
-
-    def _on_cuda(self, columns: list[Tensors], states: list[Group], group: Group) -> bool:
-        raise NotImplementedError
-
-    def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:
-        raise NotImplementedError
-
-    def _update(self, param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> None:
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -154,8 +148,8 @@ class GroupStep(torch.optim.Optimizer):
             where = param.device if group.get("fused") or group.get("capturable") else "cpu"
             for name in self._slots(group):
                 # the number in fp32, as torch's: in bf16, a client's default, it would stick at 256
-                number = torch.zeros((), dtype=torch.float32, device=where) if name == "step" else None
-                state[name] = _new_moment(param, group) if number is None else number
+                new = torch.zeros((), dtype=torch.float32, device=where) if name == "step" else _moment(param, group)
+                state[name] = new
         return state
 
     def _moments(self, state: Group) -> Tensors:
@@ -229,7 +223,7 @@ def _can_take(out: torch.Tensor, param: torch.Tensor) -> bool:
     return alike and out.dtype in host.CODES
 
 
-def _new_moment(param: torch.Tensor, group: Group) -> torch.Tensor:
+def _moment(param: torch.Tensor, group: Group) -> torch.Tensor:
     """State like ``param``, in fp32 for half-precision parameters when the group says ``fp32_states``."""
     low = param.dtype in (torch.bfloat16, torch.float16)
     moment = torch.empty_like(param, dtype=torch.float32 if low and group.get("fp32_states") else param.dtype)

@@ -6,7 +6,7 @@ follows the optimizer's update, so update number k (from 1) runs with the rate f
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,6 @@ from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.optim.base import constructor
 from deepspeed.optim.registry import check_numbers, class_of_torch, construct, nearest_hint
-
-VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 PerGroup = float | Sequence[float]
 Settings = dict[str, Any]
@@ -56,6 +54,9 @@ class LRSchedule:
     """
 
     keywords: ClassVar[Settings]
+    _prepare: Callable[[Settings], None]
+    _rates: Callable[[int], list[float]]
+    """Learning rate of each group at an iteration (-1 before the first step)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -69,13 +70,6 @@ class LRSchedule:
         self._last_lr: list[float] | None = None
         self._prepare(settings)
         self._start()
-
-    def _prepare(self, settings: Settings) -> None:
-        raise NotImplementedError
-
-    def _rates(self, iteration: int) -> list[float]:
-        """Learning rate of each group at ``iteration`` (-1 before the first step)."""
-        raise NotImplementedError
 
     def _write(self, iteration: int) -> None:
         self._last_lr = self._rates(iteration)
@@ -338,6 +332,7 @@ class WarmupCosineLR(_Warmup):
 _CLASSES: Mapping[str, type[LRSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+VALID_LR_SCHEDULES = list(_CLASSES)
 # Where the command line has another default than the schedule; -1 means "not given".
 _CLI_DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(("lr_range_test_step_size", "cycle_first_step_size", "decay_step_size"), 1000),

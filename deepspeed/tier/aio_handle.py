@@ -22,7 +22,7 @@ __all__ = ["FileMismatchError", "aio_handle", "aio_read", "aio_write", "deepspee
 _MOST_OPEN = 128  # files at a time, two descriptors each: 1024 is a usual limit for a whole process
 _CHECK_BYTES = 8 << 20
 
-FileName = str | os.PathLike[str] | int
+Name = str | os.PathLike[str] | int
 
 
 class FileMismatchError(DeepSpeedError, ValueError):
@@ -52,7 +52,14 @@ def _check_contents(path: str, offset: int, host: torch.Tensor) -> None:
 
 
 def _operation(
-    engine: AioEngine, buffer: torch.Tensor, name: FileName, offset: int, *, write: bool, whole: bool, validate: bool
+    engine: AioEngine,
+    buffer: torch.Tensor,
+    name: Name,
+    offset: int,
+    *,
+    write: bool,
+    whole: bool = False,
+    validate: bool = False,
 ) -> Iterator[None]:
     """One read or write: it starts up to the ``yield``, then ends, closes the file and raises what failed.
 
@@ -150,15 +157,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
     get_alignment = _setting("alignment")
 
     def _go(
-        self,
-        buffer: torch.Tensor,
-        filename: FileName,
-        file_offset: int = 0,
-        *,
-        write: bool,
-        later: bool = False,
-        whole: bool = False,
-        validate: bool = False,
+        self, buffer: torch.Tensor, filename: Name, file_offset: int = 0, *, later: bool = False, **how: bool
     ) -> int:
         if not self._last.alive:
             raise ValueError(f"this aio_handle is closed: {filename}")
@@ -167,7 +166,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
             kind = f"strides {buffer.stride()} for shape {tuple(buffer.shape)}"
             raise ValueError(f"file IO takes contiguous tensors, not {kind}: {filename}")
         self._settle(keep=_MOST_OPEN - 1)
-        operation = _operation(self._engine, buffer, filename, file_offset, write=write, whole=whole, validate=validate)
+        operation = _operation(self._engine, buffer, filename, file_offset, **how)
         next(operation)
         if later:
             self._pending.append(operation)
@@ -176,20 +175,13 @@ class aio_handle(AbstractContextManager["aio_handle"]):
         return int(not later)
 
     def _whole(
-        self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int = 0, *, write: bool
+        self, buffer: torch.Tensor, filename: Name, validate: bool = False, file_offset: int = 0, *, write: bool
     ) -> int:
         self._go(buffer, filename, file_offset, write=write, whole=file_offset == 0, validate=validate)
         return 0
 
     def _part(
-        self,
-        buffer: torch.Tensor,
-        filename: FileName,
-        validate: bool,
-        async_op: bool,
-        file_offset: int = 0,
-        *,
-        write: bool,
+        self, buffer: torch.Tensor, filename: Name, validate: bool, async_op: bool, file_offset: int = 0, *, write: bool
     ) -> int:
         return self._go(buffer, filename, file_offset, write=write, later=async_op, validate=validate)
 
@@ -256,7 +248,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
 def _once(act: Callable[..., int]) -> Callable[..., int]:
     def call(
         buffer: torch.Tensor,
-        filename: FileName,
+        filename: Name,
         block_size: int,
         queue_depth: int,
         single_submit: bool,

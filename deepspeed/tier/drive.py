@@ -65,13 +65,13 @@ class Drive:
     def reserve(self, nbytes: int) -> Extent:
         """Space for ``nbytes`` bytes, out of what ``expect`` has allocated while that lasts, else allocated now."""
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+        if not self._free.get(size):
+            self._expected = max(0, self._expected - size)
+            self._grow(size)
+            self._free.setdefault(size, []).append(Extent(self.used_bytes, size))
+            self.used_bytes += size
         self._in_use += 1
-        if self._free.get(size):
-            return self._free[size].pop()
-        self._expected = max(0, self._expected - size)
-        self._grow(size)
-        self.used_bytes += size
-        return Extent(self.used_bytes - size, size)
+        return self._free[size].pop()
 
     def expect(self, nbytes: int) -> None:
         """Allocate room for ``nbytes`` more bytes now: a full drive shows here and not in the middle of a step."""

@@ -11,33 +11,42 @@ _PIECE_NUMEL = 1 << 24  # that many fp32 numbers at once on their way to a devic
 
 
 class TierStore:
-    """Flat elements of one state in one place: memory (``tensor`` has them), or a drive (it reads as not-a-number)."""
+    """Flat elements of one state in one place: here the memory of the host or a device, as ``tensor``.
+
+    A subclass keeps them on a drive, and its ``tensor`` reads as not-a-number.
+    """
 
     on_drive = False
-    tensor: torch.Tensor
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
     def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
         """Store ``values`` (any device, any floating dtype) at element ``start``.
 
         With ``lent`` they stay untouched until the transfer has ended, and need no copy on the way.
         """
-        raise NotImplementedError
+        round_into(self.tensor[start : start + values.numel()], values)
+        return ARRIVED
 
     def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
         """Fill ``out`` (any device) with the elements from ``start`` on."""
-        raise NotImplementedError
+        # Ordered by the stream that asks; the host may read at once what it copied itself.
+        out.copy_(self.tensor[start : start + out.numel()], non_blocking=out.device.type != "cpu")
+        return ARRIVED
 
-    def open(self, *, write: bool) -> contextlib.AbstractContextManager[torch.Tensor]:
+    @contextlib.contextmanager
+    def open(self, *, write: bool) -> Iterator[torch.Tensor]:
         """All elements in memory for a while; what is written to them counts only with ``write``."""
-        raise NotImplementedError
+        yield self.tensor
 
     def beside(self, nbytes: int) -> "TierStore":
         """Room for so many bytes in the same place."""
-        raise NotImplementedError
+        return TierStore(torch.empty(nbytes, dtype=torch.uint8, device=self.tensor.device))
 
     def drop(self) -> None:
         """The values are not needed any more; the space is."""
-        raise NotImplementedError
+        self.tensor = self.tensor[:0].clone()
 
     def read_ahead(self) -> bool:
         """Start fetching for a later ``get`` of everything; False when there is nothing to start, or no room."""
@@ -47,30 +56,7 @@ class TierStore:
         """What was fetched ahead is not wanted."""
 
 
-class Memory(TierStore):
-    """Elements in the memory of the host or a device."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
-        round_into(self.tensor[start : start + values.numel()], values)
-        return ARRIVED
-
-    def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
-        # Ordered by the stream that asks; the host may read at once what it copied itself.
-        out.copy_(self.tensor[start : start + out.numel()], non_blocking=out.device.type != "cpu")
-        return ARRIVED
-
-    @contextlib.contextmanager
-    def open(self, *, write: bool) -> Iterator[torch.Tensor]:
-        yield self.tensor
-
-    def beside(self, nbytes: int) -> "Memory":
-        return Memory(torch.empty(nbytes, dtype=torch.uint8, device=self.tensor.device))
-
-    def drop(self) -> None:
-        self.tensor = self.tensor[:0].clone()
+Memory = TierStore  # where it has to be that one
 
 
 def round_into(out: torch.Tensor, values: torch.Tensor) -> None:

@@ -512,6 +512,8 @@ except OSError as error:
 out = torch.zeros(1000)
 small.get(out).wait()
 assert out.eq(1).all() and drive.used_bytes == 4096
+small.drop()
+assert drive.used_bytes == 0  # what was refused is not counted as in use
 """
 
 
