@@ -239,6 +239,8 @@ def test_flat_unsharded_groups_are_cut(root: Path, tmp_path: Path, groups: list[
     assert sorted(source.facts["optimizer"]["groups"][0]["names"]) == sorted(names)
     with pytest.raises(CheckpointError, match="optimizer group 0 has nothing, and the checkpoint no weight"):
         open_reference(tmp_path, groups=[["nothing"]])
+    with pytest.raises(CheckpointError, match="elements where master of base.weight needs 211"):
+        open_reference(tmp_path, groups=[[*names, "base.weight"]])
 
 
 # -- damage ------------------------------------------------------------------------------------------------------

@@ -5,21 +5,24 @@ Only the pickle inside each file is held in memory, and that without its tensors
 
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.foreign.cuts import Pieces
-from deepspeed.checkpoint.foreign.sharded import Shapes, add_universal, in_columns, in_rows, scaler_state, sharded
+from deepspeed.checkpoint.foreign import cuts
+from deepspeed.checkpoint.foreign.sharded import Piece, Pieces, Shapes, add_sharded, add_universal
 from deepspeed.checkpoint.foreign.unpickle import FileTensor, load_restricted, materialize
-from deepspeed.checkpoint.foreign.unsharded import UNNAMED, unsharded
+from deepspeed.checkpoint.foreign.unsharded import UNNAMED, add_unsharded
 from deepspeed.checkpoint.format.boxes import Region, Span, runs
 from deepspeed.checkpoint.load.source import Described, Key, Wish, outside
 from deepspeed.errors import CheckpointError
 
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
-_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
+_KINDS = {
+    "model": re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"),
+    "optimizer": re.compile(r"(?:bf16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"),
+}
 _OTHER = re.compile(
     r"offloaded_tensors"
     r"|(layer_\d+.*-model_states|.*expert_\d+_mp_rank_\d+_model_states|expp_rank_\d+_mp_rank_\d+_optim_states)\.pt"
@@ -37,8 +40,29 @@ _ENGINE_KEYS = {
 class ReferenceSource:
     """A ``Source`` over files of the reference package. ``kind``: "deepspeed-0.19" or "universal"."""
 
-    def __init__(self, path: Path, kind: str, pieces: Mapping[Key, Pieces], facts: dict[str, Any]) -> None:
-        self.path, self.kind, self.facts, self._pieces = path, kind, facts, pieces
+    def __init__(self, path: Path, groups: Sequence[Sequence[str]] | None) -> None:
+        self.path, self._pieces = path, dict[Key, Pieces]()
+        self.kind = "universal" if (path / "zero").is_dir() else "deepspeed-0.19"
+        model_files, optim_files = _files(path)
+        models = [_load(file) for file in model_files]
+        self.facts = _facts(models[0], model_files[0])
+        shapes: Shapes | None = models[0].get("param_shapes")
+        if shapes is None:
+            if optim_files:
+                what = f"{model_files[0]} lists no parameters, but there is {optim_files[0].name}"
+                raise CheckpointError(f"{what}; the folder is mixed up")
+            more = add_unsharded(self._pieces, models[0], groups=groups, where=model_files[0])
+        elif self.kind == "universal":
+            more = add_universal(self._pieces, shapes, model=models[0], folder=path)
+        else:
+            more = add_sharded(self._pieces, _states(model_files, optim_files), shapes, where=optim_files)
+        named = self.facts["config"].get("optimizer")
+        more["optimizer"]["type"] = named.get("type") if isinstance(named, dict) else None
+        self.facts |= more
+        shared = self.facts["shared"] = _shared(models[0], self._pieces)
+        for (state, name), values in _unoptimised(models, model_files[0]).items():
+            if ("master", name) not in self._pieces and name not in shared:
+                self._pieces[state, name] = values.check(f"{state} of {name}", path)
 
     @property
     def entries(self) -> dict[Key, Described]:
@@ -53,7 +77,7 @@ class ReferenceSource:
         if wrong := outside(Wish(key, out, start, region), pieces.dtype, pieces.shape):
             raise ValueError(wrong)
         try:
-            for run in runs(pieces.shape, Span(start, start + out.numel(), region), Span(0, pieces.numel)):
+            for run in runs(pieces.shape, Span(start, start + out.numel(), region), Span(0, prod(pieces.shape))):
                 pieces.read(out[run.first - start : run.first - start + run.numel], run.second)
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{what} cannot be read: {error}") from error
@@ -71,14 +95,6 @@ class ReferenceSource:
         return open_reference(self.path, groups=groups) if self.unnamed else self
 
 
-class _Files(NamedTuple):
-    """File paths by rank."""
-
-    model: list[Path]
-    optim: list[Path]
-    universal: bool
-
-
 def open_reference(folder: Path, *, groups: Sequence[Sequence[str]] | None = None) -> ReferenceSource:
     """The checkpoint of DeepSpeed 0.19 in ``folder``: of any level of sharding, or converted to the universal layout.
 
@@ -86,24 +102,21 @@ def open_reference(folder: Path, *, groups: Sequence[Sequence[str]] | None = Non
     Raises CheckpointError naming the file or tensor when anything is missing, damaged, or of a kind that is not read.
     """
     try:
-        files = _find(folder)
-        models = [_load(path) for path in files.model]
-        pieces, facts = _assemble(files, models, groups)
+        return ReferenceSource(folder, groups)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{folder} is not in DeepSpeed's layout: {type(error).__name__}: {error}") from error
-    return ReferenceSource(folder, "universal" if files.universal else "deepspeed-0.19", pieces, facts)
 
 
-def _find(folder: Path) -> _Files:
-    names = sorted(p.name for p in folder.iterdir())
+def _files(folder: Path) -> list[list[Path]]:
+    """Of models and of optimizers, by rank."""
+    names, by_kind = sorted(p.name for p in folder.iterdir()), list[list[Path]]()
     for name in filter(_OTHER.fullmatch, names):
         raise CheckpointError(
             f"{folder / name} is of a pipeline or of experts, or swap files of NVMe; these are not read"
         )
-    by_kind: list[list[Path]] = []
-    for pattern, what in ((_MODEL, "model"), (_OPTIM, "optimizer")):
+    for what, pattern in _KINDS.items():
         by_rank: dict[int, Path] = {}
         for match in filter(None, map(pattern.fullmatch, names)):
             path, rank = folder / match.string, int(match["dp"] or 0)
@@ -111,15 +124,15 @@ def _find(folder: Path) -> _Files:
                 raise CheckpointError(f"{path} is of a model cut by tensor or pipeline parallelism, which is not read")
             if by_rank.setdefault(rank, path) != path:
                 raise CheckpointError(f"{folder} holds {path.name} and {by_rank[rank].name} for the same rank")
-        gaps = sorted(set(range(max(by_rank, default=-1) + 1)) - set(by_rank))
+        gaps = [str(rank) for rank in range(len(by_rank)) if rank not in by_rank]
         if gaps:
-            raise CheckpointError(f"{folder} lacks the {what} state file of rank(s) {str(gaps)[1:-1]}")
-        by_kind.append([by_rank[rank] for rank in sorted(by_rank)])
+            raise CheckpointError(f"{folder} lacks the {what} state file of rank(s) {', '.join(gaps)}")
+        by_kind.append([by_rank[rank] for rank in range(len(by_rank))])
     if not by_kind[0]:
         raise CheckpointError(
             f"{folder} has no file *mp_rank_00_model_states.pt; it is no complete checkpoint of DeepSpeed"
         )
-    return _Files(by_kind[0], by_kind[1], (folder / "zero").is_dir())
+    return by_kind
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -129,56 +142,29 @@ def _load(path: Path) -> dict[str, Any]:
     return state
 
 
-def _assemble(
-    files: _Files, models: list[dict[str, Any]], groups: Sequence[Sequence[str]] | None
-) -> tuple[dict[Key, Pieces], dict[str, Any]]:
-    """All tensors, and the facts."""
-    model, first, folder = models[0], files.model[0], files.model[0].parent
-    if int(model.get("mp_world_size", 1)) != 1:
-        raise CheckpointError(
-            f"{first} is of a model cut over {model['mp_world_size']} ranks; only whole ones are read"
-        )
-    if model.get("module") is None or "global_steps" not in model:
-        raise CheckpointError(f"{first} is no model state of DeepSpeed: it lacks its key 'module' or 'global_steps'")
-    facts, pieces = _facts(model), dict[Key, Pieces]()
-    shapes: Shapes | None = model.get("param_shapes")
-    if shapes is None:
-        if files.optim:
-            raise CheckpointError(
-                f"{first} lists no parameters, but there is {files.optim[0].name}; the folder is mixed up"
-            )
-        facts |= unsharded(pieces, model, groups=groups, where=first)
-    elif files.universal:
-        facts |= add_universal(pieces, shapes, model=model, folder=folder)
-    else:
-        facts |= _sharded(pieces, shapes, files)
-    named = facts["config"].get("optimizer")
-    facts["optimizer"]["type"] = named.get("type") if isinstance(named, dict) else None
-    shared = facts["shared"] = _shared(model, pieces)
-    for (state, name), values in _unoptimised(models, files.model).items():
-        if ("master", name) not in pieces and name not in shared:
-            pieces[state, name] = values.check(f"{state} of {name}", folder)
-    return pieces, facts
-
-
-def _sharded(pieces: dict[Key, Pieces], shapes: Shapes, files: _Files) -> dict[str, Any]:
-    """Masters and slots from the files of all ranks."""
-    folder = files.model[0].parent
-    if not files.optim:
+def _states(model_files: list[Path], optim_files: list[Path]) -> list[dict[str, Any]]:
+    """The optimizer states of all ranks, of which the files are complete."""
+    folder = model_files[0].parent
+    if not optim_files:
         raise CheckpointError(f"{folder} has no optimizer state files; the trained weights of DeepSpeed lie in them")
-    states = [_load(path)["optimizer_state_dict"] for path in files.optim]
+    states = [_load(path)["optimizer_state_dict"] for path in optim_files]
     counts = states[0]["partition_count"]
     world = max(counts) if isinstance(counts, list) else int(counts)
-    by_parameter = "fp32_flat_groups" in states[0]
-    for paths, what in ((files.optim, "optimizer"), (files.model if by_parameter else files.optim, "model")):
+    parameters_too = "fp32_flat_groups" in states[0]
+    for paths, what in ((optim_files, "optimizer"), (model_files if parameters_too else optim_files, "model")):
         if len(paths) != world:
             raise CheckpointError(f"{folder} has {len(paths)} {what} state files, but was written by {world} ranks")
-    state = (in_rows if by_parameter else in_columns)(states, shapes, files.optim)
-    optimizer = sharded(pieces, state, shapes, where=files.optim)
-    return {"optimizer": optimizer, "loss_scaler": scaler_state(states[0])}
+    return states
 
 
-def _facts(model: dict[str, Any]) -> dict[str, Any]:
+def _facts(model: dict[str, Any], where: Path) -> dict[str, Any]:
+    """What a model-state file says besides its tensors."""
+    if int(model.get("mp_world_size", 1)) != 1:
+        raise CheckpointError(
+            f"{where} is of a model cut over {model['mp_world_size']} ranks; only whole ones are read"
+        )
+    if model.get("module") is None or "global_steps" not in model:
+        raise CheckpointError(f"{where} is no model state of DeepSpeed: it lacks its key 'module' or 'global_steps'")
     config = materialize(model.get("ds_config")) or {}
     extra = {n: v for n, v in model["module"].items() if n.endswith(_EXTRA)}
     engine = {name: int(model.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")}
@@ -211,15 +197,17 @@ def _shared(model: dict[str, Any], pieces: Mapping[Key, Pieces]) -> dict[str, st
     return shared
 
 
-def _unoptimised(models: list[dict[str, Any]], paths: list[Path]) -> dict[Key, Pieces]:
+def _unoptimised(models: list[dict[str, Any]], where: Path) -> dict[Key, Pieces]:
     """Buffers and frozen parameters, and trained ones by their values in the model's type, which masters take over."""
     model, values = models[0], dict[Key, Pieces]()
     buffers = set(model.get("buffer_names") or ())
-    sliced = paths[0].name.startswith("zero_pp_rank")  # parameters in the module are empty then
+    sliced = where.name.startswith("zero_pp_rank")  # parameters in the module are empty then
     for name, stored in model["module"].items():
         if isinstance(stored, FileTensor) and not name.endswith(_EXTRA) and (name in buffers or not sliced):
             values["buffer" if name in buffers else "param", name] = Pieces.of(stored)
     for name, shape in (model.get("frozen_param_shapes") or {}).items() if sliced else ():
-        parts = [(m.get("frozen_param_fragments") or {}).get(name) for m in models]
-        values["param", name] = Pieces.of_rows(tuple(shape), parts)
+        slices = cuts.rows([(name, prod(shape))], 0, len(models))
+        stored = [(m.get("frozen_param_fragments") or {}).get(name) for m in models]
+        parts = [Piece(s.lo, s.hi, stored[s.rank]) for s in slices if stored[s.rank] is not None]
+        values["param", name] = Pieces(parts[0].stored.dtype if parts else torch.float32, tuple(shape), parts)
     return values
