@@ -9,45 +9,68 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from deepspeed.report import devices, environment, machine, software
-from deepspeed.report.rows import VERDICT, Section, as_json, as_text
-
-_SWITCHES = {
-    "--hide_operator_status": "leave the operators out",
-    "--hide_errors_and_warnings": f"leave the part '{VERDICT}' out",
-    "--json": "one JSON object instead of a table",
-}
+from deepspeed.report import machine, software
+from deepspeed.report.rows import VERDICT, Probe, Report, Row, as_text, doubts, gather
 
 
-def collect(*, operators: bool = True) -> list[Section]:
+def collect(*, operators: bool = True) -> Report:
     """Everything that is to be said, in order. Never raises."""
     torch, reason = software.load_torch()
-    return [
-        software.versions_section(torch, reason),
-        machine.section(),
-        devices.section(torch),
-        software.launch_section(),
-        software.tools_section(torch),
-        *([software.operators_section()] if operators else []),
-        software.optional_section(),
-        environment.section(os.environ),
-    ]
+    devices: dict[str, Probe] = {"accelerator": lambda: Row("accelerator", "unknown (torch cannot be imported)")}
+    if torch is not None:
+        devices = {
+            "accelerator": partial(machine.device_rows, torch),
+            "NCCL": partial(machine.nccl_row, torch),
+            "backends": machine.backends_row,
+        }
+    sections: dict[str, dict[str, Probe]] = {
+        "versions": {
+            "deepspeed": software.package_row,
+            "torch": partial(software.torch_rows, torch, reason),
+            "required packages": software.required_rows,
+        },
+        "platform": {
+            "system": machine.system_row,
+            "CPU": machine.cpu_rows,
+            "cores": machine.cores_row,
+            "memory": machine.memory_rows,
+            "/dev/shm": machine.shm_row,
+            "limits": machine.limit_rows,
+        },
+        "device and communication": devices,
+        "launch tools": {"launch tools": software.launch_rows},
+        "build tools": {
+            "C++ compiler": software.compiler_row,
+            "ninja": software.ninja_row,
+            "nvcc": partial(software.cuda_rows, getattr(getattr(torch, "version", None), "cuda", None)),
+        },
+        "operators": {"operators": software.operator_rows},
+        "optional packages": {"optional packages": software.optional_rows},
+        "environment": {
+            "this process": partial(software.identity_row, os.environ),
+            "variables": partial(software.variable_rows, os.environ),
+        },
+    }
+    return {title: gather(probes) for title, probes in sections.items() if operators or title != "operators"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_report`` and ``dsr``; returns 0."""
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="ds_report", description=__doc__, formatter_class=kind)
-    for flag, text in _SWITCHES.items():
-        parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument("--hide_operator_status", action="store_true", help="leave the operators out")
+    hide = f"leave the part '{VERDICT}' out"
+    parser.add_argument("--hide_errors_and_warnings", action="store_true", help=hide)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(argv)
-    sections = collect(operators=not options.hide_operator_status)
-    verdict = not options.hide_errors_and_warnings
+    report, verdict = collect(operators=not options.hide_operator_status), not options.hide_errors_and_warnings
+    text = as_text(report, verdict=verdict)
     if options.json:
-        sys.stdout.write(json.dumps(as_json(sections, verdict=verdict), indent=1) + "\n")
-    else:
-        sys.stdout.write(as_text(sections, verdict=verdict))
+        content = {title: {row.name: row.value for row in rows} for title, rows in report.items()}
+        text = json.dumps(content | ({VERDICT: doubts(report)} if verdict else {}), indent=1) + "\n"
+    sys.stdout.write(text)
     return 0
 
 

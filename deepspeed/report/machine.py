@@ -1,13 +1,19 @@
-"""The machine: processor, cores, memory and limits, from the system's files (``root`` is another tree in tests)."""
+"""The machine: processor, memory, limits and accelerators, from the system's files (``root`` is another tree in tests)
+and from torch.
+"""
 
+import glob
 import math
 import os
 import platform
 import re
+import resource
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 from deepspeed.observe import hostmem
-from deepspeed.report.rows import Row, Section, gather, size
+from deepspeed.report.rows import Row, size
 
 ROOT = Path("/")
 ISA = "avx2 fma f16c avx512f avx512bw avx512_bf16 avx512_fp16 amx_tile amx_bf16 asimd asimdhp sve sve2"
@@ -22,62 +28,44 @@ _SMALL_SHM = (
     "DataLoader workers and NCCL pass data through it and die with 'Bus error' when it is full; start the container "
     "with --shm-size=8g or --ipc=host, or use num_workers=0."
 )
-# name of the row, limit, least value without a doubt, how it is shown, doubt
-_LIMITS = (
-    (
-        "locked memory (ulimit -l)",
-        "RLIMIT_MEMLOCK",
-        1 << 30,
-        size,
-        "Page-locked buffers of RDMA networks and of asynchronous file IO fail beyond it; raise it (ulimit -l "
-        "unlimited, docker --ulimit).",
-    ),
-    (
-        "open files (ulimit -n)",
-        "RLIMIT_NOFILE",
-        4096,
-        str,
-        "Many ranks, data workers and checkpoint shards need more open files; raise it with ulimit -n 65536.",
-    ),
+_MEMLOCK = (
+    "Page-locked buffers of RDMA networks and of asynchronous file IO fail beyond it; raise it (ulimit -l unlimited, "
+    "docker --ulimit)."
 )
+_FILES = "Many ranks, data workers and checkpoint shards need more open files; raise it with ulimit -n 65536."
+_DEVICE_FILES = {"/dev/nvidia[0-9]*": "NVIDIA", "/dev/kfd": "AMD", "/dev/accel/accel[0-9]*": "accelerator"}
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-def _cpuinfo(root: Path) -> dict[str, list[str]]:
-    """Field -> its value for every core."""
-    fields: dict[str, list[str]] = {}
+def system_row() -> Row:
+    """Kernel, architecture and C library."""
+    return Row("system", re.sub(r"\s+", " ", platform.platform()))
+
+
+def _brand() -> str:
+    """The processor's name where the kernel does not list it (Arm); a second's work."""
+    import cpuinfo  # noqa: PLC0415 - its import alone is slow
+
+    return str(cpuinfo.get_cpu_info().get("brand_raw", platform.machine()))
+
+
+def cpu_rows(root: Path = ROOT) -> list[Row]:
+    """Model, the vector instructions that matter here, sockets and NUMA nodes."""
+    fields: dict[str, list[str]] = {}  # the value of every core
     for line in (root / "proc/cpuinfo").read_text().splitlines():
         name, colon, value = line.partition(":")
         if colon:
             fields.setdefault(name.strip(), []).append(value.strip())
-    return fields
-
-
-def _processor(root: Path) -> tuple[str, list[str]]:
-    """Model and instruction set flags; py-cpuinfo takes a second, so it is asked only where /proc has no answer."""
-    fields = _cpuinfo(root) if (root / "proc/cpuinfo").exists() else {}
-    flags = [*fields.get("flags", []), *fields.get("Features", [])]
-    if flags:
-        return fields.get("model name", [platform.machine()])[0], flags[0].split()
-    import cpuinfo  # noqa: PLC0415 - see above
-
-    facts = cpuinfo.get_cpu_info()
-    return str(facts.get("brand_raw", platform.machine())), list(facts.get("flags", []))
-
-
-def cpu_rows(root: Path = ROOT) -> list[Row]:
-    """Model and the vector instructions that matter here."""
-    model, flags = _processor(root)
+    flags = [*fields.get("flags", []), *fields.get("Features", []), ""][0].split()
     vector = " ".join(flag for flag in ISA.split() if flag in flags)
     x86 = platform.machine() in ("x86_64", "AMD64") or "sse2" in flags
-    doubt = _NO_AVX2 if x86 and "avx2" not in flags else ""
-    return [Row("CPU", model), Row("vector instructions", vector or "none known", doubt)]
-
-
-def socket_row(root: Path = ROOT) -> Row:
-    """Sockets and NUMA nodes."""
-    sockets = len(set(_cpuinfo(root).get("physical id", []))) or "unknown"
-    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or "unknown"
-    return Row("sockets, NUMA nodes", f"{sockets}, {nodes}")
+    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    model = fields.get("model name", [""])[0] or _brand()
+    return [
+        Row("CPU", model),
+        Row("vector instructions", vector or "none known", _NO_AVX2 if x86 and "avx2" not in flags else ""),
+        Row("sockets, NUMA nodes", f"{len(set(fields.get('physical id', []))) or 'unknown'}, {nodes or 'unknown'}"),
+    ]
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
@@ -89,8 +77,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 def cores_row(root: Path = ROOT) -> Row:
     """Cores this process may use, and the machine's."""
-    whole = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
+    whole, mine = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     quota = cpu_quota(root) if (root / "proc/self/cgroup").exists() else None
     limit = "" if quota is None else f", time for {quota:g} (control group)"
     few = (quota is not None and quota < mine) or mine < whole
@@ -119,26 +106,58 @@ def shm_row(path: str = "/dev/shm") -> Row:
 
 def limit_rows() -> list[Row]:
     """Limits of this process (ulimit)."""
-    import resource  # noqa: PLC0415 - not on Windows
+    locked, files = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+    shown = ["unlimited" if value < 0 else text(value) for value, text in ((locked, size), (files, str))]
+    return [
+        Row("locked memory (ulimit -l)", shown[0], _MEMLOCK if 0 <= locked < 1 << 30 else ""),
+        Row("open files (ulimit -n)", shown[1], _FILES if 0 <= files < 4096 else ""),
+    ]
 
-    rows = []
-    for name, limit, least, shown, doubt in _LIMITS:
-        value = resource.getrlimit(getattr(resource, limit))[0]
-        rows.append(Row(name, "unlimited" if value < 0 else shown(value), doubt if 0 <= value < least else ""))
+
+def device_rows(torch: ModuleType) -> list[Row]:
+    """Type, number, names and memory of the devices; ``none`` where ranks run on the CPU."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is None:
+            reasons = [str(warning.message).partition("\n")[0] for warning in warned]
+            return [Row("accelerator", "none: ranks run on the CPU and talk through gloo", _why_none(torch, reasons))]
+        module, count = torch.get_device_module(device.type), int(torch.accelerator.device_count())
+        rows = [Row("accelerator", f"{device.type}, {count} visible")]
+        for index in range(count) if hasattr(module, "get_device_properties") else ():
+            properties = module.get_device_properties(index)
+            parts = [properties.name, size(properties.total_memory)]
+            if hasattr(properties, "major"):
+                parts.append(f"compute capability {properties.major}.{properties.minor}")
+            rows.append(Row(f"{device.type}:{index}", ", ".join(parts)))
     return rows
 
 
-def section() -> Section:
-    """The machine."""
-    return gather(
-        "platform",
-        {
-            "system": lambda: Row("system", re.sub(r"\s+", " ", platform.platform())),
-            "CPU": cpu_rows,
-            "sockets, NUMA nodes": socket_row,
-            "cores": cores_row,
-            "memory": memory_rows,
-            "/dev/shm": shm_row,
-            "limits": limit_rows,
-        },
-    )
+def _why_none(torch: ModuleType, reasons: list[str]) -> str:
+    """Why a machine that has a device, or a torch that was built for one, runs on the CPU; empty when both agree."""
+    for name in ("cuda", "hip"):
+        if version := getattr(torch.version, name, None):
+            reasons += [f"{variable}={os.environ[variable]!r}" for variable in _VISIBLE if variable in os.environ]
+            why = "; ".join(reasons) or "the driver is missing, older than torch's, or not passed into the container"
+            built = f"torch is built for {name.upper()} {version} but can use no device"
+            return f"{built}: {why}. Training will be slow on the CPU."
+    if seen := ", ".join(name for pattern, name in _DEVICE_FILES.items() if glob.glob(pattern)):
+        return f"This machine has a device ({seen}) but torch is a CPU build; install a torch that is built for it."
+    return ""
+
+
+def nccl_row(torch: ModuleType) -> Row:
+    """Version of NCCL (RCCL on ROCm)."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type != "cuda":
+        return Row("NCCL", "not used without a CUDA or ROCm device")
+    return Row("NCCL", ".".join(map(str, torch.get_device_module("cuda").nccl.version())))
+
+
+def backends_row() -> Row:
+    """Backends of torch.distributed."""
+    from deepspeed.comm.init import available_backends  # noqa: PLC0415 - imports torch, which may fail
+
+    names = " ".join(available_backends())
+    doubt = "This torch has no torch.distributed: only one process can train; install a build that has it."
+    return Row("backends", names or "none", "" if names else doubt)

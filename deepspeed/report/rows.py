@@ -1,8 +1,8 @@
-"""The shape of the report: sections of rows. A row may carry a doubt: why its value matters and what to do."""
+"""The shape of the report: titles with rows. A row may carry a doubt: why its value matters and what to do."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 WIDTH = 110
 VERDICT = "missing or doubtful"
@@ -16,14 +16,8 @@ class Row(NamedTuple):
     doubt: str = ""
 
 
-class Section(NamedTuple):
-    """Rows under a title."""
-
-    title: str
-    rows: tuple[Row, ...]
-
-
 Probe = Callable[[], Row | list[Row]]
+Report = Mapping[str, list[Row]]
 
 
 def first_line(error: BaseException) -> str:
@@ -32,8 +26,8 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-def gather(title: str, probes: dict[str, Probe]) -> Section:
-    """Run the named ``probes``; one that fails becomes a row ``unknown (reason)``, whatever it raised."""
+def gather(probes: Mapping[str, Probe]) -> list[Row]:
+    """The rows of the named ``probes``; one that fails becomes a row ``unknown (reason)``, whatever it raised."""
     rows: list[Row] = []
     for name, probe in probes.items():
         try:
@@ -41,18 +35,12 @@ def gather(title: str, probes: dict[str, Probe]) -> Section:
         except Exception as error:
             answer = Row(name, f"unknown ({first_line(error)})")
         rows += [answer] if isinstance(answer, Row) else answer
-    return Section(title, tuple(rows))
+    return rows
 
 
-def doubts(sections: Iterable[Section]) -> list[Row]:
-    """The rows that carry a doubt, in order."""
-    return [row for section in sections for row in section.rows if row.doubt]
-
-
-def as_json(sections: Sequence[Section], *, verdict: bool = True) -> dict[str, Any]:
-    """Section title -> row name -> value; last the doubts, where wanted."""
-    content = {section.title: {row.name: row.value for row in section.rows} for section in sections}
-    return content | ({VERDICT: {row.name: row.doubt for row in doubts(sections)}} if verdict else {})
+def doubts(report: Report) -> dict[str, str]:
+    """Name -> doubt of the rows that carry one, in order."""
+    return {row.name: row.doubt for rows in report.values() for row in rows if row.doubt}
 
 
 def _wrapped(head: str, text: str) -> list[str]:
@@ -61,20 +49,17 @@ def _wrapped(head: str, text: str) -> list[str]:
     return lines or [head.rstrip()]
 
 
-def as_text(sections: Sequence[Section], *, verdict: bool = True) -> str:
+def as_text(report: Report, *, verdict: bool = True) -> str:
     """The report as lines of at most 110 columns: a title and aligned rows per section; last the doubts."""
-    column = min(34, max((len(row.name) for section in sections for row in section.rows), default=0))
+    column = min(34, max((len(row.name) for rows in report.values() for row in rows), default=0))
     lines: list[str] = []
-    for section in sections:
-        lines += [section.title, "-" * len(section.title)]
-        for row in section.rows:
-            lines += _wrapped(f"{row.name:<{column}}  ", row.value)
-        lines.append("")
+    for title, rows in report.items():
+        lines += [title, "-" * len(title)]
+        lines += [line for row in rows for line in _wrapped(f"{row.name:<{column}}  ", row.value)] + [""]
     if verdict:
         lines += [VERDICT, "-" * len(VERDICT)]
-        for row in doubts(sections):
-            lines += _wrapped("  ", f"{row.name}: {row.doubt}")
-        lines += [] if doubts(sections) else ["  nothing"]
+        wrong = [line for name, doubt in doubts(report).items() for line in _wrapped("  ", f"{name}: {doubt}")]
+        lines += wrong or ["  nothing"]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

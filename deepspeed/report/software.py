@@ -1,4 +1,6 @@
-"""The installation: versions and their supported ranges, operators, optional packages, launch and build tools."""
+"""The installation: versions and their supported ranges, operators, optional packages, launch and build tools, and the
+environment variables that change what a run does.
+"""
 
 import importlib
 import importlib.metadata
@@ -10,25 +12,19 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from deepspeed.native import builders
-from deepspeed.report.rows import Probe, Row, Section, first_line, gather
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.native import builders, compiler
+from deepspeed.report.rows import Row, first_line
 from deepspeed.version import __version__
 
 # package: (first version that works, first that is untried); empty: any
 REQUIRED = {
-    "torch": ("2.11", "2.14"),
-    "numpy": ("", ""),
-    "py-cpuinfo": ("", ""),
-    "pydantic": ("2", "3"),
-    "psutil": ("", ""),
-    "ninja": ("", ""),
-    "hjson": ("", ""),
-    "tqdm": ("", ""),
-    "safetensors": ("", ""),
+    **{"torch": ("2.11", "2.14"), "pydantic": ("2", "3")},
+    **dict.fromkeys(("numpy", "py-cpuinfo", "psutil", "ninja", "hjson", "tqdm", "safetensors"), ("", "")),
 }
 OPTIONAL = {
     "transformers": "its models and Trainer run on this package",
@@ -46,12 +42,27 @@ LAUNCH_TOOLS = {
     "srun": "starts ranks in a Slurm job (launcher slurm)",
 }
 TOOL_LIMIT_S = 1.0
+_PREFIXES = (
+    "DS_ DEEPSPEED_ NCCL_ TORCH_NCCL_ GLOO_ TORCHELASTIC_ OMP_ KMP_ PYTORCH_ MASTER_ CROSS_ OMPI_COMM_WORLD_ "
+    "MV2_COMM_WORLD_ MPI_LOCAL PMI_ PALS_ UCX_ FI_ MALLOC_ SM_HOSTS AZ_BATCH SLURM_STEP SLURM_JOB_"
+)
+_NAMES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK MKL_NUM_THREADS CUDA_VISIBLE_DEVICES "
+    "CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_HOME HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ZE_AFFINITY_MASK "
+    "ASCEND_RT_VISIBLE_DEVICES CXX SLURM_PROCID SLURM_LOCALID PMIX_RANK PMIX_NAMESPACE AZUREML_EXPERIMENT_ID "
+    "GLIBC_TUNABLES LD_PRELOAD TORCH_DISTRIBUTED_DEBUG"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_LOGIN = re.compile(r"(\w://)[^/@\s]+@")
+_THREADS = (
+    "Without it every rank starts as many threads as there are cores, and ranks on one machine slow each other down; "
+    "the deepspeed launcher and torchrun set it, but with srun, mpirun or plain python set it to cores / ranks."
+)
 
 
-def numbers(version: str) -> tuple[int, int]:
+def numbers(version: str) -> tuple[int, ...]:
     """Major and minor of a version: ``"2.13.0+cpu"`` -> ``(2, 13)``."""
-    parts = [*map(int, re.findall(r"\d+", version)), 0, 0]
-    return parts[0], parts[1]
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def range_doubt(name: str, version: str) -> str:
@@ -60,10 +71,7 @@ def range_doubt(name: str, version: str) -> str:
     if first and numbers(version) < numbers(first):
         return f"{name} {version} is too old: at least {first} is needed; upgrade it."
     if beyond and numbers(version) >= numbers(beyond):
-        return (
-            f"{name} {version} is untried: versions below {beyond} are tested; if something fails, try one of "
-            "those first."
-        )
+        return f"{name} {version} is untried: versions below {beyond} are tested; if something fails, try one of those."
     return ""
 
 
@@ -83,10 +91,7 @@ def package_row() -> Row:
         return Row("deepspeed", f"{__version__}, from the source tree {folder} (not installed)")
     direct = json.loads(installed.read_text("direct_url.json") or "{}")
     how = "installed editable" if direct.get("dir_info", {}).get("editable") else "installed"
-    doubt = (
-        f"Python imports {__version__} from {folder}, but the installed distribution is {installed.version}: two "
-        "installations or a stale one; uninstall deepspeed until none is left, then install once."
-    )
+    doubt = f"{installed.version} is installed as well; uninstall deepspeed until none is left, then install once."
     return Row("deepspeed", f"{__version__}, {how}, {folder}", doubt if installed.version != __version__ else "")
 
 
@@ -101,10 +106,7 @@ def load_torch() -> tuple[ModuleType | None, str]:
 def torch_rows(torch: ModuleType | None, reason: str) -> list[Row]:
     """Version of torch, from its package data where it cannot be imported, and what it was built for."""
     if torch is None:
-        doubt = (
-            f"Nothing works without torch, and importing it fails ({reason}); reinstall a build that fits this machine "
-            "and driver."
-        )
+        doubt = f"Importing torch fails ({reason}); reinstall a build that fits this machine and driver."
         return [Row("torch", f"{_installed('torch') or 'not installed'}, cannot be imported: {reason}", doubt)]
     version, versions = str(torch.__version__), getattr(torch, "version", None)
     built = [f"{name} {value}" for name in ("cuda", "hip", "xpu") if (value := getattr(versions, name, None))]
@@ -114,43 +116,29 @@ def torch_rows(torch: ModuleType | None, reason: str) -> list[Row]:
     ]
 
 
-def _dependency_row(name: str) -> Row:
-    if (version := _installed(name)) is None:
-        return Row(name, "missing", f"{name} is a requirement of this package; install it.")
-    return Row(name, version, range_doubt(name, version))
+def required_rows() -> list[Row]:
+    """Python and the required packages, torch apart."""
+    rows = [Row("Python", f"{platform.python_version()}, {sys.executable}")]
+    for name in [name for name in REQUIRED if name != "torch"]:
+        version, missing = _installed(name), f"{name} is a requirement of this package; install it."
+        rows.append(Row(name, version or "missing", range_doubt(name, version) if version else missing))
+    return rows
 
 
-def versions_section(torch: ModuleType | None, reason: str) -> Section:
-    """This package and what it stands on."""
-    probes: dict[str, Probe] = {
-        "deepspeed": package_row,
-        "Python": lambda: Row("Python", f"{platform.python_version()}, {sys.executable}"),
-        "torch": lambda: torch_rows(torch, reason),
-    }
-    others = {name: partial(_dependency_row, name) for name in REQUIRED if name != "torch"}
-    return gather("versions", {**probes, **others})
-
-
-def operators_section() -> Section:
+def operator_rows() -> list[Row]:
     """Native operators: built, built on first use, or what runs instead and why."""
-
-    def rows() -> list[Row]:
-        states = builders.states(limit_s=TOOL_LIMIT_S)
-        return [Row(name, f"{state.word}: {state.detail}") for name, state in states.items()]
-
-    return gather("operators", {"operators": rows})
+    states = builders.states(limit_s=TOOL_LIMIT_S)
+    return [Row(name, f"{state.word}: {state.detail}") for name, state in states.items()]
 
 
-def optional_section() -> Section:
+def optional_rows() -> list[Row]:
     """Optional packages and what each enables."""
-    rows = [Row(name, f"{_installed(name) or 'missing'}: {use}") for name, use in OPTIONAL.items()]
-    return Section("optional packages", tuple(rows))
+    return [Row(name, f"{_installed(name) or 'missing'}: {use}") for name, use in OPTIONAL.items()]
 
 
-def launch_section() -> Section:
+def launch_rows() -> list[Row]:
     """Programs that start ranks on several machines."""
-    rows = [Row(name, f"{shutil.which(name) or 'not on PATH'}: {use}") for name, use in LAUNCH_TOOLS.items()]
-    return Section("launch tools", tuple(rows))
+    return [Row(name, f"{shutil.which(name) or 'not on PATH'}: {use}") for name, use in LAUNCH_TOOLS.items()]
 
 
 def _says(command: list[str], pattern: str) -> str:
@@ -170,6 +158,15 @@ def compiler_row() -> Row:
     return Row("C++ compiler", f"{_says([path, '--version'], r'^(.+)')}, {path}")
 
 
+def ninja_row() -> Row:
+    """The program that runs the compilers."""
+    path = compiler.find_ninja()
+    if path is None:
+        doubt = "The Python package ninja brings the program that compiles native kernels side by side; install it."
+        return Row("ninja program", "none", doubt)
+    return Row("ninja program", f"{_says([path, '--version'], r'^(.+)')}, {path}")
+
+
 def cuda_rows(built_for: str | None) -> list[Row]:
     """nvcc and CUDA_HOME; ``built_for`` is the CUDA version of torch, None for builds that need neither."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -178,15 +175,32 @@ def cuda_rows(built_for: str | None) -> list[Row]:
     if nvcc is None:
         return [*rows, Row("nvcc", "none: only needed to build CUDA kernels")]
     version = _says([nvcc, "--version"], r"release ([\d.]+)")
-    doubt = (
-        f"nvcc {version} does not fit torch, built for CUDA {built_for}: CUDA kernels will not build; set CUDA_HOME to "
-        f"{built_for}."
-    )
-    fits = not built_for or numbers(version)[0] == numbers(built_for)[0]
-    return [*rows, Row("nvcc", f"{version}, {nvcc}", "" if fits else doubt)]
+    wrong = f"nvcc {version} does not fit torch, built for CUDA {built_for}: CUDA kernels will not build"
+    fits = not built_for or numbers(version)[:1] == numbers(built_for)[:1]
+    return [*rows, Row("nvcc", f"{version}, {nvcc}", "" if fits else f"{wrong}; set CUDA_HOME to {built_for}.")]
 
 
-def tools_section(torch: ModuleType | None) -> Section:
-    """Compiler and build tools."""
-    built_for = getattr(getattr(torch, "version", None), "cuda", None)
-    return gather("build tools", {"C++ compiler": compiler_row, "nvcc": partial(cuda_rows, built_for)})
+def variable_rows(env: Mapping[str, str]) -> list[Row]:
+    """The variables of ``env`` that change behaviour, without what looks like a secret or a login in an address. A rank
+    that is started by hand must have OMP_NUM_THREADS.
+    """
+    threads = env.get("OMP_NUM_THREADS")
+    return [Row("OMP_NUM_THREADS", threads or "not set", "" if threads else _THREADS)] + [
+        Row(name, "(hidden)" if _SECRET.search(name) else _LOGIN.sub(r"\1(hidden)@", env[name]))
+        for name in sorted(env)
+        if (name in _NAMES.split() or name.startswith(tuple(_PREFIXES.split()))) and name != "OMP_NUM_THREADS"
+    ]
+
+
+def identity_row(env: Mapping[str, str]) -> Row:
+    """Who a script started from here would take itself for."""
+    from deepspeed.comm.discovery import discover  # noqa: PLC0415 - its package imports torch, which may fail
+
+    try:
+        process = discover(env)
+    except DeepSpeedConfigError as error:
+        return Row("this process", "contradictory", f"{str(error)[:1].upper()}{str(error)[1:]}.")
+    if process.world_size == 1:
+        return Row("this process", "alone (rank 0 of 1)")
+    where = f"local rank {process.local_rank}, meeting at {process.address}:{process.port}"
+    return Row("this process", f"rank {process.rank} of {process.world_size}, {where}")

@@ -17,8 +17,8 @@ import torch
 from deepspeed.native import compiler
 from deepspeed.native.builders import ALL_OPS
 from deepspeed.observe import hostmem
-from deepspeed.report import cli, devices, environment, machine, rows, software
-from deepspeed.report.rows import Row, Section, doubts, gather, size
+from deepspeed.report import cli, machine, rows, software
+from deepspeed.report.rows import Report, Row, doubts, gather, size
 from tests.budget.source import ROOT, imports, modules
 from tests.harness.patience import too_long
 
@@ -40,12 +40,12 @@ def _named(rows: Row | list[Row]) -> dict[str, Row]:
 
 
 @pytest.fixture(scope="module")
-def report() -> list[Section]:
+def report() -> Report:
     return cli.collect()
 
 
-def test_sections_and_versions(report: list[Section]) -> None:
-    assert [section.title for section in report] == [
+def test_sections_and_versions(report: Report) -> None:
+    assert list(report) == [
         *(
             "versions",
             "platform",
@@ -57,16 +57,16 @@ def test_sections_and_versions(report: list[Section]) -> None:
         ),
         "environment",
     ]
-    versions = _named(list(report[0].rows))
+    versions = _named(report["versions"])
     assert versions["torch"].value.startswith(torch.__version__) and versions["torch"].doubt == ""
     assert str(ROOT / "deepspeed") in versions["deepspeed"].value
-    assert "unknown" not in str(report[:2])
+    assert "unknown" not in str(report["versions"] + report["platform"])
 
 
-def test_every_section_has_rows_of_one_name_each(report: list[Section]) -> None:
-    for section in report:
-        names = [row.name for row in section.rows]
-        assert names and len(set(names)) == len(names), section.title
+def test_every_section_has_rows_of_one_name_each(report: Report) -> None:
+    for title, section in report.items():
+        names = [row.name for row in section]
+        assert names and len(set(names)) == len(names), title
 
 
 def test_required_packages_are_those_of_the_project() -> None:
@@ -101,7 +101,7 @@ def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module is None and "torch" in reason
     row = software.torch_rows(module, reason)[0]
     assert row.value.startswith(torch.__version__) and "cannot be imported" in row.value and "reinstall" in row.doubt
-    assert devices.section(None).rows[0].value.startswith("unknown")
+    assert cli.collect(operators=False)["device and communication"][0].value.startswith("unknown")
 
 
 def test_a_broken_torch_is_a_line_and_the_report_goes_on(tmp_path: Path) -> None:
@@ -119,8 +119,7 @@ def test_a_failing_probe_is_a_row() -> None:
     def broken() -> Row:
         raise RuntimeError("no\nsuch thing")
 
-    section = gather("t", {"a": broken, "b": lambda: Row("b", "1")})
-    assert section.rows == (Row("a", "unknown (RuntimeError: no)"), Row("b", "1"))
+    assert gather({"a": broken, "b": lambda: Row("b", "1")}) == [Row("a", "unknown (RuntimeError: no)"), Row("b", "1")]
 
 
 def test_processor(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_processor(tmp_path: Path) -> None:
     assert rows["CPU"].value == "Fast 9000" and rows["vector instructions"] == Row(
         "vector instructions", "avx2 fma avx512f amx_bf16"
     )
-    assert machine.socket_row(root).value == "2, 2"
+    assert rows["sockets, NUMA nodes"].value == "2, 2"
     _tree(tmp_path, {"proc/cpuinfo": CPUINFO.replace("avx2", "")})
     assert "AVX2" in _named(machine.cpu_rows(root))["vector instructions"].doubt
 
@@ -201,26 +200,33 @@ def _fake_torch(*, devices_seen: int, cuda: str | None = "12.8", says: str = "")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_two = _named(devices.device_rows(_fake_torch(devices_seen=2)))
+    with_two = _named(machine.device_rows(_fake_torch(devices_seen=2)))
     assert with_two["accelerator"].value == "cuda, 2 visible"
     assert with_two["cuda:1"].value == "H200, 140.0 GiB, compute capability 9.0"
-    assert devices.nccl_row(_fake_torch(devices_seen=2)).value == "2.27.3"
+    assert machine.nccl_row(_fake_torch(devices_seen=2)).value == "2.27.3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    none = devices.device_rows(_fake_torch(devices_seen=0, says="The NVIDIA driver is too old"))[0]
+    none = machine.device_rows(_fake_torch(devices_seen=0, says="The NVIDIA driver is too old"))[0]
     assert none.value.startswith("none: ranks run on the CPU")
     assert "CUDA 12.8" in none.doubt and "driver is too old" in none.doubt and "CUDA_VISIBLE_DEVICES=''" in none.doubt
-    monkeypatch.setattr(devices, "_DEVICE_FILES", {})
-    assert devices.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt == ""
-    monkeypatch.setattr(devices, "_DEVICE_FILES", {"/dev/null": "NVIDIA"})
-    assert "CPU build" in devices.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt
+    monkeypatch.setattr(machine, "_DEVICE_FILES", {})
+    assert machine.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt == ""
+    monkeypatch.setattr(machine, "_DEVICE_FILES", {"/dev/null": "NVIDIA"})
+    assert "CPU build" in machine.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt
 
 
 def test_backends() -> None:
-    assert "gloo" in devices.backends_row().value
+    assert "gloo" in machine.backends_row().value
+
+
+def test_a_processor_that_the_kernel_does_not_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuinfo.get_cpu_info", lambda: {"brand_raw": "Neoverse-V2"})
+    _tree(tmp_path, {"proc/cpuinfo": "processor\t: 0\nFeatures\t: asimd sve2\n"})
+    rows = _named(machine.cpu_rows(tmp_path))
+    assert rows["CPU"].value == "Neoverse-V2" and rows["vector instructions"].value == "asimd sve2"
 
 
 def test_operators_say_what_runs_instead() -> None:
-    rows = _named(list(software.operators_section().rows))
+    rows = _named(software.operator_rows())
     assert set(rows) == set(ALL_OPS)
     assert rows["gds"].value.startswith("fallback: async_io") and "does not have it" in rows["gds"].value
 
@@ -235,7 +241,9 @@ def test_build_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.cuda_rows("11.6")[1].doubt == ""
     monkeypatch.delenv("CUDA_HOME")
     assert software.cuda_rows(None)[1].value.startswith("none") and software.compiler_row().doubt
-    assert all("not on PATH" in row.value for row in software.launch_section().rows)
+    monkeypatch.setattr(compiler, "find_ninja", lambda: None)
+    assert "side by side" in software.ninja_row().doubt
+    assert all("not on PATH" in row.value for row in software.launch_rows())
 
 
 def test_variables_are_chosen_and_secrets_hidden() -> None:
@@ -247,7 +255,7 @@ def test_variables_are_chosen_and_secrets_hidden() -> None:
         "RANK": "0",
         "HF_TOKEN": "t",
     }
-    assert environment.variable_rows(env) == [
+    assert software.variable_rows(env)[1:] == [
         Row("DS_API_KEY", "(hidden)"),
         Row("DS_HUB", "https://(hidden)@host/x"),
         Row("NCCL_DEBUG", "INFO"),
@@ -256,21 +264,17 @@ def test_variables_are_chosen_and_secrets_hidden() -> None:
 
 
 def test_identity_and_threads() -> None:
-    assert environment.identity_row({}).value == "alone (rank 0 of 1)"
+    assert software.identity_row({}).value == "alone (rank 0 of 1)"
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}
-    assert environment.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
-    assert environment.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith(
-        "The environment variable RANK='x'"
-    )
-    assert (
-        "cores / ranks" in environment.threads_row({}).doubt
-        and not environment.threads_row({"OMP_NUM_THREADS": "1"}).doubt
-    )
+    assert software.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
+    assert software.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith("The environment variable RANK='x'")
+    assert "cores / ranks" in software.variable_rows({})[0].doubt
+    assert software.variable_rows({"OMP_NUM_THREADS": "1"}) == [Row("OMP_NUM_THREADS", "1")]
 
 
 def test_text_is_aligned_and_narrow() -> None:
-    sections = [Section("one", (Row("a", "word " * 60), Row("longer", "2", "It matters. " * 20)))]
-    text = rows.as_text(sections)
+    report = {"one": [Row("a", "word " * 60), Row("longer", "2", "It matters. " * 20)]}
+    text = rows.as_text(report)
     lines = text.splitlines()
     assert (
         max(map(len, lines)) <= rows.WIDTH
@@ -278,9 +282,9 @@ def test_text_is_aligned_and_narrow() -> None:
         and lines[3].startswith("        word")
     )
     assert "missing or doubtful" in text and "  longer: It matters." in text
-    assert "missing or doubtful" not in rows.as_text(sections, verdict=False)
-    assert rows.as_text([Section("t", (Row("a", "b"),))]).endswith("  nothing\n")
-    assert rows.as_text([Section("t", (Row("a", "caf\xe9"),))], verdict=False).isascii()
+    assert "missing or doubtful" not in rows.as_text(report, verdict=False)
+    assert rows.as_text({"t": [Row("a", "b")]}).endswith("  nothing\n")
+    assert rows.as_text({"t": [Row("a", "caf\xe9")]}, verdict=False).isascii()
 
 
 def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,12 +293,12 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cpu_adam" not in text and rows.VERDICT not in text
 
 
-def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: list[Section]) -> None:
+def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: Report) -> None:
     assert cli.main(["--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert list(content) == [*(section.title for section in report), rows.VERDICT]
-    assert content["versions"]["numpy"] == _named(list(report[0].rows))["numpy"].value
-    assert set(content[rows.VERDICT]) == {row.name for row in doubts(report)}
+    assert list(content) == [*report, rows.VERDICT]
+    assert content["versions"]["numpy"] == _named(report["versions"])["numpy"].value
+    assert content[rows.VERDICT] == doubts(report)
 
 
 def test_it_takes_less_than_five_seconds() -> None:
@@ -312,9 +316,9 @@ def test_it_takes_less_than_five_seconds() -> None:
 
 def test_every_requirement_is_used_by_the_package() -> None:
     imported = {name.partition(".")[0] for module in modules() for name in imports(module)}
-    used = {"py-cpuinfo": "cpuinfo"}
     programs = {"ninja"} if callable(compiler.find_ninja) else set()
-    assert not {name for name in software.REQUIRED if used.get(name, name) not in imported | programs}
+    imports_of = {"py-cpuinfo": "cpuinfo"}
+    assert not {name for name in software.REQUIRED if imports_of.get(name, name) not in imported | programs}
 
 
 def test_every_monitor_that_is_there_has_its_package_in_the_report() -> None:
