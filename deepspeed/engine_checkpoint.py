@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint.agree import gather, through, together
 from deepspeed.checkpoint.format import folders
-from deepspeed.checkpoint.load.loader import Loaded, load_into, open_everywhere
-from deepspeed.checkpoint.load.match import LoadRules
+from deepspeed.checkpoint.load import restore
 from deepspeed.checkpoint.load.source import Source
+from deepspeed.checkpoint.rng import restore_rng
 from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_files
 from deepspeed.checkpoint.save.collect import States
-from deepspeed.checkpoint.save.content import Extras, content_of
+from deepspeed.checkpoint.save.content import content_of
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.checkpoint.weights.weights import torch_file
 from deepspeed.config import DeepSpeedConfig
@@ -81,8 +81,12 @@ class EngineCheckpoint:
         gradients.withdraw()
         gradients.land_all()
         gradients.collect()
-        extras = functools.partial(self._extras, state, name)
-        content = content_of(self._states(), extras, exclude_frozen=exclude_frozen_parameters)
+        content = content_of(
+            self._states(),
+            lambda: self._facts(state, name),
+            exclude_frozen=exclude_frozen_parameters,
+            allow_pickle=config.allow_pickle,
+        )
         files: dict[str, Any] = {}
         if config.client_files and self.mesh.first:
             facts: dict[str, Any] = {
@@ -135,26 +139,27 @@ class EngineCheckpoint:
             self.tiles,
         )
 
-    def _extras(self, client_state: dict[str, Any], tag: str) -> Extras:
+    def _facts(self, client_state: dict[str, Any], tag: str) -> dict[str, Any]:
+        """What ``content_of`` is given."""
         schedule = self.lr_scheduler
-        return Extras(
-            tag=tag,
-            engine={
-                **{name: getattr(self, name) for name in COUNTERS},
-                "backwards": self._backwards,
-                "window": self._gas,
-                "norm": self._norm if self._norm is None else float(self._norm).hex(),
-                "gradient_after": self.runtime.after,
-            },
-            scheduler=_state_of(schedule),
-            scheduler_type=None if schedule is None else type(schedule).__name__,
-            scaler=self._scaler.state_dict(),
-            data=_state_of(self.training_dataloader),
-            config=self._config.source,
-            client_state=client_state,
-            allow_pickle=self._config.checkpoint.allow_pickle,
-            compute_dtype=self._config.compute_dtype,
-        )
+        engine = {
+            **{name: getattr(self, name) for name in COUNTERS},
+            "backwards": self._backwards,
+            "window": self._gas,
+            "norm": self._norm if self._norm is None else float(self._norm).hex(),
+            "gradient_after": self.runtime.after,
+        }
+        return {
+            "tag": tag,
+            "engine": engine,
+            "lr_scheduler": _state_of(schedule),
+            "lr_scheduler_type": None if schedule is None else type(schedule).__name__,
+            "loss_scaler": self._scaler.state_dict(),
+            "data": _state_of(self.training_dataloader),
+            "config": self._config.source,
+            "client_state": client_state,
+            "world": {"compute_dtype": self._config.compute_dtype},
+        }
 
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -205,12 +210,13 @@ class EngineCheckpoint:
         self._check_destroyed()
         self._saver.settle(wait=True)
         self._check_between_passes("load_checkpoint")
-        source = open_everywhere(self.mesh, Path(load_dir), tag, allow_pickle=self._config.checkpoint.allow_pickle)
+        source = restore.open_everywhere(
+            self.mesh, Path(load_dir), tag, allow_pickle=self._config.checkpoint.allow_pickle
+        )
         if source is None:
             logger.warning("load_checkpoint: %s has no file 'latest' and no checkpoint; nothing was loaded", load_dir)
             return None, None
         optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
-        rules = LoadRules(strict=load_module_strict, optimizer=optimizer, module=custom_load_fn is None)
         schedule = load_lr_scheduler_states and not load_module_only
 
         def begin() -> None:  # from here on the engine changes, and is of no use until all of it has
@@ -218,36 +224,39 @@ class EngineCheckpoint:
             self._torn = f"loading {source.path} failed half way"
 
         try:
-            loaded = load_into(
+            loaded = restore.load_into(
                 self._states(),
                 self.runtime,
                 source,
-                rules,
+                strict=load_module_strict,
+                module=custom_load_fn is None,
+                optimizer=optimizer,
                 check=lambda: self._check_schedule(source) if schedule else None,
                 begin=begin,
             )
             if custom_load_fn is not None:
-                self.load_module_state_dict(loaded.state_dict(), load_module_strict, custom_load_fn)
+                self.load_module_state_dict(restore.state_dict(loaded), load_module_strict, custom_load_fn)
             with together(self.mesh, f"loading {source.path}"):  # a data position of other data, a damaged gradient
                 self._take_facts(loaded, optimizer=optimizer, scheduler=schedule)
                 if not load_module_only:
                     self._take_counters(loaded, window=optimizer)
             self._torn = ""
-            return str(source.path), loaded.client_state()
+            return str(source.path), restore.client_state(loaded)
         finally:
             source.close()
 
-    def _take_facts(self, loaded: Loaded, *, optimizer: bool, scheduler: bool) -> None:
-        facts = loaded.facts
+    def _take_facts(self, source: Source, *, optimizer: bool, scheduler: bool) -> None:
+        facts, config = source.facts, self._config.checkpoint
         if scheduler:
             self._take_schedule(facts.get("lr_scheduler"))
         if not optimizer:
             return
         if facts.get("loss_scaler"):
             self._scaler.load_state_dict(facts["loss_scaler"])
-        if self._config.checkpoint.restore_rng:
-            loaded.restore_rng()
-        data = loaded.data_position() if self._config.checkpoint.restore_data else None
+        rng = restore.of_rank(source, self.mesh.job.index, "rng") if config.restore_rng else None
+        if rng is not None:
+            restore_rng(rng)
+        data = restore.data_position(source, self.mesh) if config.restore_data else None
         try:
             if data is not None and hasattr(self.training_dataloader, "load_state_dict"):
                 self.training_dataloader.load_state_dict(data)
@@ -277,19 +286,18 @@ class EngineCheckpoint:
         if self.mesh.first:
             logger.warning("load_checkpoint leaves out %s", what)
 
-    def _take_counters(self, loaded: Loaded, *, window: bool) -> None:
-        engine = loaded.facts.get("engine") or {}
+    def _take_counters(self, source: Source, *, window: bool) -> None:
+        engine, world = source.facts.get("engine") or {}, source.facts.get("world") or {}
         for name in COUNTERS:
             setattr(self, name, int(engine.get(name, 0)))
-        self.runtime.steps = int(engine.get("global_steps", 0))
-        world = loaded.facts.get("world") or {}
+        self.runtime.steps = self.global_steps
         self.loaded_checkpoint_dp_world_size = world.get("data", world.get("size"))
         self.loaded_checkpoint_mp_world_size = world.get("tp", 1)
         norm = engine.get("norm")
         self._norm = float.fromhex(norm) if isinstance(norm, str) else norm
-        self._take_window(loaded, engine, taken=window)
+        self._take_window(source, engine, taken=window)
 
-    def _take_window(self, loaded: Loaded, engine: dict[str, Any], *, taken: bool) -> None:
+    def _take_window(self, source: Source, engine: dict[str, Any], *, taken: bool) -> None:
         """The open accumulation window, if ``taken``; else, or with windows of another length, counting begins anew.
 
         Gradients of a window of another length are scaled to whole micro-batches of this one: the mean stays a mean.
@@ -309,7 +317,7 @@ class EngineCheckpoint:
             done = fits
         if done:
             factor *= float(engine["gradient_after"]) / self.runtime.after
-            loaded.fill_gradients(self.runtime.gradients, factor=factor)
+            restore.fill_gradients(self._states(), source, self.runtime.gradients, factor=factor)
             self._backwards = done
 
 

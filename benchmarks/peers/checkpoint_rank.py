@@ -121,9 +121,9 @@ class Rank:
         """This rank's fp32 weights and optimizer slots, the engine's own memory, under names that no other rank
         uses.
         """
-        from deepspeed.checkpoint.save.collect import StateReader, weight_parts
+        from deepspeed.checkpoint.save.collect import weight_parts
 
-        parts = weight_parts(self.engine._states(), StateReader(self.engine._states()), without=set())
+        parts = weight_parts(self.engine._states(), without=set())
         return {f"{p.state}/{p.name}@{self.rank}+{p.lo}": p.values for p in parts}
 
     def _torch(self, folder: Path, state: dict[str, Tensor]) -> None:

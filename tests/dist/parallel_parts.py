@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.load.loader import Loaded, load_into, open_everywhere
-from deepspeed.checkpoint.load.match import LoadRules
+from deepspeed.checkpoint.load.restore import fill_gradients, load_into, open_everywhere
+from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save import content as contents
 from deepspeed.checkpoint.save.collect import States
-from deepspeed.checkpoint.save.content import Extras, content_of
+from deepspeed.checkpoint.save.content import content_of
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.mesh.groups import Mesh
@@ -223,37 +223,27 @@ class Rank:
         extras = [m for m in self.module.children() if isinstance(m, Extra)]
         return found + [f"extra state {m.stage}" for m in extras if m.told != m.stage]
 
-    def save(self, folder: str, **changes: Any) -> None:
+    def save(self, folder: str, *, ways: dict[str, int] | None = None) -> None:
         """As ``save_checkpoint`` does; random generators and the time, which differ from run to run, are left out."""
-        extras = Extras(
-            "t",
-            {"global_steps": 3},
-            None,
-            None,
-            None,
-            None,
-            {},
-            {"mine": 1},
-            allow_pickle=False,
-            compute_dtype="bf16",
-            **changes,
-        )
+        given: dict[str, Any] = dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "loss_scaler", "data"))
+        given |= {"tag": "t", "engine": {"global_steps": 3}, "config": {}, "client_state": {"mine": 1}}
+        given["world"] = {"compute_dtype": "bf16", **(ways or {})}
         contents.capture_rng, kept = dict, contents.capture_rng
         try:
-            content = content_of(self.states, lambda: extras, exclude_frozen=False)
+            content = content_of(self.states, lambda: given, exclude_frozen=False)
         finally:
             contents.capture_rng = kept
         Saver(self.mesh).save(SaveOrder(Path(folder), "t"), content)
 
-    def load(self, folder: str, *, window: bool = False, **rules: Any) -> Loaded:
+    def load(self, folder: str, *, window: bool = False, **rules: Any) -> Source:
         """As ``load_checkpoint`` does."""
         source = open_everywhere(self.mesh, Path(folder), "t", allow_pickle=False)
         assert source is not None
         runtime: Any = SimpleNamespace(units=[self.unit], publish=lambda units: None)
         try:
-            loaded = load_into(self.states, runtime, source, LoadRules(**rules), check=lambda: None, begin=lambda: None)
+            loaded = load_into(self.states, runtime, source, **rules)
             if window:
-                loaded.fill_gradients(self, factor=1.0)  # type: ignore[arg-type]
+                fill_gradients(self.states, loaded, self, factor=1.0)  # type: ignore[arg-type]
             return loaded
         finally:
             source.close()

@@ -17,6 +17,7 @@ import torch
 from deepspeed.checkpoint.format import files, folders
 from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
+from deepspeed.checkpoint.save.content import Content
 from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver
 from deepspeed.verify.ranks import enter_world, free_port, rank_context
 from tests.dist.test_checkpoint_damage import Net, same, state, train
@@ -115,22 +116,21 @@ def two_saves(folder: str) -> list[str]:
     events: list[str] = []
     engine = engine_of(2)
 
-    begin, work, close = Saver._begin, Saver._work, RankFile.close
+    begin, finish, close = Saver._begin, Saver._finish, RankFile.close
 
-    def begins(self: Saver, order: SaveOrder) -> Path:
+    def begins(self: Saver, order: SaveOrder, content: Content) -> Any:
         events.append(f"{order.tag} begins")
-        return begin(self, order)
+        return begin(self, order, content)
 
-    def works(self: Saver, order: SaveOrder, *rest: Any) -> None:
-        events.append(f"{order.tag} writes")
-        work(self, order, *rest)
+    def finishes(self: Saver, folder: Path, order: SaveOrder, *rest: Any) -> None:
+        finish(self, folder, order, *rest)
         events.append(f"{order.tag} ends")
 
     def closes(file: RankFile) -> None:
         time.sleep(0.3)
         close(file)
 
-    with mock.patch.multiple(Saver, _begin=begins, _work=works), mock.patch.object(RankFile, "close", closes):
+    with mock.patch.multiple(Saver, _begin=begins, _finish=finishes), mock.patch.object(RankFile, "close", closes):
         for tag in ("a", "b"):
             engine.save_checkpoint(folder, tag=tag)
         engine.wait_for_checkpoint()
@@ -139,7 +139,7 @@ def two_saves(folder: str) -> list[str]:
 
 
 def test_a_second_save_begins_when_the_first_has_ended(pool2: RankPool, tmp_path: Path) -> None:
-    wanted = [f"{tag} {what}" for tag in ("a", "b") for what in ("begins", "writes", "ends")]
+    wanted = [f"{tag} {what}" for tag in ("a", "b") for what in ("begins", "ends")]
     assert pool2.run(two_saves, str(tmp_path)) == [wanted, wanted]
     assert (tmp_path / "latest").read_text() == "b" and sorted(p.name for p in folders.complete_tags(tmp_path)) == [
         "a",

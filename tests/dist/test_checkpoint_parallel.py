@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from deepspeed.checkpoint import diff_live
 from deepspeed.checkpoint.format.boxes import Region
 from deepspeed.checkpoint.load.reader import OwnSource
+from deepspeed.checkpoint.load.restore import client_state
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.checkpoint.tool.verify import verify
@@ -268,7 +269,7 @@ def save_with_ways(folder: str) -> Any:
     with rank_of(LAYOUTS["rows x 2"]) as rank:
         rank.fill()
         rank.save(folder, ways={"pp": 1, "tp": 2})
-        return rank.load(folder).client_state()["checkpoint_parallel_dimensions"]
+        return client_state(rank.load(folder))["checkpoint_parallel_dimensions"]
 
 
 def test_the_ways_of_the_model_are_facts(pool4: RankPool, tmp_path: Path) -> None:

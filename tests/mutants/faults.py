@@ -171,8 +171,8 @@ _PURE = (
     Mutant(
         "K4",
         "deepspeed/checkpoint/format/files.py",
-        "if checked != (piece.file, piece.start, piece.crc):",
-        'if checked == ("", -1, 0):',
+        "if (actual := crc32c(values)) != crc:",
+        "if start == 0 and (actual := crc32c(values)) != crc:",
         ("tests/pure/test_chunk_files.py",),
         "every piece that is read is verified",
     ),
@@ -391,17 +391,17 @@ _CHECKPOINTS = (
     Mutant(
         "K1",
         "deepspeed/checkpoint/load/restore.py",
-        "pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)))",
-        "pieces.append((sum(p[1] - p[0] for p in pieces), sum(p[1] - p[0] for p in pieces) + hi - lo, key, lo "
-        "- segment.offset, None))",
+        "yield lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)",
+        "packed = sum(s.numel for s in segments_of(view) if s.offset < segment.offset)\n        "
+        "yield packed, packed + hi - lo, key, lo - segment.offset, None",
         ("tests/dist/test_checkpoint_layouts.py::test_any_layout_to_any_layout[1 rank stage 0]",),
         "optimizer slots are filled at their own places, padding between them",
     ),
     Mutant(
         "K2",
         "deepspeed/checkpoint/load/match.py",
-        "if key is None:\n        match.missing.append(name)",
-        "if key is None:\n        pass",
+        "if key is None:\n                match.missing.append(name)",
+        "if key is None:\n                pass",
         ("tests/dist/test_checkpoint_damage.py::test_a_checkpoint_without_some_of_the_weights_is_refused_with_names",),
         "a checkpoint without one of the weights is refused",
     ),

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.foreign.pickled import save_pickled
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Manifest
-from deepspeed.checkpoint.format.plain import split
+from deepspeed.checkpoint.format.plain import encode
 from deepspeed.checkpoint.load.reader import read_manifest
 from deepspeed.checkpoint.tool.cli import main
 from deepspeed.checkpoint.tool.info import unsafe
@@ -264,8 +264,8 @@ def pickled(tmp_path: Path) -> Path:
     folder = checkpoint(tmp_path)
     manifest = read_manifest(folder)
     own = manifest.facts["ranks"][0]
-    encoded, rest = split({"mine": 5, "odd": Fraction(1, 3)}, name="client_state")
-    own |= {"client_state": encoded.json, "pickled": save_pickled(folder, 0, rest)}
+    encoded = encode({"mine": 5, "odd": Fraction(1, 3)}, name="client_state", allow_rest=True)
+    own |= {"client_state": encoded.json, "pickled": save_pickled(folder, 0, encoded.rest)}
     rewrite(folder, manifest)
     return folder
 

@@ -8,6 +8,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_what_was_appended_is_read(folder: Path, *, cached: bool) -> None:
     values, places = written(folder, SIZES)
     (folder / "a.bin").read_bytes() if cached else forget(folder / "a.bin")
     outs = [torch.full_like(each, 3) for each in values]
-    with ChunkReader(folder) as reader:
+    with closing(ChunkReader(folder)) as reader:
         reader.read_many([(box(place), 0, out, "w") for place, out in zip(places, outs, strict=True)])
     assert all(map(torch.equal, outs, values))
 
@@ -112,7 +113,7 @@ def test_boxes_about_the_size_of_a_piece(tmp_path: Path, nbytes: int) -> None:
     values, places = written(tmp_path, (100, nbytes, 5))
     assert all(len(place.crcs) == -(-place.extent // PIECE) for place in places)
     out = torch.empty_like(values[1])
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         reader.read_many([(box(places[1]), 0, out, "w")])
     assert torch.equal(out, values[1])
 
@@ -154,7 +155,7 @@ def test_values_may_change_as_soon_as_they_were_added(tmp_path: Path, small_piec
         writer.append(parts())
         (place,) = writer.close()
     out = torch.empty(250_000, dtype=torch.uint8)
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         reader.read_many([(box(place), 0, out, "w")])
     assert torch.equal(out, torch.cat(expected))
 
@@ -252,7 +253,7 @@ def test_any_range_of_a_box_and_of_many(folder: Path, small_pieces: int) -> None
         )
         wanted.append((box(places[index]), lo, torch.full((hi - lo,), 9, dtype=torch.uint8), f"w{index}"))
         expected.append(values[index][lo:hi])
-    with ChunkReader(folder) as reader:
+    with closing(ChunkReader(folder)) as reader:
         reader.read_many(wanted)
         assert all(torch.equal(out, right) for (_, _, out, _), right in zip(wanted, expected, strict=True))
         for each in wanted[:20]:
@@ -273,7 +274,7 @@ def test_only_the_pieces_of_the_range_are_read(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(files.os, "preadv", read)
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         reader.read_many([(box(place), 10 * small_pieces + 5, torch.empty(small_pieces, dtype=torch.uint8), "w")])
     assert asked == [(10 * small_pieces, small_pieces), (11 * small_pieces, small_pieces)]
 
@@ -282,13 +283,13 @@ def test_a_piece_that_several_want_parts_of_is_read_once(tmp_path: Path, monkeyp
     values, (place,) = written(tmp_path, (5000,))
     count, real = [0], ChunkReader._load
 
-    def load(reader: ChunkReader, *rest: object) -> None:
+    def load(reader: ChunkReader, *rest: object) -> torch.Tensor:
         count[0] += 1
-        real(reader, *rest)  # type: ignore[arg-type]
+        return real(reader, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ChunkReader, "_load", load)
     outs = [torch.empty(100, dtype=torch.uint8) for _ in range(50)]
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         reader.read_many([(box(place), 100 * i, out, "w") for i, out in enumerate(outs)][::-1])
     assert count == [1] and torch.equal(torch.cat(outs), values[0])
 
@@ -296,7 +297,7 @@ def test_a_piece_that_several_want_parts_of_is_read_once(tmp_path: Path, monkeyp
 def test_many_files_are_read_with_few_open(tmp_path: Path) -> None:
     wrote = [written(tmp_path, (100, 200), f"{index}.bin") for index in range(70)]
     outs = [torch.empty(200, dtype=torch.uint8) for _ in wrote]
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         before = len(os.listdir("/proc/self/fd"))
         reader.read_many(
             [
@@ -316,7 +317,7 @@ def test_a_flipped_byte_anywhere_is_refused_by_the_name_of_its_tensor(folder: Pa
     values, places = written(folder, (100, 20_000, 64, 0, 5000, 1))
     path = folder / "a.bin"
     content = bytearray(path.read_bytes())
-    with ChunkReader(folder) as reader:
+    with closing(ChunkReader(folder)) as reader:
         for at in [*range(0, len(content), 97), len(content) - 1]:
             content[at] ^= 1
             path.write_bytes(content)
@@ -339,7 +340,7 @@ def test_no_byte_of_a_damaged_piece_is_handed_over(tmp_path: Path) -> None:
         file.seek(PIECE + 17)
         file.write(b"\0\1\2\3")
     out = torch.zeros(3 * PIECE, dtype=torch.uint8)
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         with pytest.raises(CheckpointError, match=f"between bytes {PIECE} and {2 * PIECE}"):
             reader.read_many([(box(place), 0, out, "w")])
         assert not out[PIECE:].any()
@@ -364,7 +365,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, harm: str) -> None:
     values, (place,) = written(tmp_path, (100_000,))
     act, message = HARMS[harm]
     act(tmp_path / "a.bin")
-    with ChunkReader(tmp_path) as reader, pytest.raises(CheckpointError, match=message):
+    with closing(ChunkReader(tmp_path)) as reader, pytest.raises(CheckpointError, match=message):
         reader.read_many([(box(place), 0, values[0], "layer.w")])
 
 
@@ -376,7 +377,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(files.os, "open", refuse)  # the superuser may read everything
     with (
-        ChunkReader(tmp_path) as reader,
+        closing(ChunkReader(tmp_path)) as reader,
         pytest.raises(CheckpointError, match="layer.w lies, cannot be read: Permission denied; this user"),
     ):
         reader.read_many([(box(place), 0, values[0], "layer.w")])
@@ -384,7 +385,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:
     values, (place,) = written(tmp_path, (100_000,))
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         reader.read_many([(box(place), 0, values[0], "w")])
         os.truncate(tmp_path / "a.bin", 8192)
         with pytest.raises(CheckpointError, match="a.bin"):
@@ -403,13 +404,13 @@ def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None
 )
 def test_places_that_cannot_be_are_refused(tmp_path: Path, wrong: Box, lo: int, nbytes: int, message: str) -> None:
     written(tmp_path, (100,))
-    with ChunkReader(tmp_path) as reader, pytest.raises(CheckpointError, match=message):
+    with closing(ChunkReader(tmp_path)) as reader, pytest.raises(CheckpointError, match=message):
         reader.read_many([(wrong, lo, torch.empty(nbytes, dtype=torch.uint8), "layer.w")])
 
 
 def test_only_bytes_are_filled(tmp_path: Path) -> None:
     _, (place,) = written(tmp_path, (100,))
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         for out in (torch.empty(4), torch.empty(4, 2, dtype=torch.uint8).t()):
             with pytest.raises(ValueError, match="layer.w: bytes go to contiguous uint8 tensors"):
                 reader.read_many([(box(place), 0, out, "layer.w")])
@@ -421,7 +422,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     with ChunkWriter(tmp_path / "a.bin") as writer:
         writer.append(values for _ in range(160))
         (place,) = writer.close()
-    with ChunkReader(tmp_path) as reader:
+    with closing(ChunkReader(tmp_path)) as reader:
         for lo in range(0, 160 << 20, 1 << 20):
             reader.read_many([(box(place), lo, values, "w")])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 90 << 10

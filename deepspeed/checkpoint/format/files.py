@@ -5,6 +5,7 @@ docs/checkpoint-format.md describes the files. Which tensor a box belongs to is 
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 import time
@@ -12,8 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from deepspeed.tier.transfer import Transfer
 
 _BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
-_AHEAD_BYTES = 32 << 20  # what the system is asked to read ahead
+_AHEAD = 8  # pieces that the system is asked to read ahead
 _OPEN_FILES = 32
 _NAP_S = 0.1
 _WRITING = {
@@ -42,10 +42,7 @@ _READING = {
     errno.ENOENT: "it is missing; fetch it again from where the checkpoint was saved, or use another checkpoint",
     errno.EACCES: "this user may not read it; change its permissions",
     errno.EIO: "the disk failed; the kernel log (dmesg) says more",
-    errno.ENODATA: "it became shorter while it was read",
 }
-
-_Self = TypeVar("_Self", bound="ChunkWriter | ChunkReader")
 
 
 @dataclass
@@ -90,25 +87,17 @@ class ChunkWriter:
         self.rate_bytes = rate_bytes
         self.nbytes = 0  # written so far, padding included
         self._boxes: list[Placement] = []
-        self._closed = False
         self._buffer: torch.Tensor | None = None
         self._used = 0
         self._due = 0.0
         self._staging = Staging(_BUFFERS)
-        self._engine = AioEngine(queue_depth=2 * _BUFFERS)
-        try:
-            with self._named():
-                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
-                self._file = DirectFile(self.path)
-        except CheckpointError:
-            self._engine.close()
-            raise
-        try:
-            with self._named():
-                self._file.allocate(-(-expect_bytes // ALIGN) * ALIGN)
-        except CheckpointError:
-            self.abort()
-            raise
+        with self._named(), contextlib.ExitStack() as undone:
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+            undone.callback(self.path.unlink)
+            self._file = undone.enter_context(DirectFile(self.path))
+            self._file.allocate(-(-expect_bytes // ALIGN) * ALIGN)
+            self._engine: AioEngine | None = AioEngine(queue_depth=2 * _BUFFERS)
+            undone.pop_all()
 
     def append(self, values: torch.Tensor | Iterable[torch.Tensor]) -> None:
         """A box of the bytes of ``values`` (contiguous, on the host or a device), which may also come in parts."""
@@ -123,8 +112,8 @@ class ChunkWriter:
         self._check_open()
         try:
             self._pad(ALIGN)
-            self._send()
             with self._named():
+                self._send()
                 self._staging.settle()
                 with self.path.open("r+b") as file:  # fsync covers the file, whoever wrote it
                     file.truncate(self.nbytes)
@@ -137,23 +126,23 @@ class ChunkWriter:
 
     def abort(self) -> None:
         """Remove the file, when what is under way has ended; does nothing after :meth:`close` or twice."""
-        if self._closed:
-            return
-        with contextlib.suppress(OSError):  # what fails from here on is of a file that nobody wants
-            self._staging.settle()
-        self._release()
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        if self._engine is not None:
+            with contextlib.suppress(OSError):  # what fails from here on is of a file that nobody wants
+                self._staging.settle()
+            self._release()
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
     def _release(self) -> None:
-        self._closed, self._buffer = True, None
-        self._engine.close()
+        engine, self._engine, self._buffer = self._check_open(), None, None
+        engine.close()
         self._file.close()
         self._staging.clear()
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _check_open(self) -> AioEngine:
+        if self._engine is None:
             raise ValueError(f"{self.path}: the file is closed")
+        return self._engine
 
     def _pad(self, multiple: int) -> None:
         if missing := -self.nbytes % multiple:
@@ -161,47 +150,41 @@ class ChunkWriter:
 
     def _put(self, data: torch.Tensor) -> None:
         """Into the staging buffers, and into the checksums of the last box."""
-        at, total = 0, data.numel()
-        while at < total:
+        at, box = 0, self._boxes[-1]
+        while at < data.numel():
             if self._buffer is None:
                 with self._named():
                     self._buffer = self._staging.take(_BUFFER_BYTES)
                 self._used = 0
-            box = self._boxes[-1]
             inside = box.extent % PIECE_BYTES  # of the piece that is not complete yet
-            size = min(total - at, _BUFFER_BYTES - self._used, PIECE_BYTES - inside)
+            size = min(data.numel() - at, _BUFFER_BYTES - self._used, PIECE_BYTES - inside)
             target, source = self._buffer[self._used : self._used + size], data[at : at + size]
             crc = box.crcs.pop() if inside else 0
-            if source.device.type == "cpu":
-                crc = copy_with_crc32c(target, source, crc)
-            else:
-                crc = crc32c(target.copy_(source), crc)
+            on_host = source.device.type == "cpu"
+            crc = copy_with_crc32c(target, source, crc) if on_host else crc32c(target.copy_(source), crc)
             box.crcs.append(crc)
             box.extent += size
             at, self._used, self.nbytes = at + size, self._used + size, self.nbytes + size
             if self._used == _BUFFER_BYTES:
-                self._send()
+                with self._named():
+                    self._send()
 
     def _send(self) -> None:
+        """The buffer, at most so many bytes a second. Time that was not used is not made up for."""
         if self._buffer is None:
             return
-        self._keep_to_rate(self._used)
-        buffer, self._buffer = self._buffer, None
-        transfer: Transfer | None = None
-        try:
-            with self._named():
-                transfer = self._engine.write(self._file, self.nbytes - self._used, buffer[: self._used])
-        finally:
-            self._staging.give(buffer, after=transfer)
-
-    def _keep_to_rate(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more may go. Time that was not used is not made up for."""
         now = time.monotonic()
         while self.rate_bytes and (left := self._due - now) > 0:
             time.sleep(min(left, _NAP_S))  # short naps: the rate may be lifted meanwhile
             now = time.monotonic()
         if self.rate_bytes:
-            self._due = max(self._due, now) + nbytes / self.rate_bytes
+            self._due = max(self._due, now) + self._used / self.rate_bytes
+        buffer, self._buffer = self._buffer, None
+        transfer: Transfer | None = None
+        try:
+            transfer = self._check_open().write(self._file, self.nbytes - self._used, buffer[: self._used])
+        finally:
+            self._staging.give(buffer, after=transfer)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -210,14 +193,12 @@ class ChunkWriter:
         except OSError as error:
             raise unwritable(self.path, error) from error
 
-    def __enter__(self: _Self) -> _Self:
+    def __enter__(self) -> "ChunkWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if error is None and not self._closed:
+            if error is None and self._engine is not None:
                 self.close()
         finally:
             self.abort()  # does nothing after a good end
@@ -233,13 +214,12 @@ class Wanted(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A checksummed piece of a file, and who wants a part of it."""
+    """A checksummed piece of a file."""
 
     file: str
     start: int
     end: int
     crc: int
-    wanted: Wanted
 
 
 class ChunkReader:
@@ -260,28 +240,23 @@ class ChunkReader:
         tensors may be filled in part then, but only with bytes that were checked. Raises ValueError for a tensor that
         cannot be filled.
         """
-        pieces = sorted(
-            (piece for each in wanted for piece in self._pieces(Wanted(*each))), key=lambda p: (p.file, p.start)
-        )
+        readers: dict[_Piece, list[Wanted]] = {}  # parts of one piece may go to several tensors
+        for each in itertools.starmap(Wanted, wanted):
+            for piece in self._pieces(each):
+                readers.setdefault(piece, []).append(each)
+        ahead = iter(pieces := sorted(readers))
         if pieces and not self._buffer.numel():
             self._buffer = aligned_empty(PIECE_BYTES)
-        checked, asked, ahead_bytes = ("", -1, 0), 0, 0
         for index, piece in enumerate(pieces):
-            while asked < len(pieces) and (asked <= index or ahead_bytes < _AHEAD_BYTES):
-                later, asked = pieces[asked], asked + 1
-                ahead_bytes += later.end - later.start
-                with self._named(later):
-                    os.posix_fadvise(self._file(later), later.start, later.end - later.start, os.POSIX_FADV_WILLNEED)
-            ahead_bytes -= piece.end - piece.start
-            values = self._buffer[: piece.end - piece.start]
-            if checked != (piece.file, piece.start, piece.crc):  # parts of one piece may go to several tensors
-                with self._named(piece):
-                    self._load(piece, values)
-                checked = (piece.file, piece.start, piece.crc)
-            box, lo, out, _ = piece.wanted
-            begin, end = max(lo, piece.start - box.offset), min(lo + out.numel(), piece.end - box.offset)
-            at = box.offset - piece.start
-            out.view(-1)[begin - lo : end - lo].copy_(values[begin + at : end + at])
+            for later in itertools.islice(ahead, 1 if index else _AHEAD):
+                fd = self._file(later.file, readers[later][0].what)
+                with contextlib.suppress(OSError):  # it is only a hint
+                    os.posix_fadvise(fd, later.start, later.end - later.start, os.POSIX_FADV_WILLNEED)
+            values = self._load(piece, readers[piece][0].what)
+            for box, lo, out, _ in readers[piece]:
+                begin, end = max(lo, piece.start - box.offset), min(lo + out.numel(), piece.end - box.offset)
+                at = box.offset - piece.start
+                out.view(-1)[begin - lo : end - lo].copy_(values[begin + at : end + at])
 
     def close(self) -> None:
         """Close the files; may be called again."""
@@ -304,55 +279,46 @@ class ChunkReader:
             )
         for index in range(lo // PIECE_BYTES, -(-hi // PIECE_BYTES) if lo < hi else 0):
             start, end = index * PIECE_BYTES, min((index + 1) * PIECE_BYTES, box.extent)
-            yield _Piece(box.file, box.offset + start, box.offset + end, box.crcs[index], wanted)
+            yield _Piece(box.file, box.offset + start, box.offset + end, box.crcs[index])
 
-    def _load(self, piece: _Piece, values: torch.Tensor) -> None:
-        """Read and check the bytes of ``piece``."""
-        fd, path, (file, start, end, crc, (_, _, _, what)) = self._file(piece), self.folder / piece.file, piece
+    def _load(self, piece: _Piece, what: str) -> torch.Tensor:
+        """The bytes of ``piece``, checked; valid until the next call."""
+        file, start, end, crc = piece
+        fd, path, values = self._file(file, what), self.folder / file, self._buffer[: end - start]
         array: Any = values.numpy()
-        memory, size = memoryview(array), os.fstat(fd).st_size
-        if size < end:
-            raise CheckpointError(
-                f"{path} is cut: it has {size} bytes, {what} lies up to byte {end}; fetch it again from where the "
-                "checkpoint was saved, or use another checkpoint"
-            )
-        at = 0
+        memory, at, again = memoryview(array), 0, "fetch it again from where the checkpoint was saved"
         while at < len(memory):
-            if not (count := os.preadv(fd, [memory[at:]], start + at)):
-                raise OSError(errno.ENODATA, os.strerror(errno.ENODATA), file)
+            with self._named(path, what):
+                count = os.preadv(fd, [memory[at:]], start + at)
+            if not count:
+                raise CheckpointError(
+                    f"{path} is cut: it has {os.fstat(fd).st_size} bytes, {what} lies up to byte {end}; {again}, or "
+                    "use another checkpoint"
+                )
             at += count
         if (actual := crc32c(values)) != crc:
             raise CheckpointError(
                 f"{path} is damaged between bytes {start} and {end}, where {what} lies: its checksum is {actual:08x}, "
-                f"not {crc:08x}; fetch it again from where the checkpoint was saved, or use another checkpoint"
+                f"not {crc:08x}; {again}, or use another checkpoint"
             )
+        return values
 
-    def _file(self, piece: _Piece) -> int:
-        """A descriptor of its file, of which a few stay open."""
-        fd = self._open.pop(piece.file, None)
-        if fd is None:  # opening a pipe would wait for somebody who writes
-            fd = os.open(self.folder / piece.file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._open[piece.file] = fd
+    def _file(self, name: str, what: str) -> int:
+        """A descriptor of the file, of which a few stay open."""
+        fd, path = self._open.pop(name, None), self.folder / name
+        if fd is None:
+            with self._named(path, what):  # opening a pipe would wait for somebody who writes
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._open[name] = fd
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(
-                f"{self.folder / piece.file} is not a regular file; fetch it again from where the checkpoint was saved"
-            )
+            raise CheckpointError(f"{path} is not a regular file; fetch it again from where the checkpoint was saved")
         if len(self._open) > _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
         return fd
 
     @contextlib.contextmanager
-    def _named(self, piece: _Piece) -> Iterator[None]:
+    def _named(self, path: Path, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            what = f"{self.folder / piece.file}, where {piece.wanted.what} lies, cannot be read"
-            raise _explained(what, error, _READING) from error
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+            raise _explained(f"{path}, where {what} lies, cannot be read", error, _READING) from error

@@ -1,12 +1,11 @@
 """Where checkpoints lie: tags, the one that ``latest`` names, and how a new one takes its place in one step.
 
 A save fills ``.TAG.saving-HOST-PID-BORN-NONCE`` beside the final folder and renames it when every byte is on the disk,
-so a folder with a manifest is complete. What a dead process has left behind is ignored by readers and removed by the
-next save. Small files are replaced through files named in the same way.
+so a folder with a manifest is complete. What is to be removed becomes ``.TAG.removed-NONCE`` first. What a dead process
+has left behind is ignored by readers and removed by the next save. Small files are replaced in the same way.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -22,7 +21,6 @@ from deepspeed.observe.log import logger
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-_EXCHANGE, _AT_FDCWD = 2, -100  # RENAME_EXCHANGE of renameat2; paths are relative to the working folder
 _HIDDEN = re.compile(
     r"\.(?P<tag>.+)\.(?P<what>saving|replaced|removed)-((?P<host>[^-]*)-(?P<pid>\d+)-((?P<born>\d+)-)?)?[0-9a-f]+"
 )
@@ -61,41 +59,18 @@ def begin(save_dir: Path, tag: str) -> Path:
 
 
 def publish(folder: Path, tag: str) -> Path:
-    """Make the finished ``folder`` the checkpoint ``tag``; one of that name is replaced. The final path."""
-    final = folder.parent / tag
-    old = folder.with_name(f".{tag}.replaced-{uuid.uuid4().hex[:12]}")
+    """Make the finished ``folder`` the checkpoint ``tag``; one of that name is replaced. The final path.
+
+    Between two renames only the old one exists, under its other name: readers look there too (``repair``).
+    """
+    final, old = folder.parent / tag, folder.with_name(f".{tag}.replaced-{_nonce()}")
     sync_folder(folder)
-    if os.path.lexists(final) and _swap(folder, final):
-        old = folder
-    else:
-        _rename_twice(folder, final, old)
-    sync_folder(folder.parent)
-    if os.path.lexists(old):
-        discard(old)
-    return final
-
-
-def _swap(a: Path, b: Path) -> bool:
-    """Exchange two names in one step; False where the kernel or the filesystem cannot."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.ENOENT):
-        return False  # EPERM: sandboxes that do not know the call
-    raise OSError(code, os.strerror(code), str(b))
-
-
-def _rename_twice(folder: Path, final: Path, old: Path) -> None:
-    """Between the two renames only the old one exists, under its other name: readers look there too (repair)."""
     while True:
         try:
             if os.path.lexists(final):
                 os.rename(final, old)
             os.rename(folder, final)
-            return
+            break
         except BaseException as error:
             back = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
             if back and not os.path.lexists(old):  # a reader gave the old one its name back
@@ -103,20 +78,25 @@ def _rename_twice(folder: Path, final: Path, old: Path) -> None:
             if os.path.lexists(old) and not os.path.lexists(final):
                 os.rename(old, final)
             raise
+    sync_folder(folder.parent)
+    if os.path.lexists(old):
+        discard(old)
+    return final
 
 
-def discard(path: Path) -> None:
-    """Remove a folder or file if possible; what was replaced loses that name first, or repair would give half back."""
-    with contextlib.suppress(OSError):
-        if (match := _HIDDEN.fullmatch(path.name)) and match["what"] == "replaced":
-            gone = path.with_name(f".{match['tag']}.removed-{uuid.uuid4().hex[:12]}")
-            os.rename(path, gone)
-            path = gone
-        if not path.is_dir() or path.is_symlink():
-            path.unlink()
-            return
-        (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
+def discard(path: Path) -> bool:
+    """Remove a folder or file, if that is possible; it loses its name in one step: nobody ever meets half of it."""
+    gone = path.with_name(f".{path.name.strip('.')[:99]}.removed-{_nonce()}")
+    try:
+        os.rename(path, gone)
+    except OSError:
+        return False
+    if gone.is_dir() and not gone.is_symlink():
+        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            gone.unlink()
+    return True
 
 
 def repair(save_dir: Path) -> None:
@@ -144,10 +124,8 @@ def _is_dead(match: re.Match[str]) -> bool:
     pid = int(match["pid"])
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's
-        return False
+    except OSError as error:  # or another user's
+        return error.errno == errno.ESRCH
     # Numbers are used again, in containers by the very next run: a process that began at another time is another one.
     return match["born"] is not None and _began(pid) != int(match["born"])
 
@@ -161,8 +139,12 @@ def _hidden(save_dir: Path) -> list[tuple[Path, re.Match[str]]]:
 
 def _hidden_name(path: Path) -> Path:
     """A temporary name that tells whose it is, and is never the same twice."""
-    owner = f"{_host()}-{os.getpid()}-{_began(os.getpid())}-{uuid.uuid4().hex[:12]}"
-    return path.with_name(f".{path.name}.saving-{owner}")
+    pid = os.getpid()
+    return path.with_name(f".{path.name}.saving-{_host()}-{pid}-{_began(pid)}-{_nonce()}")
+
+
+def _nonce() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 @contextlib.contextmanager
@@ -178,7 +160,8 @@ def temporary_for(path: Path) -> Iterator[Path]:
     try:
         yield hidden
     finally:
-        discard(hidden)
+        if os.path.lexists(hidden):
+            discard(hidden)
 
 
 def _began(pid: int) -> int:
@@ -278,13 +261,4 @@ def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
 def prune(save_dir: Path, keep: int, *, protect: Iterable[str] = ()) -> list[str]:
     """Remove all but the newest ``keep`` checkpoints, never one in ``protect`` or ``latest``; the tags removed."""
     safe = {*protect, read_latest(save_dir)}
-    removed = []
-    for path in complete_tags(save_dir)[keep:]:
-        if path.name not in safe:
-            # It loses its name in one step: a reader must never meet half a checkpoint.
-            gone = path.with_name(f".{path.name}.removed-{uuid.uuid4().hex[:12]}")
-            with contextlib.suppress(OSError):
-                os.rename(path, gone)
-                removed.append(path.name)
-                discard(gone)
-    return removed
+    return [path.name for path in complete_tags(save_dir)[keep:] if path.name not in safe and discard(path)]

@@ -56,23 +56,29 @@ _CONTAINERS = (list, Namespace, *_SERIES.values(), *_MAPPINGS.values())
 
 
 class Encoded(NamedTuple):
-    """``json``: what ``json.dumps`` takes. ``tensors``: on the host, contiguous; may share memory with the state."""
+    """``json``: what ``json.dumps`` takes. ``tensors``: on the host, contiguous; may share memory with the state.
+
+    ``rest``: what cannot be stored, by the path that marks it in ``json``.
+    """
 
     json: Any
     tensors: dict[str, torch.Tensor]
+    rest: dict[str, Any]
 
 
-def encode(value: Any, *, name: str) -> Encoded:
+def encode(value: Any, *, name: str, allow_rest: bool = False) -> Encoded:
     """``value`` as JSON and tensors; tensors are named ``name/key/index``.
 
-    Raises PlainStateError: a list of the places that hold something else than plain state; a cycle; too deep nesting.
+    Raises PlainStateError for cycles and too deep nesting, and, unless ``allow_rest``, for what is no plain state, with
+    a list of the places.
     """
-    encoded, rest = split(value, name=name)
-    if rest:
-        listed = [f"  {path}: {_type_name(item)}" for path, item in list(rest.items())[:LISTED]]
-        more = [f"  and {len(rest) - LISTED} more"] if len(rest) > LISTED else []
+    encoder = _Encoder()
+    encoded = Encoded(encoder.value(value, name), encoder.tensors, encoder.rest)
+    if encoded.rest and not allow_rest:
+        listed = [f"  {path}: {_type_name(item)}" for path, item in list(encoded.rest.items())[:LISTED]]
+        more = [f"  and {len(encoded.rest) - LISTED} more"] if len(encoded.rest) > LISTED else []
         raise PlainStateError(
-            f"{len(rest)} object(s) in the state to save cannot be stored without pickle:\n"
+            f"{len(encoded.rest)} object(s) in the state to save cannot be stored without pickle:\n"
             + "\n".join([*listed, *more])
             + "\nStore plain values instead (numbers, str, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, "
             f'dates, Namespace, Path; for example obj.state_dict()), or set "{OPT_IN}" in the configuration.'
@@ -93,16 +99,10 @@ class Collected:
         return encoded.json
 
 
-def split(value: Any, *, name: str) -> tuple[Encoded, dict[str, Any]]:
-    """As ``encode``; what cannot be stored is left out, marked by its path, and returned by path."""
-    encoder = _Encoder()
-    return Encoded(encoder.value(value, name), encoder.tensors), encoder.rest
-
-
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
-    """What ``encode`` or ``split`` was given, types included. ``tensor``: returns an entry of ``tensors`` by name.
+    """What ``encode`` was given, types included. ``tensor``: returns an entry of ``tensors`` by name.
 
-    ``pickled``: the objects that ``split`` left out. Raises CheckpointError when one is missing, or for malformed JSON.
+    ``pickled``: the ``rest``. Raises CheckpointError when one of it is missing, or for malformed JSON.
     """
     decoder = _Decoder(tensor, pickled or {})
     try:
@@ -123,21 +123,14 @@ def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping
 
 
 def _type_name(value: Any) -> str:
-    kind = type(value)
-    note = f" of dtype {value.dtype}" if kind is np.ndarray else ""
-    return f"{kind.__module__}.{kind.__qualname__}{note}"
+    note = f" of dtype {value.dtype}" if type(value) is np.ndarray else ""
+    return f"{type(value).__module__}.{type(value).__qualname__}{note}"
 
 
 def _key_name(key: Any, position: int) -> str:
     """How a path spells a key; one that no path can spell, or that is too long for one, by its position."""
     short = type(key) in (bool, float) or type(key) is int and abs(key) < 2**63
-    spelled = short or type(key) is str and len(key) <= LONGEST_NAME and not _surrogates(key)
-    return str(key) if spelled else f"key {position}"
-
-
-def _surrogates(text: str) -> bool:
-    """JSON would join two halves of a surrogate pair into one character."""
-    return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
+    return str(key) if short or type(key) is str and len(key) <= LONGEST_NAME else f"key {position}"
 
 
 def _unused(name: str, used: Mapping[str, Any]) -> str:
@@ -155,29 +148,29 @@ class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.rest: dict[str, Any] = {}
-        self._open: dict[int, str] = {}  # containers on the way down, with their paths
         self._known: dict[tuple[Any, ...], str] = {}
 
-    def value(self, value: Any, path: str) -> Any:
+    def value(self, value: Any, path: str, depth: int = 0) -> Any:
         kind = type(value)
-        if value is None or kind is bool or kind is str and not _surrogates(value):
+        if value is None or kind in (bool, str):
             return value
-        if kind is str:
-            return {TAG: "str", **self._raw(value.encode("utf-8", "surrogatepass"), path)}
         if kind in _CONTAINERS:
-            return self._container(value, path)
+            if depth >= DEEPEST:
+                raise PlainStateError(
+                    f"{path[:200]} is nested more than {DEEPEST} levels deep, or contains itself; flatten it"
+                )
+            return self._container(value, path, depth + 1)
         if kind in _TEXT_TAGS:
             # A datetime's text does not tell of named zones, nor of the second of two equal hours; repr does.
-            tag = _TEXT_TAGS[kind]
-            _, write, read = _TEXTS[tag]
+            _, write, read = _TEXTS[_TEXT_TAGS[kind]]
             same = repr(read(text := write(value))) == repr(value)
-            return {TAG: tag, "value": text} if same else self._left_out(value, path)
+            return {TAG: _TEXT_TAGS[kind], "value": text} if same else self._left_out(value, path)
         if kind is int:
             return value if -(2**63) <= value < 2**63 else {TAG: "int", "hex": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {TAG: "float", "bits": struct.pack(">d", value).hex()}
         if kind is complex:
-            return {TAG: "complex", "value": [self.value(value.real, path), self.value(value.imag, path)]}
+            return {TAG: "complex", "value": [self.value(part, path) for part in (value.real, value.imag)]}
         if kind in (bytes, bytearray):
             return {TAG: kind.__name__, **self._raw(value, path)}
         if kind is torch.Size:
@@ -188,39 +181,29 @@ class _Encoder:
             return self._tensor(value, path)
         return self._array(value, path) if isinstance(value, (np.ndarray, np.generic)) else self._left_out(value, path)
 
-    def _container(self, value: Any, path: str) -> Any:
-        if id(value) in self._open:
-            raise PlainStateError(
-                f"{path} contains itself: it is {self._open[id(value)]} again; break the cycle before saving"
-            )
-        if len(self._open) >= DEEPEST:
-            raise PlainStateError(f"{path[:200]} is nested more than {DEEPEST} levels deep; flatten it")
-        self._open[id(value)] = path
-        try:
-            if isinstance(value, dict):
-                return self._mapping(value, path)
-            if isinstance(value, Namespace):
-                return {TAG: "Namespace", "value": self._mapping(vars(value), path)}
-            items = [self.value(item, f"{path}/{i}") for i, item in enumerate(value)]
-        finally:
-            del self._open[id(value)]
-        if isinstance(value, (set, frozenset)):
-            items.sort(key=json.dumps)  # the order of a set differs from run to run
+    def _container(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, dict):
+            return self._mapping(value, path, depth)
+        if isinstance(value, Namespace):
+            return {TAG: "Namespace", "value": self._mapping(vars(value), path, depth)}
+        items = [self.value(item, f"{path}/{i}", depth) for i, item in enumerate(value)]
         if type(value) is list:
             return items
+        if isinstance(value, (set, frozenset)):
+            items.sort(key=json.dumps)  # the order of a set differs from run to run
         longest = {"longest": value.maxlen} if isinstance(value, deque) else {}
         return {TAG: type(value).__name__, "items": items, **longest}
 
-    def _mapping(self, value: dict[Any, Any], path: str) -> Any:
+    def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         names = [_key_name(key, i) for i, key in enumerate(value)]
-        items = [self.value(item, f"{path}/{name}") for name, item in zip(names, value.values(), strict=True)]
-        if type(value) is dict and all(type(key) is str and key != TAG and not _surrogates(key) for key in value):
+        items = [self.value(item, f"{path}/{name}", depth) for name, item in zip(names, value.values(), strict=True)]
+        if type(value) is dict and all(type(key) is str and key != TAG for key in value):
             return dict(zip(value, items, strict=True))
-        keys = [self.value(key, f"{path}/key {i}") for i, key in enumerate(value)]
+        keys = [self.value(key, f"{path}/key {i}", depth) for i, key in enumerate(value)]
         pairs = [list(pair) for pair in zip(keys, items, strict=True)]
         # Module.state_dict() returns an OrderedDict with an attribute, and load_state_dict() reads it.
         attributes = dict(getattr(value, "__dict__", {}))
-        extra = {"attributes": self.value(attributes, f"{path}/attributes")} if attributes else {}
+        extra = {"attributes": self.value(attributes, f"{path}/attributes", depth)} if attributes else {}
         return {TAG: type(value).__name__, "items": pairs, **extra}
 
     def _left_out(self, value: Any, path: str) -> Any:
@@ -242,11 +225,10 @@ class _Encoder:
         if value.numel():
             place = (value.device, value.data_ptr(), value.dtype, value.is_conj(), value.is_neg())
             known = (*place, tuple(value.shape), tuple(value.stride()))
-        ref = self._known.get(known)
-        if ref is None:
+        if known not in self._known:
             ref = self._known[known] = _unused(path, self.tensors)
             self.tensors[ref] = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return {TAG: "tensor", "name": ref, **({"requires_grad": True} if value.requires_grad else {})}
+        return {TAG: "tensor", "name": self._known[known], **({"requires_grad": True} if value.requires_grad else {})}
 
     def _array(self, value: Any, path: str) -> Any:
         if type(value) not in (np.ndarray, value.dtype.type) or value.dtype.kind not in NUMPY_KINDS:
@@ -311,10 +293,9 @@ class _Decoder:
         return value
 
     def _unpickled(self, json: dict[str, Any]) -> Any:
-        ref = json["ref"]
-        if ref not in self._pickled:
-            self.missing.add(ref)
-        return self._pickled.get(ref)
+        if json["ref"] not in self._pickled:
+            self.missing.add(json["ref"])
+        return self._pickled.get(json["ref"])
 
     def _tensor(self, json: dict[str, Any]) -> torch.Tensor:
         name, trained = json["name"], json.get("requires_grad") is True

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.agree import in_no_model, through, together
-from deepspeed.checkpoint.load.loader import open_everywhere
-from deepspeed.checkpoint.load.match import WEIGHTS, buffer_key, buffer_state, weight_key
+from deepspeed.checkpoint.load.match import buffer_state, paired
+from deepspeed.checkpoint.load.restore import open_everywhere
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.weights.weights import Stream, open_facts, shared_names, stream
 from deepspeed.errors import CheckpointError
@@ -82,17 +82,10 @@ class Match:
 def match(model: nn.Module, source: Source, *, buffers: str = "buffer") -> Match:
     """Pair a model with a checkpoint as loading does. ``buffers``: the state to prefer for buffers."""
     tensors, aliases = state_names(model, exclude_frozen=False)
-    stored = shared_names(source)
-    keys: dict[str, Key | None] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter):
-            others = [alias for alias, real in aliases.items() if real == name]
-            keys[name] = weight_key(source.entries, stored, name, others)
-        else:
-            keys[name] = buffer_key(source.entries, buffers, name)
-    taken = {*keys.values(), *(("buffer", n) for n, t in tensors.items() if not isinstance(t, nn.Parameter))}
-    rest = [name for state, name in source.entries if state in (*WEIGHTS, "buffer") and (state, name) not in taken]
-    return Match(tensors, keys, [TensorRow(name, "extra", "only in the checkpoint") for name in rest])
+    weights = [name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)]
+    rest = [name for name in tensors if not isinstance(tensors[name], nn.Parameter)]
+    keys, extra = paired(source.entries, shared_names(source), weights, rest, aliases=aliases, prefer=buffers)
+    return Match(tensors, keys, [TensorRow(name, "extra", "only in the checkpoint") for name in extra])
 
 
 def compared(pairs: Match, source: Source, name: str, values: torch.Tensor | None) -> TensorRow:

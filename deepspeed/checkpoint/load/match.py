@@ -4,7 +4,7 @@ Complete or refused: a missing, extra or mis-shaped tensor is an error that list
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,39 +29,47 @@ _SLOTS = {
 }
 
 
-@dataclass(frozen=True)
-class LoadRules:
-    """``strict``: names must agree exactly; ``optimizer``: restore its state too; ``module``: weights and buffers."""
-
-    strict: bool = True
-    optimizer: bool = True
-    module: bool = True
-
-
 @dataclass
 class Comparison:
-    """What a checkpoint has for an engine: keys by parameter or buffer, those of slots by parameter and slot."""
+    """What a checkpoint has for an engine: keys by parameter or buffer, those of slots by parameter and slot.
 
-    weights: dict[str, Key] = field(default_factory=dict)
-    buffers: dict[str, Key] = field(default_factory=dict)
+    ``opaque``: slots of which only the same layout takes the state; ``parts``: those of which only the same part of a
+    parameter does, by parameter.
+    """
+
+    keys: dict[str, Key] = field(default_factory=dict)
     slots: dict[str, dict[str, Key]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    opaque: set[str] = field(default_factory=set)
+    parts: dict[str, set[str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
-def weight_key(
-    entries: Mapping[Key, Described], stored: Mapping[str, str], name: str, aliases: Sequence[str]
-) -> Key | None:
-    """Where a weight of these names is; ``stored``: the checkpoint's names for tied weights."""
-    names = [name, *aliases, *(stored[n] for n in (name, *aliases) if n in stored)]
-    return next(((state, n) for n in names for state in WEIGHTS if (state, n) in entries), None)
+def paired(
+    entries: Mapping[Key, Described],
+    stored: Mapping[str, str],
+    weights: Iterable[str],
+    buffers: Iterable[str],
+    *,
+    aliases: Mapping[str, str],
+    prefer: str,
+) -> tuple[dict[str, Key | None], list[str]]:
+    """Where each weight and buffer is, and the names of those in ``entries`` that are none of them.
 
-
-def buffer_key(entries: Mapping[Key, Described], state: str, name: str) -> Key | None:
-    """Where a buffer is: rather in ``state`` (of ``buffer_state``) than for all ranks."""
-    return next((key for key in ((state, name), ("buffer", name)) if key in entries), None)
+    ``aliases`` and ``stored``: further names of tied weights in the model and in the checkpoint. ``prefer``: the state
+    for buffers, rather than that for all ranks (of ``buffer_state``).
+    """
+    keys: dict[str, Key | None] = {}
+    for name in weights:
+        names = [name, *(alias for alias, real in aliases.items() if real == name)]
+        names += [stored[n] for n in names if n in stored]
+        keys[name] = next(((state, n) for n in names for state in WEIGHTS if (state, n) in entries), None)
+    known = {*keys.values(), *(("buffer", name) for name in buffers)}
+    for name in buffers:
+        keys[name] = next((key for key in ((prefer, name), ("buffer", name)) if key in entries), None)
+    return keys, [n for s, n in entries if s in (*WEIGHTS, "buffer") and (s, n) not in known]
 
 
 def buffer_state(facts: Mapping[str, Any], mesh: Mesh) -> str:
@@ -70,63 +78,49 @@ def buffer_state(facts: Mapping[str, Any], mesh: Mesh) -> str:
     return f"buffer@{mesh.job.index}" if same else "buffer"
 
 
-def compare(states: States, source: Source, rules: LoadRules) -> Comparison:
+def compare(states: States, source: Source, *, module: bool, optimizer: bool) -> Comparison:
     """Names, shapes and slots of both sides, the same on ranks with the same parameters; raises nothing."""
     match = Comparison()
-    if rules.module:
-        _compare_weights(states, source, match)
-        _compare_buffers(states, source, match)
-    if rules.optimizer and states.optimizer is not None:
-        _compare_slots(states, source, match)
+    if module:
+        (shapes, aliases), facts = names_of(states), source.facts
+        buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(states.module).items()}
+        prefer, stored = buffer_state(facts, states.mesh), facts.get("shared", {})
+        keys, match.extra = paired(source.entries, stored, shapes, buffers, aliases=aliases, prefer=prefer)
+        for name, shape in (shapes | buffers).items():
+            key = keys[name]
+            if key is None:
+                match.missing.append(name)
+            elif (saved := source.entries[key].shape) != shape:
+                match.wrong.append(f"{name} is {saved} there and {shape} here")
+            else:
+                match.keys[name] = key
+    if optimizer and states.optimizer is not None:
+        _compare_slots(states, states.optimizer, source, match)
     return match
 
 
-def _put(
-    match: Comparison, keys: dict[str, Key], source: Source, name: str, key: Key | None, shape: tuple[int, ...]
-) -> None:
-    if key is None:
-        match.missing.append(name)
-    elif source.entries[key].shape != shape:
-        match.wrong.append(f"{name} is {source.entries[key].shape} there and {shape} here")
-    else:
-        keys[name] = key
-
-
-def _compare_weights(states: States, source: Source, match: Comparison) -> None:
-    (shapes, aliases), stored = names_of(states), source.facts.get("shared", {})
-    taken = set()
-    for name, shape in shapes.items():
-        key = weight_key(source.entries, stored, name, [alias for alias, real in aliases.items() if real == name])
-        taken.add(key)
-        _put(match, match.weights, source, name, key, shape)
-    match.extra += [n for s, n in source.entries if s in WEIGHTS and (s, n) not in taken]
-
-
-def _compare_buffers(states: States, source: Source, match: Comparison) -> None:
-    buffers, state = persistent_buffers(states.module), buffer_state(source.facts, states.mesh)
-    for name, buffer in buffers.items():
-        _put(match, match.buffers, source, name, buffer_key(source.entries, state, name), tuple(buffer.shape))
-    match.extra += [n for s, n in source.entries if s == "buffer" and n not in buffers]
-
-
-def _compare_slots(states: States, source: Source, match: Comparison) -> None:
+def _compare_slots(states: States, optimizer: torch.optim.Optimizer, source: Source, match: Comparison) -> None:
     saved: dict[str, dict[str, Key]] = {}
     for state, name in source.entries:
-        if state.startswith("optim."):
-            saved.setdefault(name, {})[state.removeprefix("optim.")] = (state, name)
+        kind, _, slot = state.partition(".")
+        if kind == "optim":
+            saved.setdefault(name, {})[slot] = (state, name)
+        elif kind == "part":
+            match.parts.setdefault(name.rpartition("@")[0], set()).add(slot)
+        elif kind == "opaque":
+            match.opaque.add(slot)
     scalars = source.facts.get("optimizer", {}).get("scalars", {})
-    units, count = [u for u in states.units if u.master is not None], len(states.optimizer.param_groups)  # type: ignore[union-attr]
+    units, count = [u for u in states.units if u.master is not None], len(optimizer.param_groups)
     # then all parameters have the same slots, as one view may cover several
     uniform = all(u.layout.granularity is Granularity.ELEMENT for u in units)
-    opaque = any(state.startswith("opaque.") for state, _ in source.entries)
     known, used = {slot for slots in saved.values() for slot in slots}, set()
     for name in (s.name for u in units for s in u.layout.segments if 0 <= s.group < count and s.numel):
-        stored = match.weights[name][1] if name in match.weights else name
+        stored = match.keys[name][1] if name in match.keys else name
         used.add(stored)
         match.slots[name], match.scalars[name] = saved.get(stored, {}), dict(scalars.get(stored, {}))
         # what an optimizer of whole tensors keeps of one without dimensions is a number
         lacking = known - match.slots[name].keys()
-        if (uniform or not (match.slots[name] or match.scalars[name])) and not opaque:
+        if (uniform or not (match.slots[name] or match.scalars[name])) and not match.opaque:
             match.missing += [f"optimizer state {slot!r} of {name}" for slot in sorted(lacking)]
     match.extra += [f"optimizer state {s!r} of {n}" for n, slots in saved.items() if n not in used for s in slots]
 

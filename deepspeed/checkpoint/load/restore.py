@@ -1,116 +1,157 @@
-"""From a checkpoint into an engine that it fits: every rank reads what its own ranges overlap with."""
+"""From a checkpoint into an engine: every rank reads what its own ranges overlap with; one that fails tells all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.checkpoint.agree import in_no_model, together
+from deepspeed.checkpoint.foreign.legacy import ReferenceSource
+from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.boxes import Region
-from deepspeed.checkpoint.load.match import Comparison
-from deepspeed.checkpoint.load.source import Key, Source, Wish, whole
+from deepspeed.checkpoint.load.match import WEIGHTS, Comparison, check_optimizer, compare, verdict
+from deepspeed.checkpoint.load.reader import OwnSource, open_checkpoint
+from deepspeed.checkpoint.load.source import Key, Source, Wish, fill, whole
 from deepspeed.checkpoint.save import collect
+from deepspeed.checkpoint.save.client_files import names_and_shapes
 from deepspeed.checkpoint.save.collect import States, region_of, segments_of, shape_of
+from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.observe.log import logger
 from deepspeed.zero.client.consolidate import persistent_buffers
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
+from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
-CUT_ANEW = (
+_CUT_ANEW = (
     "and cannot be cut anew; load with the same configuration and number of ranks, or load_optimizer_states=False"
 )
 
 
-class Reads:
-    """Reads that are collected and done together; conversions happen when the bytes are here."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._wanted: list[Wish] = []
-        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def into(self, target: torch.Tensor, key: Key, start: int, region: Region | None) -> None:
-        """Fill the flat ``target`` with elements of ``region`` of ``key`` from ``start`` on, converted to its dtype."""
-        dtype = self._source.entries[key].dtype
-        if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-            self._wanted.append(Wish(key, target, start, region))
-            return
-        arrived = torch.empty(target.numel(), dtype=dtype, device="cpu")
-        self._wanted.append(Wish(key, arrived, start, region))
-        self._after.append((target, arrived))
-
-    def run(self) -> None:
-        """Do them."""
-        many = getattr(self._source, "read_many", None)
-        if many is not None:
-            many(self._wanted)
-        else:
-            for key, out, start, region in self._wanted:
-                self._source.read(key, out, start=start, region=region)
-        for target, arrived in self._after:
-            target.copy_(arrived)
-        self._wanted.clear()
-        self._after.clear()
+def open_everywhere(mesh: Mesh, load_dir: Path, tag: str | None, *, allow_pickle: bool) -> Source | None:
+    """The checkpoint on every rank, or an error on every rank; None when there is none. Collective."""
+    with together(mesh, f"loading from {load_dir}") as shared:
+        folder = folders.find_checkpoint(load_dir, tag) if mesh.first else None
+        shared.mine = None if folder is None else folder.name
+    name = shared.all[0]
+    if name is None:
+        return None
+    with together(mesh, f"loading {load_dir / name}"):
+        source = open_checkpoint(load_dir / name, rank=mesh.job.index, allow_pickle=allow_pickle)
+    return source
 
 
-def _fill_range(unit: Unit, kind: StateKind, values: torch.Tensor, source: Source, keys: dict[str, Key]) -> None:
-    """This rank's range of a unit's state from ``keys`` by parameter, as far as there are some."""
+def load_into(
+    states: States,
+    runtime: Runtime,
+    source: Source,
+    *,
+    strict: bool = True,
+    module: bool = True,
+    optimizer: bool = True,
+    check: Callable[[], None] = lambda: None,
+    begin: Callable[[], None] = lambda: None,
+) -> Source:
+    """Weights and buffers (``module``) and optimizer state. Collective; an error on one rank is raised on all.
+
+    ``strict``: names must agree exactly. ``check`` may refuse the checkpoint too; ``begin`` is called when everything
+    fits: until then nothing has changed. Returns what the rest of the state is to be taken from.
+    """
+    if isinstance(source, ReferenceSource):
+        source = source.with_groups(states.groups)  # some of its files have numbers instead of names
+    mesh, what = states.mesh, f"loading {source.path}"
+    with together(mesh, what) as shared:
+        match = compare(states, source, module=module, optimizer=optimizer)
+        shared.mine = match.extra
+    match.extra = in_no_model(shared.all)
+    with together(mesh, what):
+        for line in verdict(match, str(source.path), strict=strict):
+            logger.warning("loading %s: %s", source.path, line)
+        if optimizer:
+            check_optimizer(states, source)
+        check()
+    begin()
+    nbytes = sum(u.shard.numel() * u.full.element_size() for u in states.units)
+    with together(mesh, what), progress(f"loading {source.path.name}", nbytes, show=mesh.first) as report:
+        if module:
+            _fill_module(states, source, match, report)
+        if optimizer and states.optimizer is not None:
+            _fill_optimizer(states, states.optimizer, source, match, report)
+    runtime.publish(runtime.units)
+    return source
+
+
+# -- what is no tensor of the engine ------------------------------------------------------------------------------
+def client_state(source: Source) -> dict[str, Any]:
+    """The user's keys, and what DeepSpeed's loader leaves among them."""
+    facts, world = source.facts, source.facts.get("world") or {}
+    ours = {
+        **names_and_shapes(source.entries, facts.get("shared") or {}),
+        "global_samples": (facts.get("engine") or {}).get("global_samples", 0),
+        "ds_config": facts.get("config"),
+        "ds_version": (facts.get("saved") or {}).get("deepspeed"),
+        "checkpoint_parallel_dimensions": {"pp_degree": world.get("pp", 1), "tp_degree": world.get("tp", 1)},
+    }
+    return ours | (facts.get("client_state") or {})
+
+
+def of_rank(source: Source, rank: int, name: str) -> Any:
+    """What one rank saved under ``name``; None when there is none."""
+    return source.rank_fact(rank, name) if isinstance(source, OwnSource) else None
+
+
+def data_position(source: Source, mesh: Mesh) -> Any:
+    """This rank's position in the data; the first rank's after a change of their number."""
+    world = source.facts.get("world") or {}
+    same = int(world.get("size", 0)) == mesh.job.size and int(world.get("data", mesh.job.size)) == mesh.data.size
+    return of_rank(source, mesh.job.index if same else 0, "data")
+
+
+def state_dict(source: Source) -> dict[str, torch.Tensor]:
+    """Every weight and buffer, whole."""
+    tensors = {n: whole(source, (s, n)) for s, n in source.entries if s in (*WEIGHTS, "buffer")}
+    shared = source.facts.get("shared") or {}
+    return tensors | {alias: tensors[name] for alias, name in shared.items() if name in tensors}
+
+
+# -- weights and buffers ------------------------------------------------------------------------------------------
+def _of_range(unit: Unit, kind: StateKind, values: torch.Tensor, keys: Mapping[str, Key]) -> Iterator[Wish]:
+    """For ``values``, this rank's range of a unit's state, from ``keys`` by parameter, as far as there are some."""
     start, stop = unit.range_of(kind)
-    reads = Reads(source)
     for segment in unit.layout.segments:
         lo, hi = unit.layout.overlap(segment, start, stop)
         if lo < hi and segment.name in keys:
             target = values.detach()[lo - start : hi - start]
-            reads.into(target, keys[segment.name], lo - segment.offset, region_of(segment))
-    reads.run()
+            yield Wish(keys[segment.name], target, lo - segment.offset, region_of(segment))
 
 
-def fill_weights(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
-    """Weights into the resting range of every unit. Publishing them is the caller's."""
+def _fill_module(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
+    """Weights into the resting range of every unit (publishing them is the caller's), buffers, extra state."""
     with torch.no_grad():
         for unit in states.units:
             kind, _ = collect.weights_of(unit)
             start, stop = unit.range_of(kind)
             with unit.values(kind, write=True) as values:
-                _fill_range(unit, kind, values, source, match.weights)
+                fill(source, _of_range(unit, kind, values, match.keys))
                 if kind is StateKind.OPTIM and unit.tiled:
                     unit.publish_part(start, values).wait()
             report((stop - start) * unit.full.element_size())
+        for name, buffer in persistent_buffers(states.module).items():
+            if name in match.keys:
+                buffer.copy_(whole(source, match.keys[name]))
+    saved = source.facts.get("extra_state") or {}
+    for path, module in collect.extra_modules(states.module).items():
+        if path in saved:
+            module.set_extra_state(saved[path])
 
 
-def fill_buffers(states: States, source: Source, match: Comparison) -> None:
-    """Persistent buffers, in place."""
-    buffers = persistent_buffers(states.module)
-    with torch.no_grad():
-        for name, key in match.buffers.items():
-            buffers[name].copy_(whole(source, key))
-
-
-def fill_optimizer(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
-    """Slots and numbers of every view of this rank; what the optimizer held before is replaced."""
-    assert states.optimizer is not None
-    parts: dict[str, set[str]] = {}
-    for kind, name in source.entries:
-        if kind.startswith("part."):
-            parts.setdefault(name.rpartition("@")[0], set()).add(kind.removeprefix("part."))
-    for view in states.views:
-        tensors = {k for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()}
-        fresh = _slots_of(view, source, match) | _opaque_of(view, source) | _parts_of(view, source, parts)
-        scalars = _scalars_of(view, match)
-        if fresh.keys() != tensors or not fresh and not scalars:
-            states.optimizer.state.pop(view.param, None)
-        if not fresh and not scalars:
-            continue
-        with torch.no_grad(), states.attached(view, write=True):
-            state = states.optimizer.state.get(view.param, {})
-            _fill_view(view, state, fresh, source, scalars)
-            states.optimizer.state[view.param] = state
-        report(sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)))
-
-
+# -- optimizer state ----------------------------------------------------------------------------------------------
 class _Filling(NamedTuple):
     """What fills a slot's tensor: its elements [lo, hi) come from ``start`` on of ``region`` of ``key``."""
 
@@ -126,59 +167,90 @@ class _Filling(NamedTuple):
         return cls(shape, dtype, [(0, prod(shape), key, 0, region)])
 
 
-def _slots_of(view: OptimView, source: Source, match: Comparison) -> dict[str, _Filling]:
+def _fill_optimizer(
+    states: States,
+    optimizer: torch.optim.Optimizer,
+    source: Source,
+    match: Comparison,
+    report: Callable[[int], None],
+) -> None:
+    """Options of the groups; slots and numbers of every view of this rank; what was held before is replaced."""
+    groups = source.facts["optimizer"].get("groups", [])
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update({k: v for k, v in values["options"].items() if k != "params"})
+    for view in states.views:
+        tensors = {k for k, v in states.state_of(view).items() if isinstance(v, torch.Tensor) and v.dim()}
+        fresh, scalars = _fillings(view, source, match), _scalars_of(view, match)
+        if fresh.keys() != tensors or not fresh and not scalars:
+            optimizer.state.pop(view.param, None)
+        if not fresh and not scalars:
+            continue
+        with torch.no_grad(), states.attached(view, write=True):
+            state = optimizer.state.get(view.param, {})
+            _fill_view(view, state, fresh, source, scalars)
+            optimizer.state[view.param] = state
+        report(sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor)))
+    # What the optimizer keeps besides tensors and numbers.
+    odd = of_rank(source, states.mesh.job.index, "odd") or of_rank(source, 0, "odd") or {}
+    optimizer.state.update(odd.get("shared", {}))
+    views = {collect.view_key(v): v for v in states.views}
+    for key, values in odd.get("views", {}).items():
+        if key not in views:
+            raise CheckpointError(
+                f"optimizer state {', '.join(values)} is neither a tensor nor a number and belongs to the layout it "
+                f"was saved under {_CUT_ANEW}"
+            )
+        optimizer.state[views[key].param].update(values)
+
+
+def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _Filling]:
     """What the slots of a view are filled with."""
     fillings, segments = dict[str, _Filling](), segments_of(view)
+    by_parameter = view.unit.layout.granularity is Granularity.PARAMETER
     for slot in dict.fromkeys(slot for s in segments for slot in match.slots.get(s.name, {})):
         keys = {s.name: match.slots[s.name][slot] for s in segments if slot in match.slots.get(s.name, {})}
-        key = next(iter(keys.values()))
-        first = source.entries[key]
-        if view.unit.layout.granularity is Granularity.PARAMETER:
-            region = region_of(segments[0]) if first.shape == shape_of(segments[0]) else None
-            fillings[slot] = _Filling.of(source, key, region)
-            continue
-        pieces = []
-        for segment in (s for s in segments if s.name in keys):
-            lo, hi = max(segment.offset, view.start), min(segment.stop, view.stop)
-            key = keys[segment.name]
-            if prod(source.entries[key].shape) != prod(shape_of(segment)):
-                raise CheckpointError(
-                    f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, not that of "
-                    f"the parameter ({shape_of(segment)}): it was saved by an optimizer that sees whole tensors, this "
-                    "one sees elements"
-                )
-            pieces.append((lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)))
-        fillings[slot] = _Filling((view.stop - view.start,), first.dtype, pieces)
-    return fillings
-
-
-def _parts_of(view: OptimView, source: Source, parts: dict[str, set[str]]) -> dict[str, _Filling]:
-    """State that fits the very same part of a parameter only; ``parts``: the slots that there are, by parameter."""
-    fillings: dict[str, _Filling] = {}
-    for segment, slot in ((s, slot) for s in segments_of(view) for slot in sorted(parts.get(s.name, ()))):
-        region = region_of(segment)
-        key = (f"part.{slot}", segment.name if region is None else collect.part_key(segment.name, region))
-        if key not in source.entries or view.unit.layout.granularity is Granularity.ELEMENT:
-            raise CheckpointError(
-                f"optimizer state {slot!r} of {segment.name} belongs to the parts that the parameter was cut into "
-                f"(tensor parallel) when it was saved, {CUT_ANEW}"
-            )
-        fillings[slot] = _Filling.of(source, key)
-    return fillings
-
-
-def _opaque_of(view: OptimView, source: Source) -> dict[str, _Filling]:
-    """State that fits the very same layout only."""
-    fillings: dict[str, _Filling] = {}
-    for slot in sorted({s.removeprefix("opaque.") for s, _ in source.entries if s.startswith("opaque.")}):
+        first = next(iter(keys.values()))
+        dtype, shape = source.entries[first]
+        if by_parameter:
+            region = region_of(segments[0]) if shape == shape_of(segments[0]) else None
+            fillings[slot] = _Filling.of(source, first, region)
+        else:
+            pieces = list(_elementwise(view, slot, keys, source))
+            fillings[slot] = _Filling((view.stop - view.start,), dtype, pieces)
+    for slot in sorted(match.opaque):  # state that fits the very same layout only
         key = (f"opaque.{slot}", collect.view_key(view))
         if key not in source.entries:
             raise CheckpointError(
                 f"optimizer state {slot!r} belongs to the layout it was saved under (ranks, sharding, buckets) "
-                f"{CUT_ANEW}"
+                f"{_CUT_ANEW}"
+            )
+        fillings[slot] = _Filling.of(source, key)
+    for segment, slot in ((s, slot) for s in segments for slot in sorted(match.parts.get(s.name, ()))):
+        region = region_of(segment)  # state that fits the very same part of a parameter only
+        key = (f"part.{slot}", segment.name if region is None else collect.part_key(segment.name, region))
+        if key not in source.entries or not by_parameter:
+            raise CheckpointError(
+                f"optimizer state {slot!r} of {segment.name} belongs to the parts that the parameter was cut into "
+                f"(tensor parallel) when it was saved, {_CUT_ANEW}"
             )
         fillings[slot] = _Filling.of(source, key)
     return fillings
+
+
+def _elementwise(
+    view: OptimView, slot: str, keys: Mapping[str, Key], source: Source
+) -> Iterator[tuple[int, int, Key, int, Region | None]]:
+    """Where the elements of a slot of several parameters come from."""
+    for segment in (s for s in segments_of(view) if s.name in keys):
+        lo, hi = max(segment.offset, view.start), min(segment.stop, view.stop)
+        key = keys[segment.name]
+        if prod(source.entries[key].shape) != prod(shape_of(segment)):
+            raise CheckpointError(
+                f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, not that of the "
+                f"parameter ({shape_of(segment)}): it was saved by an optimizer that sees whole tensors, this one sees "
+                "elements"
+            )
+        yield lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)
 
 
 def _scalars_of(view: OptimView, match: Comparison) -> dict[str, Any]:
@@ -199,15 +271,14 @@ def _scalars_of(view: OptimView, match: Comparison) -> dict[str, Any]:
 def _fill_view(
     view: OptimView, state: dict[str, Any], fresh: dict[str, _Filling], source: Source, scalars: dict[str, Any]
 ) -> None:
-    reads = Reads(source)
+    wishes: list[Wish] = []
     for slot, (shape, dtype, pieces) in fresh.items():
         old = state.get(slot)
         if not isinstance(old, torch.Tensor) or old.shape != shape or old.dtype != dtype:
             state[slot] = torch.zeros(shape, dtype=dtype, device=view.param.device)
         flat = state[slot].detach().view(-1)
-        for lo, hi, key, start, region in pieces:
-            reads.into(flat[lo:hi], key, start, region)
-    reads.run()
+        wishes += [Wish(key, flat[lo:hi], start, region) for lo, hi, key, start, region in pieces]
+    fill(source, wishes)
     for name, value in scalars.items():
         old = state.get(name)
         if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.dtype == value.dtype:
@@ -216,8 +287,9 @@ def _fill_view(
             state[name] = value
 
 
+# -- an open accumulation window ----------------------------------------------------------------------------------
 def fill_gradients(states: States, source: Source, gradients: Gradients, *, factor: float) -> None:
-    """The open accumulation window: reduced gradients, and the sums of other ranks dealt out to those there are now.
+    """Reduced gradients, and the sums of other ranks dealt out to those there are now.
 
     ``factor`` is what a saved gradient must be multiplied by: the mean over another number of ranks.
     """
@@ -232,7 +304,7 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
             if unit.trainable and reduced:
                 gradients.refill(unit)
                 with unit.values(StateKind.GRAD, write=True) as values:
-                    _fill_range(unit, StateKind.GRAD, values, source, reduced)
+                    fill(source, _of_range(unit, StateKind.GRAD, values, reduced))
                     if factor != 1.0:
                         values.mul_(factor)
                     unit.note_gradient(values)

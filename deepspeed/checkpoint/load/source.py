@@ -1,6 +1,6 @@
 """A checkpoint opened for reading, whoever wrote it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +10,7 @@ import torch
 from deepspeed.checkpoint.format.boxes import Region
 from deepspeed.checkpoint.format.manifest import Key
 
-__all__ = ["Described", "Key", "Source", "Wish", "outside", "whole"]
+__all__ = ["Described", "Key", "Source", "Wish", "fill", "outside", "whole"]
 
 
 class Described(NamedTuple):
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class Wish(NamedTuple):
-    """One read: what ``Source.read`` is asked for."""
+    """One read: what ``Source.read`` is asked for, or ``fill``."""
 
     key: Key
     out: torch.Tensor
@@ -76,3 +76,22 @@ def whole(source: Source, key: Key) -> torch.Tensor:
     values = torch.empty(described.shape, dtype=described.dtype, device="cpu")
     source.read(key, values.view(-1))
     return values
+
+
+def fill(source: Source, wishes: Iterable[Wish]) -> None:
+    """Many reads together, into tensors of any dtype and device. Raises as ``Source.read``."""
+    reads, after = list[Wish](), list[tuple[torch.Tensor, torch.Tensor]]()
+    for wish in wishes:
+        out, dtype = wish.out, source.entries[wish.key].dtype
+        if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
+            after.append((out, torch.empty(out.numel(), dtype=dtype, device="cpu")))
+            wish = wish._replace(out=after[-1][1])
+        reads.append(wish)
+    many = getattr(source, "read_many", None)  # in the order of the files
+    if many is not None:
+        many(reads)
+    else:
+        for key, out, start, region in reads:
+            source.read(key, out, start=start, region=region)
+    for out, arrived in after:
+        out.copy_(arrived)

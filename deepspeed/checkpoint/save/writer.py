@@ -6,7 +6,6 @@ background without a collective. Nothing has its final name before every byte is
 
 import atexit
 import contextlib
-import functools
 import itertools
 import os
 import shutil
@@ -14,9 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter, unwritable
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
 from deepspeed.checkpoint.save.client_files import write_script
-from deepspeed.checkpoint.save.collect import TensorPart, in_rows
+from deepspeed.checkpoint.save.collect import Elements, TensorPart, in_rows
 from deepspeed.checkpoint.save.content import Content
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
@@ -46,7 +44,6 @@ _LONG_S = 3.0  # a bar appears when it takes longer
 _GLANCE_S = 0.05  # between looks at the other ranks while this one waits
 _NAP_S = 0.005  # between looks of the first rank at their files, at least
 _PATIENCE_S = 600.0  # without a sign of life from another rank
-_LAST_PATIENCE_S = 60.0  # the same when this process wants to end
 
 
 @contextlib.contextmanager
@@ -70,21 +67,21 @@ def _explained(path: Path) -> Iterator[None]:
         raise unwritable(Path(error.filename) if isinstance(error.filename, str) else path, error) from error
 
 
-@dataclass
 class RankFile:
     """The file one rank writes, and the list of what is in it."""
 
-    folder: Path
-    rank: int
-    expect_bytes: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-    report: Callable[[int], None] = lambda _: None
-
-    def __post_init__(self) -> None:
-        self._writer = ChunkWriter(self.folder / _DATA.format(self.rank), expect_bytes=self.expect_bytes)
+    def __init__(self, folder: Path, rank: int, content: Content) -> None:
+        self.folder, self.rank = folder, rank
+        self._facts = {"rank": content.facts, "common": content.common}
+        self._writer = ChunkWriter(folder / _DATA.format(rank), expect_bytes=content.nbytes)
         self._parts: list[tuple[Key, torch.dtype, tuple[int, ...], Span]] = []
 
-    def write(self, parts: Iterable[TensorPart], stop: threading.Event | None = None) -> None:
+    def write(
+        self,
+        parts: Iterable[TensorPart],
+        stop: threading.Event | None = None,
+        report: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Append ``parts``. Raises CheckpointError (disk full, ...), also once ``stop`` is set."""
         for part in parts:
             if stop is not None and stop.is_set():
@@ -92,7 +89,7 @@ class RankFile:
             span = Span(part.lo, part.lo + part.values.numel(), part.region)
             self._parts.append(((part.state, part.name), part.values.dtype, part.shape, span))
             self._writer.append(part.values)
-            self.report(part.values.nbytes)
+            report(part.values.nbytes)
 
     def limit(self, rate_bytes: int) -> None:
         """At most so many bytes a second from here on; 0 for no limit."""
@@ -105,16 +102,13 @@ class RankFile:
         for (key, dtype, shape, (lo, hi, region)), place in zip(self._parts, self._writer.close(), strict=True):
             box = Box(name, place.offset, place.extent, lo, hi, tuple(place.crcs), region)
             _add(entries, Entry(*key, dtype, shape, (box,)), self.rank)
-        files = {name: (self.folder / name).stat().st_size}
-        content = Manifest(entries, files, self.facts).to_bytes(crc32c)
+        content = Manifest(entries, {name: self._writer.nbytes}, self._facts).to_bytes(crc32c)
         folders.write_atomically(self.folder / _LIST.format(self.rank), content)
 
     def __enter__(self) -> "RankFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """After an error drop the file and tell the first rank, as far as that is still possible."""
         if error is not None:
             with contextlib.suppress(OSError, CheckpointError):
@@ -142,7 +136,7 @@ class Snapshots:
             values = self._slabs[index][used : used + nbytes].view(part.values.dtype)
             values.copy_(part.values)
             used += -(-nbytes // 64) * 64
-            yield replace(part, values=values)
+            yield replace(part, elements=Elements(values))
         del self._slabs[index + 1 :]
 
 
@@ -163,9 +157,7 @@ def wait_for_ranks(folder: Path, ranks: int, *, stop: threading.Event | None = N
                 written += (folder / _DATA.format(rank)).stat().st_mtime_ns
         if written != last_write:
             begun, last_write = time.monotonic(), written
-        if (idle := time.monotonic() - begun) > (
-            _PATIENCE_S if threading.main_thread().is_alive() else _LAST_PATIENCE_S
-        ):
+        if (idle := time.monotonic() - begun) > _PATIENCE_S:
             raise CheckpointError(f"ranks {sorted(missing)} have written nothing for {idle:.0f} s; they may have died")
         if missing:  # many ranks take long to look at, and training needs this interpreter and the filesystem too
             time.sleep(max(_NAP_S, min(1.0, 20 * (time.monotonic() - glance))))
@@ -260,14 +252,10 @@ class Background:
     def finished(self) -> bool:
         return not self._thread.is_alive()
 
-    def give_up(self) -> None:
-        """End it: after the part that is being written, at full speed."""
-        self.raised = True
-        self._stop.set()
-        self.wait(None)
-
-    def wait(self, seconds: float | None) -> None:
-        """Until it has ended, or so long."""
+    def wait(self, seconds: float | None = None, *, give_up: bool = False) -> None:
+        """Until it has ended, or so long, at full speed; ``give_up``: it ends after the part that is being written."""
+        if give_up:
+            self._stop.set()
         self.hurry()
         if not self.finished:
             self._thread.join(seconds)
@@ -296,14 +284,11 @@ class Saver:
     def save(self, order: SaveOrder, content: Content) -> None:
         """Save now; returns when the checkpoint has its name. Collective. Raises CheckpointError on every rank."""
         self.settle(wait=True)
-        with self._begin(order) as folder:
-            bar = progress(f"saving {order.tag}", content.nbytes, show=self._mesh.first)
-            with self._together(order), contextlib.ExitStack() as stack:
-                stack.callback(content.release)
-                report = stack.enter_context(bar)
-                stack.enter_context(_explained(folder))
-                file = stack.enter_context(self._file(folder, content, report))
-                file.write(itertools.chain(content.away, content.parts))
+        with self._begin(order, content) as folder:
+            with self._together(order), _explained(folder), self._file(folder, content) as file:
+                content.hold()
+                with progress(f"saving {order.tag}", content.nbytes, show=self._mesh.first) as report:
+                    file.write(itertools.chain(content.away(), content.near), report=report)
                 file.close()
             with self._together(order), _explained(folder):
                 self._finish(folder, order, None)
@@ -311,29 +296,25 @@ class Saver:
     def save_behind(self, order: SaveOrder, content: Content) -> None:
         """Copy what training will change and return; a thread does the rest. Collective. Waits for an earlier one."""
         self.settle(wait=True)
-        with self._begin(order) as folder, contextlib.ExitStack() as undone:
-            undone.callback(content.release)  # also when it is interrupted: an update would wait for ever
+        with self._begin(order, content) as folder, contextlib.ExitStack() as undone:
             with self._together(order), _explained(folder):
                 file = undone.enter_context(self._file(folder, content))
                 file.limit(order.rate_bytes)
-                hurry = functools.partial(file.limit, 0)
-                content.hold(hurry)
-                copies = list(self._snapshots.copy(content.parts))
-            work = functools.partial(self._work, order, file, content, copies)
+                content.hold(hurry := lambda: file.limit(0))
+                copies = list(self._snapshots.copy(content.near))
+
+            def work(stop: threading.Event) -> None:
+                with file, _explained(folder):
+                    try:
+                        file.write(content.away(), stop)  # first, as an update may wait for it
+                    finally:
+                        content.release()
+                    file.write(copies, stop)
+                    file.close()
+                    self._finish(folder, order, stop)
+
             self._running = Background(order.tag, folder, work, hurry)
             undone.pop_all()
-
-    def _work(
-        self, order: SaveOrder, file: RankFile, content: Content, copies: list[TensorPart], stop: threading.Event
-    ) -> None:
-        with file, _explained(file.folder):
-            try:
-                file.write(content.away, stop)  # first, as an update may wait for it
-            finally:
-                content.release()
-            file.write(copies, stop)
-            file.close()
-            self._finish(file.folder, order, stop)
 
     def settle(self, *, wait: bool) -> None:
         """Bring a background save to its end (``wait``: until it has ended); raise on all ranks when some failed.
@@ -344,7 +325,8 @@ class Saver:
             states = gather(self._mesh, (save.finished, None if save.error is None else str(save.error)))
             failed = [(r, text) for r, (_, text) in zip(self._mesh.job.ranks, states, strict=True) if text is not None]
             if failed:
-                save.give_up()
+                save.raised = True
+                save.wait(give_up=True)
                 self._running = None
                 gather(self._mesh, None)  # nobody writes any more
                 if self._mesh.first:
@@ -369,7 +351,7 @@ class Saver:
         """Bring this rank's part of a background save to its end without the other ranks; raise when it failed."""
         save, self._running = self._running, None
         if save is not None:
-            save.wait(None)
+            save.wait()
             save.raised = True
             if save.error is not None:
                 raise CheckpointError(
@@ -380,31 +362,29 @@ class Saver:
         return together(self._mesh, f"saving checkpoint {order.tag}")
 
     @contextlib.contextmanager
-    def _begin(self, order: SaveOrder) -> Iterator[Path]:
-        """The folder to fill, made by the first rank and seen by all; removed after an error. Collective."""
+    def _begin(self, order: SaveOrder, content: Content) -> Iterator[Path]:
+        """The folder to fill, made by the first rank; after an error it is removed and nothing held. Collective."""
         with self._together(order) as made, _explained(order.save_dir):
             made.mine = folders.begin(order.save_dir, order.tag).name if self._mesh.first else None
         folder = order.save_dir / made.all[0]
         try:
-            with self._together(order):
-                if not folder.is_dir():
-                    raise CheckpointError(
-                        f"{order.save_dir} is not shared: the folder that the first rank made in it is not there; "
-                        "use a shared one"
-                    )
             yield folder
         except BaseException:  # interrupted: whatever the other ranks do, this save is none
+            content.release()  # an update would wait for ever
             if self._mesh.first:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _file(self, folder: Path, content: Content, report: Callable[[int], None] = lambda _: None) -> RankFile:
+    def _file(self, folder: Path, content: Content) -> RankFile:
         """This rank's file in ``folder``."""
-        rank = self._mesh.job.index
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder.parent} is not shared: the folder that the first rank made in it is not there; use a shared "
+                "one"
+            )
         if content.pickled:
-            content.facts["pickled"] = save_pickled(folder, rank, content.pickled)
-        facts = {"rank": content.facts, "common": content.common}
-        return RankFile(folder, rank, facts=facts, expect_bytes=content.nbytes, report=report)
+            content.facts["pickled"] = save_pickled(folder, self._mesh.job.index, content.pickled)
+        return RankFile(folder, self._mesh.job.index, content)
 
     def _finish(self, folder: Path, order: SaveOrder, stop: threading.Event | None) -> None:
         """The first rank's end of a save: one manifest, the name, ``latest``, old ones away. Nothing on the others."""
