@@ -1,4 +1,4 @@
-"""Which CPU cores each rank of a node runs on, and from which memory nodes it allocates.
+"""Which CPU cores each rank of a node runs on; its memory then comes from their NUMA node, as is Linux's default.
 
 A *CPU* is what the kernel schedules on; hyperthreads of one physical core are several CPUs. Only the first allowed CPU
 of a physical core is handed out, because two ranks or threads on one core slow each other down.
@@ -7,30 +7,13 @@ of a physical core is handed out, because two ranks or threads on one core slow 
 import glob
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.launcher.job import Job
 
 SYSFS = "/sys/devices/system"
 _GRAMMAR = "expected ascending numbers or ranges without blanks, as in 0-3,8,10-11"
-
-
-@dataclass(frozen=True)
-class RankCores:
-    """CPUs of one rank; ``memory_nodes`` are the NUMA nodes that all of them are local to (empty: no one node is)."""
-
-    cores: tuple[int, ...]
-    memory_nodes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class CpuTopology:
-    """The CPUs of each physical core, and of each NUMA node with memory. Both may be empty."""
-
-    cores: tuple[tuple[int, ...], ...] = ()
-    nodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def parse_core_list(text: str) -> list[int]:
@@ -46,69 +29,51 @@ def parse_core_list(text: str) -> list[int]:
     return cores
 
 
-def _read_lists(root: str, kind: str, name: str) -> dict[int, tuple[int, ...]]:
+def _read_lists(root: str, kind: str, name: str) -> dict[int, list[int]]:
     """Number -> CPU list of every ``kind`` below ``root``; what the kernel does not show, or is empty, is left out."""
     lists = {}
     for path in glob.glob(f"{glob.escape(root)}/{kind}/{kind}[0-9]*/{name}"):
         with open(path, encoding="ascii") as file:
             if text := file.read().strip():
                 number = path.removeprefix(f"{root}/{kind}/{kind}").partition("/")[0]
-                lists[int(number)] = tuple(parse_core_list(text))
-    return dict(sorted(lists.items()))
+                lists[int(number)] = parse_core_list(text)
+    return lists
 
 
-def read_topology(root: str = SYSFS) -> CpuTopology:
-    """Read physical cores and NUMA nodes; some containers do not show them."""
-    cores = _read_lists(root, "cpu", "topology/thread_siblings_list")
-    return CpuTopology(tuple(sorted(set(cores.values()))), _read_lists(root, "node", "cpulist"))
-
-
-def usable_cores(topology: CpuTopology, allowed: Collection[int]) -> list[int]:
+def usable_cores(allowed: Collection[int], root: str = SYSFS) -> list[int]:
     """The first allowed CPU of every physical core, NUMA node by NUMA node, so that equal shares cross few borders."""
-    known = {cpu for core in topology.cores for cpu in core}
-    cores = [*topology.cores, *((cpu,) for cpu in allowed if cpu not in known)]
-    first = [next((cpu for cpu in core if cpu in allowed), None) for core in cores]
-    home = {cpu: node for node, cpus in sorted(topology.nodes.items(), reverse=True) for cpu in cpus}
-    return sorted((cpu for cpu in first if cpu is not None), key=lambda cpu: (home.get(cpu, 0), cpu))
+    siblings = _read_lists(root, "cpu", "topology/thread_siblings_list")  # some containers show neither
+    nodes = _read_lists(root, "node", "cpulist")
+    home = {cpu: node for node, cpus in sorted(nodes.items(), reverse=True) for cpu in cpus}
+    first = {min({cpu, *siblings.get(cpu, ())} & set(allowed)) for cpu in allowed}
+    return sorted(first, key=lambda cpu: (home.get(cpu, 0), cpu))
 
 
-def share_cores(cores: Sequence[int], ranks: int, nodes: Mapping[int, Sequence[int]]) -> list[RankCores]:
-    """Give each rank equally many neighbouring cores, and memory from the NUMA nodes that all of these are local to.
-
-    Raises UsageError (an AssertionError) when there are fewer cores than ranks.
-    """
+def share_cores(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """Give each rank equally many neighbouring cores. Raises UsageError (an AssertionError) for fewer than ranks."""
     each = len(cores) // ranks
     if each == 0:
         what = "start fewer ranks, list more cores, or do not bind"
         raise UsageError(f"{ranks} ranks cannot be bound to {len(cores)} core(s); {what}")
-    shares = [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-    return [RankCores(share, tuple(node for node in nodes if set(share) <= set(nodes[node]))) for share in shares]
+    return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
 def plan_cores(
-    job: Job,
-    ranks: int,
-    *,
-    root: str = SYSFS,
-    allowed: Collection[int] | None = None,
-    env: Mapping[str, str] = os.environ,
-) -> list[RankCores] | None:
-    """Cores of the ``ranks`` ranks on this node; None when ``job`` does not ask for binding.
+    job: Job, ranks: int, *, root: str = SYSFS, allowed: Collection[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Cores of the ``ranks`` ranks on this node; empty ones when ``job`` does not ask for binding.
 
     ``allowed`` are the CPUs this process may use (default: ask the kernel). Raises DeepSpeedConfigError (a ValueError)
     for a malformed list or KMP_AFFINITY; UsageError for CPUs that are not allowed, or too few of them.
     """
     if not job.bind_cores and job.core_list is None:
-        return None
-    if "KMP_AFFINITY" in env:
+        return [()] * ranks
+    if "KMP_AFFINITY" in os.environ:
         what = "unset it, or do not use --bind_cores_to_rank"
         raise DeepSpeedConfigError(f"KMP_AFFINITY binds threads in its own way; {what}")
-    if not hasattr(os, "sched_getaffinity"):
-        raise UsageError("this system cannot bind processes to cores; leave the flags for it out")
     permitted = os.sched_getaffinity(0) if allowed is None else set(allowed)
-    topology = read_topology(root)
-    cores = usable_cores(topology, permitted) if job.core_list is None else parse_core_list(job.core_list)
+    cores = usable_cores(permitted, root) if job.core_list is None else parse_core_list(job.core_list)
     if outside := [core for core in cores if core not in permitted]:
         what = f"core(s) {outside} do not exist here or are not this process's to use"
         raise UsageError(f"--bind_core_list {job.core_list}: {what}")
-    return share_cores(cores, ranks, topology.nodes)
+    return share_cores(cores, ranks)

@@ -1,4 +1,4 @@
-"""Runs the one process of a backend (mpirun, srun, pdsh) to its end, with its files and variables."""
+"""Runs the one process of a backend (mpirun, srun, pdsh) to its end, with its variables."""
 
 import contextlib
 import os
@@ -7,7 +7,8 @@ import subprocess
 import time
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher.node.ranks import Guard, signals_to
+from deepspeed.launcher.node.loop import signals_to
+from deepspeed.launcher.node.ranks import Guard
 from deepspeed.launcher.node.verdict import shell_status
 from deepspeed.launcher.runners import RunnerCommand
 
@@ -15,37 +16,15 @@ _POLL_S = 0.05
 _KILL_S = 5.0  # how long a backend may take after a second signal
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a command that had the same process id and was killed
-        # Never through a link that somebody else left there.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        what = "remove it, or set TMPDIR to a folder of yours"
-        raise UsageError(f"cannot write {path} ({error.strerror}); {what}") from error
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    # To the group, as from a terminal: mpirun may be a script, which would not pass it on.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-
-
 def run_backend(command: RunnerCommand) -> int:
     """Run ``command`` and return its exit status, 128 + S when signal S ended it, or made it or this process fail.
 
-    Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. Its files are
-    removed at the end, and when this process is killed the backend is ended too. Raises UsageError when the program
-    cannot be started.
+    Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. When this process
+    is killed the backend is ended too. Raises UsageError when the program cannot be started.
     """
     received: list[signal.Signals] = []
     with contextlib.ExitStack() as stack:
-        for path, text in command.files.items():
-            _write(path, text)
-            stack.callback(os.unlink, path)
-        guardian = Guard(list(command.files))
+        guardian = Guard()
         stack.callback(guardian.dismiss)
         # Before there is a backend, which would outlive a signal that comes in between.
         stack.enter_context(signals_to(received.append))
@@ -54,15 +33,18 @@ def run_backend(command: RunnerCommand) -> int:
             child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
         except OSError as error:
             raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
-        guardian.watch("starter", child.pid)
+        guardian.watch(child.pid)
         passed_on, deadline = 0, float("inf")
         while (status := child.poll()) is None:
-            for number in received[passed_on:]:
-                _send(child.pid, number)
-                passed_on += 1
+            numbers = received[passed_on:]
+            passed_on += len(numbers)
             if passed_on > 1:
                 deadline = min(deadline, time.monotonic() + _KILL_S)
             if time.monotonic() > deadline:
-                _send(child.pid, signal.SIGKILL)
+                numbers = [signal.SIGKILL]
+            for number in numbers:
+                # To the group, as from a terminal: mpirun may be a script, which would not pass it on.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, number)
             time.sleep(_POLL_S)
     return 128 + received[0] if received and status != 0 else shell_status(status)

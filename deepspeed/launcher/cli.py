@@ -5,38 +5,22 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from deepspeed.errors import DeepSpeedError, NotYetError, UsageError
+from deepspeed.errors import NotYetError, UsageError
 from deepspeed.launcher.backend import run_backend
 from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name, exported, read_environment_files
 from deepspeed.launcher.fanout import run_over_ssh
 from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, load_hostfile, nearest_hint
-from deepspeed.launcher.job import (
-    COMMON_FLAGS,
-    INTERRUPTED,
-    USAGE_STATUS,
-    Job,
-    add_flags,
-    arguments_of_script,
-    check_kind,
-    job_of,
-)
-from deepspeed.launcher.machine import (
-    check_programs,
-    check_reachable,
-    is_this_machine,
-    local_devices,
-    own_address,
-    remove_stale_pid_file,
-)
-from deepspeed.launcher.resources import BY_HAND_PORT, Location, Selection, find_place, master_address
+from deepspeed.launcher.job import COMMON_FLAGS, Flags, Job, add_flags, arguments_of_script, check_kind, finish, job_of
+from deepspeed.launcher.machine import check_programs, check_reachable, is_this_machine, local_devices, own_address
+from deepspeed.launcher.resources import Location, find_place, master_address, selected_by
 from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, describe, find_runner, split_arguments
 from deepspeed.observe.log import logger
 
+BY_HAND_PORT = 29500
 # For runners that cannot be told a port later: below those from which Linux serves outgoing connections.
 _SOME_PORTS = range(20000, 29973)
 _DESCRIPTION = "Start a script on the accelerators of one or many hosts; what follows the script belongs to it."
@@ -55,58 +39,43 @@ hosts and devices:
 exit status:
   0 when every rank returned 0; that of the rank that failed first, 128 + S after signal S; 2 for a wrong command line.
 """
-_SWITCH = {"action": "store_true"}
 _BY_HAND = (
     "run the ranks of node R only: you start this command on every node, with --hostfile or with --num_nodes, "
     "--num_gpus, --master_addr"
 )
-_FLAGS: Mapping[str, Mapping[str, dict[str, Any]]] = {
+_PORT_THERE = f"port there (default: a free one; {BY_HAND_PORT} when nodes are started by hand)"
+_MORE = "more arguments for it, one quoted text after an equals sign (--launcher_args='-a -b')"
+_FLAGS: Mapping[str, Flags] = {
     "which hosts and devices": {
-        "-H --hostfile": {
-            "default": DEFAULT_HOSTFILE,
-            "metavar": "FILE",
-            "help": f"hosts (default {DEFAULT_HOSTFILE}, if there)",
-        },
-        "-i --include": {"default": "", "metavar": "FILTER", "help": "only these hosts and slots"},
-        "-e --exclude": {"default": "", "metavar": "FILTER", "help": "all but these hosts and slots"},
-        "--num_nodes": {"type": int, "default": -1, "metavar": "N", "help": "only the first N hosts"},
-        "--num_gpus --num_accelerators": {"type": int, "default": -1, "metavar": "N", "help": "N ranks on every host"},
+        "-H --hostfile": (DEFAULT_HOSTFILE, "FILE", f"hosts (default {DEFAULT_HOSTFILE}, if there)"),
+        "-i --include": ("", "FILTER", "only these hosts and slots"),
+        "-e --exclude": ("", "FILTER", "all but these hosts and slots"),
+        "--num_nodes": (-1, "N", "only the first N hosts"),
+        "--num_gpus --num_accelerators": (-1, "N", "N ranks on every host"),
     },
     "where the ranks meet, and nodes started by hand": {
-        "--master_addr": {"default": "", "metavar": "A", "help": "address of the first host (one host: 127.0.0.1)"},
-        "--master_port": {
-            "type": int,
-            "metavar": "P",
-            "help": f"port there (default: a free one; {BY_HAND_PORT} when nodes are started by hand)",
-        },
-        "--node_rank": {"type": int, "default": -1, "metavar": "R", "help": _BY_HAND},
-        "--no_ssh": {**_SWITCH, "help": "you start every node yourself; needs --node_rank, which alone says the same"},
+        "--master_addr": ("", "A", "address of the first host (one host: 127.0.0.1)"),
+        "--master_port": (None, "P", _PORT_THERE),
+        "--node_rank": (-1, "R", _BY_HAND),
+        "--no_ssh": "you start every node yourself; needs --node_rank, which alone says the same",
     },
     "how the script runs, and what is shown": COMMON_FLAGS,
     "how other hosts are reached": {
-        "--launcher": {"default": "ssh", "metavar": "NAME", "help": f"one of {', '.join(RUNNERS)} (default ssh)"},
-        "--launcher_args": {
-            "default": "",
-            "metavar": "ARGS",
-            "help": "more arguments for it, one quoted text after an equals sign (--launcher_args='-a -b')",
-        },
-        "--force_multi": {**_SWITCH, "help": "use the runner even for one host"},
-        "--no_ssh_check": {**_SWITCH, "help": "do not test first that ssh reaches all hosts"},
-        "--ssh_port": {"type": int, "metavar": "P", "help": "ssh port of the hosts"},
-        "--venv_script": {"metavar": "FILE", "help": "file that bash reads on every host first (ssh, pdsh)"},
+        "--launcher": ("ssh", "NAME", f"one of {', '.join(RUNNERS)} (default ssh)"),
+        "--launcher_args": ("", "ARGS", _MORE),
+        "--force_multi": "use the runner even for one host",
+        "--no_ssh_check": "do not test first that ssh reaches all hosts",
+        "--ssh_port": (None, "P", "ssh port of the hosts"),
+        "--venv_script": (None, "FILE", "file that bash reads on every host first (ssh, pdsh)"),
     },
     "what is shown and kept": {
-        "--dry_run --dry-run": {**_SWITCH, "help": "show hosts, ranks, variables and commands; start nothing"},
-        "--save_pid": {
-            **_SWITCH,
-            "help": "keep process ids of launchers in /tmp/PID.deepspeed (PID: this command's)",
-        },
+        "--dry_run --dry-run": "show hosts, ranks, variables and commands; start nothing",
+        "--save_pid": "keep process ids of launchers in /tmp/PID.deepspeed (PID: this command's)",
     },
     "not in this release (refused)": {
-        "--autotuning": {"choices": ("", "tune", "run"), "default": "", "help": "search for a configuration"},
-        "--elastic_training": {**_SWITCH, "help": "change the number of nodes while running"},
-        "--min_elastic_nodes": {"type": int, "default": -1, "metavar": "N", "help": "with --elastic_training"},
-        "--max_elastic_nodes": {"type": int, "default": -1, "metavar": "N", "help": "with --elastic_training"},
+        "--autotuning": ("", ("", "tune", "run"), "search for a configuration"),
+        "--elastic_training": "change the number of nodes while running",
+        "--min_elastic_nodes --max_elastic_nodes": (-1, "N", "with --elastic_training"),
     },
 }
 
@@ -151,7 +120,7 @@ def refuse_absent(options: argparse.Namespace) -> None:
     if options.autotuning:
         what = "leave it out, and set batch and bucket sizes in the configuration yourself"
         raise NotYetError(f"--autotuning is not in this release; {what}")
-    if options.elastic_training or options.min_elastic_nodes != -1 or options.max_elastic_nodes != -1:
+    if options.elastic_training or options.min_elastic_nodes != -1:
         what = "leave them out, and resume a checkpoint to go on with other nodes"
         raise NotYetError(f"--elastic_training and its limits are not in this release; {what}")
     for flag, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
@@ -175,12 +144,12 @@ def check_target(options: argparse.Namespace) -> None:
         raise UsageError(f"script {target!r} does not exist in {folder}; check the path")
 
 
-def _find_place(options: argparse.Namespace, request: Selection) -> Location:
+def _find_place(options: argparse.Namespace) -> Location:
     # The default hostfile need not be there.
     absent = options.hostfile == DEFAULT_HOSTFILE and not os.path.exists(options.hostfile)
     hosts = None if absent else load_hostfile(options.hostfile)
     place = find_place(
-        request,
+        options,
         hosts,
         cpu_only=os.environ.get("DS_ACCELERATOR") == "cpu",
         devices=lambda: local_devices(os.environ),
@@ -192,22 +161,17 @@ def _find_place(options: argparse.Namespace, request: Selection) -> Location:
     return place
 
 
-def _port(options: argparse.Namespace, place: Location, launcher: str) -> int:
-    """As given; else 0 where node 0 can choose and tell, a fixed one by hand, and any one for other runners."""
-    if options.master_port is not None:
-        return int(options.master_port)
-    if place.node_rank is not None:
-        return 0 if len(place.world) == 1 else BY_HAND_PORT
-    return 0 if launcher in ("ssh", "slurm") else random.choice(_SOME_PORTS)
-
-
 def make_job(options: argparse.Namespace, place: Location, launcher: str) -> Job:
     """The job that ``options`` describe at ``place``. Raises UsageError or DeepSpeedConfigError."""
     elsewhere = place.node_rank is None
-    address, exports = options.master_addr, {}
+    address, port, exports = options.master_addr, options.master_port, {}
     # Slurm orders the hosts in its own way, so only the ranks know which is the first.
     if not (elsewhere and launcher == "slurm"):
         address = master_address(place, address, is_here=is_this_machine, own_address=own_address)
+    if port is None and elsewhere:  # 0 where node 0 can choose and tell
+        port = 0 if launcher in ("ssh", "slurm") else random.choice(_SOME_PORTS)
+    elif port is None:
+        port = 0 if len(place.world) == 1 else BY_HAND_PORT
     if elsewhere:
         folders = [os.path.expanduser("~"), os.getcwd()]
         from_files = read_environment_files(environment_file_name(os.environ), folders)
@@ -216,27 +180,12 @@ def make_job(options: argparse.Namespace, place: Location, launcher: str) -> Job
         options,
         options.user_script,
         options.user_args,
-        os.getpid() if options.save_pid else 0,
         world=place.world,
+        save_pid=os.getpid() if options.save_pid else 0,
         master_addr=address,
-        master_port=_port(options, place, launcher),
+        master_port=port,
         on_devices=place.on_devices,
         exports=exports,
-    )
-
-
-def _runner_options(options: argparse.Namespace, request: Selection, launcher: str) -> RunnerOptions:
-    return RunnerOptions(
-        launcher=launcher,
-        launcher_args=split_arguments(options.launcher_args),
-        ssh=split_arguments(os.environ.get("DS_SSH", ""), source="DS_SSH") or ("ssh",),
-        ssh_port=options.ssh_port,
-        venv_script=options.venv_script,
-        save_pid=os.getpid() if options.save_pid else 0,
-        hostfile=options.hostfile if os.path.exists(options.hostfile) else None,
-        selected_by=request.selected_by,
-        scratch=os.path.join(tempfile.gettempdir(), f"deepspeed_{os.getpid()}_"),
-        env=os.environ,
     )
 
 
@@ -247,8 +196,6 @@ def _run_here(job: Job, node_rank: int, options: argparse.Namespace, *, on_cpu: 
     if on_cpu:
         ranks = len(job.world[job.hosts[node_rank]])
         logger.info("no accelerator is used; starting %d rank%s on the CPU", ranks, "" if ranks == 1 else "s")
-    if job.pid_file is not None:
-        remove_stale_pid_file(job.pid_file)
     # Needs torch; a wrong command line is refused at once.
     from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415
 
@@ -269,11 +216,17 @@ def _run_elsewhere(job: Job, runner: RunnerOptions, *, check: bool) -> int:
 def _launch(options: argparse.Namespace) -> int:
     refuse_absent(options)
     check_target(options)
-    launcher = find_runner(options.launcher)
-    request = Selection.of(options)
-    runner = _runner_options(options, request, launcher)
-    place = _find_place(options, request)
-    job = make_job(options, place, launcher)
+    runner = RunnerOptions(
+        launcher=find_runner(options.launcher),
+        launcher_args=split_arguments(options.launcher_args),
+        ssh=split_arguments(os.environ.get("DS_SSH", ""), source="DS_SSH") or ("ssh",),
+        ssh_port=options.ssh_port,
+        venv_script=options.venv_script,
+        hostfile=options.hostfile if os.path.exists(options.hostfile) else None,
+        selected_by=selected_by(options),
+    )
+    place = _find_place(options)
+    job = make_job(options, place, runner.launcher)
     if options.dry_run:
         # Values of variables may hold bytes that are no text.
         sys.stdout.write(describe(job, place, options=runner).encode(errors="backslashreplace").decode())
@@ -287,15 +240,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line ``args`` and end the process with the job's exit status (2: the command cannot work)."""
     options = parse_args(args)
     logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
-    try:
-        status = _launch(options)
-    except DeepSpeedError as error:
-        sys.stderr.write(f"deepspeed: {error}\n")
-        status = USAGE_STATUS
-    except KeyboardInterrupt:
-        status = INTERRUPTED  # before there was a rank
     # Clients call main() and go on after a good run, as they do with the reference launcher.
-    if status != 0:
+    if (status := finish("deepspeed", lambda: _launch(options))) != 0:
         sys.exit(status)
 
 

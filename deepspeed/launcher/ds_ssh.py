@@ -20,16 +20,15 @@ from collections.abc import Mapping, Sequence
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, UsageError
 from deepspeed.launcher.fanout import Connection
-from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, read_hostfile
+from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, load_hostfile
 from deepspeed.launcher.job import INTERRUPTED, USAGE_STATUS
-from deepspeed.launcher.node.links import EventLoop
+from deepspeed.launcher.node.loop import EventLoop
 from deepspeed.launcher.node.verdict import shell_status
+from deepspeed.launcher.runners import RunnerOptions, split_arguments, ssh_prefix
 
 BROKEN_PIPE = 141
 FANOUT = 64  # ssh processes at a time: each costs three file descriptors, and 1024 is a usual limit
 STOP_GRACE_S = 3.0
-# Nobody can answer a question of ssh's here, and a dead host must not hold up the answer of the others for minutes.
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 # A command without a terminal goes on when its ssh dies. So its standard input stays with us, and the end of that ends
 # the command with its children: setsid (where there is none, only the shell ends) puts them into one process group. It
 # is one line because some login shells want that.
@@ -40,32 +39,18 @@ _REMOTE = (
 )
 
 
-def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("ds_ssh", description=__doc__, allow_abbrev=False, formatter_class=form)
-    path = f"lines 'name slots=N' (default {DEFAULT_HOSTFILE})"
-    parser.add_argument("-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help=path)
-    parser.add_argument("-i", "--include", default="", metavar="HOSTS", help="only these hosts: NAME[@NAME...]")
-    parser.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="all hosts but these")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the shell command; words are joined with spaces")
-    return parser
-
-
 def choose_hosts(path: str, *, include: str = "", exclude: str = "") -> list[str]:
     """Host names in file order. Raises DeepSpeedConfigError when the file cannot be read or no host is left."""
-    slots = read_hostfile(path)
-    if slots is None:
-        what = "does not exist or is not a file; name one with -f, or write lines 'name slots=N' there"
-        raise DeepSpeedConfigError(f"hostfile {path} {what}")
+    slots = load_hostfile(path)
     hosts = list(filter_hosts({host: range(count) for host, count in slots.items()}, include=include, exclude=exclude))
     if not hosts:
         raise DeepSpeedConfigError(f"the filter leaves no host of {path}, which lists {', '.join(slots)}")
     return hosts
 
 
-def ssh_program(env: Mapping[str, str]) -> list[str]:
+def ssh_program(env: Mapping[str, str]) -> tuple[str, ...]:
     """The ssh command and its own arguments. Raises UsageError when it cannot be run."""
-    program = shlex.split(env.get("DS_SSH") or "ssh")
+    program = split_arguments(env.get("DS_SSH", ""), source="DS_SSH") or ("ssh",)
     if shutil.which(program[0]) is None:
         raise UsageError(f"the ssh program {program[0]!r} was not found; install an ssh client, or name one in DS_SSH")
     return program
@@ -79,12 +64,12 @@ def remote_command(command: str) -> str:
 class _Fleet(EventLoop):
     """The ssh processes of one command, at most ``FANOUT`` at a time."""
 
-    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, hosts: Sequence[str], command: str, program: tuple[str, ...]) -> None:
         super().__init__()
-        self._commands = commands
-        self._waiting = list(enumerate(commands))
+        self._command, self._options = remote_command(command), RunnerOptions(ssh=program)
+        self._waiting = list(enumerate(hosts))
         self._running: dict[int, Connection] = {}
-        self._statuses = dict.fromkeys(commands, 0)
+        self._statuses = dict.fromkeys(hosts, 0)
 
     def run(self) -> dict[str, int]:
         """Host -> exit status."""
@@ -92,7 +77,7 @@ class _Fleet(EventLoop):
             while self._waiting or self._running:
                 while self._waiting and len(self._running) < FANOUT:
                     rank, host = self._waiting.pop(0)
-                    argv, prefix = self._commands[host], f"{host}: ".encode()
+                    argv, prefix = [*ssh_prefix(host, options=self._options), self._command], f"{host}: ".encode()
                     self._running[rank] = Connection(rank, host, argv, self.post, prefix=prefix, drain_s=None)
                 self.handle_next()
         except BaseException:
@@ -121,15 +106,17 @@ class _Fleet(EventLoop):
         """Nobody is asked for a sign of life."""
 
 
-def run_everywhere(hosts: Sequence[str], command: str, *, program: Sequence[str]) -> dict[str, int]:
+def run_everywhere(hosts: Sequence[str], command: str, *, program: tuple[str, ...]) -> dict[str, int]:
     """Run the shell ``command`` on all ``hosts`` and return host -> exit status (128 + signal where ssh was killed).
 
     On KeyboardInterrupt, or when standard output is closed, the commands are ended before the exception goes on.
     """
-    return _Fleet({host: [*program, *SSH_OPTIONS, host, remote_command(command)] for host in hosts}).run()
+    return _Fleet(hosts, command, program).run()
 
 
-def _first_other(statuses: Mapping[str, int]) -> int:
+def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    hosts = choose_hosts(options.hostfile, include=options.include, exclude=options.exclude)
+    statuses = run_everywhere(hosts, " ".join(words), program=ssh_program(os.environ))
     failed = {host: status for host, status in statuses.items() if status != 0}
     if failed:
         how = {host: f"{'not reached, or ' if status == 255 else ''}exit {status}" for host, status in failed.items()}
@@ -140,14 +127,19 @@ def _first_other(statuses: Mapping[str, int]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_ssh``; returns the exit status."""
-    parser = _parser()
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("ds_ssh", description=__doc__, allow_abbrev=False, formatter_class=form)
+    path = f"lines 'name slots=N' (default {DEFAULT_HOSTFILE})"
+    parser.add_argument("-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help=path)
+    parser.add_argument("-i", "--include", default="", metavar="HOSTS", help="only these hosts: NAME[@NAME...]")
+    parser.add_argument("-e", "--exclude", default="", metavar="HOSTS", help="all hosts but these")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the shell command; words are joined with spaces")
     options = parser.parse_args(argv)
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not words:
         parser.error("no command to run; write it behind the options, for example: ds_ssh hostname")
     try:
-        hosts = choose_hosts(options.hostfile, include=options.include, exclude=options.exclude)
-        return _first_other(run_everywhere(hosts, " ".join(words), program=ssh_program(os.environ)))
+        return _run(options, words)
     except DeepSpeedError as error:
         sys.stderr.write(f"ds_ssh: {error}\n")
         return USAGE_STATUS

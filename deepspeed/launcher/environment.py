@@ -5,9 +5,10 @@ Later sources win: this process's variables, the file in the home directory, the
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.launcher.hostfile import read_entries
 
 # A list on purpose, although it is module state: clients append the prefixes they want forwarded (as
 # runner.EXPORT_ENVS). Of CUDA only what changes how programs run: which devices and toolkit there are differs between
@@ -22,7 +23,6 @@ _OUR_OWN = ("DS_ACCELERATOR", "DS_JOIN_TIMEOUT_S", "DS_HOST_TIMEOUT_S")
 _SET_BY_AISC = ("NCCL_IB_HCA", "UCX_NET_DEVICES")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-MASK = "***"
 
 
 def environment_file_name(env: Mapping[str, str]) -> str:
@@ -30,45 +30,28 @@ def environment_file_name(env: Mapping[str, str]) -> str:
     return env.get("DS_ENV_FILE") or ".deepspeed_env"
 
 
-def parse_environment(lines: Iterable[str], *, name: str) -> dict[str, str]:
-    """Return the variables of one file, ``KEY=VALUE`` per line; blank lines and lines starting with ``#`` are skipped.
-
-    A value is everything behind the first ``=``, taken literally. ``name`` is for messages.
-    Raises DeepSpeedConfigError on a line without ``=`` or with a name that no shell accepts.
-    """
-    variables: dict[str, str] = {}
-    for number, raw in enumerate(lines, start=1):
-        line, where = raw.strip(), f"{name}, line {number}"
-        if not line or line.startswith("#"):
-            continue
-        key, equals, value = line.partition("=")
-        key = key.strip()
-        if not equals:
-            # Not the line itself: what has lost its name may be a password.
-            raise DeepSpeedConfigError(f"{where} has no '='; expected KEY=VALUE")
-        if not _NAME.match(key):
-            raise DeepSpeedConfigError(f"{where}: {key!r} is not a variable name; use letters, digits and underscores")
-        if "\0" in value:
-            raise DeepSpeedConfigError(f"{where}: the value of {key} has a zero byte, which no variable can hold")
-        variables[key] = value
-    return variables
-
-
 def read_environment_files(name: str, folders: Sequence[str]) -> dict[str, str]:
     """Variables of the files ``name`` in ``folders``, later folders winning; a folder without the file is skipped.
 
-    Raises DeepSpeedConfigError for a file that cannot be read, in addition to :func:`parse_environment`.
+    A line is ``KEY=VALUE``, and a value everything behind the first ``=``, taken literally. Raises DeepSpeedConfigError
+    for a file that cannot be read, and a line without ``=`` or with a name that no shell accepts.
     """
     variables: dict[str, str] = {}
     paths = dict.fromkeys(os.path.join(folder, name) for folder in folders)
     for path in filter(os.path.exists, paths):
-        try:
-            with open(path, encoding="utf-8") as file:
-                variables |= parse_environment(file, name=path)
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not a text file"
-            what = "which lists variables for other hosts, cannot be read"
-            raise DeepSpeedConfigError(f"{path}, {what}: {why}") from error
+        for where, line in read_entries(path, "environment file"):
+            key, equals, value = line.partition("=")
+            key = key.strip()
+            if not equals:
+                # Not the line itself: what has lost its name may be a password.
+                raise DeepSpeedConfigError(f"{where} has no '='; expected KEY=VALUE")
+            if not _NAME.match(key):
+                what = f"{key!r} is not a variable name; use letters, digits and underscores"
+                raise DeepSpeedConfigError(f"{where}: {what}")
+            if "\0" in value:
+                what = f"the value of {key} has a zero byte, which no variable can hold"
+                raise DeepSpeedConfigError(f"{where}: {what}")
+            variables[key] = value
     return variables
 
 
@@ -88,4 +71,4 @@ def exported(
 
 def masked(variables: Mapping[str, str]) -> dict[str, str]:
     """The same with ``***`` for the values of names that look secret."""
-    return {name: MASK if _SECRET.search(name) else value for name, value in variables.items()}
+    return {name: "***" if _SECRET.search(name) else value for name, value in variables.items()}

@@ -1,32 +1,84 @@
-"""Starts one launcher per node through ssh, shows their output, and is the place that hears all nodes; see ``hub``.
+"""Starts one launcher per node through ssh and shows their output; among themselves they talk as ``node.hub`` says.
 
 The connection is the life line both ways: a launcher whose input ends stops its ranks at once, so no node keeps running
-after this command, however it dies; and an ssh that ends, or brings no sign of life, ends the job.
+after this command, however it dies; and an ssh that ends before the verdict ends the job.
 """
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from deepspeed.errors import UsageError
 from deepspeed.launcher.job import USAGE_STATUS, Job
-from deepspeed.launcher.node.hub import SIGNAL_GRACE_S, Hub, Message
-from deepspeed.launcher.node.links import BEAT, PAUSE, TICK_S, EventLoop, FrameReader, Post, Silence
-from deepspeed.launcher.node.member import say_that_ranks_may_end
-from deepspeed.launcher.node.ranks import signals_to
-from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict
+from deepspeed.launcher.node.command import BEAT, MARK, PAUSE
+from deepspeed.launcher.node.loop import (
+    LOSS_GRACE_S,
+    SIGNAL_GRACE_S,
+    EventLoop,
+    Message,
+    Post,
+    join_limit,
+    signals_to,
+)
+from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted, lost
 from deepspeed.launcher.runners import RunnerOptions, ssh_command
 
 _SSH_FAILED = 255  # what ssh itself ends with; every other status is the remote command's
-_FAREWELL_S = 8.0  # how long nodes may take to end by themselves after the verdict
+_FAREWELL_S = 3.0  # how long nodes may take to end by themselves after the verdict
 _LAST_WORDS_BYTES = 1000
+_LINE_END = re.compile(rb"\r?\n|\r(?!\n|\Z)")  # a carriage return at the very end may yet get its newline
+_MAX_LINE_BYTES = 1 << 16
+
+
+class FrameReader:
+    """Splits one stream of a node into output, with ``prefix`` before every line, and frames.
+
+    A line ends with a newline or, as in progress bars, a carriage return; on a terminal with several writers half a
+    line is not shown, unless it is very long.
+    """
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._rest = b""
+
+    def feed(self, data: bytes) -> tuple[bytes, list[Message]]:
+        """Return the lines that are complete, and the frames."""
+        data = self._rest + data
+        output, frames = [], []
+        head, start = b"", 0
+        for end in _LINE_END.finditer(data):
+            line, start = head + data[start : end.end()], end.end()
+            before, mark, text = line.rpartition(MARK)
+            frame = _decode(text) if mark else None
+            if frame is None:
+                output.append(self._prefix + line)
+            else:
+                frames.append(frame)
+            head = b"" if frame is None else before  # the line that the frame came amid goes on
+        self._rest = head + data[start:]
+        if len(self._rest) > _MAX_LINE_BYTES and MARK[:1] not in self._rest:
+            output.append(self.end())
+        return b"".join(output), frames
+
+    def end(self) -> bytes:
+        """The last line, if it had no end."""
+        rest, self._rest = self._rest, b""
+        return self._prefix + rest + b"\n" if rest else b""
+
+
+def _decode(text: bytes) -> Message | None:
+    with contextlib.suppress(ValueError):
+        message = json.loads(text)
+        return message if isinstance(message, dict) and "kind" in message else None
+    return None
 
 
 class Connection:
@@ -38,7 +90,6 @@ class Connection:
         self.rank, self.host = rank, host
         self._drain_s = drain_s  # how long its output may take after its end
         self.joined = False
-        self.silence = Silence()
         self._tail = b""
         self._post = post
         self._prefix = prefix
@@ -50,11 +101,11 @@ class Connection:
         for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
             thread.start()
 
-    def order(self, message: Message) -> None:
-        """Send one message; a node that is gone is noticed elsewhere."""
+    def order(self, words: Sequence[Any]) -> None:
+        """Send one event, or a beat; a node that is gone is noticed elsewhere."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(json.dumps(words).encode() + b"\n")
             self._process.stdin.flush()
 
     def hang_up(self) -> None:
@@ -78,14 +129,12 @@ class Connection:
     def _copy(self, source: BinaryIO, target: BinaryIO) -> None:
         reader = FrameReader(self._prefix)
         while chunk := os.read(source.fileno(), 65536):
-            self.silence.broken(ticks=float("-inf"))  # while this thread waits for the terminal nobody can be heard
             output, messages = reader.feed(chunk)
             for message in messages:
                 self._post("message", self.rank, message)
             if source is self._process.stderr:
                 self._tail = (self._tail + output)[-_LAST_WORDS_BYTES:]
             self._write(target, output)
-            self.silence.broken()
         self._write(target, reader.end())
         source.close()
 
@@ -108,29 +157,28 @@ class Connection:
 class FanOut(EventLoop):
     """Runs ``commands`` (one ssh command line per host, in node-rank order) as one job."""
 
-    def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], *, show_traceback: bool) -> None:
+    def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
         super().__init__()
         self._hosts, self._commands = tuple(hosts), tuple(commands)
         self._nodes: list[Connection] = []
         self._running: set[int] = set()
-        self._signalled = self._parting = False
-        self._ticks = 0
-        self._hub = Hub(hosts, lambda rank, message: self._nodes[rank].order(message), show_traceback=show_traceback)
+        self._waited_s = 0.0
+        self._verdict: Verdict | None = None
+        self._interrupted: Verdict | None = None  # holds where no node has one
 
     def run(self) -> Verdict:
         """Start all nodes and return the verdict on the job."""
         try:
-            with signals_to(lambda number: self.post("signal", number), "SIGTSTP"):
+            with signals_to(lambda number: self.post("signal", number), signal.SIGTSTP):
                 self._start()
                 while self._running:
                     self.handle_next()
-                    if self._hub.verdict is not None:
-                        self._part()
         finally:
             for node in self._nodes:
                 node.cut()
-        assert self._hub.verdict is not None
-        return self._hub.verdict
+        verdict = self._verdict or self._interrupted
+        assert verdict is not None
+        return verdict
 
     def _start(self) -> None:
         for rank, (host, argv) in enumerate(zip(self._hosts, self._commands, strict=True)):
@@ -143,60 +191,67 @@ class FanOut(EventLoop):
                 ) from error
             self._running.add(rank)
 
-    def _part(self) -> None:
-        """After the verdict: give the nodes time to end, and cut off those that nobody has reached yet."""
-        if not self._parting:
-            self._parting = True
-            self.deadline = time.monotonic() + _FAREWELL_S
-            for node in self._nodes:
-                if not node.joined:
-                    node.cut()
-
     def _on_tick(self) -> None:
-        self._ticks += 1
-        self._hub.watch_joining(self._ticks * TICK_S)
+        self._waited_s += self.tick_s
         for node in self._nodes:
             node.order(BEAT)
-            if node.joined and node.silence.grows():
-                how = f"has not been heard for {node.silence.limit_s:g} s"
-                self._hub.lose(node.rank, last_heard=node.silence.last_heard, how=how)
-                node.cut()
+        absent = ", ".join(node.host for node in self._nodes if not node.joined)
+        if absent and self._waited_s > join_limit():
+            self._decide(Verdict(1, f"deepspeed: no launcher on {absent} joined within {join_limit():g} s\n"))
 
     def _on_message(self, rank: int, message: Message) -> None:
-        node = self._nodes[rank]
-        node.joined = node.joined or message["kind"] == "join"
-        self._hub.handle(rank, message)
+        self._nodes[rank].joined = True
+        if message["kind"] == "verdict":
+            self._decide(Verdict(message["status"], message["text"]), hang_up=False)
+        elif "port" in message:
+            for node in self._nodes:
+                node.order(["port", message["port"]])
 
     def _on_ended(self, rank: int, status: int) -> None:
         self._running.discard(rank)
         node = self._nodes[rank]
         why = f"its command ended with status {status}{node.last_words}"
+        if self._interrupted is not None:
+            return
         if node.joined:
-            self._hub.lose(rank, last_heard=node.silence.last_heard, how=f"closed its connection: {why}")
+            self._decide(lost(node.host, rank, f"closed its connection: {why}"))
         else:
             what = "cannot be reached" if status == _SSH_FAILED else "could not start its launcher"
             # A launcher that refuses its command line or its port ends with the status for that, which stays so.
             own_status = USAGE_STATUS if status == USAGE_STATUS else LOST_HOST_STATUS
-            self._hub.end(Verdict(own_status, f"deepspeed: host {node.host} (node {rank}) {what}: {why}\n"))
+            self._decide(Verdict(own_status, f"deepspeed: host {node.host} (node {rank}) {what}: {why}\n"))
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        if number == signal.SIGTSTP:
-            for node in self._nodes:
-                node.order(PAUSE)
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def _decide(self, verdict: Verdict, *, hang_up: bool = True) -> None:
+        """The first verdict holds. The nodes have time to end; ``hang_up``: they do not know yet, and are told so."""
+        if self._verdict is not None:
             return
-        if not self._signalled:
-            say_that_ranks_may_end(number)
-        self._interrupt(number, immediate=self._signalled)
-        self._signalled = True
+        wait_s = _FAREWELL_S + (LOSS_GRACE_S if hang_up else 0.0)
+        self._verdict, self.deadline = verdict, time.monotonic() + wait_s
+        for node in self._nodes if hang_up else ():
+            node.hang_up()
+            if not node.joined:
+                node.cut()
+
+    def _on_signal(self, number: int) -> None:
+        if number != signal.SIGTSTP:
+            super()._on_signal(number)
+            return
+        for node in self._nodes:
+            node.order(PAUSE)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def _on_deaf(self) -> None:
         # Nobody reads this command's output any more: the end of a command whose pipe has closed.
-        self._interrupt(signal.SIGPIPE, immediate=True)
+        self._on_interrupt(signal.SIGPIPE, immediate=True)
 
-    def _interrupt(self, number: signal.Signals, *, immediate: bool) -> None:
-        self._hub.interrupt(number, immediate=immediate)
-        self.deadline = time.monotonic() + _FAREWELL_S + (0.0 if immediate else SIGNAL_GRACE_S)
+    def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001 - a value of an event
+        if self._verdict is None:
+            self._interrupted = self._interrupted or interrupted(number)
+            self.deadline = time.monotonic() + _FAREWELL_S + (0.0 if immediate else SIGNAL_GRACE_S)
+        for node in self._nodes:
+            node.order(["interrupt", number, immediate])
+            if not node.joined:
+                node.cut()
 
     def _on_deadline(self) -> None:
         """What has not ended by itself is cut off, which ends the launchers behind it."""
@@ -210,7 +265,7 @@ def run_over_ssh(job: Job, *, options: RunnerOptions) -> int:
     1 when a host cannot be reached or cannot start its launcher. Raises UsageError when ssh cannot be started.
     """
     commands = [ssh_command(job, rank, options=options) for rank in range(len(job.hosts))]
-    verdict = FanOut(job.hosts, commands, show_traceback=job.world_size > 1).run()
+    verdict = FanOut(job.hosts, commands).run()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.write(verdict.text)

@@ -1,11 +1,10 @@
-"""Hostfile text and include/exclude filters, as pure functions of their arguments.
+"""Hostfiles and include/exclude filters.
 
 A hostfile has one ``name slots=N`` per line; blank lines and lines starting with ``#`` are skipped and
 text behind the slot count is ignored. A filter is ``NODE[@NODE...]`` with ``NODE = name[:slot[,slot...]]``.
 """
 
 import difflib
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,18 +25,29 @@ def nearest_hint(name: str, candidates: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else listed
 
 
-def parse_hostfile(lines: Iterable[str], *, name: str = "hostfile") -> dict[str, int]:
-    """Return host -> number of slots in file order (the order gives the node ranks); ``name`` is for messages.
+def read_entries(path: str, what: str) -> list[tuple[str, str]]:
+    """Place (for messages) and text of every line that is neither blank nor a comment; ``what`` the file is.
 
-    Raises DeepSpeedConfigError (a ValueError) on a line of another form, a host without a slot, a repeated host or no
-    host at all.
+    Raises DeepSpeedConfigError (a ValueError) when the file cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise DeepSpeedConfigError(f"{what} {path} cannot be read ({why}); check the path and its lines") from error
+    kept = [(number, line) for number, line in enumerate(lines, start=1) if line and not line.startswith("#")]
+    return [(f"{what} {path}, line {number}", line) for number, line in kept]
+
+
+def load_hostfile(path: str) -> dict[str, int]:
+    """Return host -> number of slots in file order (the order gives the node ranks).
+
+    Raises DeepSpeedConfigError (a ValueError) when the file cannot be read, and on a line of another form, a host
+    without a slot, a repeated host or no host at all.
     """
     hosts: dict[str, int] = {}
-    for number, raw in enumerate(lines, start=1):
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
-        where = f"{name}, line {number}"
+    for where, line in read_entries(path, "hostfile"):
         match = _LINE.match(line)
         if match is None:
             raise DeepSpeedConfigError(f"{where} is {line[:80]!r}; expected one host per line, 'name slots=N'")
@@ -49,25 +59,8 @@ def parse_hostfile(lines: Iterable[str], *, name: str = "hostfile") -> dict[str,
             raise DeepSpeedConfigError(f"{where} gives host {host!r} no slot; {what}")
         hosts[host] = slots
     if not hosts:
-        raise DeepSpeedConfigError(f"{name} names no host; add at least one line 'name slots=N'")
+        raise DeepSpeedConfigError(f"hostfile {path} names no host; add at least one line 'name slots=N'")
     return hosts
-
-
-def read_hostfile(path: str) -> dict[str, int] | None:
-    """Parse the file at ``path``; None when there is no such file. Raises as :func:`load_hostfile` does."""
-    return load_hostfile(path) if os.path.isfile(path) else None
-
-
-def load_hostfile(path: str) -> dict[str, int]:
-    """Parse the file that the user named. Raises DeepSpeedConfigError when it cannot be read or is wrong."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return parse_hostfile(file, name=f"hostfile {path}")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
-        raise DeepSpeedConfigError(
-            f"hostfile {path} cannot be read ({why}); check the path, and its lines 'name slots=N'"
-        ) from error
 
 
 def parse_filter(spec: str) -> dict[str, list[int] | None]:

@@ -5,26 +5,29 @@ import base64
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import DeepSpeedError, UsageError
 
 USAGE_STATUS = 2  # of a command line that cannot work
 INTERRUPTED = 130
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_SWITCH = {"action": "store_true"}
-# What both the command and the launcher of one node understand: flag -> what argparse is told.
-COMMON_FLAGS: Mapping[str, dict[str, Any]] = {
-    "--module": {**_SWITCH, "help": "run the script as 'python -m NAME'"},
-    "--no_python": {**_SWITCH, "help": "run the script directly, without the interpreter"},
-    "--no_local_rank": {**_SWITCH, "help": "do not add --local_rank=N behind the script"},
-    "--bind_cores_to_rank": {**_SWITCH, "help": "give each rank CPU cores of its own"},
-    "--bind_core_list": {"metavar": "LIST", "help": "the cores to give out, as in 0-3,8,10-11; implies binding"},
-    "--enable_each_rank_log": {"default": "None", "metavar": "DIR", "help": "one log file per rank in this directory"},
-    "--log_level": {"choices": _LEVELS, "default": "info", "help": "verbosity of the launcher"},
-    "-q --quiet": {**_SWITCH, "help": "same as --log_level error"},
+_NUMBERS = ("N", "P", "PID", "R")
+
+# Names of a flag -> its help, if it is a switch; else default, what its value is called (or may be), and help.
+Flags = Mapping[str, str | tuple[Any, str | tuple[str, ...], str]]
+# What both the command and the launcher of one node understand.
+COMMON_FLAGS: Flags = {
+    "--module": "run the script as 'python -m NAME'",
+    "--no_python": "run the script directly, without the interpreter",
+    "--no_local_rank": "do not add --local_rank=N behind the script",
+    "--bind_cores_to_rank": "give each rank CPU cores of its own",
+    "--bind_core_list": (None, "LIST", "the cores to give out, as in 0-3,8,10-11; implies binding"),
+    "--enable_each_rank_log": ("None", "DIR", "one log file per rank in this directory"),
+    "--log_level": ("info", _LEVELS, "verbosity of the launcher"),
+    "-q --quiet": "same as --log_level error",
 }
 
 
@@ -37,7 +40,8 @@ class Job:
     untouched. ``master_port`` 0 lets the launcher of the first node choose a free one; an empty ``master_addr`` leaves
     both to the ranks, who ask their scheduler. ``exports`` are the variables that remote nodes are given beside those
     of their own login. ``on_devices``: each node shows its ranks the devices of ``world`` only; false on the CPU, where
-    slots are only counted, and where the ranks are to see what the launcher sees.
+    slots are only counted, and where the ranks are to see what the launcher sees. ``save_pid``: the process id that
+    names the pid files, 0 for none.
     """
 
     world: Mapping[str, tuple[int, ...]]
@@ -52,7 +56,7 @@ class Job:
     log_dir: str | None = None
     bind_cores: bool = False
     core_list: str | None = None
-    pid_file: str | None = None
+    save_pid: int = 0
     log_level: str = "info"
     cwd: str = ""
     python: str = "python3"
@@ -71,18 +75,34 @@ class Job:
         """Ranks of the whole job."""
         return sum(map(len, self.world.values()))
 
+    @property
+    def pid_file(self) -> str | None:
+        """Where the launcher of a node keeps its process id."""
+        return f"/tmp/{self.save_pid}.deepspeed" if self.save_pid else None
+
+    def devices(self, node_rank: int) -> tuple[int, ...]:
+        """Device ids that all ranks of node ``node_rank`` may use; there are as many as ranks."""
+        return self.world[self.hosts[node_rank]]
+
     def first_rank(self, node_rank: int) -> int:
         """Global rank of the first rank on node ``node_rank``."""
-        return sum(len(slots) for slots in list(self.world.values())[:node_rank])
+        return sum(len(self.devices(node)) for node in range(node_rank))
 
 
-def add_flags(group: argparse._ActionsContainer, flags: Mapping[str, dict[str, Any]]) -> None:
-    """Add flags given as a table; several names of one are separated by blanks."""
+def add_flags(group: argparse._ActionsContainer, flags: Flags) -> None:
+    """Add flags given as a table."""
     for names, what in flags.items():
-        group.add_argument(*names.split(), **what)
+        if isinstance(what, str):
+            group.add_argument(*names.split(), action="store_true", help=what)
+        elif isinstance(what[1], tuple):
+            group.add_argument(*names.split(), default=what[0], choices=what[1], help=what[2])
+        else:
+            default, metavar, text = what
+            kind = int if metavar in _NUMBERS else str
+            group.add_argument(*names.split(), default=default, metavar=metavar, type=kind, help=text)
 
 
-def job_of(options: argparse.Namespace, script: str, arguments: Sequence[str], pid: int, **rest: Any) -> Job:
+def job_of(options: argparse.Namespace, script: str, arguments: Sequence[str], **rest: Any) -> Job:
     """The job of a parsed command line; ``rest`` are its fields that ``COMMON_FLAGS`` do not give."""
     return Job(
         script=script,
@@ -93,7 +113,6 @@ def job_of(options: argparse.Namespace, script: str, arguments: Sequence[str], p
         log_dir=None if options.enable_each_rank_log == "None" else options.enable_each_rank_log,
         bind_cores=options.bind_cores_to_rank,
         core_list=options.bind_core_list,
-        pid_file=f"/tmp/{pid}.deepspeed" if pid else None,
         log_level="error" if options.quiet else options.log_level,
         cwd=os.getcwd(),
         python=sys.executable,
@@ -105,6 +124,13 @@ def check_kind(options: argparse.Namespace) -> None:
     """Raise UsageError for a script that is to be two things at once."""
     if options.no_python and options.module:
         raise UsageError("--no_python and --module exclude each other; use one of them")
+
+
+def check_node_rank(node_rank: int, nodes: int) -> None:
+    """Raise UsageError for a node that a job of ``nodes`` does not have."""
+    if not 0 <= node_rank < nodes:
+        what = f"is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
+        raise UsageError(f"--node_rank {node_rank} {what}")
 
 
 def encode_world(world: Mapping[str, Sequence[int]]) -> str:
@@ -125,3 +151,14 @@ def arguments_of_script(given: Sequence[str], script: str, parsed: Sequence[str]
     rest = len(parsed)
     dropped = list(given[len(given) - rest - 2 : len(given) - rest]) == [script, "--"]
     return ["--", *parsed] if dropped else list(parsed)
+
+
+def finish(prog: str, run: Callable[[], int]) -> int:
+    """The exit status of a command: what ``run`` returns, or that of what it raises, with a sentence for the user."""
+    try:
+        return run()
+    except DeepSpeedError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return USAGE_STATUS
+    except KeyboardInterrupt:
+        return INTERRUPTED  # before there was a rank

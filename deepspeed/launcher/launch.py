@@ -3,33 +3,30 @@
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.errors import UsageError
 from deepspeed.launcher.job import (
     COMMON_FLAGS,
-    INTERRUPTED,
-    USAGE_STATUS,
+    Flags,
     Job,
     add_flags,
     arguments_of_script,
     check_kind,
     decode_world,
+    finish,
     job_of,
 )
 from deepspeed.observe.log import logger
 
-_FLAGS: Mapping[str, dict[str, Any]] = {
-    "--node_rank": {"type": int, "default": 0, "metavar": "N", "help": "index of this node"},
-    "--master_addr": {"default": "127.0.0.1", "metavar": "A", "help": "address of node 0"},
-    "--master_port": {"type": int, "default": 29500, "metavar": "P", "help": "rendezvous port on node 0"},
-    "--world_info": {"default": "None", "metavar": "W", "help": "base64 of the JSON of host -> device ids"},
-    "--save_pid": {"type": int, "default": 0, "metavar": "PID", "help": "keep this process's id in /tmp/PID.deepspeed"},
-    "--on_devices": {"action": "store_true", "help": "show the ranks only the selected devices (set by the runners)"},
-    "--from_runner": {"choices": ("", "ssh", "pdsh"), "default": "", "help": "who reads the output (set by them)"},
-    "training_script": {"help": "script to run"},
-    "training_script_args": {"nargs": argparse.REMAINDER, "help": "arguments of the script, passed on untouched"},
+_FLAGS: Flags = {
+    "--node_rank": (0, "N", "index of this node"),
+    "--master_addr": ("127.0.0.1", "A", "address of node 0"),
+    "--master_port": (29500, "P", "rendezvous port on node 0"),
+    "--world_info": ("None", "W", "base64 of the JSON of host -> device ids"),
+    "--save_pid": (0, "PID", "keep this process's id in /tmp/PID.deepspeed"),
+    "--on_devices": "show the ranks only the selected devices (set by the runners)",
+    "--from_runner": ("", ("", "ssh", "pdsh"), "who reads the output (set by them)"),
 }
 
 
@@ -38,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     description = "Run one node's ranks of a job; normally started by 'deepspeed'."
     parser = argparse.ArgumentParser("deepspeed.launcher.launch", allow_abbrev=False, description=description)
     add_flags(parser, {**COMMON_FLAGS, **_FLAGS})
+    parser.add_argument("training_script", help="script to run")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="passed on to it untouched")
     return parser
 
 
@@ -64,8 +63,8 @@ def make_job(options: argparse.Namespace) -> Job:
         options,
         options.training_script,
         options.training_script_args,
-        options.save_pid,
         world=world,
+        save_pid=options.save_pid,
         master_addr=options.master_addr,
         master_port=options.master_port,
         # Started by hand nobody says, and where ranks run on the CPU the device layer knows no variable to set.
@@ -73,24 +72,21 @@ def make_job(options: argparse.Namespace) -> Job:
     )
 
 
+def _run(options: argparse.Namespace) -> int:
+    job = make_job(options)
+    from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
+
+    status = run_node(job, options.node_rank, runner=options.from_runner)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # everything is closed; taking torch down in order would cost up to a second more
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run this node's part of the job and end the process with the job's exit status (2: the command cannot work)."""
     options = parse_args(args)
     logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
-    try:
-        job = make_job(options)
-        from deepspeed.launcher.node.supervisor import run_node  # noqa: PLC0415 - needs torch; a wrong command line is refused at once
-
-        status = run_node(job, options.node_rank, runner=options.from_runner)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # everything is closed; taking torch down in order would cost up to a second more
-    except KeyboardInterrupt:
-        status = INTERRUPTED  # before there was a rank
-    except DeepSpeedError as error:
-        sys.stderr.write(f"deepspeed: {error}\n")
-        status = USAGE_STATUS
-    sys.exit(status)
+    sys.exit(finish("deepspeed", lambda: _run(options)))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,20 @@ The rules, in one place:
 - Without a hostfile the job runs on this machine. With one it runs on the hosts listed there, and is only run here,
   without a runner, when a single host is left and that is this machine.
 - What was asked for is what starts, or nothing does.
+
+``options`` are the flags of ``cli``; -1 and empty texts mean that one was not given.
 """
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepspeed.errors import UsageError
 from deepspeed.launcher.hostfile import filter_hosts, parse_filter
+from deepspeed.launcher.job import check_node_rank
 
 LOCALHOST = "localhost"
-BY_HAND_PORT = 29500
 World = dict[str, tuple[int, ...]]
 
 
@@ -44,50 +47,7 @@ class LocalDevices:
         return f"{self.variable}={self.visible}" if self.visible is not None else f"{self.count} accelerator(s)"
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What the flags ask for; -1 and empty texts mean that a flag was not given."""
-
-    include: str = ""
-    exclude: str = ""
-    num_nodes: int = -1
-    num_gpus: int = -1
-    node_rank: int = -1
-    no_ssh: bool = False
-    force_multi: bool = False
-    master_addr: str = ""
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> "Selection":
-        """The request of a parsed command line."""
-        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
-
-    @property
-    def selected_by(self) -> tuple[str, ...]:
-        """Flags that choose hosts or devices."""
-        names = ("include", "exclude", "num_nodes", "num_gpus")
-        return tuple(f"--{name}" for name in names if getattr(self, name) not in ("", -1))
-
-    def check(self) -> None:
-        """Raise UsageError for numbers that mean nothing and flags that contradict each other."""
-        for name, effect in (("num_gpus", "starts no rank"), ("num_nodes", "leaves no node")):
-            if (value := getattr(self, name)) == 0 or value < -1:
-                raise UsageError(f"--{name} {value} {effect}; give a number from 1 on, or leave it out")
-        if self.node_rank < -1:
-            raise UsageError(f"--node_rank {self.node_rank} is no node; nodes are counted from 0")
-        if self.include and self.exclude:
-            raise UsageError("--include and --exclude were both given; use one of them")
-        if (self.include or self.exclude) and len(self.selected_by) > 1:
-            first, second, *_ = self.selected_by
-            raise UsageError(f"{first} already says which devices are used, so {second} cannot be given too")
-        if self.no_ssh and self.node_rank == -1:
-            raise UsageError("--no_ssh means that you start every node yourself; say which this is with --node_rank")
-        if self.force_multi and self.node_rank != -1:
-            raise UsageError("--force_multi uses a runner and --node_rank uses none; leave one of them out")
-
-
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Where a job runs. ``node_rank`` is the node whose ranks this process runs; None: a runner reaches the hosts.
 
     ``on_devices`` as in :class:`deepspeed.launcher.job.Job`; ``uses_devices`` is false where ranks run on the CPU.
@@ -99,106 +59,121 @@ class Location:
     uses_devices: bool
 
 
-def select(hosts: Mapping[str, int], request: Selection) -> World:
+def selected_by(options: Namespace) -> tuple[str, ...]:
+    """Flags that choose hosts or devices."""
+    names = ("include", "exclude", "num_nodes", "num_gpus")
+    return tuple(f"--{name}" for name in names if getattr(options, name) not in ("", -1))
+
+
+def _check(options: Namespace) -> None:
+    """Raise UsageError for numbers that mean nothing and flags that contradict each other."""
+    for name, effect in (("num_gpus", "starts no rank"), ("num_nodes", "leaves no node")):
+        if (value := getattr(options, name)) == 0 or value < -1:
+            raise UsageError(f"--{name} {value} {effect}; give a number from 1 on, or leave it out")
+    if options.node_rank < -1:
+        raise UsageError(f"--node_rank {options.node_rank} is no node; nodes are counted from 0")
+    if (options.include or options.exclude) and len(flags := selected_by(options)) > 1:
+        raise UsageError(f"{flags[0]} already says which devices are used, so {flags[1]} cannot be given too")
+    if options.no_ssh and options.node_rank == -1:
+        raise UsageError("--no_ssh means that you start every node yourself; say which this is with --node_rank")
+    if options.force_multi and options.node_rank != -1:
+        raise UsageError("--force_multi uses a runner and --node_rank uses none; leave one of them out")
+
+
+def _filtered(slots: Mapping[str, Sequence[int]], options: Namespace, leaves: str) -> World:
+    """Apply --include or --exclude. Raises UsageError, with what the flag ``leaves`` nothing of."""
+    chosen = filter_hosts(slots, include=options.include, exclude=options.exclude)
+    if not chosen:
+        raise UsageError(f"--exclude {options.exclude} leaves {leaves}; exclude less")
+    return {host: tuple(numbers) for host, numbers in chosen.items()}
+
+
+def select(hosts: Mapping[str, int], options: Namespace) -> World:
     """Apply the flags to the hostfile's hosts. Raises UsageError or DeepSpeedConfigError rather than start less."""
-    slots = {host: tuple(range(count)) for host, count in hosts.items()}
-    nodes, each = request.num_nodes, request.num_gpus
-    if nodes > len(slots):
-        what = f"the hostfile lists {len(slots)} host(s); add hosts, or lower the number"
+    nodes, each = options.num_nodes, options.num_gpus
+    if nodes > len(hosts):
+        what = f"the hostfile lists {len(hosts)} host(s); add hosts, or lower the number"
         raise UsageError(f"--num_nodes {nodes}, but {what}")
-    if nodes > 0:
-        slots = dict(list(slots.items())[:nodes])
+    slots = {host: range(count) for host, count in list(hosts.items())[: nodes if nodes > 0 else None]}
     for host, numbers in slots.items() if each > 0 else ():
         if each > len(numbers):
             what = f"the hostfile gives host {host} {len(numbers)} slot(s); lower the number"
             raise UsageError(f"--num_gpus {each}, but {what}")
         slots[host] = numbers[:each]
-    chosen = filter_hosts(slots, include=request.include, exclude=request.exclude)
-    if not chosen:
-        what = f"leaves no slot of the hostfile's {len(slots)} host(s); exclude less"
-        raise UsageError(f"--exclude {request.exclude} {what}")
-    return {host: tuple(numbers) for host, numbers in chosen.items()}
+    return _filtered(slots, options, f"no slot of the hostfile's {len(slots)} host(s)")
 
 
-def _on_cpu(request: Selection) -> World:
-    if request.exclude:
+def _on_cpu(options: Namespace) -> World:
+    if options.exclude:
         what = "has nothing to leave out, because no accelerator is used here; give --num_gpus for ranks on the CPU"
         raise UsageError(f"--exclude {what}")
-    named = [slot for slots in parse_filter(request.include or LOCALHOST).values() for slot in slots or ()]
-    count = request.num_gpus if request.num_gpus > 0 else max(named, default=0) + 1
-    chosen = filter_hosts({LOCALHOST: range(count)}, include=request.include)
-    return {host: tuple(slots) for host, slots in chosen.items()}
+    named = [slot for slots in parse_filter(options.include or LOCALHOST).values() for slot in slots or ()]
+    count = options.num_gpus if options.num_gpus > 0 else max(named, default=0) + 1
+    return _filtered({LOCALHOST: range(count)}, options, "nothing")
 
 
-def _on_this_machine(request: Selection, devices: LocalDevices) -> Location:
-    """This machine without a hostfile."""
-    if devices.count == 0:
-        return Location(_on_cpu(request), 0, on_devices=False, uses_devices=False)
-    if request.num_gpus > devices.count:
+def _check_count(options: Namespace, devices: LocalDevices) -> None:
+    if options.num_gpus > devices.count:
         raise UsageError(
-            f"--num_gpus {request.num_gpus}, but {devices.count} accelerator(s) are visible to this process; "
+            f"--num_gpus {options.num_gpus}, but {devices.count} accelerator(s) are visible to this process; "
             "lower the number, widen the visible devices, or set DS_ACCELERATOR=cpu for ranks on the CPU"
         )
-    numbers, filtered = devices.numbers, request.include or request.exclude
-    if numbers is None and filtered:
+
+
+def _on_this_machine(options: Namespace, devices: LocalDevices) -> Location:
+    """This machine without a hostfile."""
+    node_rank = None if options.force_multi else 0
+    if devices.count == 0:
+        return Location(_on_cpu(options), node_rank, on_devices=False, uses_devices=False)
+    _check_count(options, devices)
+    numbers = devices.numbers
+    if numbers is None and (options.include or options.exclude):
         what = f"take device numbers, but {devices.described} does not; use --num_gpus"
         raise UsageError(f"--include and --exclude {what}")
     # Devices without numbers: the ranks see all of them, in that order, and each takes the one of its local rank.
     known = range(devices.count) if numbers is None else numbers
-    chosen = filter_hosts({LOCALHOST: known}, include=request.include, exclude=request.exclude).get(LOCALHOST)
-    if chosen is None:
-        raise UsageError(f"--exclude {request.exclude} leaves no device of {devices.described}; exclude less")
-    count = request.num_gpus if request.num_gpus > 0 else len(chosen)
-    return Location({LOCALHOST: tuple(chosen[:count])}, 0, on_devices=numbers is not None, uses_devices=True)
+    chosen = _filtered({LOCALHOST: known}, options, f"no device of {devices.described}")[LOCALHOST]
+    world = {LOCALHOST: chosen[: options.num_gpus] if options.num_gpus > 0 else chosen}
+    return Location(world, node_rank, on_devices=numbers is not None, uses_devices=True)
 
 
-def _check_slots_here(host: str, slots: Sequence[int], devices: LocalDevices) -> bool:
-    """Whether the ranks of this machine are to see just ``slots``. Raises UsageError for slots it does not have."""
-    if devices.count == 0:
-        return False
+def _by_hand(world: World, node_rank: int, devices: LocalDevices) -> Location:
+    """Node ``node_rank`` is this machine. Raises UsageError for slots that it does not have."""
+    check_node_rank(node_rank, len(world))
+    host, slots = list(world.items())[node_rank]
     numbers = devices.numbers
-    if numbers is None:
-        if len(slots) > devices.count or tuple(slots) != tuple(range(len(slots))):
-            what = f"cannot be found in {devices.described}, which names no numbers; unset it"
-            raise UsageError(f"slots {list(slots)} of host {host} {what}")
-        return False
-    if missing := [str(slot) for slot in slots if slot not in numbers]:
+    if devices.count and numbers is None and (len(slots) > devices.count or slots != tuple(range(len(slots)))):
+        what = f"cannot be found in {devices.described}, which names no numbers; unset it"
+        raise UsageError(f"slots {list(slots)} of host {host} {what}")
+    if devices.count and numbers is not None and (missing := [str(slot) for slot in slots if slot not in numbers]):
         raise UsageError(
             f"host {host} is this machine and has no device {', '.join(missing)}: this process sees "
             f"{devices.described}; correct the hostfile or the selection, widen the visible devices, or set "
             "DS_ACCELERATOR=cpu for ranks on the CPU"
         )
-    return True
+    on_devices = devices.count > 0 and numbers is not None
+    return Location(world, node_rank, on_devices=on_devices, uses_devices=devices.count > 0)
 
 
-def _by_hand(world: World, request: Selection, devices: LocalDevices) -> Location:
-    if not 0 <= request.node_rank < len(world):
-        what = f"is not one of the {len(world)} node(s) of this job; count from 0 to {len(world) - 1}"
-        raise UsageError(f"--node_rank {request.node_rank} {what}")
-    host, slots = list(world.items())[request.node_rank]
-    return Location(world, request.node_rank, _check_slots_here(host, slots, devices), devices.count > 0)
-
-
-def _by_hand_without_hostfile(request: Selection, devices: LocalDevices) -> Location:
-    nodes, each = request.num_nodes, request.num_gpus
-    given = {"--num_nodes": nodes > 0, "--num_gpus": each > 0, "--master_addr": nodes == 1 or bool(request.master_addr)}
+def _by_hand_without_hostfile(options: Namespace, devices: LocalDevices) -> Location:
+    nodes, each = options.num_nodes, options.num_gpus
+    given = {"--num_nodes": nodes > 0, "--num_gpus": each > 0, "--master_addr": nodes == 1 or bool(options.master_addr)}
     missing = ", ".join(flag for flag, value in given.items() if not value)
-    if missing or request.include or request.exclude:
+    if missing or options.include or options.exclude:
         needs = "--num_nodes, --num_gpus and --master_addr, the same on every node, and no --include or --exclude"
         why = f"; missing: {missing}" if missing else ""
         raise UsageError(f"--node_rank without a hostfile needs {needs}{why}")
-    if 0 < devices.count < each:
-        what = f"{devices.count} accelerator(s) are visible to this process; lower the number"
-        raise UsageError(f"--num_gpus {each}, but {what}")
+    if devices.count:
+        _check_count(options, devices)
     world = {f"node{node}": tuple(range(each)) for node in range(nodes)}
-    place = _by_hand(world, request, LocalDevices(devices.count))
     # The nodes must agree on the slots, and each may have another variable; so that holds as it is, and slots are only
     # counted.
-    return replace(place, on_devices=place.on_devices and devices.visible is None)
+    place = _by_hand(world, options.node_rank, LocalDevices(devices.count))
+    return place._replace(on_devices=place.on_devices and devices.visible is None)
 
 
 def find_place(
-    request: Selection,
+    options: Namespace,
     hosts: Mapping[str, int] | None,
     *,
     cpu_only: bool,
@@ -211,22 +186,21 @@ def find_place(
     a host is this machine; ``cpu_only`` whether ranks run on the CPU everywhere. Raises UsageError or
     DeepSpeedConfigError when the flags contradict each other or ask for more than there is.
     """
-    request.check()
+    _check(options)
     if hosts is None:
-        if request.node_rank != -1:
-            return _by_hand_without_hostfile(request, devices())
-        if request.num_nodes > 1:
+        if options.node_rank != -1:
+            return _by_hand_without_hostfile(options, devices())
+        if options.num_nodes > 1:
             raise UsageError(
-                f"--num_nodes {request.num_nodes}, but no hostfile says which; name one with --hostfile, or start "
+                f"--num_nodes {options.num_nodes}, but no hostfile says which; name one with --hostfile, or start "
                 "every node yourself with --node_rank R --num_gpus G --master_addr A"
             )
-        place = _on_this_machine(request, devices())
-        return replace(place, node_rank=None) if request.force_multi else place
-    world = select(hosts, request)
-    if request.node_rank != -1:
-        return _by_hand(world, request, devices())
-    if len(world) == 1 and not request.force_multi and is_here(next(iter(world))):
-        return _by_hand(world, replace(request, node_rank=0), devices())
+        return _on_this_machine(options, devices())
+    world = select(hosts, options)
+    if options.node_rank != -1:
+        return _by_hand(world, options.node_rank, devices())
+    if len(world) == 1 and not options.force_multi and is_here(next(iter(world))):
+        return _by_hand(world, 0, devices())
     return Location(world, None, not cpu_only, not cpu_only)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from deepspeed.launcher.cli import main, parse_args
 from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name
-from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, read_hostfile
+from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, load_hostfile
 from deepspeed.launcher.job import encode_world as encode_world_info
 from deepspeed.observe.log import logger
 
@@ -28,10 +28,10 @@ DEEPSPEED_ENVIRONMENT_NAME = environment_file_name(os.environ)
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     """Return host -> slot count, or None (with a warning) when there is no such file."""
-    hosts = read_hostfile(hostfile_path)
-    if hosts is None:
-        logger.warning("hostfile %s does not exist; only the local machine is used", hostfile_path)
-    return hosts
+    if os.path.isfile(hostfile_path):
+        return load_hostfile(hostfile_path)
+    logger.warning("hostfile %s does not exist; only the local machine is used", hostfile_path)
+    return None
 
 
 def parse_resource_filter(

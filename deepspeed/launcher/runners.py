@@ -5,15 +5,17 @@ watches its ranks. *MPI* (openmpi, mpich, impi, mvapich) and *Slurm* start the r
 their variables who it is (``deepspeed.comm.discovery``), and flags that need a launcher on every host are refused.
 """
 
+import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from deepspeed.errors import UsageError
 from deepspeed.launcher.environment import masked
 from deepspeed.launcher.hostfile import nearest_hint
 from deepspeed.launcher.job import Job, encode_world
+from deepspeed.launcher.node.loop import silence_limit
 from deepspeed.launcher.resources import Location
 
 CONNECT_TIMEOUT_S = 10
@@ -27,35 +29,34 @@ _MVAPICH = {
     "MV2_INTER_ALLGATHER_TUNING": "5",
     "MV2_CUDA_USE_NAIVE": "0",
 }
+# Scripts read RANK and LOCAL_RANK themselves. PMIX and PALS: MPICH of HPE Cray systems.
+RANK_FROM_MPI: tuple[str, ...] = (
+    "/bin/sh",
+    "-c",
+    "export RANK=${PMIX_RANK:-${PMI_RANK:?is not set; start this with mpirun}} "
+    "LOCAL_RANK=${PALS_LOCAL_RANKID:-${MPI_LOCALRANKID:?is not set; start this with mpirun}} && "
+    'exec "$0" "$@"',
+)
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """What the command line says about reaching the hosts.
-
-    ``selected_by`` names the flags that chose hosts or devices; ``scratch`` is what the paths of files that a backend
-    reads begin with; ``env`` are this process's variables; ``save_pid`` is the process id that names the pid files, 0
-    for none.
-    """
+    """What the command line says about reaching the hosts; ``selected_by``: flags that chose hosts or devices."""
 
     launcher: str = "ssh"
     launcher_args: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ("ssh",)
     ssh_port: int | None = None
     venv_script: str | None = None
-    save_pid: int = 0
     hostfile: str | None = None
     selected_by: tuple[str, ...] = ()
-    scratch: str = "/tmp/deepspeed_"
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunnerCommand(NamedTuple):
-    """One process to start: its arguments, variables on top of this process's own, and files (path -> text)."""
+    """One process to start: its arguments, and variables on top of this process's own."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = {}
-    files: Mapping[str, str] = {}
 
 
 class Runner(NamedTuple):
@@ -75,7 +76,7 @@ def split_arguments(text: str, *, source: str = "--launcher_args") -> tuple[str,
         raise UsageError(f"{source} {text!r} cannot be split into words: {error}") from error
 
 
-def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, runner: str = "") -> list[str]:
+def node_command(job: Job, node_rank: int | str, *, runner: str = "") -> list[str]:
     """Arguments of the launcher of one node, for a person or a ``runner``, which may fill in ``node_rank`` itself."""
     flags = {
         "--on_devices": job.on_devices,
@@ -91,7 +92,7 @@ def node_command(job: Job, node_rank: int | str, *, options: RunnerOptions, runn
         "--master_addr": job.master_addr,
         "--master_port": job.master_port,
         "--log_level": job.log_level,
-        "--save_pid": options.save_pid or None,
+        "--save_pid": job.save_pid or None,
         "--enable_each_rank_log": job.log_dir,
         "--bind_core_list": job.core_list,
     }
@@ -123,36 +124,35 @@ def ssh_prefix(host: str, *, options: RunnerOptions, connect_timeout_s: int = CO
 
 def ssh_command(job: Job, node_rank: int, *, options: RunnerOptions) -> list[str]:
     """The local ssh process that runs node ``node_rank``; ``job.master_port`` 0 passes through for node 0 to choose."""
-    command = shlex.join(node_command(job, node_rank, options=options, runner="ssh"))
-    return [*ssh_prefix(job.hosts[node_rank], options=options), _remote_text(job, command, options)]
-
-
-def _ssh(job: Job, options: RunnerOptions) -> RunnerCommand:
-    raise AssertionError("ssh has one command per host, see ssh_command")
+    command = shlex.join(node_command(job, node_rank, runner="ssh"))
+    *start, host = ssh_prefix(job.hosts[node_rank], options=options)
+    # ssh itself ends when three questions to a silent host stay without an answer.
+    alive = ("-o", f"ServerAliveInterval={max(1, round(silence_limit() / 3))}", "-o", "ServerAliveCountMax=3")
+    return [*start, *alive, host, _remote_text(job, command, options)]
 
 
 def _pdsh(job: Job, options: RunnerOptions) -> RunnerCommand:
     # Its ssh processes keep an input open on which nothing ever comes.
-    command = f"{shlex.join(node_command(job, 'PDSH_RANK', options=options, runner='pdsh'))} </dev/null"
+    command = f"{shlex.join(node_command(job, 'PDSH_RANK', runner='pdsh'))} </dev/null"
     text = _remote_text(job, command, options)
     # pdsh replaces %n by the number of the host, and expects percent signs that mean themselves twice.
     text = text.replace("%", "%%").replace("--node_rank=PDSH_RANK", "--node_rank=%n", 1)
     env = {"PDSH_RCMD_TYPE": "ssh"}
     if options.ssh_port is not None:
-        env["PDSH_SSH_ARGS_APPEND"] = f"{options.env.get('PDSH_SSH_ARGS_APPEND', '')} -p {options.ssh_port}".strip()
+        env["PDSH_SSH_ARGS_APPEND"] = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} -p {options.ssh_port}".strip()
     # -S: the largest status of all hosts; -b: one Ctrl-C ends it.
     head = ("pdsh", "-S", "-b", "-f", str(_PDSH_FANOUT), "-w", ",".join(job.hosts))
     return RunnerCommand((*head, *options.launcher_args, text), env)
 
 
-def _refuse_launcher_flags(job: Job, options: RunnerOptions) -> None:
-    """Raise UsageError for what only a launcher on every host could do."""
+def _refuse(job: Job, options: RunnerOptions, *, mpi: bool = True) -> None:
+    """Raise UsageError for what only a launcher on every host could do, and what an mpirun does not do."""
     name = options.launcher
     given = {
         "--enable_each_rank_log": job.log_dir is not None,
         "--bind_cores_to_rank": job.bind_cores,
         "--bind_core_list": job.core_list is not None,
-        "--save_pid": options.save_pid != 0,
+        "--save_pid": job.save_pid != 0,
         "--venv_script": options.venv_script is not None,
         "--ssh_port": options.ssh_port is not None,
     }
@@ -161,29 +161,22 @@ def _refuse_launcher_flags(job: Job, options: RunnerOptions) -> None:
             f"{flag} has no effect with --launcher {name}, which starts the ranks itself; use {name}'s own option "
             "through --launcher_args, or --launcher ssh"
         )
-
-
-def _refuse_for_mpi(job: Job, options: RunnerOptions) -> None:
-    """Raise UsageError for what an mpirun does not do."""
-    _refuse_launcher_flags(job, options)
-    if options.selected_by:
+    if mpi and options.selected_by:
         raise UsageError(
-            f"{options.selected_by[0]} does not work with --launcher {options.launcher}, which takes the hosts and "
+            f"{options.selected_by[0]} does not work with --launcher {name}, which takes the hosts and "
             "slots of the hostfile as they are; write a hostfile with just those, or use --launcher ssh"
         )
-    if ":" in job.arguments:
-        raise UsageError(
-            f"the script has the argument ':', which {options.launcher}'s mpirun takes for the start of another program"
-        )
+    if mpi and ":" in job.arguments:
+        raise UsageError(f"the script has the argument ':', which {name}'s mpirun takes for the start of a program")
 
 
-def _equal_slots(job: Job, options: RunnerOptions) -> int:
+def _equal_slots(job: Job, options: RunnerOptions) -> str:
     counts = {host: len(slots) for host, slots in job.world.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{host} has {count}" for host, count in counts.items())
         needs = f"--launcher {options.launcher} needs the same number of slots on every host"
         raise UsageError(f"{needs}, but {listed}; use --launcher ssh")
-    return next(iter(counts.values()))
+    return str(next(iter(counts.values())))
 
 
 def _rank_command(job: Job) -> tuple[str, ...]:
@@ -191,84 +184,63 @@ def _rank_command(job: Job) -> tuple[str, ...]:
     return (*head, job.script, *job.arguments)
 
 
-def _meeting_point(job: Job) -> dict[str, str]:
-    return {"MASTER_ADDR": job.master_addr, "MASTER_PORT": str(job.master_port)} if job.master_addr else {}
-
-
-def _variables(flag: str, variables: Mapping[str, str]) -> list[str]:
-    return [word for name, value in variables.items() for word in (flag, name, value)]
-
-
-def _hydra(job: Job, options: RunnerOptions, more: Mapping[str, str]) -> tuple[int, list[str], list[str]]:
-    """Ranks per host, and the words of MPICH's mpirun and Intel's: sizes and arguments, variables and hosts."""
-    _refuse_for_mpi(job, options)
-    each = _equal_slots(job, options)
-    sizes = {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": str(each)}
-    variables = _variables("-genv", {**job.exports, **_meeting_point(job), **sizes, **more})
-    return each, ["-ppn", str(each), *options.launcher_args], [*variables, "-hosts", ",".join(job.hosts)]
+def _variables(job: Job) -> dict[str, str]:
+    where = {"MASTER_ADDR": job.master_addr, "MASTER_PORT": str(job.master_port)} if job.master_addr else {}
+    return {**job.exports, **where}
 
 
 def _openmpi(job: Job, options: RunnerOptions) -> RunnerCommand:
-    _refuse_for_mpi(job, options)
+    _refuse(job, options)
     hostfile = ("-hostfile", options.hostfile) if options.hostfile else ()
-    variables = {"UCX_TLS": "tcp", **job.exports, **_meeting_point(job)}
+    variables = {"UCX_TLS": "tcp", **_variables(job)}
     exports = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
     head = ("mpirun", "-n", str(job.world_size), *hostfile, "--mca", "btl", "^openib", *options.launcher_args)
     return RunnerCommand((*head, *exports, *_rank_command(job)))
 
 
-def _mpich(job: Job, options: RunnerOptions) -> RunnerCommand:
-    _, sizes, variables = _hydra(job, options, {})
-    helper = (job.python, "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", "mpich")
-    kind = (("--module",) if job.module else ()) + (("--no_python",) if job.no_python else ())
-    head = ("mpirun", "-n", str(job.world_size), *sizes, *variables)
-    return RunnerCommand((*head, *helper, *kind, job.script, *job.arguments))
-
-
-def _impi(job: Job, options: RunnerOptions) -> RunnerCommand:
-    # Its pinning would confine all threads of a rank to one core.
-    each, sizes, variables = _hydra(job, options, {"I_MPI_PIN": "0"})
-    words = ["mpirun", *sizes, *variables]
-    for rank in range(job.world_size):
-        identity = _variables("-env", {"RANK": str(rank), "LOCAL_RANK": str(rank % each)})
-        words += [*([":"] if rank else []), "-n", "1", *identity, *_rank_command(job)]
-    return RunnerCommand(tuple(words))
-
-
-def _mvapich(job: Job, options: RunnerOptions) -> RunnerCommand:
-    _refuse_for_mpi(job, options)
+def _hydra(job: Job, options: RunnerOptions) -> RunnerCommand:
+    """MPICH's mpirun, from which those of Intel and MVAPICH descend."""
+    _refuse(job, options)
     each = _equal_slots(job, options)
-    hostfile = f"{options.scratch}mvapich_hostfile"
-    on_devices = {"MV2_USE_CUDA": "1"} if job.on_devices else {}
-    variables = _variables("-env", {**_MVAPICH, **on_devices, **job.exports, **_meeting_point(job)})
-    head = ("mpirun", "-np", str(job.world_size), "-ppn", str(each), "--hostfile", hostfile, *options.launcher_args)
-    files = {hostfile: "".join(f"{host}\n" for host in job.hosts)}
-    return RunnerCommand((*head, *variables, *_rank_command(job)), files=files)
+    variables, become = _variables(job), RANK_FROM_MPI
+    if options.launcher == "mvapich":
+        variables, become = {**_MVAPICH, **({"MV2_USE_CUDA": "1"} if job.on_devices else {}), **variables}, ()
+    else:
+        variables |= {"WORLD_SIZE": str(job.world_size), "LOCAL_SIZE": each}
+    if options.launcher == "impi":
+        variables["I_MPI_PIN"] = "0"  # its pinning would confine all threads of a rank to one core
+    words = [word for name, value in variables.items() for word in ("-genv", name, value)]
+    head = ("mpirun", "-n", str(job.world_size), "-ppn", each, *options.launcher_args, *words)
+    return RunnerCommand((*head, "-hosts", ",".join(job.hosts), *become, *_rank_command(job)))
 
 
 def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
-    _refuse_launcher_flags(job, options)
+    _refuse(job, options, mpi=False)
     each = _equal_slots(job, options)
     for host, slots in job.world.items():
-        if slots != tuple(range(each)):
+        if slots != tuple(range(int(each))):
             raise UsageError(
                 f"--launcher slurm can only use the first devices of every host, but {host} is to use "
                 f"{','.join(map(str, slots))}; use --num_gpus, or --launcher ssh"
             )
-    devices = ("--gpus-per-node", str(each)) if "--num_gpus" in options.selected_by else ()
-    hosts = ("--nodelist", ",".join(job.hosts), "--nodes", str(len(job.hosts)), "--ntasks-per-node", str(each))
+    devices = ("--gpus-per-node", each) if "--num_gpus" in options.selected_by else ()
+    hosts = ("--nodelist", ",".join(job.hosts), "--nodes", str(len(job.hosts)), "--ntasks-per-node", each)
     # --export separates values with commas and cannot quote them, so they travel in srun's own environment.
     head = ("srun", "-n", str(job.world_size), *options.launcher_args, *hosts, *devices, "--export=ALL")
-    return RunnerCommand((*head, *_rank_command(job)), {**job.exports, **_meeting_point(job)})
+    return RunnerCommand((*head, *_rank_command(job)), _variables(job))
+
+
+def _ssh(job: Job, options: RunnerOptions) -> RunnerCommand:
+    raise AssertionError("ssh has one command per host, see ssh_command")
 
 
 RUNNERS: Mapping[str, Runner] = {
     "ssh": Runner(("ssh",), "an ssh client (OpenSSH)", _ssh, per_host=True),
     "pdsh": Runner(("pdsh",), "pdsh (package pdsh)", _pdsh, per_host=True),
     "openmpi": Runner(("mpirun", "ompi_info"), "Open MPI", _openmpi),
-    "mpich": Runner(("mpirun",), "MPICH", _mpich),
-    "impi": Runner(("mpirun",), "Intel MPI", _impi),
-    "mvapich": Runner(("mpirun", "mpiname"), "MVAPICH", _mvapich),
+    "mpich": Runner(("mpirun",), "MPICH", _hydra),
+    "impi": Runner(("mpirun",), "Intel MPI", _hydra),
+    "mvapich": Runner(("mpirun", "mpiname"), "MVAPICH", _hydra),
     "slurm": Runner(("srun", "sinfo"), "the Slurm client programs", _slurm),
 }
 
@@ -297,10 +269,7 @@ def _commands(job: Job, options: RunnerOptions) -> list[str]:
         return [line for host, argv in shown for line in (f"command for {host}:", f"  {shlex.join(argv)}")]
     command = build(job, options)
     assignments = [f"{name}={shlex.quote(value)}" for name, value in masked(command.env).items()]
-    lines = ["command:", f"  {' '.join([*assignments, shlex.join(command.argv)])}"]
-    for path, text in command.files.items():
-        lines += [f"file {path}:", *(f"  {line}" for line in text.splitlines())]
-    return lines
+    return ["command:", f"  {' '.join([*assignments, shlex.join(command.argv)])}"]
 
 
 def describe(job: Job, place: Location, *, options: RunnerOptions) -> str:
@@ -318,7 +287,7 @@ def describe(job: Job, place: Location, *, options: RunnerOptions) -> str:
     where = f"{job.master_addr}, {port}" if job.master_addr else "found by the ranks in their scheduler's variables"
     lines.append(f"meeting point: {where}")
     if place.node_rank is not None:
-        command = shlex.join(node_command(job, place.node_rank, options=options))
+        command = shlex.join(node_command(job, place.node_rank))
         lines += [f"node {place.node_rank} runs in this process, as with:", f"  {command}"]
     else:
         lines += ["variables for the hosts:", *(f"  {name}={value}" for name, value in job.exports.items())]

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from deepspeed.launcher import runner
-from deepspeed.launcher.node import rank_exec
 from tests.harness.patience import slowdown, too_long
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,22 +231,11 @@ def test_ranks_do_not_survive_a_killed_launcher(tmp_path: Path) -> None:
     job.finish()
 
 
-def test_rank_keeps_to_its_cores_and_says_when_it_cannot(tmp_path: Path) -> None:
-    core = min(os.sched_getaffinity(0))
-    show = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
-
-    def become(cores: str, *command: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-I", "-S", rank_exec.__file__, str(os.getpid()), "", cores, *command]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=30)
-
-    assert become(str(core), *show).stdout.strip() == str({core})
-    assert become("", *show).stdout.strip() == str(os.sched_getaffinity(0))
-    for cores, command, sentence in [
-        ("4000", show, "on cores 4000"),
-        ("", ["/no/such"], "cannot start /no/such: No such file"),
-    ]:
-        failed = become(cores, *command)
-        assert failed.returncode == 127 and sentence in failed.stderr
+def test_program_that_cannot_be_started_is_the_rank_s_failure(tmp_path: Path) -> None:
+    (tmp_path / "program").write_text("#!/no/such\n")
+    (tmp_path / "program").chmod(0o755)
+    status, _, err = Job(tmp_path / "a", "--no_python", target=str(tmp_path / "program")).finish()
+    assert status in (126, 127) and str(tmp_path / "program") in err and f"with exit status {status}" in err
 
 
 def test_jobs_started_together_all_find_a_port(tmp_path: Path) -> None:

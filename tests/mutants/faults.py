@@ -441,8 +441,8 @@ _CHECKPOINTS = (
     Mutant(
         "H1",
         "deepspeed/launcher/node/member.py",
-        "Verdict(128 + number)",
-        "Verdict(1)",
+        "self._verdict = interrupted(number)",
+        "self._verdict = Verdict(1)",
         ("tests/dist/test_launcher.py::test_interrupt_while_looking_for_the_first_node",),
         "a launcher that a signal S ends before it has found the others gives 128 + S",
     ),

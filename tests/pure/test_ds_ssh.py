@@ -78,8 +78,8 @@ def test_standard_input_is_empty(ssh: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("-f", "{folder}/none", "true"), "none does not exist"),
-        (("-f", "{folder}", "true"), "does not exist or is not a file"),
+        (("-f", "{folder}/none", "true"), "none cannot be read (No such file or directory)"),
+        (("-f", "{folder}", "true"), "cannot be read (Is a directory)"),
         (("-f", "{folder}/binary", "true"), "cannot be read"),
         (("-f", "{folder}/bad", "true"), "line 1 is 'a'"),
         (("-f", "{folder}/hosts", "-i", "z", "true"), "names host 'z'"),
@@ -114,7 +114,7 @@ def test_no_command_no_program_and_help(
     monkeypatch.setenv("DS_SSH", "no-such-ssh -v")
     assert _run(ssh, "true") == 2
     assert "'no-such-ssh' was not found" in capsys.readouterr().err
-    assert ds_ssh.ssh_program({"DS_SSH": "sh -x"}) == ["sh", "-x"]
+    assert ds_ssh.ssh_program({"DS_SSH": "sh -x"}) == ("sh", "-x")
 
 
 def test_more_hosts_than_processes_at_a_time(
@@ -122,7 +122,7 @@ def test_more_hosts_than_processes_at_a_time(
 ) -> None:
     monkeypatch.setattr(ds_ssh, "FANOUT", 2)
     hosts = [f"h{number}" for number in range(5)]
-    assert ds_ssh.run_everywhere(hosts, "echo $FAKE_HOST", program=[str(ssh / "ssh")]) == dict.fromkeys(hosts, 0)
+    assert ds_ssh.run_everywhere(hosts, "echo $FAKE_HOST", program=(str(ssh / "ssh"),)) == dict.fromkeys(hosts, 0)
     assert sorted(capsys.readouterr().out.splitlines()) == [f"{host}: {host}" for host in hosts]
 
 

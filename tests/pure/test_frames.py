@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from deepspeed.launcher.node.links import MARK, FrameReader, encode_frame
+from deepspeed.launcher.fanout import FrameReader
+from deepspeed.launcher.node.command import MARK, encode_frame
 
 FRAME = {"kind": "verdict", "status": 1, "text": "line\nline\n\u00e9"}
 

@@ -11,7 +11,6 @@ from deepspeed.launcher.environment import (
     environment_file_name,
     exported,
     masked,
-    parse_environment,
     read_environment_files,
 )
 
@@ -69,18 +68,20 @@ def test_aisc_sets_two_by_itself() -> None:
     assert export({**env, "AISC_JOB_NAME": "j"}).keys() == {"NCCL_DEBUG", "PYTHONPATH"}
 
 
-def test_file_text() -> None:
-    lines = ["A=1\n", "\n", "# note = 1\n", "B = x=y  \n", 'C="quoted $HOME"\n', "D=\n"]
-    assert parse_environment(lines, name="f") == {"A": "1", "B": " x=y", "C": '"quoted $HOME"', "D": ""}
+def test_file_text(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text('A=1\n\n# note = 1\nB = x=y  \nC="quoted $HOME"\nD=\n')
+    wanted = {"A": "1", "B": " x=y", "C": '"quoted $HOME"', "D": ""}
+    assert read_environment_files("f", [str(tmp_path)]) == wanted
 
 
 @pytest.mark.parametrize(
     ("line", "why"),
     [("NOTHING", "has no '='"), ("A-B=1", "not a variable name"), ("=1", "not a variable name"), ("A=\0", "zero byte")],
 )
-def test_bad_lines_name_file_and_line(line: str, why: str) -> None:
-    with pytest.raises(ValueError, match=f"/x/.deepspeed_env, line 2.*{why}") as caught:
-        parse_environment(["# first", line], name="/x/.deepspeed_env")
+def test_bad_lines_name_file_and_line(tmp_path: Path, line: str, why: str) -> None:
+    (tmp_path / ".deepspeed_env").write_text(f"# first\n{line}")
+    with pytest.raises(ValueError, match=f"/.deepspeed_env, line 2.*{why}") as caught:
+        read_environment_files(".deepspeed_env", [str(tmp_path)])
     assert isinstance(caught.value, DeepSpeedConfigError)
     assert "NOTHING" not in str(caught.value)  # it may be a secret that lost its name
 
@@ -97,7 +98,7 @@ def test_files_home_first(tmp_path: Path) -> None:
 
 def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / ".env").mkdir()
-    with pytest.raises(DeepSpeedConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(DeepSpeedConfigError, match="cannot be read .Is a directory"):
         read_environment_files(".env", [str(tmp_path)])
     (tmp_path / ".bin").write_bytes(b"A=\xff\xfe\n")
     with pytest.raises(DeepSpeedConfigError, match="not a text file"):

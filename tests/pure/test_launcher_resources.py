@@ -2,16 +2,19 @@
 visible.
 """
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.hostfile import load_hostfile, parse_hostfile
+from deepspeed.launcher.cli import build_parser
+from deepspeed.launcher.hostfile import load_hostfile
 from deepspeed.launcher.machine import is_this_machine, own_address, remove_stale_pid_file
-from deepspeed.launcher.resources import LocalDevices, Location, Selection, find_place, master_address, select
+from deepspeed.launcher.resources import LocalDevices, Location, find_place, master_address, select
 
+DEFAULTS = build_parser().parse_args(["s.py"])
 TWO = {"worker-0": 4, "worker-1": 2}
 CPU = LocalDevices(0)
 GPUS = LocalDevices(4, "CUDA_VISIBLE_DEVICES", None)
@@ -19,8 +22,13 @@ SOME = LocalDevices(3, "CUDA_VISIBLE_DEVICES", "4,5,6")
 UUIDS = LocalDevices(2, "CUDA_VISIBLE_DEVICES", "GPU-aa, GPU-bb")
 
 
+def Selection(**flags: object) -> Namespace:
+    """The flags of a command line of which only ``flags`` were given."""
+    return Namespace(**{**vars(DEFAULTS), **flags})
+
+
 def place(
-    request: Selection, hosts: dict[str, int] | None = None, *, devices: LocalDevices = GPUS, here: str = "localhost"
+    request: Namespace, hosts: dict[str, int] | None = None, *, devices: LocalDevices = GPUS, here: str = "localhost"
 ) -> Location:
     return find_place(
         request, hosts, cpu_only=devices.count == 0, devices=lambda: devices, is_here=lambda host: host == here
@@ -55,7 +63,7 @@ def place(
         (Selection(include="localhost"), CPU, (0,)),
     ],
 )
-def test_this_machine(request_: Selection, devices: LocalDevices, slots: tuple[int, ...]) -> None:
+def test_this_machine(request_: Namespace, devices: LocalDevices, slots: tuple[int, ...]) -> None:
     found = place(request_, devices=devices)
     assert found.world == {"localhost": slots} and found.node_rank == 0
     # names that are no numbers are left to the variable, which the ranks inherit
@@ -81,13 +89,13 @@ def test_this_machine(request_: Selection, devices: LocalDevices, slots: tuple[i
         (Selection(num_nodes=0), GPUS, "--num_nodes 0 leaves no node"),
         (Selection(no_ssh=True), GPUS, "--no_ssh means that you start every node yourself"),
         (Selection(node_rank=-3), GPUS, "--node_rank -3 is no node"),
-        (Selection(include="localhost", exclude="localhost"), GPUS, "both given"),
+        (Selection(include="localhost", exclude="localhost"), GPUS, "--exclude cannot be given too"),
         (Selection(include="localhost", num_gpus=1), GPUS, "--num_gpus cannot be given too"),
         (Selection(exclude="localhost", num_nodes=1), GPUS, "--num_nodes cannot be given too"),
         (Selection(force_multi=True, node_rank=0), GPUS, "leave one of them out"),
     ],
 )
-def test_what_cannot_start_here(request_: Selection, devices: LocalDevices, sentence: str) -> None:
+def test_what_cannot_start_here(request_: Namespace, devices: LocalDevices, sentence: str) -> None:
     with pytest.raises(DeepSpeedError, match=sentence):
         place(request_, devices=devices)
 
@@ -115,7 +123,7 @@ def test_devices_are_not_counted_for_a_refusal_or_for_other_hosts() -> None:
         (Selection(exclude="worker-1"), {"worker-0": (0, 1, 2, 3)}),
     ],
 )
-def test_hostfile_selection(request_: Selection, world: dict[str, tuple[int, ...]]) -> None:
+def test_hostfile_selection(request_: Namespace, world: dict[str, tuple[int, ...]]) -> None:
     assert select(TWO, request_) == world
     found = place(request_, TWO)
     assert found == Location(world, None, on_devices=True, uses_devices=True)  # not even one host is this machine
@@ -133,7 +141,7 @@ def test_hostfile_selection(request_: Selection, world: dict[str, tuple[int, ...
         (Selection(node_rank=2), "--node_rank 2 is not one of the 2 node"),
     ],
 )
-def test_never_fewer_than_asked(request_: Selection, sentence: str) -> None:
+def test_never_fewer_than_asked(request_: Namespace, sentence: str) -> None:
     with pytest.raises(DeepSpeedError, match=sentence):
         place(request_, TWO)
 
@@ -223,7 +231,8 @@ def test_hostfile_faults_name_path_and_line(tmp_path: Path) -> None:
     for path, why in [(file, "not a text file"), (tmp_path, "Is a directory"), (tmp_path / "none", "No such file")]:
         with pytest.raises(DeepSpeedError, match=why):
             load_hostfile(str(path))
-    assert parse_hostfile(["b slots=1 # fast", "", "a  slots=2"]) == {"b": 1, "a": 2}
+    file.write_text("b slots=1 # fast\n\na  slots=2")
+    assert load_hostfile(str(file)) == {"b": 1, "a": 2}
 
 
 def test_this_machine_is_known_by_name_and_address() -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher import backend, cli, launcher_helper, runner
+from deepspeed.launcher import backend, cli, runner
 from deepspeed.launcher.job import Job, decode_world, encode_world
 from deepspeed.launcher.launch import (
     build_parser as node_parser,
@@ -23,6 +23,7 @@ from deepspeed.launcher.launch import (
     parse_args as node_parse_args,
 )
 from deepspeed.launcher.runners import (
+    RANK_FROM_MPI,
     RUNNERS,
     RunnerCommand,
     RunnerOptions,
@@ -62,8 +63,9 @@ def words(launcher: str, *, job_: Job | None = None, **options: object) -> list[
 
 def test_ssh() -> None:
     head = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     *start, text = ssh_command(job(), 1, options=RunnerOptions(ssh_port=22, launcher_args=("-4",)))
-    assert start == [*head, "-p", "22", "-4", "h2"]
+    assert start == [*head, "-p", "22", "-4", *alive, "h2"]
     *shell, script = shlex.split(text)
     assert shell == ["exec", "/bin/sh", "-c"]
     quoted = "'a b $HOME '\"'\"'q'\"'\"' \"d\" 50%'"
@@ -88,7 +90,7 @@ def test_what_ssh_sends_survives_two_shells(tmp_path: Path, venv: str | None) ->
     given = job(python=str(program), cwd=str(tmp_path), arguments=nasty)
     text = ssh_command(given, 0, options=RunnerOptions(venv_script=venv))[-1]
     done = subprocess.run(["/bin/sh", "-c", text], capture_output=True, text=True, timeout=20, check=True)
-    command = node_command(given, 0, options=RunnerOptions(), runner="ssh")
+    command = node_command(given, 0, runner="ssh")
     assert done.stdout == f"{command[1:]} {tmp_path} {EXPORTS['ODD']} {'yes' if venv else None}\n"
 
 
@@ -102,8 +104,9 @@ def test_node_command_is_what_the_node_launcher_reads() -> None:
         core_list="0-1",
         log_level="debug",
         master_port=0,
+        save_pid=77,
     )
-    command = node_command(given, 1, options=RunnerOptions(save_pid=77), runner="pdsh")
+    command = node_command(given, 1, runner="pdsh")
     options = node_parse_args(command[4:])
     assert options.from_runner == "pdsh" and options.node_rank == 1
     read = node_make_job(options)
@@ -125,14 +128,12 @@ def test_node_command_is_what_the_node_launcher_reads() -> None:
         "debug",
         "/tmp/77.deepspeed",
     )
-    assert node_parser().parse_args(node_command(job(no_python=True), 0, options=RunnerOptions())[4:]).no_python
+    assert node_parser().parse_args(node_command(job(no_python=True), 0)[4:]).no_python
 
 
-def test_pdsh() -> None:
-    found = build(
-        job(),
-        RunnerOptions(launcher="pdsh", launcher_args=("-u", "9"), ssh_port=22, env={"PDSH_SSH_ARGS_APPEND": "-q"}),
-    )
+def test_pdsh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-q")
+    found = build(job(), RunnerOptions(launcher="pdsh", launcher_args=("-u", "9"), ssh_port=22))
     assert found.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-q -p 22"}
     assert found.argv[:-1] == ("pdsh", "-S", "-b", "-f", "1024", "-w", "h1,h2", "-u", "9")
     text = found.argv[-1]
@@ -195,26 +196,20 @@ SIZES = ["-genv", "WORLD_SIZE", "4", "-genv", "LOCAL_SIZE", "2"]
 
 
 def test_mpich() -> None:
-    head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, *SIZES, "-hosts", "h1,h2"]
-    helper = ["py", "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", "mpich"]
-    assert words("mpich", launcher_args=("-v",)) == [*head, *helper, "t.py", "--x", "a b"]
-    assert words("mpich", job_=job(module=True))[-4:] == ["--module", "t.py", "--x", "a b"]
+    head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, *SIZES, "-hosts", "h1,h2", *RANK_FROM_MPI]
+    assert words("mpich", launcher_args=("-v",)) == [*head, *RANK]
+    assert words("mpich", job_=job(module=True))[-4:] == ["-m", "t.py", "--x", "a b"]
 
 
 def test_impi() -> None:
-    head = ["mpirun", "-ppn", "2", "-v", *GENV, *SIZES, "-genv", "I_MPI_PIN", "0", "-hosts", "h1,h2"]
-    ranks = [["-n", "1", "-env", "RANK", str(rank), "-env", "LOCAL_RANK", str(rank % 2), *RANK] for rank in range(4)]
-    assert words("impi", launcher_args=("-v",)) == [*head, *ranks[0], ":", *ranks[1], ":", *ranks[2], ":", *ranks[3]]
+    head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, *SIZES, "-genv", "I_MPI_PIN", "0", "-hosts", "h1,h2"]
+    assert words("impi", launcher_args=("-v",)) == [*head, *RANK_FROM_MPI, *RANK]
 
 
 def test_mvapich() -> None:
-    found = build(job(on_devices=True), RunnerOptions(launcher="mvapich", scratch="/s/ds_"))
-    assert found.files == {"/s/ds_mvapich_hostfile": "h1\nh2\n"}
-    argv = list(found.argv)
-    assert argv[:7] == ["mpirun", "-np", "4", "-ppn", "2", "--hostfile", "/s/ds_mvapich_hostfile"] and argv[
-        -5:
-    ] == list(RANK)
-    pairs = {argv[index + 1]: argv[index + 2] for index, word in enumerate(argv) if word == "-env"}
+    argv = words("mvapich", job_=job(on_devices=True))
+    assert argv[:5] == ["mpirun", "-n", "4", "-ppn", "2"] and argv[-7:] == ["-hosts", "h1,h2", *RANK]
+    pairs = {argv[index + 1]: argv[index + 2] for index, word in enumerate(argv) if word == "-genv"}
     assert pairs == {
         "MV2_SMP_USE_CMA": "0",
         "MV2_DEBUG_SHOW_BACKTRACE": "1",
@@ -264,7 +259,7 @@ UNEQUAL = {"h1": (0, 1), "h2": (0,)}
         ("openmpi mpich impi mvapich slurm", {"log_dir": "l"}, {}, "--enable_each_rank_log has no effect"),
         ("openmpi mpich impi mvapich slurm", {"bind_cores": True}, {}, "--bind_cores_to_rank has no effect"),
         ("openmpi mpich impi mvapich slurm", {"core_list": "0"}, {}, "--bind_core_list has no effect"),
-        ("openmpi mpich impi mvapich slurm", {}, {"save_pid": 7}, "--save_pid has no effect"),
+        ("openmpi mpich impi mvapich slurm", {"save_pid": 7}, {}, "--save_pid has no effect"),
         ("openmpi mpich impi mvapich slurm", {}, {"venv_script": "v"}, "--venv_script has no effect"),
         ("openmpi mpich impi mvapich slurm", {}, {"ssh_port": 7}, "--ssh_port has no effect"),
     ],
@@ -285,28 +280,17 @@ def test_names_and_words() -> None:
     assert decode_world(runner.encode_world_info({"a": [0, 2]})) == {"a": (0, 2)}
 
 
-def test_helper_takes_the_rank_from_mpi() -> None:
-    assert launcher_helper.rank_variables({"PMI_RANK": "3", "MPI_LOCALRANKID": "1"}) == {"RANK": "3", "LOCAL_RANK": "1"}
-    assert launcher_helper.rank_variables({"PMIX_RANK": "2", "PALS_LOCAL_RANKID": "0", "PMI_RANK": "9"})["RANK"] == "2"
-    with pytest.raises(UsageError, match="not started by MPICH"):
-        launcher_helper.rank_variables({"PMI_RANK": "3"})
+def test_ranks_of_mpi_get_the_variables_that_scripts_read() -> None:
     show = "import os, sys; print(os.environ['RANK'], os.environ['LOCAL_RANK'], sys.argv[1:])"
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.launcher_helper",
-        "--launcher",
-        "mpich",
-        "--no_python",
-        sys.executable,
-        "-c",
-        show,
-        "--",
-        "-x",
-    ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
-    assert done.stdout == "3 1 ['--', '-x']\n", done.stderr
+
+    def become(**variables: str) -> subprocess.CompletedProcess[str]:
+        command = [*RANK_FROM_MPI, sys.executable, "-c", show, "--", "-x y"]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=20)
+
+    assert become(PMI_RANK="3", MPI_LOCALRANKID="1").stdout == "3 1 ['--', '-x y']\n"
+    assert become(PMIX_RANK="2", PALS_LOCAL_RANKID="0", PMI_RANK="9").stdout.startswith("2 0 ")
+    failed = become(PMI_RANK="3")
+    assert failed.returncode != 0 and "MPI_LOCALRANKID" in failed.stderr and "start this with mpirun" in failed.stderr
 
 
 # the command
@@ -373,7 +357,7 @@ MULTI = ("--hostfile", "hosts", "--no_ssh_check")
         ("-H hosts --num_gpus 3 t.py", "--num_gpus 3, but the hostfile gives host h1 2 slot(s)"),
         ("-H hosts -i h3:0 t.py", "the filter names host 'h3'"),
         ("-H hosts -i h1:7 t.py", "slot 7 of host 'h1'"),
-        ("-H hosts -i h1 -e h2 t.py", "use one of them"),
+        ("-H hosts -i h1 -e h2 t.py", "--exclude cannot be given too"),
         ("-H hosts --node_rank 2 t.py", "--node_rank 2 is not one of the 2 node(s)"),
         ("-H hosts --no_ssh t.py", "--node_rank"),
         ("-H hosts --launcher pdhs t.py", "did you mean 'pdsh'"),
@@ -475,7 +459,8 @@ def test_ssh_program_can_be_named(
 ) -> None:
     monkeypatch.setenv("DS_SSH", "mine -F 'a b'")
     assert status("-H", "hosts", "--dry_run", "--ssh_port", "9", "t.py") == 0
-    assert "\n  mine -F 'a b' -o BatchMode=yes -o ConnectTimeout=10 -p 9 h1 'exec" in capsys.readouterr().out
+    alive = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
+    assert f"\n  mine -F 'a b' -o BatchMode=yes -o ConnectTimeout=10 -p 9 {alive} h1 'exec" in capsys.readouterr().out
     assert status("-H", "hosts", "t.py") == 2
     assert "needs the program 'mine'" in capsys.readouterr().err
     monkeypatch.setenv("DS_SSH", "'mine")
@@ -491,16 +476,12 @@ def test_backend_status_is_true(folder: Path, end: str, wanted: int) -> None:
     assert (folder / "words").read_text().endswith(f"-x MASTER_ADDR=h1 -x MASTER_PORT=5 {sys.executable} -u t.py a\n")
 
 
-def test_backend_gets_its_files_and_variables(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
-    monkeypatch.setattr("tempfile.tempdir", str(folder / "bin"))
-    install(folder, "mpiname", "echo MVAPICH2-GDR 2.3")
-    install(folder, "mpirun", 'while [ "$1" != --hostfile ]; do shift; done; cp "$2" copy; chmod +w copy')
-    assert status(*MULTI, "--launcher", "mvapich", "t.py") == 0
-    assert (folder / "copy").read_text() == "h1\nh2\n"
-    assert not [file for file in (folder / "bin").iterdir() if "hostfile" in file.name]
-    install(folder, "mpiname", "echo other")
-    assert status(*MULTI, "--launcher", "mvapich", "t.py") == 2
+def test_backend_gets_its_variables(folder: Path) -> None:
+    install(folder, "mpirun", 'echo "$*" >words')
+    for name, status_ in (("MVAPICH2-GDR 2.3", 0), ("other", 2)):
+        install(folder, "mpiname", f"echo {name}")
+        assert status(*MULTI, "--launcher", "mvapich", "t.py") == status_
+    assert "-hosts h1,h2" in (folder / "words").read_text()
     install(folder, "srun", "env >variables")
     install(folder, "sinfo", "")
     (folder / ".deepspeed_env").write_text("COMMAS=a,b c\n")
@@ -602,4 +583,4 @@ def test_a_signal_while_the_backend_starts_ends_it(tmp_path: Path, number: signa
 
     script = f"trap 'exit 3' {number.name[3:]}\necho 1 >{tmp_path}/ready\nwhile :; do sleep 0.05; done"
     with mock.patch.object(backend, "subprocess", SimpleNamespace(Popen=start)):
-        assert backend.run_backend(RunnerCommand(("/bin/sh", "-c", script), {}, {})) == 128 + number
+        assert backend.run_backend(RunnerCommand(("/bin/sh", "-c", script), {})) == 128 + number

@@ -1,13 +1,18 @@
 """Which failure came first, and when a job of several nodes has come to its verdict."""
 
+import json
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
+from torch.distributed import TCPStore
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher.node.hub import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Hub, Message, silence_limit
-from deepspeed.launcher.node.verdict import TRACEBACK_CHARACTERS, HostLoss, RankEnd, Verdict, first_failure, judge
+from deepspeed.launcher.job import Job
+from deepspeed.launcher.node.hub import Hub, bind_store
+from deepspeed.launcher.node.loop import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Message, silence_limit
+from deepspeed.launcher.node.verdict import HostLoss, RankEnd, judge, lost
 
 KILLED = RankEnd(1, 11, -signal.SIGKILL, 10.0)
 
@@ -15,9 +20,9 @@ KILLED = RankEnd(1, 11, -signal.SIGKILL, 10.0)
 def test_cause_comes_before_its_consequences() -> None:
     broken = RankEnd(0, 10, 1, 10.4, raised_at=9.99, traceback="connection closed")
     stopped = RankEnd(2, 12, -signal.SIGTERM, 9.9)
-    assert first_failure([broken, stopped, KILLED]) is KILLED
+    assert judge([broken, stopped, KILLED], [], show_traceback=True) == KILLED.verdict(show_traceback=True)
     raised = RankEnd(3, 13, 1, 10.5, raised_at=9.7, traceback="the cause")
-    assert first_failure([broken, stopped, KILLED, raised]) is raised
+    assert judge([broken, stopped, KILLED, raised], [], show_traceback=True).text.endswith("the cause")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -33,119 +38,130 @@ def test_lone_rank_that_somebody_terminated_gives_its_status() -> None:
     assert judge([RankEnd(0, 10, -signal.SIGTERM, 1.0)], [], show_traceback=True).status == 128 + signal.SIGTERM
 
 
-def test_times_travel_as_ages() -> None:
-    end = RankEnd(3, 13, 1, 100.0, raised_at=99.0, traceback="x" * 2 * TRACEBACK_CHARACTERS, host="")
-    there = RankEnd.from_message(end.to_message(now=101.0), now=5001.0)
-    assert (there.ended_at, there.raised_at, len(there.traceback)) == (5000.0, 4999.0, TRACEBACK_CHARACTERS)
-    assert RankEnd.from_message(KILLED.to_message(now=10.0), now=10.0) == KILLED
+def test_times_are_put_on_the_clock_of_the_reader() -> None:
+    end = RankEnd(3, 13, 1, 100.0, raised_at=99.0).on_another_clock(4900.0, host="b")
+    assert (end.ended_at, end.raised_at, end.host) == (5000.0, 4999.0, "b")
+    assert KILLED.on_another_clock(0.0, host="") == KILLED
 
 
 def test_lost_host_is_the_cause_unless_a_rank_failed_before_it_was_last_heard() -> None:
-    loss = HostLoss("b", 1, 10.0, "closed its connection")
+    loss = HostLoss(10.0, lost("b", 1, "closed its connection"))
     broken = RankEnd(0, 10, 1, 10.5, raised_at=10.1)
-    assert judge([broken], [loss], show_traceback=True) == Verdict(1, loss.describe())
+    assert judge([broken], [loss], show_traceback=True) == loss.verdict
     assert judge([], [loss], show_traceback=True).status == 1
     assert judge([RankEnd(0, 10, 7, 9.0)], [loss], show_traceback=True).status == 7
 
 
 class Wire:
-    """A hub of two nodes and what it has sent."""
+    """The hub of two nodes; the second is only its messages in the store."""
 
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, Message]] = []
-        self.hub = Hub(("a", "b"), lambda node, message: self.sent.append((node, message)), show_traceback=True)
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+        self.told: list[tuple[int, Message]] = []
+        job = Job({"a": (0,), "b": (0,)}, "s.py")
+        self.hub = Hub(job, store, lambda kind, message: self.told.append((0, message)))
 
-    def take(self) -> list[tuple[int, str]]:
-        """Node and kind of everything sent since the last call."""
-        sent, self.sent[:] = [(node, message["kind"]) for node, message in self.sent], []
-        return sent
-
-    def join(self, node: int) -> None:
-        self.hub.handle(node, {"kind": "join", **({"port": 7, "run_id": "r"} if node == 0 else {})})
+    def say(self, kind: str, **rest: object) -> None:
+        """A message of node 1, which the hub hears at its next tick."""
+        self._store.queue_push("deepspeed/launcher/up", json.dumps([1, {"kind": kind, **rest}]))
+        end = time.monotonic() + 20
+        while not self._store.queue_len("deepspeed/launcher/up") and time.monotonic() < end:
+            pass
+        self.hub.tick()
 
     def report(self, node: int, *ends: RankEnd) -> None:
-        self.hub.handle(node, {"kind": "report", "ends": [end.to_message(time.time()) for end in ends]})
+        message = {"ends": [vars(end) for end in ends], "now": time.time()}
+        self.say("report", **message) if node else self.hub.send({"kind": "report", **message})
 
-    def signal(self, node: int, number: int, *, immediate: bool) -> None:
-        self.hub.handle(node, {"kind": "signal", "number": number, "immediate": immediate})
+    def take(self) -> list[tuple[int, Message]]:
+        """Node and message of all that was sent since the last call."""
+        sent, self.told[:] = list(self.told), []
+        end = time.monotonic() + 0.05
+        while time.monotonic() < end:
+            while self._store.queue_len("deepspeed/launcher/down/1"):
+                sent.append((1, json.loads(self._store.queue_pop("deepspeed/launcher/down/1"))))
+        return sent
+
+    def kinds(self) -> list[tuple[int, str]]:
+        return [(node, message["kind"]) for node, message in self.take()]
 
 
 @pytest.fixture
-def wire() -> Wire:
-    """A job of two nodes that have both joined."""
-    made = Wire()
-    made.join(1)
-    assert made.hub.missing() == ["a"] and made.take() == []
-    made.join(0)
-    assert made.hub.missing() == []
-    assert made.sent == [(node, {"kind": "go", "port": 7, "run_id": "r"}) for node in (1, 0)]
-    made.take()
-    return made
-
-
-def test_job_is_good_when_all_have_reported_no_failure(wire: Wire) -> None:
-    wire.report(1)
-    assert wire.take() == [] and wire.hub.verdict is None
-    wire.report(0)
-    assert wire.sent[-1] == (0, {"kind": "verdict", "status": 0, "text": ""})
-    assert wire.take() == [(1, "verdict"), (0, "verdict")] and wire.hub.verdict == Verdict(0)
-
-
-def test_failure_stops_all_once_and_the_earliest_decides(wire: Wire) -> None:
-    wire.hub.handle(0, {"kind": "failed"})
-    assert wire.sent[0] == (1, {"kind": "stop", "signal": signal.SIGTERM, "grace": FAILURE_GRACE_S})
-    wire.hub.handle(1, {"kind": "failed"})
-    assert wire.take() == [(1, "stop"), (0, "stop")]
-    wire.report(0, RankEnd(0, 10, 1, time.time(), raised_at=time.time(), traceback="connection closed"))
-    wire.report(1, RankEnd(1, 11, -signal.SIGKILL, time.time() - 1))
-    assert wire.hub.verdict.status == 137 and wire.hub.verdict.text.startswith(
-        "deepspeed: rank 1 on b (pid 11) failed first, with signal SIGKILL"
-    )
-
-
-def test_signal_is_passed_on_and_a_second_leaves_no_time(wire: Wire) -> None:
-    wire.signal(1, signal.SIGINT, immediate=False)
-    wire.signal(0, signal.SIGINT, immediate=False)
-    assert [message["grace"] for _, message in wire.sent] == [SIGNAL_GRACE_S] * 2
-    wire.signal(0, signal.SIGTERM, immediate=True)
-    assert [message["grace"] for _, message in wire.sent[2:]] == [0.0] * 2
-    wire.report(0, RankEnd(0, 10, 1, 1.0))
-    wire.report(1)
-    assert wire.sent[-1][1]["status"] == 130
-
-
-def test_lost_node_is_not_waited_for(wire: Wire) -> None:
-    wire.hub.lose(1, last_heard=time.time(), how="has not been heard for 3 s")
-    assert wire.sent == [(0, {"kind": "stop", "signal": signal.SIGTERM, "grace": LOSS_GRACE_S})]
-    wire.report(0, RankEnd(0, 10, -signal.SIGTERM, time.time()))
-    assert wire.sent[-1][1]["status"] == 1 and "host b (node 1) has not been heard" in wire.sent[-1][1]["text"]
-
-
-def test_node_that_leaves_after_its_report_is_not_lost(wire: Wire) -> None:
-    wire.report(1)
-    wire.hub.lose(1, last_heard=time.time(), how="closed its connection")
-    wire.report(0)
-    assert wire.sent[-1] == (0, {"kind": "verdict", "status": 0, "text": ""})
-
-
-def test_an_incomplete_job_is_given_up_and_late_nodes_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """A job of two nodes, of which the second has not joined yet."""
     monkeypatch.setenv("DS_JOIN_TIMEOUT_S", "2")
-    wire = Wire()
-    wire.join(0)
-    wire.hub.watch_joining(1.5)
-    assert wire.take() == []
-    wire.hub.watch_joining(2.0)
-    assert wire.take() == [(0, "stop")]
-    wire.join(1)
-    assert wire.sent[-1][0] == 1 and "ended already" in wire.sent[-1][1]["text"]
+    monkeypatch.setenv("DS_HOST_TIMEOUT_S", "3")
+    yield Wire(bind_store("127.0.0.1", 0))
+
+
+@pytest.fixture
+def joined(wire: Wire) -> Wire:
+    """The same when both have joined."""
+    assert wire.kinds() == []
+    wire.say("join")
+    go = wire.take()
+    assert [(node, message["kind"], message["port"] > 0) for node, message in go] == [(0, "go", True), (1, "go", True)]
+    assert go[0][1] == go[1][1]
+    return wire
+
+
+def test_job_is_good_when_all_have_reported_no_failure(joined: Wire) -> None:
+    joined.report(1)
+    assert joined.take() == []
+    joined.report(0)
+    good = {"kind": "verdict", "status": 0, "text": ""}
+    assert joined.take() == [(0, good), (1, good)]
+
+
+def test_failure_stops_all_once_and_the_earliest_decides(joined: Wire) -> None:
+    joined.hub.send({"kind": "failed"})
+    joined.say("failed")
+    stop = {"kind": "stop", "signal": signal.SIGTERM, "grace": FAILURE_GRACE_S}
+    assert joined.take() == [(0, stop), (1, stop)]
+    joined.report(0, RankEnd(0, 10, 1, time.time(), raised_at=time.time(), traceback="connection closed"))
+    joined.report(1, RankEnd(1, 11, -signal.SIGKILL, time.time() - 1))
+    verdict = joined.take()[0][1]
+    assert verdict["status"] == 137
+    assert verdict["text"].startswith("deepspeed: rank 1 on b (pid 11) failed first, with signal SIGKILL")
+
+
+def test_signal_is_passed_on_and_a_second_leaves_no_time(joined: Wire) -> None:
+    joined.say("signal", number=signal.SIGINT, immediate=False)
+    joined.hub.send({"kind": "signal", "number": signal.SIGINT, "immediate": False})
+    joined.hub.send({"kind": "signal", "number": signal.SIGTERM, "immediate": True})
+    graces = [(node, message["grace"]) for node, message in joined.take()]
+    assert sorted(graces) == [(0, 0.0), (0, SIGNAL_GRACE_S), (1, 0.0), (1, SIGNAL_GRACE_S)]
+    joined.report(0, RankEnd(0, 10, 1, 1.0))
+    joined.report(1)
+    assert joined.take()[-1][1]["status"] == 130
+
+
+def test_lost_node_is_not_waited_for(joined: Wire) -> None:
+    for _ in range(round(3 / joined.hub.tick_s) + 2):
+        joined.hub.tick()
+    assert joined.told == [(0, {"kind": "stop", "signal": signal.SIGTERM, "grace": LOSS_GRACE_S})]
+    joined.report(0, RankEnd(0, 10, -signal.SIGTERM, time.time()))
+    verdict = joined.told[-1][1]
+    assert verdict["status"] == 1 and "host b (node 1) has not been heard for 3 s" in verdict["text"]
+
+
+def test_node_that_leaves_after_its_report_is_not_lost(joined: Wire) -> None:
+    joined.report(1)
+    joined.hub.lose(1, last_heard=time.time(), how="closed its connection")
+    joined.report(0)
+    assert joined.told[-1] == (0, {"kind": "verdict", "status": 0, "text": ""})
+
+
+def test_an_incomplete_job_is_given_up_and_late_nodes_are_sent_away(wire: Wire) -> None:
+    for _ in range(round(2 / wire.hub.tick_s) + 2):
+        wire.hub.tick()
+    assert wire.kinds() == [(0, "stop")]
+    wire.say("join")
+    ((node, answer),) = wire.take()
+    assert node == 1 and "ended already" in answer["text"]
     wire.report(0)
-    assert wire.sent[-1][1]["status"] == 1 and "no launcher on b joined within 2 s" in wire.sent[-1][1]["text"]
-
-
-def test_a_job_that_nobody_has_joined_ends_at_once() -> None:
-    wire = Wire()
-    wire.hub.interrupt(signal.SIGINT, immediate=False)
-    assert wire.hub.verdict.status == 130 and wire.sent == []
+    verdict = wire.told[-1][1]
+    assert verdict["status"] == 1 and "no launcher on b joined within 2 s" in verdict["text"]
 
 
 def test_limits_are_numbers_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

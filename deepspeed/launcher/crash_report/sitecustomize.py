@@ -2,12 +2,15 @@
 
 When one rank fails, its peers fail a moment later with broken connections and bury the one traceback that matters.
 The launcher therefore needs that traceback, with its time, while the rank's own streams stay on the terminal; a hook
-installed before the script starts is the only way that asks nothing of the script.
+installed before the script starts is the only way that asks nothing of the script. The rank also asks the kernel for a
+SIGKILL when the launcher ends, however it ends.
 Everything is undone before the script runs: the search path, the environment, and a sitecustomize of the user's own.
 """
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
 import traceback
@@ -16,15 +19,16 @@ from importlib.util import module_from_spec
 from types import TracebackType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_PR_SET_PDEATHSIG = 1
 
 
-def _restore_environment() -> str | None:
-    """Remove every trace from path and environment; return the report file, if the launcher named one."""
+def _restore_environment() -> tuple[str | None, str | None]:
+    """Remove every trace from path and environment; return the report file and the launcher's process id, if named."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     os.environ.pop("PYTHONPATH", None)
     if (user_path := os.environ.pop("DS_USER_PYTHONPATH", None)) is not None:
         os.environ["PYTHONPATH"] = user_path
-    return os.environ.pop("DS_CRASH_REPORT", None)
+    return os.environ.pop("DS_CRASH_REPORT", None), os.environ.pop("DS_LAUNCHER_PID", None)
 
 
 def _run_users_sitecustomize() -> None:
@@ -49,7 +53,9 @@ def _install(report_file: str) -> None:
     sys.excepthook = hook
 
 
-_report_file = _restore_environment()
+_report_file, _launcher = _restore_environment()
 if _report_file:
     _install(_report_file)
+if _launcher == str(os.getppid()):  # not in what a rank that is no Python program has started
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 _run_users_sitecustomize()

@@ -1,9 +1,8 @@
-"""Cleans up behind a launcher that was killed: ``python guard.py`` with a pipe from the launcher as standard input.
+"""Cleans up behind a launcher that was killed: ``python guard.py PATH...`` with a pipe from it as standard input.
 
-The launcher writes ``group PID`` for every rank, ``starter PID`` for a program that has started ranks and must end them
-itself, ``path NAME`` for everything it left on disk, and ``done`` at a good end. If the pipe closes without that word,
-the launcher is dead: groups are killed, those of starters a little after they were asked to end, and the paths removed.
-Run by path with ``-I -S`` as its own session, so nothing that ends the launcher ends it too.
+The launcher writes the process group of every rank, or of a program that has started ranks, and ``done`` at a good end.
+If the pipe closes without that word, the launcher is dead: the groups are asked to end, killed a little later, and the
+paths removed. Run by path with ``-I -S`` as its own session, so nothing that ends the launcher ends it too.
 """
 
 import contextlib
@@ -13,35 +12,26 @@ import signal
 import sys
 import time
 
-_STARTER_GRACE_S = 3.0
+_GRACE_S = 2.0
 
 
-def _signal(groups: list[str], number: signal.Signals) -> None:
-    for group in groups:
-        with contextlib.suppress(OSError):  # empty
-            os.killpg(int(group), number)
-
-
-def main() -> None:
+def main(paths: list[str]) -> None:
     """Wait for the end of the launcher, and do what it can no longer do."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    orders: dict[str, list[str]] = {"group": [], "starter": [], "path": [], "done": []}
-    for line in sys.stdin:
-        kind, _, value = line.rstrip("\n").partition(" ")
-        orders[kind].append(value)
-    if orders["done"]:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    groups = sys.stdin.read().split()
+    if "done" in groups:
         return
-    _signal(orders["starter"], signal.SIGTERM)
-    _signal(orders["group"], signal.SIGKILL)
-    if orders["starter"]:
-        time.sleep(_STARTER_GRACE_S)
-    _signal(orders["starter"], signal.SIGKILL)
-    for path in orders["path"]:
+    for number, wait_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, 0.0)):
+        for group in groups:
+            with contextlib.suppress(OSError):  # empty
+                os.killpg(int(group), number)
+        time.sleep(wait_s if groups else 0.0)
+    for path in paths:
         shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # it was a folder, or is gone already
             os.unlink(path)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

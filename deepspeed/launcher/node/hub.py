@@ -1,153 +1,287 @@
-"""What is known about the whole job in the one place that hears all nodes: who has joined, what failed, the verdict.
+"""How the launchers of a job talk: through queues of the rendezvous store, which that of node 0 binds first.
 
-That place is the ``deepspeed`` command where it reaches the nodes over ssh, and the launcher of node 0 everywhere else.
-Messages are dictionaries with a ``kind``:
+The store is the one that the ranks use, as under torchrun. Without a port of the user's choice the kernel picks one, so
+jobs that start at the same moment cannot collide. Node 0 has the ``Hub``, which hears all nodes and decides; every
+other node has a ``Spoke``. Messages are dictionaries with a ``kind``:
 
-    node -> hub   join (node 0: port and run_id of the store), failed, signal (number, immediate), report (ends)
-    hub -> node   go (port, run_id), stop (signal, grace), verdict (status, text)
+    node -> hub   join, beat, failed, signal (number, immediate), report (ends, now)     queue ``up``, with the node
+    hub -> node   go (port, run_id), stop (signal, grace), verdict (status, text)        queue ``down/NODE``
 
 A job ends in one way: the hub tells everyone to stop (unless all ranks returned 0), waits for the report of every node
 that is still there, decides which failure came first, and tells the verdict to all.
 """
 
+import json
 import os
+import queue
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
+from torch.distributed import QueueEmptyError, TCPStore
+
 from deepspeed.errors import UsageError
-from deepspeed.launcher.node.verdict import HostLoss, RankEnd, Verdict, judge, signal_name
+from deepspeed.launcher.job import Job, encode_world
+from deepspeed.launcher.node.loop import (
+    FAILURE_GRACE_S,
+    LOSS_GRACE_S,
+    SIGNAL_GRACE_S,
+    TICK_S,
+    Message,
+    Post,
+    join_limit,
+    silence_limit,
+)
+from deepspeed.launcher.node.verdict import HostLoss, RankEnd, Verdict, interrupted, judge, lost
 from deepspeed.observe.log import logger
 
-FAILURE_GRACE_S = 2.0  # how long survivors of a failed rank may take to end
-LOSS_GRACE_S = 1.0  # the same after a lost host, which took the silence limit to be noticed
 SAY_AFTER_S = 5.0
-SIGNAL_GRACE_S = 10.0  # how long all ranks may take after Ctrl-C or SIGTERM; a second signal ends them at once
+_CONNECT_S = 2.0
+_LISTEN_S = 0.02  # how often node 0 looks for messages of others: the ages of what they report count from then
+_LOOK_S = 0.2  # how often the other nodes look
+_FAREWELL_S = 1.0
+_KEY = "deepspeed/launcher"
 
-Message = Mapping[str, Any]
 
-
-def seconds_from(variable: str, default: float) -> float:
-    """A positive number of seconds from the environment. Raises UsageError for anything else."""
-    text = os.environ.get(variable)
+def bind_store(address: str, port: int) -> TCPStore:
+    """Start the rendezvous store; ``store.port`` is the port it got. Raises UsageError when the port is taken."""
     try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"{variable}={text} is not a number of seconds; unset it for {default:g}")
-    return seconds
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    except (RuntimeError, OSError) as error:
+        raise UsageError(
+            f"cannot listen on {address}:{port} ({_first_line(error)}); choose another --master_port, or leave it out "
+            "to get a free one; --master_addr must be an address of this machine"
+        ) from error
 
 
-def silence_limit() -> float:
-    """Seconds without a sign of life after which a node counts as lost."""
-    return seconds_from("DS_HOST_TIMEOUT_S", 10.0)
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def join_limit() -> float:
-    """Seconds that the nodes of one job wait for each other: people and schedulers start them minutes apart."""
-    return seconds_from("DS_JOIN_TIMEOUT_S", 300.0)
+def _pop(store: TCPStore, key: str) -> Any:
+    """The next message of a queue, None when it is empty. (``queue_len`` keeps all threads waiting for the network.)"""
+    try:
+        return json.loads(store.queue_pop(key, block=False))
+    except QueueEmptyError:
+        return None
 
 
 class Hub:
-    """Thread-safe state of one job; ``send(node_rank, message)`` must not block for long and must not raise.
+    """What node 0 knows of the job, and its own way there; ``present`` are the nodes that take part and are not lost.
 
-    ``verdict`` is None until the job is decided; ``present`` are the nodes that take part and have not been lost.
+    Belongs to the thread that calls it, which must call ``tick`` every ``tick_s`` seconds. Answers to node 0 are events
+    ``hub``.
     """
 
-    def __init__(self, hosts: Sequence[str], send: Callable[[int, Message], None], *, show_traceback: bool) -> None:
-        self._hosts = tuple(hosts)
-        self._send = send
-        self._show_traceback = show_traceback
-        self._lock = threading.RLock()
-        self._started = self._stopped = False
-        self._meeting_point: Message = {}
+    joined = True
+
+    def __init__(self, job: Job, store: TCPStore, post: Post) -> None:
+        self._job, self._store, self._post = job, store, post
+        self._heard = dict.fromkeys(range(1, len(job.hosts)), time.time())
+        self._silent_s = dict.fromkeys(self._heard, 0.0)
+        self._waited_s = 0.0
+        self._started = self._stopped = self._decided = False
         self._cause: Verdict | None = None  # set when something other than a rank or a host ended the job
         self._ends: dict[int, list[RankEnd]] = {}
         self._losses: list[HostLoss] = []
+        self.tick_s = _LISTEN_S if self._heard else TICK_S
         self.present: set[int] = set()
-        self.verdict: Verdict | None = None
+        self._limit_s = silence_limit()
+        store.set(_KEY, encode_world(job.world))
+        self.send({"kind": "join"})
 
-    def missing(self) -> list[str]:
-        """Hosts that the job still waits for before it starts."""
-        waits = not (self._started or self._stopped)
-        return [host for node, host in enumerate(self._hosts) if waits and node not in self.present]
+    def send(self, message: Message) -> None:
+        """What node 0 itself has to say."""
+        self.handle(0, message)
 
-    def watch_joining(self, waited_s: float) -> None:
-        """Called at every tick: say after a while for whom the job waits, and give it up after the limit."""
-        if not (missing := self.missing()):
-            return
-        limit, hosts = join_limit(), ", ".join(missing)
-        if waited_s == SAY_AFTER_S:
-            logger.info("waiting up to %g s for the launchers on %s", limit, hosts)
-        if waited_s >= limit:
-            text = f"deepspeed: no launcher on {hosts} joined within {limit:g} s; no rank has been started\n"
-            self.end(Verdict(1, text))
+    def tick(self) -> None:
+        """Hear the other nodes, and count how long each has been silent: not by a clock, as this process may have been
+        suspended.
+        """
+        for node in self._silent_s:
+            self._silent_s[node] += self.tick_s
+        while self._heard and (heard := _pop(self._store, f"{_KEY}/up")) is not None:
+            node, message = heard
+            self._heard[node], self._silent_s[node] = time.time(), 0.0
+            self.handle(node, message)
+        for node in [node for node in self._heard if self._silent_s[node] > self._limit_s]:
+            self.lose(node, last_heard=self._heard[node], how=f"has not been heard for {self._limit_s:g} s")
+        self._watch_joining()
+
+    def _watch_joining(self) -> None:
+        before, self._waited_s = self._waited_s, self._waited_s + self.tick_s
+        missing = [host for node, host in enumerate(self._job.hosts) if node not in self.present]
+        if missing and not self._started and not self._stopped:
+            limit, hosts = join_limit(), ", ".join(missing)
+            if before < SAY_AFTER_S <= self._waited_s:
+                logger.info("waiting up to %g s for the launchers on %s", limit, hosts)
+            if self._waited_s >= limit:
+                text = f"deepspeed: no launcher on {hosts} joined within {limit:g} s; no rank has been started\n"
+                self._end(Verdict(1, text), signal.SIGTERM, 0.0)
 
     def handle(self, node: int, message: Message) -> None:
         """Act on one message of a node."""
-        with self._lock:
-            kind = message["kind"]
-            if kind == "join":
-                self._join(node, message)
-            elif kind == "failed":
-                self._stop(signal.SIGTERM, FAILURE_GRACE_S)
-            elif kind == "signal":
-                self.interrupt(message["number"], immediate=message["immediate"])
-            elif kind == "report":
-                now, host = time.time(), self._hosts[node] if len(self._hosts) > 1 else ""
-                self._ends[node] = [replace(RankEnd.from_message(end, now), host=host) for end in message["ends"]]
-                self._decide_when_all_have_reported()
-
-    def _join(self, node: int, message: Message) -> None:
-        if self._stopped:
-            self._send(node, {"kind": "verdict", "status": 1, "text": "deepspeed: the job has ended already\n"})
-            return
-        self.present.add(node)
-        if node == 0:
-            self._meeting_point = {"port": message["port"], "run_id": message["run_id"]}
-        if len(self.present) == len(self._hosts):
-            self._started = True
-            self._tell_all({"kind": "go", **self._meeting_point})
+        kind = message["kind"]
+        if kind == "join" and not self._stopped:
+            self.present.add(node)
+            if len(self.present) == len(self._job.hosts):
+                self._started = True
+                port = self._store.port
+                self._tell({"kind": "go", "port": port, "run_id": f"deepspeed_{os.getpid()}_{port}"})
+        elif kind == "join":
+            self._tell({"kind": "verdict", "status": 1, "text": "deepspeed: the job has ended already\n"}, {node})
+        elif kind == "failed":
+            self._stop(signal.SIGTERM, FAILURE_GRACE_S)
+        elif kind == "signal":
+            number, grace_s = message["number"], 0.0 if message["immediate"] else SIGNAL_GRACE_S
+            self._end(interrupted(number), number, grace_s)
+        elif kind == "report":
+            host, ahead_s = self._job.hosts[node] if self._heard else "", time.time() - message["now"]
+            self._ends[node] = [RankEnd(**end).on_another_clock(ahead_s, host=host) for end in message["ends"]]
+            self._decide_when_all_have_reported()
 
     def lose(self, node: int, *, last_heard: float, how: str) -> None:
         """Node ``node`` is gone without having taken leave; ignored once the verdict is out."""
-        with self._lock:
-            if self.verdict is not None or node not in self.present:
-                return
-            self.present.remove(node)
-            if node not in self._ends:  # otherwise it had said all before it went
-                self._losses.append(HostLoss(self._hosts[node], node, last_heard, how))
-                self._stop(signal.SIGTERM, LOSS_GRACE_S)
-            self._decide_when_all_have_reported()
+        if self._decided or node not in self.present:
+            return
+        self.present.remove(node)
+        if node not in self._ends:  # otherwise it had said all before it went
+            self._losses.append(HostLoss(last_heard, lost(self._job.hosts[node], node, how)))
+            self._stop(signal.SIGTERM, LOSS_GRACE_S)
+        self._decide_when_all_have_reported()
 
-    def interrupt(self, number: int, *, immediate: bool) -> None:
-        """Pass a signal that a launcher or the command was sent on to all ranks."""
-        text = f"deepspeed: all ranks have been stopped after {signal_name(number)}\n"
-        self.end(Verdict(128 + number, text), number=number, grace_s=0.0 if immediate else SIGNAL_GRACE_S)
-
-    def end(self, cause: Verdict, *, number: int = signal.SIGTERM, grace_s: float = 0.0) -> None:
+    def _end(self, cause: Verdict, number: int, grace_s: float) -> None:
         """End the job with ``cause``, which is no rank's failure, unless it is ending already."""
-        with self._lock:
-            if not self._stopped:
-                self._cause = cause
-            self._stop(number, grace_s, again=grace_s == 0.0)
+        if not self._stopped:
+            self._cause = cause
+        self._stop(number, grace_s, again=grace_s == 0.0)
 
     def _stop(self, number: int, grace_s: float, *, again: bool = False) -> None:
         if not self._stopped or again:
             self._stopped = True
-            self._tell_all({"kind": "stop", "signal": number, "grace": grace_s})
-            self._decide_when_all_have_reported()
+            self._tell({"kind": "stop", "signal": number, "grace": grace_s})
 
     def _decide_when_all_have_reported(self) -> None:
-        if self.verdict is None and self.present <= self._ends.keys():
+        if not self._decided and self.present <= self._ends.keys():
+            self._decided = True
             ends = [end for node in sorted(self._ends) for end in self._ends[node]]
-            self.verdict = self._cause or judge(ends, self._losses, show_traceback=self._show_traceback)
-            self._tell_all({"kind": "verdict", "status": self.verdict.status, "text": self.verdict.text})
+            verdict = self._cause or judge(ends, self._losses, show_traceback=self._job.world_size > 1)
+            self._tell({"kind": "verdict", "status": verdict.status, "text": verdict.text})
 
-    def _tell_all(self, message: Message) -> None:
-        for node in sorted(self.present, reverse=True):  # node 0 last: after its verdict the store goes
-            self._send(node, message)
+    def _tell(self, message: Message, nodes: set[int] | None = None) -> None:
+        for node in sorted(self.present if nodes is None else nodes):
+            if node == 0:
+                self._post("hub", message)
+            else:
+                self._store.queue_push(f"{_KEY}/down/{node}", json.dumps(message))
+
+    def close(self) -> None:
+        """Every node has time to read its last message; the store goes after the last rank of the last node."""
+        end = time.monotonic() + _FAREWELL_S
+        while self._store.add(f"{_KEY}/left", 0) < len(self.present) - 1 and time.monotonic() < end:
+            time.sleep(_LISTEN_S)
+        del self._store
+
+
+class Spoke:
+    """The way of every other node to the hub; one thread finds the store of node 0 and does all that may wait for it.
+
+    Messages of the hub are events ``hub``; ``lost(text)`` and ``refused(why)`` end it.
+    """
+
+    tick_s = TICK_S
+
+    def __init__(self, job: Job, node: int, post: Post) -> None:
+        self._job, self._node, self._post = job, node, post
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._silent_s, self._limit_s, self._join_s = 0.0, silence_limit(), join_limit()
+        self.port: queue.SimpleQueue[int] = queue.SimpleQueue()  # of node 0, as soon as it is known
+        self.joined = False  # whether the hub knows of this node and will answer
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Send one message, without waiting for anything."""
+        self._outbox.put(message)
+
+    def tick(self) -> None:
+        """Look for a sign of life."""
+        self._silent_s += TICK_S
+        if self.joined and self._silent_s > self._limit_s:
+            self._lost(f"has not been heard for {self._limit_s:g} s")
+
+    def close(self) -> None:
+        """Take leave after the verdict."""
+        if self.joined:
+            self._thread.join(_FAREWELL_S)
+
+    def _lost(self, how: str) -> None:
+        self._post("lost", lost(self._job.hosts[0], 0, how).text)
+
+    def _talk(self) -> None:
+        try:
+            store = self._join()
+        except queue.Empty:
+            self._post("refused", f"no launcher on {self._job.hosts[0]} joined within {self._join_s:g} s")
+            return
+        except (OSError, RuntimeError, ValueError) as error:
+            self._post("refused", _first_line(error))
+            return
+        self.joined = True
+        try:
+            self._exchange(store)
+        except (OSError, RuntimeError):
+            self._lost("closed its connection: its launcher was killed or the host went down")
+
+    def _exchange(self, store: TCPStore) -> None:
+        message: Message = {"kind": "join"}
+        while True:
+            store.queue_push(f"{_KEY}/up", json.dumps([self._node, message]))
+            while (order := _pop(store, f"{_KEY}/down/{self._node}")) is not None:
+                self._post("hub", order)
+                if order["kind"] == "verdict":
+                    store.add(f"{_KEY}/left", 1)
+                    return
+            self._silent_s = 0.0
+            try:
+                message = self._outbox.get(timeout=_LOOK_S)
+            except queue.Empty:
+                message = {"kind": "beat"}
+
+    def _join(self) -> TCPStore:
+        """Raises UsageError, or what torch raises, when this node cannot take part; queue.Empty without a port."""
+        end = time.monotonic() + self._join_s
+        address, port = self._job.master_addr, self.port.get(timeout=self._join_s)
+        _await_port(address, port, end)
+        left = timedelta(seconds=max(5.0, end - time.monotonic()))
+        store = TCPStore(address, port, is_master=False, timeout=left, wait_for_workers=False)
+        if store.get(_KEY).decode() != encode_world(self._job.world):
+            what = "it was started with other hosts or slots than node 0; give every node the same hostfile and filters"
+        elif store.add(f"{_KEY}/claim/{self._node}", 1) > 1:
+            what = f"a launcher with --node_rank {self._node} is in this job already; give every node its own"
+        else:
+            return store
+        raise UsageError(f"node 0 cannot take this node in: {what}")
+
+
+def _await_port(address: str, port: int, end: float) -> None:
+    """Return when something listens there. Raises UsageError at ``end``, and says after a while what it waits for."""
+    started, silent = time.monotonic(), True
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=_CONNECT_S).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        waited = time.monotonic() - started
+        if time.monotonic() > end:
+            what = "check --master_addr and --master_port, that the launcher of node 0 runs, and that no firewall is in"
+            tried = f"node 0 cannot be reached at {address}:{port} ({reason}), tried for {waited:.0f} s"
+            raise UsageError(f"{tried}; {what} between")
+        if waited > SAY_AFTER_S and silent:
+            silent = False
+            logger.info("waiting up to %.0f s for node 0 at %s:%d (%s)", end - started, address, port, reason)
+        time.sleep(0.1)

@@ -4,41 +4,34 @@ Signals, ends of ranks and messages of the hub all arrive as events from handler
 """
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 
-from deepspeed.launcher.node.hub import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Message
-from deepspeed.launcher.node.links import EventLoop, Link
+from deepspeed.launcher.node.hub import Hub, Spoke
+from deepspeed.launcher.node.loop import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, EventLoop, Message
 from deepspeed.launcher.node.ranks import Ranks
-from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict
+from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted
 
 _KILL_S = 2.0  # a process that SIGKILL has not ended by then is stuck in the kernel; the job does not wait for it
-
-
-def say_that_ranks_may_end(number: signal.Signals) -> None:
-    """What a user reads after the first Ctrl-C."""
-    sys.stderr.write(f"deepspeed: {number.name} received; waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end\n")
-    sys.stderr.flush()
 
 
 class Member(EventLoop):
     """Runs the ranks of this node from ``go`` to the verdict; ``start(go)`` starts them.
 
-    ``orphaned`` is the verdict of a node that has lost the hub, and must judge alone.
+    ``orphaned`` is the verdict of a node that has lost the hub or its command, and must judge alone.
     """
 
     def __init__(self, start: Callable[[Message], Ranks]) -> None:
         super().__init__()
         self._start = start
         self._ranks: Ranks | None = None
-        self._signalled = self._stopping = self._killed = self._reported = False
+        self._stopping = self._killed = self._reported = False
         self._verdict: Verdict | None = None
         self.orphaned: Verdict | None = None
 
-    def run(self, link: Link) -> Verdict:
+    def run(self, link: Hub | Spoke) -> Verdict:
         """Handle events until the job is decided; no rank of this node is left then."""
-        self._link = link
+        self._link, self.tick_s = link, link.tick_s
         try:
             while self._verdict is None:
                 self.handle_next()
@@ -52,6 +45,10 @@ class Member(EventLoop):
 
     def _on_tick(self) -> None:
         self._link.tick()
+
+    def _on_port(self, port: int) -> None:
+        if isinstance(self._link, Spoke):
+            self._link.port.put(port)
 
     def _on_refused(self, why: str) -> None:
         self._verdict = Verdict(LOST_HOST_STATUS, f"deepspeed: {why}\n")
@@ -80,18 +77,9 @@ class Member(EventLoop):
         if self._ranks.all_ended:
             self._report()
 
-    def _on_signal(self, number: signal.Signals) -> None:
-        if not self._signalled:
-            say_that_ranks_may_end(number)
-        self._interrupt(number, immediate=self._signalled)
-        self._signalled = True
-
-    def _on_gone(self) -> None:
-        self._interrupt(signal.SIGTERM, immediate=True)
-
-    def _interrupt(self, number: signal.Signals, *, immediate: bool) -> None:
+    def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001 - a value of an event
         if not self._link.joined:
-            self._verdict = Verdict(128 + number)
+            self._verdict = interrupted(number)
             return
         self._link.send({"kind": "signal", "number": number, "immediate": immediate})
         self._stop(number, 0.0 if immediate else SIGNAL_GRACE_S)
@@ -123,8 +111,7 @@ class Member(EventLoop):
         self._reported, self.deadline = True, None
         if self._stopping and self._ranks is not None:
             self._ranks.kill_groups()
-        now = time.time()
         ends = self._ranks.failures() if self._ranks is not None else []
-        self._link.send({"kind": "report", "ends": [end.to_message(now) for end in ends]})
+        self._link.send({"kind": "report", "ends": [vars(end) for end in ends], "now": time.time()})
         if self.orphaned is not None:
             self._verdict = self.orphaned

@@ -18,70 +18,65 @@ from deepspeed.errors import UsageError
 from deepspeed.launcher.node import guard
 from deepspeed.launcher.node.verdict import RankEnd
 
+TRACEBACK_CHARACTERS = 16_384  # what is kept of one, from its end: reports of many ranks travel in one message
+
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What starts one rank; ``rank`` is global, ``environment`` goes on top of this process's own."""
+    """What starts one rank; ``rank`` is global, ``environment`` goes on top of this process's own.
+
+    ``log_file`` gets both output streams; ``cores`` are what it may run on. Either may be empty: as this process.
+    """
 
     rank: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     report_file: str
+    log_file: str = ""
+    cores: tuple[int, ...] = ()
 
 
 class Guard:
     """A small process that kills the ranks and removes ``paths`` if this process is killed; see ``guard.py``."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str] = ()) -> None:
+        command, quiet = [sys.executable, "-I", "-S", guard.__file__, *paths], subprocess.DEVNULL
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
+            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True, text=True
         )
-        for path in paths:
-            self.watch("path", path)
 
-    def watch(self, kind: str, value: int | str) -> None:
-        """Add a ``path``, the process ``group`` of a rank, or that of a ``starter`` of ranks such as mpirun."""
+    def watch(self, group: int | str) -> None:
+        """Add the process group of a rank, or of a program that starts ranks."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # somebody killed it; the job goes on without
-            self._process.stdin.write(f"{kind} {value}\n")
+            self._process.stdin.write(f"{group}\n")
             self._process.stdin.flush()
 
     def dismiss(self) -> None:
         """End it without effect."""
-        self.watch("done", "")
+        self.watch("done")
         with contextlib.suppress(OSError):
             self._process.communicate()
 
 
 @contextlib.contextmanager
-def signals_to(receive: Callable[[signal.Signals], None], *more: str) -> Iterator[None]:
-    """Within the block the signals that end a job, and ``more``, call ``receive``, which must be safe in a handler."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # a client's thread: its main thread keeps the signals
+def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Within the block this thread, and with it what it starts, runs on ``cores``."""
+    if not cores:
+        yield
         return
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", *more)
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        # Under nohup SIGHUP is ignored, and stays so.
-        if number.name != "SIGHUP" or before[number] is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: receive(signal.Signals(number)))
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        os.sched_setaffinity(0, before)
 
 
 class Ranks:
     """One process per command, each the leader of its own process group; ``ended(index)`` is called from a thread.
 
-    Raises UsageError when the machine gives no more processes; none is left then.
+    Raises UsageError when one cannot be started; none is left then.
     """
 
     def __init__(
@@ -93,29 +88,31 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for command in self._commands:
-                environment = {**os.environ, **command.environment}
-                # Its own session, so that Ctrl-C in the terminal reaches only the launcher, which passes it on once.
-                process = subprocess.Popen(command.argv, env=environment, stdin=stdin, start_new_session=True)
-                self._processes.append(process)
-                guardian.watch("group", process.pid)
+                self._start(command, stdin)
+                guardian.watch(self._processes[-1].pid)
         except OSError as error:
             self.kill_groups()
-            raise UsageError(
-                f"cannot start another process for a rank: {error.strerror}; look at ulimit -u and the free memory"
-            ) from error
+            what = "look at ulimit -u, the free memory and the folder of log files"
+            raise UsageError(f"cannot start another process for a rank: {error}; {what}") from error
         for index in range(len(self._processes)):
             threading.Thread(target=self._wait, args=(index, ended), daemon=True).start()
 
+    def _start(self, command: RankCommand, stdin: int | None) -> None:
+        environment = {**os.environ, **command.environment}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_on_cores(command.cores))
+            log = stack.enter_context(open(command.log_file, "ab")) if command.log_file else None
+            # Its own session, so that Ctrl-C in the terminal reaches only the launcher, which passes it on once.
+            process = subprocess.Popen(
+                command.argv, env=environment, stdin=stdin, stdout=log, stderr=log, start_new_session=True
+            )
+        self._processes.append(process)
+
     def _wait(self, index: int, ended: Callable[[int], None]) -> None:
-        process = self._processes[index]
-        if hasattr(os, "waitid"):
-            # WNOWAIT leaves a zombie, so that its process group cannot come to belong to somebody else before the kill.
-            info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            assert info is not None
-            exitcode = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-        else:
-            exitcode = process.wait()
-        self._ends[index] = exitcode, time.time()
+        # WNOWAIT leaves a zombie, so that its process group cannot come to belong to somebody else before the kill.
+        info = os.waitid(os.P_PID, self._processes[index].pid, os.WEXITED | os.WNOWAIT)
+        assert info is not None
+        self._ends[index] = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status, time.time()
         ended(index)
 
     def exitcode(self, index: int) -> int | None:
@@ -161,6 +158,6 @@ def _read_report(report_file: str) -> tuple[float | None, str]:
     try:
         with open(report_file, encoding="utf-8") as file:
             moment, _, traceback = file.read().partition("\n")
-        return float(moment), traceback
+        return float(moment), traceback[-TRACEBACK_CHARACTERS:]
     except (OSError, ValueError):
         return None, ""  # the rank ended without an exception, or while it was writing

@@ -1,16 +1,21 @@
 """What ended a job first, and how to say so; pure functions of what was observed."""
 
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 # A rank that ends without an exception cannot stamp the moment itself; the launcher sees its end a little late, while a
 # peer may stamp the broken connection at once.
 UNSTAMPED_LEAD_S = 0.2
-
 LOST_HOST_STATUS = 1
-TRACEBACK_CHARACTERS = 16_384  # what is kept of one, from its end: reports of many ranks travel in one message
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The exit status of a job on every host, and the last words on the terminal (empty after a good end)."""
+
+    status: int
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,65 +41,45 @@ class RankEnd:
         """Whether the launcher itself ended the rank (a SIGTERM counts as ours: that is what survivors are sent)."""
         return self.raised_at is None and (self.stopped_by_us or self.exitcode == -signal.SIGTERM)
 
-    @property
-    def true_exitcode(self) -> int:
-        """The status the rank was about to end with: 1 for one that had raised before the launcher stopped it."""
+    def verdict(self, *, show_traceback: bool) -> Verdict:
+        """That of a job which this rank ended: one sentence, and the traceback where there is one and it is wanted."""
+        # A rank that had raised before the launcher stopped it was about to end with 1.
         cut_short = self.raised_at is not None and self.exitcode in (-signal.SIGTERM, -signal.SIGKILL)
-        return 1 if cut_short else self.exitcode
-
-    def describe(self, *, show_traceback: bool) -> str:
-        """One sentence for the terminal, followed by the traceback where there is one and it is wanted."""
-        code = self.true_exitcode
+        code = 1 if cut_short else self.exitcode
         how = f"exit status {code}" if code >= 0 else f"signal {signal_name(-code)}"
         where = f" on {self.host}" if self.host else ""
         head = f"deepspeed: rank {self.rank}{where} (pid {self.pid}) failed first, with {how}"
         trace = f". Its traceback:\n{self.traceback}" if show_traceback and self.traceback else "\n"
-        return f"{head}; all ranks have been stopped{trace}"
+        return Verdict(shell_status(code), f"{head}; all ranks have been stopped{trace}")
 
-    def to_message(self, now: float) -> dict[str, Any]:
-        """The same with ages instead of times: the clocks of two hosts differ."""
-        ages = {"ended_at": now - self.ended_at, "raised_at": None if self.raised_at is None else now - self.raised_at}
-        return asdict(self) | ages | {"traceback": self.traceback[-TRACEBACK_CHARACTERS:]}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any], now: float) -> "RankEnd":
-        """Inverse of :meth:`to_message` on the clock of the receiver."""
-        raised = message["raised_at"]
-        times = {"ended_at": now - message["ended_at"], "raised_at": None if raised is None else now - raised}
-        return cls(**{**message, **times})
+    def on_another_clock(self, ahead_s: float, *, host: str) -> "RankEnd":
+        """The same on ``host``, on a clock that is ``ahead_s`` seconds ahead of that of its times."""
+        raised = None if self.raised_at is None else self.raised_at + ahead_s
+        return replace(self, ended_at=self.ended_at + ahead_s, raised_at=raised, host=host)
 
 
 @dataclass(frozen=True)
 class HostLoss:
-    """A host no longer heard, ``last_heard`` on the clock of the reader; ``how`` completes 'host X ...'."""
+    """A host no longer heard, ``last_heard`` on the clock of the reader."""
 
-    host: str
-    node_rank: int
     last_heard: float
-    how: str
-
-    def describe(self) -> str:
-        """One sentence for the terminal."""
-        where = f"host {self.host} (node {self.node_rank})"
-        return f"deepspeed: {where} {self.how}; the ranks of all other hosts have been stopped\n"
+    verdict: Verdict
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The exit status of a job on every host, and the last words on the terminal (empty after a good end)."""
+def lost(host: str, node: int, how: str) -> Verdict:
+    """The verdict on a job whose ``host`` is lost; ``how`` completes 'host X ...'."""
+    where = f"host {host} (node {node})"
+    return Verdict(LOST_HOST_STATUS, f"deepspeed: {where} {how}; the ranks of all other hosts have been stopped\n")
 
-    status: int
-    text: str = ""
+
+def interrupted(number: int) -> Verdict:
+    """The verdict on a job that was sent signal ``number``."""
+    return Verdict(128 + number, f"deepspeed: all ranks have been stopped after {signal_name(number)}\n")
 
 
 def signal_name(number: int) -> str:
     """``SIGKILL`` for 9; the number itself when it has no name."""
     return next((known.name for known in signal.Signals if known == number), str(number))
-
-
-def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
-    """Return the end that caused the others; ``ends`` holds the failed ranks only and at least one."""
-    return min(ends, key=lambda end: (end.is_consequence, end.failed_at, end.rank))
 
 
 def shell_status(exitcode: int) -> int:
@@ -108,9 +93,7 @@ def judge(ends: Sequence[RankEnd], losses: Sequence[HostLoss], *, show_traceback
     Ranks that failed after a host was last heard failed because of it: their connections to that host broke.
     """
     loss = min(losses, key=lambda loss: loss.last_heard, default=None)
-    cause = first_failure(ends) if ends else None
+    cause = min(ends, key=lambda end: (end.is_consequence, end.failed_at, end.rank), default=None)
     if loss and (cause is None or cause.is_consequence or cause.failed_at > loss.last_heard - UNSTAMPED_LEAD_S):
-        return Verdict(LOST_HOST_STATUS, loss.describe())
-    if cause is not None:
-        return Verdict(shell_status(cause.true_exitcode), cause.describe(show_traceback=show_traceback))
-    return Verdict(0)
+        return loss.verdict
+    return cause.verdict(show_traceback=show_traceback) if cause is not None else Verdict(0)

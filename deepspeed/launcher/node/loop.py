@@ -1,0 +1,103 @@
+"""What the launchers and the command wait for: one queue of events for each, signals among them."""
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from deepspeed.errors import UsageError
+
+TICK_S = 0.5
+FAILURE_GRACE_S = 2.0  # how long survivors of a failed rank may take to end
+LOSS_GRACE_S = 1.0  # the same after a lost host, which took the silence limit to be noticed
+SIGNAL_GRACE_S = 10.0  # how long all ranks may take after Ctrl-C or SIGTERM; a second signal ends them at once
+
+Post = Callable[..., None]
+Message = Mapping[str, Any]  # between launchers, with a ``kind``
+
+
+class EventLoop:
+    """One queue of events and one thread that acts on them, in methods ``_on_KIND``, so that these need no lock.
+
+    Beside what is posted there are ``tick`` every ``tick_s`` seconds and ``deadline`` when ``deadline`` has come.
+    """
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._next_tick = 0.0
+        self._signalled = False
+        self.tick_s = TICK_S
+        self.deadline: float | None = None
+
+    def post(self, kind: str, *values: Any) -> None:
+        """Add an event; any thread may, and a signal handler."""
+        self._events.put((kind, values))
+
+    def handle_next(self) -> None:
+        """Wait for the next event, and act on it."""
+        wake = self._next_tick if self.deadline is None else min(self._next_tick, self.deadline)
+        try:
+            kind, values = self._events.get(timeout=max(0.0, wake - time.monotonic()))
+        except queue.Empty:
+            kind, values = "tick", ()
+            if self.deadline == wake:
+                kind, self.deadline = "deadline", None
+            else:
+                self._next_tick = time.monotonic() + self.tick_s
+        getattr(self, f"_on_{kind}")(*values)
+
+    def _on_signal(self, number: int) -> None:
+        """A signal that this process was sent: the first leaves the ranks time, as the user reads; a second none."""
+        again, self._signalled = self._signalled, True
+        if not again:
+            name, wait = signal.Signals(number).name, f"waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end"
+            with contextlib.suppress(OSError):
+                os.write(2, f"deepspeed: {name} received; {wait}\n".encode())
+        self._on_interrupt(number, again)
+
+    def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001 - a value of an event
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def signals_to(receive: Callable[[signal.Signals], None], *more: signal.Signals) -> Iterator[None]:
+    """Within the block the signals that end a job, and ``more``, call ``receive``, which must be safe in a handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # a client's thread: its main thread keeps the signals
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *more)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        # Under nohup SIGHUP is ignored, and stays so.
+        if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: receive(signal.Signals(number)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _seconds_from(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{variable}={text} is not a number of seconds; unset it for {default:g}")
+    return seconds
+
+
+def silence_limit() -> float:
+    """Seconds without a sign of life after which a node counts as lost. Raises UsageError for another text."""
+    return _seconds_from("DS_HOST_TIMEOUT_S", 10.0)
+
+
+def join_limit() -> float:
+    """Seconds that the nodes of one job wait for each other: people and schedulers start them minutes apart."""
+    return _seconds_from("DS_JOIN_TIMEOUT_S", 300.0)
