@@ -2,8 +2,7 @@
 
 from types import ModuleType as _Module
 
-from deepspeed.config.model.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
-from deepspeed.config.model.training import (
+from deepspeed.config.model.blocks import (
     ActivationCheckpointingConfig as ActivationCheckpointingConfig,
     Bf16Config as Bf16Config,
     DataTypesConfig as DataTypesConfig,
@@ -12,6 +11,7 @@ from deepspeed.config.model.training import (
     SchedulerConfig as SchedulerConfig,
     TorchAutocastConfig as TorchAutocastConfig,
 )
+from deepspeed.config.model.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
 from deepspeed.config.model.zero import (
     LeafModuleConfig as LeafModuleConfig,
     OffloadConfig as OffloadConfig,

@@ -12,6 +12,9 @@ BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 def guarded(prog: str, run: Callable[[], int]) -> int:
     """The exit status: that of ``run``, or 2 for wrong input and failures, 130 for Ctrl-C, 141 when no one reads on."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the program
+            setattr(sys, name, io.StringIO())
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
     try:
@@ -19,7 +22,8 @@ def guarded(prog: str, run: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while it ends
+        for stream in (sys.stdout, sys.stderr):  # or the interpreter complains while it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return BROKEN_PIPE
     except (DeepSpeedError, OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: {error}\n")

@@ -102,7 +102,7 @@ def owner(path: str) -> str:
     """A name whose parameters include ``path``."""
     part, _, key = path.split(".")
     names = OPTIMIZER_NAMES if part == "optimizer" else SCHEDULER_NAMES
-    return next(name for name in names if (taken := accepts(part, name)) is not None and key in taken.names)
+    return next(name for name in names if (taken := accepts(part, name)) is not None and key in taken)
 
 
 def document(path: str, value: Any) -> dict[str, Any]:
@@ -112,10 +112,8 @@ def document(path: str, value: Any) -> dict[str, Any]:
         part, name = path.partition(".")[0], owner(path)
         flat[f"{part}.type"] = name
         taken = accepts(part, name)
-        beside = [f"{part}.params.{key}" for key in taken.names]
+        beside = [f"{part}.params.{key}" for key in taken]
         flat |= {key: 1 for key in beside if key in PARAM_FIELDS and PARAM_FIELDS[key].default == REQUIRED}
-        if path.rpartition(".")[2] in taken.on_host:
-            flat |= {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 1}
     block = re.match(r"zero_optimization\.(offload_\w+|zenflow)\.", path)
     if block is not None:
         flat |= {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"}

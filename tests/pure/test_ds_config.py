@@ -349,7 +349,7 @@ def test_init_replaces_nothing_unasked(tmp_path: Path, capsys: pytest.CaptureFix
     assert (status, out) == (2, "") and "--force" in err and Path(path).read_text() == "mine"
     assert run(capsys, "init", "-o", path, "--force")[0] == 0 and Path(path).read_text() == starter("finetune")
     status, _, err = run(capsys, "init", "-o", str(tmp_path / "no" / "where.json"))
-    assert status == 2 and "cannot be written" in err
+    assert status == 2 and "No such file" in err and "where.json" in err
     assert run(capsys, "init", "--goal", "world peace")[0] == 2
 
 
@@ -422,7 +422,7 @@ def test_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "examine", interrupt)
-    assert run(capsys, "check", written(tmp_path, {})) == (130, "", "")
+    assert run(capsys, "check", written(tmp_path, {}))[:2] == (130, "")
 
 
 def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deepspeed.config.model.optim_params import accepts
 from deepspeed.config.model.zero import OffloadDeviceEnum
 
 if TYPE_CHECKING:
@@ -67,12 +66,6 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     yield optimizer is not None and stage == 0, f"{_ZERO}.offload_optimizer", text
     text = f"needs stage 3; the stage is {stage}."
     yield zero.pipeline_loading_checkpoint and stage != 3, f"{_ZERO}.pipeline_loading_checkpoint", text
-    taken = accepts("optimizer", cfg.optimizer.type) if cfg.optimizer is not None else None
-    if cfg.optimizer is not None and taken is not None:
-        absent, how = (taken.on_device, "with") if optimizer is not None else (taken.on_host, "without")
-        text = f"is not a setting of {cfg.optimizer.type} {how} {_ZERO}.offload_optimizer."
-        for name in cfg.optimizer.params:
-            yield name in absent, f"optimizer.params.{name}", text
 
 
 def _group_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:

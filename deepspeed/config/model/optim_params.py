@@ -4,7 +4,7 @@ The names are those of the constructors in ``deepspeed.optim``, which a test com
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -18,10 +18,9 @@ from deepspeed.config.model.values import (
     Int,
     Num,
     Positive,
-    inert,
+    Support,
     is_auto,
     key,
-    not_yet,
     quoted_hint,
 )
 
@@ -78,13 +77,13 @@ class OptimizerParams(Block):
     adam_w_mode: Flag = key(True, "Decoupled weight decay for type Adam; AdamW always has it.")
     bias_correction: Flag = key(True, "Correct the bias of young moments (Adam, AdamW, Lamb).")
     amsgrad: Flag = key(False, "Divide by the largest second moment so far; chooses torch's Adam.")
-    set_grad_none: Flag = inert(True, "zero_grad() drops gradients.", "the engine resets its gradient buffers itself")
-    fp32_optimizer_states: Flag = inert(True, "The host optimizer keeps its moments in fp32.", "they always are")
+    set_grad_none: Flag = key(True, "zero_grad() drops gradients.", Support.INERT, "the engine resets the gradients")
+    fp32_optimizer_states: Flag = key(True, "Keep the moments in fp32 on the host.", Support.INERT, "they always are")
     momentum: Decay = key(0.95, "Momentum of Muon (0.95), or of a torch optimizer that has one (SGD: 0).")
     muon_lr: Rate | None = key(None, "Learning rate of the matrices under Muon; lr when absent.")
     adam_lr: Rate | None = key(None, "Learning rate of everything else under Muon; lr when absent.")
     ns_method: Literal["gram", "standard"] = key("gram", "Muon orthogonalises on the Gram matrix, or on the matrix.")
-    per_head_muon: Flag = not_yet(False, "Muon orthogonalises each attention head by itself.")
+    per_head_muon: Flag = key(False, "Muon orthogonalises each attention head by itself.", Support.NOT_YET)
     max_coeff: Rate = key(10.0, "Upper limit of Lamb's trust ratio.")
     min_coeff: Rate = key(0.01, "Lower limit of Lamb's trust ratio.")
     eps_inside_sqrt: Flag = key(False, "Lamb adds eps under the square root instead of after it.")
@@ -137,33 +136,18 @@ PARAM_FIELDS: Mapping[str, FieldInfo] = {
 }
 
 
-class Accepts(NamedTuple):
-    """The parameter names of one optimizer or schedule; two kinds hold without and with optimizer offload only."""
-
-    always: tuple[str, ...]
-    on_device: tuple[str, ...] = ()
-    on_host: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All of them."""
-        return (*self.always, *self.on_device, *self.on_host)
-
-
 _TORCH_ADAM = ("fused", "maximize", "capturable", "differentiable")
 _COMMON = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad")
-_ADAM = Accepts(
-    (*_COMMON, "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states", *_TORCH_ADAM), ("set_grad_none",)
-)
+_ADAM = (*_COMMON, "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states", "set_grad_none", *_TORCH_ADAM)
 _MUON = ("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "ns_method", "per_head_muon")
-_ADAGRAD = ("lr_decay", "initial_accumulator_value"), ("amsgrad", "fp32_optimizer_states")
-_OPTIMIZERS: Mapping[str, Accepts] = {
+_ADAGRAD = ("lr_decay", "initial_accumulator_value", "amsgrad", "fp32_optimizer_states")
+_OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "adam": _ADAM,
     "adamw": _ADAM,
-    "adagrad": Accepts(("lr", "eps", "weight_decay"), *_ADAGRAD),
-    "lion": Accepts(("lr", "betas", "weight_decay"), ("set_grad_none",), ("fp32_optimizer_states",)),
-    "lamb": Accepts((*_COMMON, "eps_inside_sqrt", "max_coeff", "min_coeff")),
-    "muon": Accepts((*_MUON, "torch_adam", "adam_w_mode", "foreach")),
+    "adagrad": ("lr", "eps", "weight_decay", *_ADAGRAD),
+    "lion": ("lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states"),
+    "lamb": (*_COMMON, "eps_inside_sqrt", "max_coeff", "min_coeff"),
+    "muon": (*_MUON, "torch_adam", "adam_w_mode", "foreach"),
 }
 _RATES = ("warmup_min_lr", "warmup_max_lr")
 _WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
@@ -177,12 +161,14 @@ _SCHEDULES: Mapping[str, tuple[str, ...]] = {
 """What the names of the settings begin with."""
 
 
-def accepts(part: Part, name: str) -> Accepts | None:
-    """What the optimizer (in any case) or schedule takes; None for one that checks its own settings, or is unknown."""
+def accepts(part: Part, name: str) -> tuple[str, ...] | None:
+    """What the optimizer (in any case) or schedule takes, all that one of its classes takes for an optimizer; None for
+    one that checks its own settings, or is unknown.
+    """
     if part == "optimizer":
         return _OPTIMIZERS.get(name.lower())
     heads = _SCHEDULES.get(name)
-    return Accepts(tuple(key for key in SchedulerParams.model_fields if key.startswith(heads))) if heads else None
+    return tuple(key for key in SchedulerParams.model_fields if key.startswith(heads)) if heads else None
 
 
 def _unknown_type(part: Part, name: str) -> str:
@@ -208,7 +194,7 @@ def _objection(part: Part, owner: str, name: str, value: Any) -> str:
     if removed := removed_key(path):
         return removed
     if taken is not None:
-        return "" if name in taken.names else unknown_key(path, taken.names, f"{owner} has no such setting", most=99)
+        return "" if name in taken else unknown_key(path, taken, f"{owner} has no such setting", most=99)
     numeric = part == "optimizer" and name in ("lr", "weight_decay", "momentum", "muon_lr", "adam_lr")
     hint = quoted_hint(value)
     wrong = hint or (numeric and isinstance(value, str | bool))
@@ -225,13 +211,13 @@ def check_params(part: Part, block: Any, report: Judgement, *, lenient: bool) ->
         return
     if unknown := _unknown_type(part, name):
         report.fault(f"{part}.type", f"{part}.type {unknown}")
-    known, head = {}, f"{part}.params"
+    known, head, taken = {}, f"{part}.params", accepts(part, name)
     for key_, value in params.items():
         if lenient and (is_auto(value) or f"{head}.{key_}" == _NORM):
             continue
         if objection := _objection(part, name, key_, value):
             report.fault(f"{head}.{key_}", objection)
-        elif accepts(part, name) is not None:
+        elif taken is not None:
             known[key_] = value
     try:
         PARAM_BLOCKS[part].model_validate(known)
@@ -239,8 +225,7 @@ def check_params(part: Part, block: Any, report: Judgement, *, lenient: bool) ->
         for fault in error.errors(include_url=False):
             path = f"{head}.{fault['loc'][0]}"
             report.fault(path, f"{path} {wrong_value(fault['type'], fault['msg'], fault['input'])}")
-    taken = accepts(part, name)
-    for key_ in taken.names if taken is not None and not lenient else ():
+    for key_ in taken if taken is not None and not lenient else ():
         if PARAM_BLOCKS[part].model_fields[key_].default == REQUIRED and key_ not in params:
             report.fault(head, f"{head}.{key_} is required by {name}.")
     for key_, text in _between(name.lower(), params) if part == "optimizer" else ():

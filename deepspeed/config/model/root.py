@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 
 from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, nearest, unknown_key
 from deepspeed.config.explain.rules import rule_violations
-from deepspeed.config.model import services, training, unread
+from deepspeed.config.model import blocks, unread
 from deepspeed.config.model.batch import BATCH_KEYS, TRAIN, resolve_batch
 from deepspeed.config.model.optim_params import Part, check_params
 from deepspeed.config.model.removed import removed_key, removed_parts
@@ -31,7 +31,7 @@ from deepspeed.config.parse import ConfigSource, read_source
 from deepspeed.errors import BatchConfigError, DeepSpeedConfigError
 from deepspeed.observe.log import logger
 
-_Activations = training.ActivationCheckpointingConfig
+_Activations = blocks.ActivationCheckpointingConfig
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 _NAMED_BLOCKS: tuple[Part, ...] = ("optimizer", "scheduler")
 _DEEPEST = 64  # levels; a dict that contains itself has no end
@@ -101,23 +101,23 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     gradient_predivide_factor: Num = key(1.0, "Divide by this before the reduction, by the rest after it.", gt=0)
     gradient_allreduce_op: _MeanOrSum = key("mean", "Mean or sum of gradients over data-parallel ranks.")
     communication_data_type: OptionalDtype = key(None, "Dtype of gradients between ranks; null follows the parameters.")
-    optimizer: training.OptimizerConfig | None = None
-    scheduler: training.SchedulerConfig | None = None
-    fp16: training.Fp16Config = Field(default_factory=training.Fp16Config)
-    bf16: training.Bf16Config = Field(default_factory=training.Bf16Config)
-    torch_autocast: training.TorchAutocastConfig = Field(default_factory=training.TorchAutocastConfig)
-    data_types: training.DataTypesConfig = Field(default_factory=training.DataTypesConfig)
-    activation_checkpointing: _Activations = Field(default_factory=training.ActivationCheckpointingConfig)
+    optimizer: blocks.OptimizerConfig | None = None
+    scheduler: blocks.SchedulerConfig | None = None
+    fp16: blocks.Fp16Config = Field(default_factory=blocks.Fp16Config)
+    bf16: blocks.Bf16Config = Field(default_factory=blocks.Bf16Config)
+    torch_autocast: blocks.TorchAutocastConfig = Field(default_factory=blocks.TorchAutocastConfig)
+    data_types: blocks.DataTypesConfig = Field(default_factory=blocks.DataTypesConfig)
+    activation_checkpointing: _Activations = Field(default_factory=blocks.ActivationCheckpointingConfig)
     zero: ZeroConfig = Field(default_factory=ZeroConfig, alias="zero_optimization")
-    aio: services.AioConfig = Field(default_factory=services.AioConfig)
-    checkpoint: services.CheckpointConfig = Field(default_factory=services.CheckpointConfig)
-    comet: services.CometConfig = Field(default_factory=services.CometConfig)
-    comms_logger: services.CommsLoggerConfig = Field(default_factory=services.CommsLoggerConfig)
-    csv_monitor: services.CsvMonitorConfig = Field(default_factory=services.CsvMonitorConfig)
-    memory: services.MemoryConfig = Field(default_factory=services.MemoryConfig)
-    tensorboard: services.TensorBoardConfig = Field(default_factory=services.TensorBoardConfig)
-    timers: services.TimersConfig = Field(default_factory=services.TimersConfig)
-    wandb: services.WandbConfig = Field(default_factory=services.WandbConfig)
+    aio: blocks.AioConfig = Field(default_factory=blocks.AioConfig)
+    checkpoint: blocks.CheckpointConfig = Field(default_factory=blocks.CheckpointConfig)
+    comet: blocks.CometConfig = Field(default_factory=blocks.CometConfig)
+    comms_logger: blocks.CommsLoggerConfig = Field(default_factory=blocks.CommsLoggerConfig)
+    csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
+    memory: blocks.MemoryConfig = Field(default_factory=blocks.MemoryConfig)
+    tensorboard: blocks.TensorBoardConfig = Field(default_factory=blocks.TensorBoardConfig)
+    timers: blocks.TimersConfig = Field(default_factory=blocks.TimersConfig)
+    wandb: blocks.WandbConfig = Field(default_factory=blocks.WandbConfig)
 
     @property
     def compute_dtype(self) -> DtypeName:

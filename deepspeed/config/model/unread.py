@@ -27,12 +27,12 @@ from deepspeed.config.model.values import (
     Num,
     PathText,
     Positive,
+    Support,
     Text,
     UpperCase,
     dtype_name,
     freeze,
-    inert,
-    not_yet,
+    key,
 )
 
 if TYPE_CHECKING:  # some of the models that ``_block`` makes: those that other modules inherit
@@ -102,7 +102,10 @@ def _type(words: str | list[Any], default: Any) -> Any:
 def _field(default: Any, meaning: str, block: Mapping[str, Any], further: dict[str, Any]) -> Any:
     """Why a key is inert stands in its own row, or in that of its block."""
     note = further.pop("inert", None if "note" in further else block.get("inert"))
-    return not_yet(default, meaning, **further) if note is None else inert(default, meaning, note)
+    if note is not None:
+        return key(default, meaning, Support.INERT, note)
+    gate, off = further["gate"], tuple(further.get("off", ()))
+    return key(default, meaning, Support.NOT_YET, further.get("note", ""), gate, off)
 
 
 def _block(path: str, rows: dict[str, Any], gate: str = "") -> Any:

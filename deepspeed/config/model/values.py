@@ -55,7 +55,7 @@ class Key:
     @staticmethod
     def of(info: FieldInfo) -> "Key":
         """What the field of a block says of its key."""
-        return info.json_schema_extra if isinstance(info.json_schema_extra, Key) else Key(info.description or "")
+        return info.json_schema_extra if isinstance(info.json_schema_extra, Key) else Key("")
 
     @property
     def text(self) -> str:
@@ -68,19 +68,9 @@ class Key:
         schema["description"] = self.text
 
 
-def key(default: Any, meaning: str, **more: Any) -> Any:
-    """A field whose key is honoured; ``more`` is what pydantic's Field takes."""
-    return Field(default, description=meaning, **more)
-
-
-def inert(default: Any, meaning: str, note: str) -> Any:
-    """A field whose key is accepted without effect."""
-    return Field(default, description=meaning, json_schema_extra=Key(meaning, Support.INERT, note))
-
-
-def not_yet(default: Any, meaning: str, note: str = "", *, gate: str = "", off: tuple[Any, ...] = ()) -> Any:
-    """A field whose key is refused when it asks for something."""
-    return Field(default, description=meaning, json_schema_extra=Key(meaning, Support.NOT_YET, note, gate, off))
+def key(default: Any, meaning: str, *facts: Any, **more: Any) -> Any:
+    """A field; ``facts`` are the further ones of its ``Key``, ``more`` is what pydantic's Field takes."""
+    return Field(default, description=meaning, json_schema_extra=Key(meaning, *facts), **more)
 
 
 def is_auto(value: Any) -> bool:

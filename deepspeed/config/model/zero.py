@@ -19,7 +19,7 @@ from deepspeed.config.model.values import (
     Num,
     PathText,
     Positive,
-    inert,
+    Support,
     is_auto,
     key,
     whole_number,
@@ -32,6 +32,8 @@ _LEAF_CLASSES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
 _MAX_INT64 = 2**63 - 1
+_OWN_PART = "every rank reads only its own part"
+_SCATTERS = "sharded gradients always are; false only lifts the limits on prescale_gradients and predividing"
 
 
 def _shard_group(value: Any) -> Any:
@@ -39,6 +41,10 @@ def _shard_group(value: Any) -> Any:
     if count == 0 or count < -1:
         raise ValueError(f"must be -1 (off) or the ranks of one shard group, not {count}")
     return count
+
+
+_ShardGroup = Annotated[int, BeforeValidator(_shard_group)]
+_Divergence = Literal["tolerate", "error", "assume_none"]
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -104,46 +110,30 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     "error", or "assume_none" and skip the check).
     """
 
-    stage: Int = key(
-        0, "Sharded over ranks: 1 optimizer states, 2 and gradients, 3 and parameters; 0 nothing.", ge=0, le=3
-    )
-    reduce_scatter: Flag = inert(
-        True,
-        "Reduce gradients to their owners instead of to all.",
-        "sharded gradients always are; false only lifts the limits on prescale_gradients and predividing",
-    )
+    stage: Int = key(0, "Shard: 1 optimizer states, 2 and gradients, 3 and parameters; 0 nothing.", ge=0, le=3)
+    reduce_scatter: Flag = key(True, "Reduce gradients to their owners instead of to all.", Support.INERT, _SCATTERS)
     reduce_bucket_size: Positive = key(500_000_000, "Elements of small modules packed into one unit of communication.")
     overlap_comm: Flag | None = key(None, "Communicate beside computation; only false switches it off.")
     compute_grad_norm: Flag = key(True, "Compute the norm of all gradients at each update; false saves a reduction.")
     sub_group_size: Count = key(10**9, "Elements per tile of an update that rests on a drive; absent means 2,097,152.")
-    zero_hpz_partition_size: Count = key(
-        1, "Ranks that hold one copy of the parameters; the other states spread wider."
-    )
-    prefetch_bucket_size: Count = key(
-        50_000_000, "Elements gathered ahead of their use; the next unit always is, unless 0."
-    )
+    zero_hpz_partition_size: Count = key(1, "Ranks that hold one copy of the parameters; other states spread wider.")
+    prefetch_bucket_size: Count = key(50_000_000, "Elements gathered ahead of use; the next unit always is, unless 0.")
     param_persistence_threshold: Count = key(100_000, "Parameters with fewer elements stay whole on every rank.")
     model_persistence_threshold: Count = key(_MAX_INT64, "Most elements, over all parameters, that may stay whole.")
     max_live_parameters: Count = key(10**9, "Most gathered elements that may wait for their next use.")
     max_reuse_distance: Count = key(10**9, "Keep parameters used again within so many elements; absent releases them.")
     gather_16bit_weights_on_model_save: Flag = key(False, "Let save_16bit_model gather the weights under stage 3.")
     allgather_sequential: Flag = key(False, "Gather little ahead: the same as a prefetch_bucket_size of 1.")
-    pipeline_loading_checkpoint: Flag = inert(
-        False, "Ranks of a node read a checkpoint one after another.", "every rank reads only its own part"
-    )
+    pipeline_loading_checkpoint: Flag = key(False, "Ranks of a node read one after another.", Support.INERT, _OWN_PART)
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
-    offload_param: OffloadParamConfig | None = key(
-        None, "Where sharded parameters rest; absent, null, false: the device."
-    )
+    offload_param: OffloadParamConfig | None = key(None, "Where sharded parameters rest; absent or false: the device.")
     offload_optimizer: OffloadOptimizerConfig | None = key(
-        None, "Where optimizer states rest; absent, null, false: device."
+        None, "Where optimizer states rest; absent or false: device."
     )
-    mics_shard_size: Annotated[int, BeforeValidator(_shard_group)] = key(
+    mics_shard_size: _ShardGroup = key(
         -1, "Ranks that hold one copy of all states between them (MiCS); -1 for all ranks."
     )
-    divergence: Literal["tolerate", "error", "assume_none"] = key(
-        "tolerate", "When ranks take different branches: tolerate them, error, or assume_none (no check)."
-    )
+    divergence: _Divergence = key("tolerate", "Ranks that take different branches: tolerate, error, or no check.")
 
     @field_validator("offload_param", "offload_optimizer")
     @classmethod

@@ -1,7 +1,6 @@
 """The ``ds_config`` command: check a configuration, show what it comes to, or start one. Imports no torch."""
 
 import argparse
-import io
 import json
 import os
 import re
@@ -12,9 +11,9 @@ from pathlib import Path
 from deepspeed.config.explain.check import Findings, examine
 from deepspeed.config.explain.show import as_json, dtypes_text, values_text
 from deepspeed.config.parse import ConfigSource, read_source, text_source
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.observe.program import BAD_INPUT, guarded, say
 
-FAULTY = 2
 STARTERS = Path(__file__).parent / "starters"
 """The files that ``ds_config init`` writes, one per goal: each is valid as it stands."""
 
@@ -84,7 +83,7 @@ def _check(args: argparse.Namespace) -> int:
     for name in args.files:
         findings = _examined(name, args, resolved=args.resolved)
         if findings.config is None:
-            status = FAULTY
+            status = BAD_INPUT
             continue
         notes = list(findings.notes)
         if findings.autos:
@@ -99,7 +98,7 @@ def _show(args: argparse.Namespace) -> int:
     (name,) = args.files
     findings = _examined(name, args)
     if findings.config is None:
-        return FAULTY
+        return BAD_INPUT
     if args.json:
         text = json.dumps(as_json(findings), indent=1, default=str)
     elif args.dtypes:
@@ -107,7 +106,7 @@ def _show(args: argparse.Namespace) -> int:
     else:
         table, notes = values_text(findings, everything=args.all), "".join(f"\nnote: {note}" for note in findings.notes)
         text = f"{name}: {_summary(findings)}\n\n{table}\n\ndtypes\n{dtypes_text(findings)}\n{notes}".rstrip("\n")
-    sys.stdout.write(text + "\n")
+    say(text)
     return 0
 
 
@@ -119,33 +118,15 @@ def _init(args: argparse.Namespace) -> int:
     try:
         with open(args.output, "w" if args.force else "x", encoding="utf-8") as file:
             file.write(text)
-    except OSError as error:
-        why = f"cannot be written: {error.strerror or error}"
-        why = "is there already; --force replaces it" if isinstance(error, FileExistsError) else why
-        sys.stderr.write(f"{args.output} {why}\n")
-        return FAULTY
+    except FileExistsError:
+        raise UsageError(f"{args.output} is there already; --force replaces it") from None
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 2 for faults and wrong usage."""
     args = build_parser().parse_args(argv)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started the program
-            setattr(sys, name, io.StringIO())
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # file names and keys may hold what the terminal cannot show
-    try:
-        status = {"check": _check, "show": _show, "init": _init}[args.command](args)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader left. Without this the interpreter would complain once more when it closes the streams.
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return 141
+    return guarded("ds_config", lambda: {"check": _check, "show": _show, "init": _init}[args.command](args))
 
 
 if __name__ == "__main__":
