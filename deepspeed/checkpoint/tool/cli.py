@@ -46,13 +46,14 @@ def _size(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandLine("ds_checkpoint", __doc__)
+    parser = CommandLine(prog="ds_checkpoint", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(
         name: str, run: Callable[[argparse.Namespace], int], text: str, *positional: str
     ) -> Callable[..., object]:
-        sub = commands.add_parser(name, help=text, text=_DIFF_HELP if name == "diff" else text)
+        description = _DIFF_HELP if name == "diff" else text
+        sub = commands.add_parser(name, help=text, description=description, allow_abbrev=False)
         sub.set_defaults(run=run)
         for word in positional:
             sub.add_argument(word, metavar="CKPT" if word == "checkpoint" else word.upper())

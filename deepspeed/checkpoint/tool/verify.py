@@ -37,7 +37,10 @@ def _tensors(folder: Path, manifest: Manifest) -> list[str]:
             wrong.append(f"{name}: has {size} bytes, not {nbytes}")
     boxes = [(box, entry) for entry in manifest.entries.values() for box in entry.boxes]
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-    with ChunkReader(folder) as reader, progress("verify", sum(box.extent for box, _ in boxes)) as advance:
+    with (
+        contextlib.closing(ChunkReader(folder)) as reader,
+        progress("verify", sum(box.extent for box, _ in boxes)) as advance,
+    ):
         for entry in manifest.entries.values():
             for gap in entry.faults():
                 what = "is missing" if gap.times == 0 else f"is stored {gap.times} times"
