@@ -29,7 +29,7 @@ from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
 from deepspeed.zero.client.consolidate import consolidated_state_dict
 from deepspeed.zero.client.gathered import GatheredParameters
-from deepspeed.zero.client.offload_states import Relocation
+from deepspeed.zero.client.offload_states import leave_device
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
@@ -77,7 +77,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._destroyed = self._over_limit = self._lent = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._norm: float | None = None
-        self._relocation = Relocation(parts.units, optimizer)
+        self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._start_timing(config)
         self._start_checkpoints()
         self.runtime.window_ends = self.is_gradient_accumulation_boundary
@@ -430,14 +430,15 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
         self.runtime.gradients.withdraw()
         self.runtime.gradients.land_all()
-        self._relocation.leave(include, pin=pin_memory and self.device.type != "cpu")
+        pin = pin_memory and self.device.type != "cpu"
+        leave_device(self._way_back, self.runtime.units, self.basic_optimizer, include, pin=pin)
         self._lent = True
         if self.device.type != "cpu":
             get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what ``offload_states`` moved."""
-        self._relocation.come_back()
+        self._way_back.close()
         self._lent = False
 
     # -- errors and the end ---------------------------------------------------------------------------------------
@@ -495,7 +496,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         )
         together = not collective or meet_at_end(self.mesh)
         failed = self._end_save(together=together)
-        self._relocation.come_back()
+        self._way_back.close()
         self._destroyed = True
         self._lasting.close()
         self._parts.hooks.remove()

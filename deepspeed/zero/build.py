@@ -20,8 +20,16 @@ from deepspeed.zero.facts import UnitFacts, castable
 from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
-from deepspeed.zero.memory.budget import MemoryPlan, UnitSize, Widths
-from deepspeed.zero.memory.fit import Fitted, RankMemory, doubt, fit, limits_of, limits_present
+from deepspeed.zero.memory.fit import (
+    Fitted,
+    MemoryPlan,
+    RankMemory,
+    UnitSize,
+    Widths,
+    fit,
+    limits_of,
+    limits_present,
+)
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, local_of, mark_zero_parameter
 from deepspeed.zero.partition import UnitSpec, partition
@@ -144,7 +152,7 @@ def _fitted(
     if not limits.host and any(s.row.rests_on(Tier.HOST) or s.row.rests_on(Tier.NVME) for s in sizes):
         limits = replace(present, device=limits.device, device_used=limits.device_used)
     fitted = fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
-    for text in filter(None, (fitted.moved, doubt(present, fitted.memory))):
+    for text in filter(None, (fitted.moved, present.doubt(fitted.memory))):
         log_dist(text, level=logging.WARNING)
     return fitted
 

@@ -70,7 +70,7 @@ class Gradients:
         grad = take_gradient(param)
         if grad is None:
             return
-        target = unit.view(self._partial(unit), segment)
+        target = unit.view(unit.open_partial(self._partial_dtype(unit)), segment)
         factor = unit.facts.before * self.scale
         if position in unit.fired:
             target.add_(grad, alpha=factor)
@@ -91,8 +91,8 @@ class Gradients:
                     self.pack(unit, position)
         return self.any()
 
-    def _partial(self, unit: Unit) -> torch.Tensor:
-        return unit.open_partial(self._wire_dtype(unit) if self.reduces_now(unit) else self._accum_dtype(unit))
+    def _partial_dtype(self, unit: Unit) -> torch.dtype:
+        return self._wire_dtype(unit) if self.reduces_now(unit) else self._accum_dtype(unit)
 
     def reduces_now(self, unit: Unit) -> bool:
         """Whether contributions of the running backward travel at once, or stay PARTIAL for a later one."""
@@ -117,10 +117,7 @@ class Gradients:
         """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
         if unit in self._shown:
             self.withdraw()
-        self._partial(unit)
-        partial = unit.take_partial()
-        assert partial is not None
-        partial = partial.to(self._wire_dtype(unit))
+        partial = unit.take_partial(self._partial_dtype(unit)).to(self._wire_dtype(unit))
         if self._watch:
             self._probes.append((unit.index, _probe(partial)))
         while len(self._flying) >= self._in_flight:

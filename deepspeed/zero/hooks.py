@@ -263,17 +263,15 @@ class ModuleHooks:
 
     def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:
         """Release units with nothing left to train once the gradients of the block's inputs are known."""
-        tensors = [t for t in tensors_in(inputs) if t.requires_grad]
         frozen = [u for u in units if not u.trainable]
-        if not tensors or not frozen:
-            return
-        for unit in frozen:
-            unit.await_inputs(len(tensors))
+        tensors = [t for t in tensors_in(inputs) if t.requires_grad] if frozen else []
+        missing = len(tensors)
 
         def hook(_: torch.Tensor) -> None:
-            for unit in frozen:
-                if unit.input_arrived():
-                    self._runtime.backward_done(unit)
+            nonlocal missing
+            missing -= 1
+            for unit in frozen if missing == 0 else ():
+                self._runtime.backward_done(unit)
 
         for tensor in tensors:
             tensor.register_hook(hook)

@@ -6,6 +6,7 @@ change.
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from deepspeed.errors import OptimizerConfigError
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
+
+_PAGE_NUMEL = 4096  # tiles end where pages do, in any dtype
 
 
 @dataclass
@@ -58,21 +61,16 @@ class OptimView:
             base, _ = self.unit.range_of(StateKind.GRAD)
             source = self.unit.grad[self.start - base : self.stop - base]
         factor *= self.unit.facts.after
-        piece = source.view(self.param.shape)
-        piece = piece if piece.dtype == self.param.dtype else piece.to(self.param.dtype)
+        piece = source.view(self.param.shape).to(self.param.dtype)
         return piece if factor == 1.0 else piece.mul_(factor)
 
-    def frozen_parts(self, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of the view's ``values``, its copy) of parameters frozen later: momentum must not move them."""
-        if all(p.requires_grad for p in self.unit.params):
-            return []
-        flat, frozen = values.reshape(-1), []
-        for param, segment in zip(self.unit.params, self.unit.layout.segments, strict=True):
-            lo, hi = self.unit.layout.overlap(segment, self.start, self.stop)
-            if lo < hi and not param.requires_grad:
-                part = flat[lo - self.start : hi - self.start]
-                frozen.append((part, part.clone()))
-        return frozen
+    def frozen_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of the view's values, its copy) of parameters frozen later: momentum must not move them."""
+        layout, flat = self.unit.layout, self.param.detach().reshape(-1)
+        frozen = [s for p, s in zip(self.unit.params, layout.segments, strict=True) if not p.requires_grad]
+        spans = (layout.overlap(segment, self.start, self.stop) for segment in frozen)
+        parts = (flat[lo - self.start : hi - self.start] for lo, hi in spans if lo < hi)
+        return [(part, part.clone()) for part in parts]
 
 
 def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> list[OptimView]:
@@ -84,76 +82,56 @@ def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> 
     for unit in units:
         if unit.master is None:
             continue
-        start, stop = unit.range_of(StateKind.OPTIM)
-        whole = unit.layout.granularity is Granularity.PARAMETER
-        spans = _spans(unit, start, stop, whole=whole)
-        if unit.on_drive(StateKind.OPTIM) and not whole:
-            spans = [part for span in spans for part in _cut(span, start, tile_numel)]
-        for name, group, lo, hi, shape in spans:
+        start, _ = unit.range_of(StateKind.OPTIM)
+        for name, group, lo, hi, shape in _spans(unit, max(_PAGE_NUMEL, tile_numel // _PAGE_NUMEL * _PAGE_NUMEL)):
             if 0 <= group < group_count:
-                data = unit.master[lo - start : hi - start]
-                param = nn.Parameter(data if shape is None else data.view(shape))
+                param = nn.Parameter(unit.master[lo - start : hi - start].view(shape))
                 views.append(OptimView(unit, group, lo, hi, param, name))
                 unit.add_view(views[-1])
     return views
 
 
-_Span = tuple[str, int, int, int, tuple[int, ...] | None]
-_PAGE_NUMEL = 4096  # tiles end where pages do, in any dtype
+def _spans(unit: Unit, tile_numel: int) -> Iterator[tuple[str, int, int, int, tuple[int, ...]]]:
+    """Name, group, flat range and shape of each view: a parameter, or what is here of a group, on a drive in tiles.
 
-
-def _cut(span: _Span, base: int, tile_numel: int) -> list[_Span]:
-    """``span`` in tiles that end on page boundaries of the range that begins at ``base``."""
-    name, group, lo, hi, _ = span
-    each = max(_PAGE_NUMEL, tile_numel // _PAGE_NUMEL * _PAGE_NUMEL)
-    edges = [lo, *range(base + ((lo - base) // each + 1) * each, hi, each), hi]
-    return [(name, group, first, last, None) for first, last in itertools.pairwise(edges)]
-
-
-def _spans(unit: Unit, start: int, stop: int, *, whole: bool) -> list[_Span]:
-    spans: list[_Span] = []
-    for segment in unit.layout.segments:
-        lo, hi = unit.layout.overlap(segment, start, stop)
-        if lo >= hi:
-            continue
-        if whole:
-            spans.append((segment.name, segment.group, lo, hi, segment.shape))
-        elif spans and spans[-1][1] == segment.group:
-            # Padding between segments of a group holds zeros and zero gradients: a longer loop is cheaper than a cut.
-            name, group, first, _, _ = spans[-1]
-            spans[-1] = (name, group, first, hi, None)
-        else:
-            spans.append((f"{unit.name}[{segment.group}]", segment.group, lo, hi, None))
-    return spans
+    Padding between segments of a group holds zeros and zero gradients: a longer loop is cheaper than a cut. Tiles end
+    on page boundaries of this rank's range.
+    """
+    start, stop = unit.range_of(StateKind.OPTIM)
+    parts = [(s, *unit.layout.overlap(s, start, stop)) for s in unit.layout.segments]
+    parts = [(s, lo, hi) for s, lo, hi in parts if lo < hi]
+    if unit.layout.granularity is Granularity.PARAMETER:
+        yield from ((s.name, s.group, lo, hi, s.shape) for s, lo, hi in parts)
+        return
+    for group, those in itertools.groupby(parts, key=lambda part: part[0].group):
+        bounds = [bound for _, *both in those for bound in both]
+        lo, hi = bounds[0], bounds[-1]
+        first_edge = start + ((lo - start) // tile_numel + 1) * tile_numel
+        edges = range(first_edge, hi, tile_numel) if unit.on_drive(StateKind.OPTIM) else ()
+        for first, last in itertools.pairwise((lo, *edges, hi)):
+            yield f"{unit.name}[{group}]", group, first, last, (last - first,)
 
 
 def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:
     """Point the optimizer's groups at the views. Raises OptimizerConfigError when it has already taken steps."""
-    initial = _initial_state(optimizer)
+    initial = check_fresh(optimizer)
     optimizer.state.clear()
     for index, group in enumerate(optimizer.param_groups):
         group["params"][:] = [v.param for v in views if v.group == index]
-    for view in views:
-        if initial:
-            optimizer.state[view.param] = {key: _like(value, view.param) for key, value in initial[view.group].items()}
+    for view in views if initial else ():
+        optimizer.state[view.param] = {key: _like(value, view.param) for key, value in initial[view.group].items()}
 
 
-def check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptimizerConfigError when ``optimizer`` has already taken steps."""
-    _initial_state(optimizer)
+def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Raise OptimizerConfigError when ``optimizer`` has already taken steps.
 
-
-def _initial_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """One parameter's state per group of an optimizer that fills it at construction (torch's Adagrad); else nothing."""
+    Returns one parameter's state per group of an optimizer that fills it at construction (torch's Adagrad).
+    """
     if not optimizer.state:
         return {}
     steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
-    constant = all(
-        not isinstance(v, torch.Tensor) or v.numel() == 0 or bool((v == v.reshape(-1)[0]).all())
-        for state in optimizer.state.values()
-        for v in state.values()
-    )
-    if len(steps) != len(optimizer.state) or any(steps) or not constant:
+    tensors = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.numel())
+    if len(steps) != len(optimizer.state) or any(steps) or not all((v == v.reshape(-1)[0]).all() for v in tensors):
         raise OptimizerConfigError(
             f"the {type(optimizer).__name__} passed to initialize() has already taken steps (it holds state for "
             f"{len(optimizer.state)} tensors); pass a fresh optimizer, or load its state through the engine"

@@ -61,16 +61,15 @@ def take_step(
             return StepResult(math.inf, overflow=True)
     if rules.clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / rules.clip)
-    written = _update_everywhere(runtime, optimizer, views, tiles, units=units, factor=factor)
     ranges: dict[Unit, list[tuple[int, int]]] = {}
-    for view in written:
+    for view in _update(runtime, optimizer, views, tiles, units=units, factor=factor):
         ranges.setdefault(view.unit, []).append((view.start, view.stop))
     runtime.publish(units, ranges)
     runtime.gradients.clear(collected=True)
     return StepResult(norm, overflow=False)
 
 
-def _update_everywhere(
+def _update(
     runtime: Runtime,
     optimizer: torch.optim.Optimizer,
     views: list[OptimView],
@@ -79,49 +78,34 @@ def _update_everywhere(
     units: list[Unit],
     factor: float,
 ) -> list[OptimView]:
-    """The update, and where it fails what the other ranks wait for: a publication, or with ``tiles`` the bad news."""
+    """The optimizer's rule over everything: once over what is in memory, then tile by tile over what is on a drive.
+
+    Returns the views in memory whose PARAM at rest the optimizer has written in the same pass. Where it fails the other
+    ranks get what they wait for: a publication, or with ``tiles`` the bad news.
+    """
+    if tiles is None:
+        try:
+            return run_step(optimizer, views, optimizer.step, factor)
+        except Exception:
+            with contextlib.suppress(Exception):  # each rank may have written its part of PARAM, which others hold too
+                runtime.publish(units)
+            raise
     failure: Exception | None = None
     written: list[OptimView] = []
     try:
-        written = _update(optimizer, views, tiles, factor)
+        turns = Turns(optimizer)
+        resident = [v for v in views if v not in tiles]
+        if resident:
+            written = run_step(optimizer, resident, functools.partial(turns.take, resident), factor)
+        tiles.step(factor, turns)
     except Exception as error:
-        if tiles is None:  # each rank may have written its part of PARAM, which others hold too: they get what there is
-            with contextlib.suppress(Exception):
-                runtime.publish(units)
-            raise
         failure = error
-    failed = collectives.failures(failure, runtime.mesh.job) if tiles is not None else {}
+    failed = collectives.failures(failure, runtime.mesh.job)
     if failure is not None:
         raise failure
     for rank, text in failed.items():
-        assert tiles is not None
         tiles.tear()
         raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
-    return written
-
-
-def _update(
-    optimizer: torch.optim.Optimizer, views: list[OptimView], tiles: OptimTiles | None, factor: float
-) -> list[OptimView]:
-    """The optimizer's rule over everything: once over what is in memory, then tile by tile over what is on a drive.
-
-    Returns the views in memory whose PARAM at rest the optimizer has written in the same pass.
-    """
-    turns = Turns(optimizer) if tiles is not None else None
-    resident = [v for v in views if tiles is None or v not in tiles]
-    for view in resident:
-        view.param.grad = view.gradient(factor)
-    still = [pair for view in resident for pair in view.frozen_parts(view.param.detach())]
-    step = optimizer.step if turns is None else functools.partial(turns.take, resident)
-    try:
-        written = run_step(optimizer, resident, step) if resident or turns is None else []
-    finally:
-        for master, values in still:
-            master.copy_(values)
-        for view in resident:
-            view.param.grad = None
-    if tiles is not None and turns is not None:
-        tiles.step(factor, turns)
     return written
 
 

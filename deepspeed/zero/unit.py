@@ -70,18 +70,18 @@ class Unit:
         # Sum of the squares of a rest gradient that is on the drive.
         self.grad_square: torch.Tensor | None = None
         self.master_is_param = False
-        self._tiled = False
+        # The update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing.
+        self.tiled = False
         # Positions whose gradients are in ``partial``; of these, those of the running backward.
         self.fired: set[int] = set()
         self.arrived: set[int] = set()
         # Something that autograd cannot announce will read the parameters in backward: they stay until the flush.
         self.kept = False
         self.grad_filled = False
-        self._backward_inputs = 0
         self._done: set[int] = set()
         self._done_task = -1
         self._keeper: Callable[[], Keeper | None] = _nobody
-        self._transfer: Transfer | None = None
+        self._transfer = ARRIVED
         self._views: list[torch.Tensor] = []
         self._void: torch.Tensor | None = None
         self._unused = self._bare = 0
@@ -94,16 +94,24 @@ class Unit:
         ``tiers`` has the places for states that do not rest on the device.
         """
         self.tiers = tiers
+        self._spread(values.to(dtype))
+        self._expose()
         start, stop = self.range_of(StateKind.PARAM)
-        self._spread(values.to(dtype) if values.dtype != dtype else values)
-        for p, view in zip(self.params, self._views, strict=True):
-            expose(p, view)
         # With one way on the sharded axis the shard is everything: nothing to gather, nothing to release.
         self.rest[StateKind.PARAM] = Memory(self.full[start:stop])
         if self.movable:
             self.rest[StateKind.PARAM] = _settled(self._place(StateKind.PARAM, dtype), self.shard, dtype)
         if keep_master and self.plan.optim is not None:
-            self._rest_master(values, torch.promote_types(dtype, torch.float32))
+            start, stop = self.range_of(StateKind.OPTIM)
+            wide = torch.promote_types(dtype, torch.float32)
+            place, shard = self._place(StateKind.OPTIM, wide), self.rest[StateKind.PARAM]
+            same = not shard.on_drive and (shard.tensor.dtype, shard.tensor.device) == (wide, self.device)
+            self.master_is_param = place is None and same
+            if self.master_is_param:
+                self._alias_master()
+            else:
+                self.rest[StateKind.OPTIM] = _settled(place, values[start:stop], wide)
+                self.tiled = self.on_drive(StateKind.OPTIM)
         if self.movable:
             # What the unit itself holds of the storage: the buffer, its views and the parameters over it.
             self._unused = storage_uses(self.full)
@@ -113,21 +121,14 @@ class Unit:
         self.full, self._views = full, [self.view(full, s) for s in self.layout.segments]
         self._bare = storage_uses(full)
 
+    def _expose(self) -> None:
+        for p, view in zip(self.params, self._views, strict=True):
+            expose(p, view)
+
     def _place(self, kind: StateKind, dtype: torch.dtype) -> TierStore | None:
         """A place for that state besides the device; None for the device itself."""
         start, stop = self.range_of(kind)
         return self.tiers.place(kind, self.plan.of(kind).tier, stop - start, dtype) if self.tiers is not None else None
-
-    def _rest_master(self, values: torch.Tensor, wide: torch.dtype) -> None:
-        """Give OPTIM's fp32 weights their rest place: the memory of PARAM where that serves for both."""
-        start, stop = self.range_of(StateKind.OPTIM)
-        place, shard = self._place(StateKind.OPTIM, wide), self.rest[StateKind.PARAM]
-        same = not shard.on_drive and (shard.tensor.dtype, shard.tensor.device) == (wide, self.device)
-        self.master_is_param = place is None and same
-        if self.master_is_param:
-            self._alias_master()
-        else:
-            self.rest[StateKind.OPTIM] = _settled(place, values[start:stop], wide)
 
     def _alias_master(self) -> None:
         base, start, stop = self.range_of(StateKind.PARAM)[0], *self.range_of(StateKind.OPTIM)
@@ -146,8 +147,8 @@ class Unit:
         self.views.append(view)
 
     def update_in_tiles(self) -> None:
-        """From here on the update writes PARAM at rest itself, tile by tile."""
-        self._tiled = True
+        """From here on the update goes tile by tile."""
+        self.tiled = True
 
     # -- what is where --------------------------------------------------------------------------------------------
     @property
@@ -170,11 +171,6 @@ class Unit:
     def on_drive(self, kind: StateKind) -> bool:
         """Whether that state rests on a drive."""
         return kind in self.rest and self.rest[kind].on_drive
-
-    @property
-    def tiled(self) -> bool:
-        """Whether the update goes tile by tile, as it must on a drive, and writes PARAM at rest in passing."""
-        return self._tiled or self.on_drive(StateKind.OPTIM)
 
     @property
     def drives(self) -> bool:
@@ -282,12 +278,13 @@ class Unit:
         self.fired.add(position)
         self.arrived.add(position)
 
-    def take_partial(self) -> torch.Tensor | None:
-        """Give the local sum away, zeros where nothing fired."""
-        partial, self.partial = self.partial, None
+    def take_partial(self, dtype: torch.dtype) -> torch.Tensor:
+        """Give the local sum away, zeros where nothing fired; where there is none, one of ``dtype``."""
+        partial = self.open_partial(dtype)
         for position, segment in enumerate(self.layout.segments):
-            if partial is not None and position not in self.fired:
+            if position not in self.fired:
                 partial[segment.offset : segment.stop].zero_()
+        self.partial = None
         self.fired.clear()
         self.arrived.clear()
         return partial
@@ -343,12 +340,10 @@ class Unit:
         """FETCHING -> READY, when everything is here; parameters show their own class again."""
         if self.state is not UnitState.FETCHING:
             return
-        if self._transfer is not None:
-            self._transfer.wait()
-        self._transfer = None
+        self._transfer.wait()
+        self._transfer = ARRIVED
         self._move(UnitState.READY)
-        for p, view in zip(self.params, self._views, strict=True):
-            expose(p, view)
+        self._expose()
 
     def release(self) -> None:
         """READY -> ABSENT: the storage keeps no bytes, or is left to whom it was lent and the next fetch makes one."""
@@ -396,11 +391,11 @@ class Unit:
 
     # -- users, pins, backward ------------------------------------------------------------------------------------
     def add_user(self) -> None:
-        """A module that needs the unit runs."""
+        """A module that needs the unit runs, until ``drop_user``."""
         self.users += 1
 
     def drop_user(self, *, keep: bool = False) -> None:
-        """That module has run. ``keep``: the parameters stay until the flush."""
+        """``keep``: the parameters stay until the flush."""
         self.users -= 1
         self.kept = self.kept or keep
 
@@ -426,18 +421,8 @@ class Unit:
             self.pins -= 1
             self.kept = True
 
-    def await_inputs(self, count: int) -> None:
-        """So many gradients of a block's inputs will tell that its backward is through."""
-        self._backward_inputs += count
-
-    def input_arrived(self) -> bool:
-        """One of them has come; whether it was the last."""
-        self._backward_inputs = max(0, self._backward_inputs - 1)
-        return self._backward_inputs == 0
-
     def all_done(self, position: int, task: int) -> bool:
-        """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one
-        task.
+        """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one.
 
         Autograd finishes a parameter's gradient after its last use in the task, so then no op still reads the weights.
         Gradients from another task (a reentrant checkpoint) prove nothing about this one.
@@ -450,7 +435,6 @@ class Unit:
 
     def end_backward(self, *, keep: bool) -> None:
         """The backward is over. ``keep``: it left a graph that will read what was kept."""
-        self._backward_inputs = 0
         self._done.clear()
         self.arrived.clear()
         self.kept = self.kept and keep
@@ -498,16 +482,18 @@ class Unit:
                 round_into(piece[done - base : lo - base], self.master[done - base : lo - base])
             done = hi
 
-    def leave_device(self, kind: StateKind, home: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None] | None:
-        """Let a state that rests on an accelerator rest in ``home`` of its memory; the way back, None if none moved."""
+    def leave_device(
+        self, kind: StateKind, home: Callable[[torch.Tensor], torch.Tensor], back: contextlib.ExitStack
+    ) -> None:
+        """Let a state that rests on an accelerator rest in ``home`` of its memory, until ``back`` is closed."""
         store = self.rest.get(kind)
         if store is None or store.on_drive or (device := store.tensor.device).type == "cpu":
-            return None
+            return
         if kind is StateKind.GRAD and not self.grad_filled:
             self.drop_rest(kind)  # only memory; the next reduction makes it again
-            return None
+            return
         self._replace(kind, home)
-        return lambda: self._replace(kind, lambda tensor: tensor.to(device))
+        back.callback(self._replace, kind, lambda tensor: tensor.to(device))
 
     def _replace(self, kind: StateKind, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let a state, if it is still there, rest in ``copy`` of its memory; what looks at it follows."""
@@ -539,13 +525,10 @@ class Unit:
         """Keep the resting parameters only; the unit belongs to nobody and can still be gathered."""
         self.plan = self.plan.frozen()
         self.drop_rest(StateKind.GRAD, StateKind.OPTIM)
-        self.views = []
-        self.partial = None
-        self.grad_filled = False
-        self.grad_state = GradState.EMPTY
-        self._keeper = _nobody
-        self.users = self.pins = 0
-        self.kept = self.master_is_param = self._tiled = False
+        self.clear_grad()
+        self.abandon()
+        self.views, self.pins, self._keeper = [], 0, _nobody
+        self.master_is_param = self.tiled = False
         if self.state is UnitState.READY:
             self.release()
 
@@ -553,10 +536,9 @@ class Unit:
         """Give every byte back; the unit is dead afterwards."""
         self.params, self.views, self._views = [], [], []
         self.drop_rest(*self.rest)
-        self.rest[StateKind.PARAM] = Memory(torch.empty(0))
         self.full = torch.empty(0)
-        self.partial = None
-        self._keeper = _nobody
+        self.rest[StateKind.PARAM] = Memory(self.full)
+        self.partial, self._keeper = None, _nobody
 
     # -- the keeper -----------------------------------------------------------------------------------------------
     def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:

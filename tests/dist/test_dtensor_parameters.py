@@ -112,7 +112,7 @@ def _gradients() -> tuple[float, float, bool]:
     )
     # both data-parallel ranks saw the same batch: the rest gradient is a cut of this sum
     start, stop = unit.range_of(StateKind.GRAD)
-    unit.open_grad(torch.float32).put(unit.take_partial()[start:stop])
+    unit.open_grad(torch.float32).put(unit.take_partial(torch.float32)[start:stop])
     square = unit.gradient_square()
     dist.all_reduce(square)
     true = sum(square_sum(r.grad) for r in reference)

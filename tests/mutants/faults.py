@@ -206,8 +206,8 @@ _OPTIMIZERS = (
     Mutant(
         "V1",
         "deepspeed/zero/optim_view.py",
-        "spans[-1] = (name, group, first, hi, None)",
-        "spans[-1] = (name, group, first, hi - 1, None)",
+        "for first, last in itertools.pairwise((lo, *edges, hi)):",
+        "for first, last in itertools.pairwise((lo, *edges, hi - 1)):",
         (f"{_PARITY}[plain-0]",),
         "the optimizer sees every element",
     ),

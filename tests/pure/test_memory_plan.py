@@ -7,8 +7,17 @@ import pytest
 
 from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.memory.budget import Line, MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
-from deepspeed.zero.memory.fit import Fitted, Limits, doubt, fit
+from deepspeed.zero.memory.fit import (
+    Fitted,
+    Limits,
+    Line,
+    MemoryPlan,
+    UnitSize,
+    Widths,
+    fit,
+    gradients_on_drive,
+    memory_plan,
+)
 from deepspeed.zero.plan import Tier, ZeroPlan, make_plan
 
 N = 1000  # elements of a unit
@@ -457,8 +466,8 @@ def test_a_refusal_names_the_group_and_settings_that_fit() -> None:
 def test_more_than_there_is_is_a_doubt() -> None:
     plan = plan_of({"stage": 0})
     memory = fitted(plan, sizes(plan, *BIG), Limits()).memory
-    assert doubt(present(memory.host), memory) == doubt(Limits(), memory) == ""
-    said = doubt(present(memory.host - 1), memory)
+    assert present(memory.host).doubt(memory) == Limits().doubt(memory) == ""
+    said = present(memory.host - 1).doubt(memory)
     assert said.startswith(f"{GROUP} leaves a rank") and "may end the run" in said
 
 

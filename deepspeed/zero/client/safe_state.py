@@ -1,11 +1,13 @@
 """Reading and editing sharded state: the safe_get / safe_set families.
 
-``safe_get_full_*`` and ``safe_set_full_*`` are collective: every data-parallel rank calls them with the same parameter.
+``safe_get_full_*`` and ``safe_set_full_*`` are collective: every data-parallel rank calls them with the same parameter,
+and a setter's ``value`` is the same everywhere. The local ones are not; this rank's part is flat and possibly empty. A
+getter answers None, and a setter does nothing, where there is no such state.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -26,7 +28,8 @@ _MASTER, _GRAD = object(), object()  # as ``what``; every other is the name of a
 class _Opened:
     """What this rank has of one state of a parameter: ``pieces`` (first element in the parameter, flat values).
 
-    ``factor``: what turns them into what clients mean. ``present``: there is such a state on this rank.
+    ``factor``: what turns them into what clients mean. ``present``: whether this rank has the slot, None for other
+    states, which all ranks have or none.
     """
 
     unit: Unit
@@ -35,7 +38,7 @@ class _Opened:
     pieces: list[tuple[int, torch.Tensor]]
     dtype: torch.dtype = torch.float32
     factor: float = 1.0
-    present: bool = True
+    present: bool | None = None
 
     def whole(self) -> torch.Tensor:
         """The full tensor, from every rank's pieces (one all-reduce of its size)."""
@@ -45,27 +48,6 @@ class _Opened:
             for start, values in self.pieces:
                 full[start : start + values.numel()].copy_(values)
         return collectives.sum_scalars(full, self.unit.mesh.zero).view(self.segment.shape)
-
-    def fill(self, value: torch.Tensor) -> None:
-        """Write the full tensor ``value``."""
-        for start, values in self.pieces:
-            values.copy_(value.reshape(-1)[start : start + values.numel()].to(values.device) / self.factor)
-
-    def fill_local(self, value: torch.Tensor) -> None:
-        """Write this rank's part; nothing where there is none (an optimizer before its first step)."""
-        if not self.pieces:
-            return
-        sizes = [values.numel() for _, values in self.pieces]
-        for (_, values), part in zip(self.pieces, value.reshape(-1).split(sizes), strict=True):
-            values.copy_(part.to(values.device) / self.factor)
-
-    def check(self, value: torch.Tensor) -> None:
-        """Raise UsageError when ``value`` is not of the parameter's shape."""
-        if tuple(value.shape) != self.segment.shape:
-            raise UsageError(
-                f"parameter {self.segment.name!r} has shape {self.segment.shape}; a value of shape "
-                f"{tuple(value.shape)} does not fit"
-            )
 
 
 @contextmanager
@@ -88,7 +70,7 @@ def _opened(param: nn.Parameter, what: object, *, write: bool = False) -> Iterat
         start = max(0, unit.range_of(kind)[0] - segment.offset)
         with unit.values(kind, write=write) as flat:
             part = unit.part(kind, segment, flat.detach())
-            yield _Opened(unit, segment, kind, [(start, part)], flat.dtype, factor)
+            yield _Opened(unit, segment, kind, [(start, part)], torch.promote_types(flat.dtype, torch.float32), factor)
             if write and what is _GRAD:
                 unit.note_gradient(flat)
 
@@ -117,20 +99,45 @@ def _slots(unit: Unit, segment: Segment, key: str, attached: ExitStack, *, write
     return _Opened(unit, segment, StateKind.OPTIM, pieces, present=present)
 
 
+def _full(param: nn.Parameter, what: object) -> torch.Tensor | None:
+    with _opened(param, what) as state:
+        if state is None:
+            return None
+        if state.present is not None:
+            anywhere = torch.tensor([float(state.present)], device=state.unit.device)
+            if not collectives.sum_scalars(anywhere, state.unit.mesh.zero).item():
+                return None
+        return state.whole().float().mul_(state.factor)
+
+
+def _set(param: nn.Parameter, what: object, value: torch.Tensor, *, whole: bool) -> _Opened | None:
+    """Write ``value``, the whole tensor or this rank's part, into a state of ``param``; what was written to."""
+    with _opened(param, what, write=True) as state:
+        if state is None or not (whole or state.pieces):  # an optimizer before its first step
+            return state
+        if whole and state.present is None and tuple(value.shape) != state.segment.shape:
+            raise UsageError(
+                f"parameter {state.segment.name!r} has shape {state.segment.shape}; a value of shape "
+                f"{tuple(value.shape)} does not fit"
+            )
+        sizes = [values.numel() for _, values in state.pieces]
+        flat = value.reshape(-1)
+        parts = [flat[start : start + n] for (start, _), n in zip(state.pieces, sizes, strict=True)]
+        for (_, values), part in zip(state.pieces, parts if whole else flat.split(sizes), strict=True):
+            values.copy_(part.to(values.device) / state.factor)
+        return state
+
+
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The full fp32 master of ``param``, or None when it is not optimised. Collective."""
-    with _opened(param, _MASTER) as master:
-        return None if master is None else master.whole().float()
+    return _full(param, _MASTER)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Write the full master of ``param`` (same ``value`` on every rank); the model's copy follows. Collective."""
-    with _opened(param, _MASTER, write=True) as master:
-        if master is None:
-            return
-        master.check(value)
-        master.fill(value)
-        unit, segment = master.unit, master.segment
+    """Write the full master of ``param``; the model's copy follows. Collective."""
+    if (master := _set(param, _MASTER, value, whole=True)) is None:
+        return
+    unit, segment = master.unit, master.segment
     with torch.no_grad():
         lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.PARAM))
         with unit.values(StateKind.PARAM, write=True) as resting:
@@ -146,16 +153,12 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The full averaged, unscaled fp32 gradient from a window's last backward to the step; else None. Collective."""
     if getattr(param, "_ds_unit", None) is None:
         return getattr(param, "grad", None)
-    with _opened(param, _GRAD) as grad:
-        return None if grad is None else replace(grad, dtype=torch.float32).whole().mul_(grad.factor)
+    return _full(param, _GRAD)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the full gradient of ``param`` before the step (same ``value`` on every rank)."""
-    with _opened(param, _GRAD, write=True) as grad:
-        if grad is not None:
-            grad.check(value)
-            grad.fill(value)
+    """Replace the full gradient of ``param`` before the step."""
+    _set(param, _GRAD, value, whole=True)
 
 
 def safe_update_full_grad_vectorized(
@@ -170,34 +173,28 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """The full tensor of an optimizer slot (``exp_avg``, ...) of ``param``; None when there is none yet. Collective."""
-    with _opened(param, optim_state_key) as slots:
-        if slots is None:
-            return None
-        present = torch.tensor([float(slots.present)], device=slots.unit.device)
-        return slots.whole() if collectives.sum_scalars(present, slots.unit.mesh.zero).item() else None
+    return _full(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Write the full tensor of one optimizer slot (same ``value`` on every rank)."""
-    with _opened(param, optim_state_key, write=True) as slots:
-        if slots is not None:
-            slots.fill(value)
+    """Write the full tensor of one optimizer slot."""
+    _set(param, optim_state_key, value, whole=True)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's flat part of the fp32 master (possibly empty); a copy when it rests on a drive. No collective."""
+    """This rank's part of the fp32 master; a copy when it rests on a drive."""
     with _opened(param, _MASTER) as master:
         return None if master is None else master.pieces[0][1]
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's flat part of the averaged, unscaled gradient, or None outside backward..step. No collective."""
+    """This rank's part of the averaged, unscaled gradient, or None outside backward..step."""
     with _opened(param, _GRAD) as grad:
         return None if grad is None else grad.pieces[0][1] * grad.factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's flat part of one optimizer slot (possibly empty), or None when there is none yet. No collective."""
+    """This rank's part of one optimizer slot, or None when there is none yet."""
     with _opened(param, optim_state_key) as slots:
         if slots is None:
             return None
@@ -211,11 +208,9 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write this rank's part of the master; the model sees it from the next step on, in fp32 at once."""
-    with _opened(param, _MASTER, write=True) as master:
-        if master is None:
-            return
-        master.fill_local(value)
-        unit, ((start, part),) = master.unit, master.pieces
+    if (master := _set(param, _MASTER, value, whole=False)) is None:
+        return
+    unit, ((start, part),) = master.unit, master.pieces
     # In memory fp32 parameters are their own master; where they are two, both change.
     if part.numel() and unit.full.dtype == part.dtype and not unit.master_is_param:
         unit.publish_part(master.segment.offset + start, value.reshape(-1)).wait()  # the caller may change it now
@@ -223,13 +218,9 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write this rank's part of the gradient."""
-    with _opened(param, _GRAD, write=True) as grad:
-        if grad is not None:
-            grad.fill_local(value)
+    _set(param, _GRAD, value, whole=False)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Write this rank's part of one optimizer slot."""
-    with _opened(param, optim_state_key, write=True) as slots:
-        if slots is not None:
-            slots.fill_local(value)
+    _set(param, optim_state_key, value, whole=False)

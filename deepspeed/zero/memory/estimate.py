@@ -9,8 +9,6 @@ import sys
 
 import torch
 
-_GIB = 2**30
-
 
 def estimate_zero3_model_states_mem_needs(
     total_params: int,
@@ -23,19 +21,13 @@ def estimate_zero3_model_states_mem_needs(
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
     """Needs with everything sharded, in bytes: host memory of a node, a device, the largest layer's part of that."""
-    params, per_node, nodes, factor = total_params, num_gpus_per_node, num_nodes, additional_buffer_factor
-    devices = per_node * nodes
     largest = 4 * largest_layer_params
-    unsharded = 0 if zero_init else 4 * params * per_node  # every process of a node builds the whole model first
-    gpu: float
-    cpu: float
-    if cpu_offload and cpu_offload_params:
-        gpu, cpu = largest, max(unsharded, 18 * params / nodes) * factor
-    elif cpu_offload:
-        gpu, cpu = largest + 2 * params / devices, max(unsharded, 16 * params / nodes) * factor
-    else:
-        gpu, cpu = largest + 18 * params / devices, (unsharded or 4 * largest_layer_params * per_node) * factor
-    return int(cpu), int(gpu), largest
+    unsharded = 0 if zero_init else 4 * total_params * num_gpus_per_node  # each process builds the whole model first
+    # Bytes a parameter that a device holds, and the host.
+    gpu, cpu = ((0, 18) if cpu_offload_params else (2, 16)) if cpu_offload else (18, 0)
+    host = max(unsharded, cpu * total_params / num_nodes) or largest * num_gpus_per_node
+    device = largest + gpu * total_params / (num_gpus_per_node * num_nodes)
+    return int(host * additional_buffer_factor), int(device), largest
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -49,16 +41,14 @@ def estimate_zero2_model_states_mem_needs(
     params, devices = total_params, num_gpus_per_node * num_nodes
     if cpu_offload:
         return int(params * max(4 * devices, 16) * additional_buffer_factor), 2 * params
-    gpu = 2 * params + int(18 * params / devices)
-    return int(4 * params * num_gpus_per_node * additional_buffer_factor), gpu
+    return int(4 * params * num_gpus_per_node * additional_buffer_factor), 2 * params + int(18 * params / devices)
 
 
 def model_size(model: torch.nn.Module) -> tuple[int, int]:
     """Parameters of ``model`` and of its largest layer; shared ones count once, sharded ones in full."""
 
     def numel(module: torch.nn.Module, *, recurse: bool) -> int:
-        params = {id(p): p for p in module.parameters(recurse=recurse)}
-        return sum(int(getattr(p, "ds_numel", p.numel())) for p in params.values())
+        return sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters(recurse=recurse))
 
     return numel(model, recurse=True), max(numel(module, recurse=False) for module in model.modules())
 
@@ -69,7 +59,7 @@ def _write_table(total: int, detail: str, per_node: int, nodes: int, rows: list[
         f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {per_node} GPU{'s' * (per_node > 1)} per node.",
         f"SW: Model with {total / 1e6:.0f}M total params{detail}.",
         "  per CPU  |  per GPU |   Options",
-        *(f"{cpu / _GIB:8.2f}GB | {gpu / _GIB:6.2f}GB | {options}" for cpu, gpu, options in rows),
+        *(f"{cpu / 2**30:8.2f}GB | {gpu / 2**30:6.2f}GB | {options}" for cpu, gpu, options in rows),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -86,11 +76,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     for optimizer, params in ((True, True), (True, False), (False, False)):
         devices = ["cpu" if chosen else "none" for chosen in (params, optimizer)]
         for whole in (True, False):
-            cpu, gpu, _ = estimate_zero3_model_states_mem_needs(
-                *sizes, optimizer, params, whole, additional_buffer_factor
-            )
+            needs = estimate_zero3_model_states_mem_needs(*sizes, optimizer, params, whole, additional_buffer_factor)
             options = f"offload_param={devices[0]:<4}, offload_optimizer={devices[1]:<4}, zero_init={int(whole)}"
-            rows.append((cpu, gpu, options))
+            rows.append((*needs[:2], options))
     detail = f", {largest_layer_params / 1e6:.0f}M largest layer params"
     _write_table(total_params, detail, num_gpus_per_node, num_nodes, rows)
 
@@ -107,10 +95,9 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Write a table of needs with and without offload to standard output, from the parameter count alone."""
-    rows, sizes = [], (total_params, num_gpus_per_node, num_nodes)
-    for offload in (True, False):
-        cpu, gpu = estimate_zero2_model_states_mem_needs(*sizes, offload, additional_buffer_factor)
-        rows.append((cpu, gpu, f"offload_optimizer={'cpu' if offload else 'none'}"))
+    sizes = (total_params, num_gpus_per_node, num_nodes)
+    needs = [estimate_zero2_model_states_mem_needs(*sizes, away, additional_buffer_factor) for away in (True, False)]
+    rows = [(*need, f"offload_optimizer={place}") for need, place in zip(needs, ("cpu", "none"), strict=True)]
     _write_table(total_params, "", num_gpus_per_node, num_nodes, rows)
 
 

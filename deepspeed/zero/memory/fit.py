@@ -1,17 +1,152 @@
-"""Rows that keep within ``memory.host_limit``, ``memory.device_limit`` and what there is, or settings that would."""
+"""What one rank's model states will hold, per tier, before any of it exists; rows that keep within limits. Pure.
 
-from collections import defaultdict
+Counted are parameters, gradients and optimizer state at rest, units gathered at once, and the buffers between memory
+and drives. Not counted are activations, the model's inputs, and what the process held before. The widths are those of
+mixed-precision training (Rajbhandari et al. 2020): w bytes a parameter in the compute dtype, a in the accumulation
+dtype, 4 in the master, 4 a slot.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.hostmem import Pool
-from deepspeed.zero.memory.budget import MemoryPlan, UnitSize, Widths, gradients_on_drive, memory_plan
-from deepspeed.zero.plan import OffloadPlan, StatePlan, Tier, UnitPlan, ZeroPlan
+from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
 
 _SPARE = 8  # of the memory there is, one part in so many is left to activations, inputs and the interpreter
 
 
+@dataclass(frozen=True)
+class UnitSize:
+    """One unit: elements, bytes an element at rest, its row; ``largest``: elements that one tile must hold."""
+
+    numel: int
+    width: int
+    row: UnitPlan
+    largest: int = 0
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes an element: summed gradients, optimizer slots together, gradients on their way (0: as the parameter)."""
+
+    accumulate: int = 4
+    slots: int = 8
+    wire: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table, in bytes."""
+
+    what: str
+    device: int = 0
+    host: int = 0
+    drive: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The table. On machines without an accelerator ``shared`` says that device and host are the same memory."""
+
+    lines: tuple[Line, ...]
+    shared: bool
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device; zero where it is the host."""
+        return 0 if self.shared else sum(line.device for line in self.lines)
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory."""
+        return sum(line.host + (line.device if self.shared else 0) for line in self.lines)
+
+    @property
+    def drive(self) -> int:
+        """Bytes on drives."""
+        return sum(line.drive for line in self.lines)
+
+    def table(self) -> str:
+        """The plan for people, in MiB."""
+        shown = [("model states of one rank", "device", "host", "drive")]
+        lines = [Line(x.what, 0, x.host + x.device, x.drive) if self.shared else x for x in self.lines]
+        for line in (*lines, Line("together", self.device, self.host, self.drive)):
+            a, b, c = (f"{n / 2**20:,.0f} MiB" if n else "-" for n in (line.device, line.host, line.drive))
+            shown.append((line.what, a, b, c))
+        return "\n".join(f"{a:<38}{b:>14}{c:>14}{d:>14}" for a, b, c, d in shown)
+
+
+def memory_plan(
+    units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths, *, prefetch: int, shared: bool
+) -> MemoryPlan:
+    """The plan of one rank. ``ways``: ranks on each mesh axis; ``prefetch``: elements that may be gathered ahead."""
+    table: Counter[tuple[str, Tier]] = Counter()
+    host_left = offload.host_param_numel
+    for unit in units:
+        numel, tier = _share(unit.numel, unit.row.param, ways), unit.row.param.tier
+        if tier is Tier.NVME and numel <= host_left:
+            tier, host_left = Tier.HOST, host_left - numel
+        table["parameters", tier] += numel * unit.width
+        grad, optim = unit.row.grad, unit.row.optim
+        if grad is not None and optim is not None:
+            table["gradients", grad.tier] += _share(unit.numel, grad, ways) * widths.accumulate
+            # An fp32 parameter that rests in the same memory is its own master.
+            same = unit.width >= 4 and Tier.NVME not in (tier, optim.tier) and (tier is optim.tier or shared)
+            each = widths.slots + (0 if same else 4)
+            table["optimizer state", optim.tier] += _share(unit.numel, optim, ways) * each
+        if offload.save_copies and (optim or unit.row.param).tier is not Tier.NVME:  # each byte is one rank's to write
+            each = 4 + widths.slots if optim is not None else unit.width
+            table["copies for asynchronous saves", Tier.HOST] += -(-unit.numel // prod(ways)) * each
+    moving = [u for u in units if u.row.param.away or _share(u.numel, u.row.param, ways) < u.numel]
+    if moving:
+        moving.sort(key=lambda u: -u.numel * u.width)
+        after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
+        ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
+        table["units gathered at once", Tier.DEVICE] = moving[0].numel * moving[0].width + ahead
+    table["gradients on their way", Tier.DEVICE] = _travelling(units, ways, widths, shared=shared)
+    table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
+    names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
+    return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared)
+
+
+def _share(numel: int, state: StatePlan, ways: Sequence[int]) -> int:
+    """Elements of one rank."""
+    return -(-numel // prod(n for way, n in zip(state.spread, ways, strict=True) if way is Spread.SHARDED))
+
+
+def _travelling(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, *, shared: bool) -> int:
+    """Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off."""
+    trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
+    together = InFlight.REDUCTIONS + 1
+    waiting = sum(u.numel * widths.accumulate for u, _ in trained if not u.row.reduce_each_backward)
+    largest = max((u.numel * (widths.wire or u.width) for u, _ in trained), default=0)
+    away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
+    return (waiting or together * largest) + together * away * widths.accumulate
+
+
+def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
+    """Buffers between memory and the drives."""
+
+    def largest(kind: str, width: int = 1) -> int:
+        """Of the states of that kind on a drive, one rank's largest, in elements or, with ``width`` 0, in bytes."""
+        states = ((u, getattr(u.row, kind)) for u in units)
+        away = [(u, s) for u, s in states if s is not None and s.tier is Tier.NVME]
+        return max((_share(u.numel, s, ways) * (width or u.width) for u, s in away), default=0)
+
+    piece = min(largest("param", 0), offload.param_piece_numel * units[0].width)
+    total = min(offload.param_buffers, InFlight.READS + 1) * piece
+    grads = largest("grad")
+    if tiles := largest("optim"):
+        each = 4 + widths.slots + (widths.accumulate if grads else 0)
+        whole = max(u.largest for u in units if u.row.optim is not None)
+        total += offload.optim_buffers * max(whole, min(tiles, offload.tile_numel)) * each
+    return total + InFlight.GRADIENT_BUFFERS * grads * widths.accumulate
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RankMemory:
     """One rank before anything is built, in bytes: what stays in use, what the model's new places replace; pools."""
@@ -49,6 +184,19 @@ class Limits:
         host = f"{self.source} leaves a rank" if self.source else "memory.host_limit is"
         what, limit = ("memory.device_limit is", self.device) if self.allow_host(plan) else (host, self.host)
         return f"{what} {limit / 2**20:,.0f} MiB"
+
+    def with_used(self, plan: MemoryPlan) -> str:
+        """What a rank would hold with ``plan``, in words."""
+        host, device = plan.host + self.host_used, plan.device + self.device_used
+        text = f"{host / 2**20:,.0f} MiB of host memory ({self.host_used / 2**20:,.0f} in use now)"
+        return text if plan.shared else f"{text}, {device / 2**20:,.0f} MiB of the device"
+
+    def doubt(self, plan: MemoryPlan) -> str:
+        """A warning when what is planned is more than there is; empty otherwise."""
+        if self.allow_host(plan):
+            return ""
+        broken, sizes = self.broken_by(plan), self.with_used(plan)
+        return f"{broken}, but model states alone will hold {sizes}: the system may end the run"
 
 
 def limits_of(offload: OffloadPlan, ranks: Sequence[RankMemory]) -> Limits:
@@ -97,29 +245,29 @@ def fit(
         sized = [replace(unit, row=row) for unit, row in zip(units, rows, strict=True)]
         return memory_plan(sized, ways, offload, widths, prefetch=plan.prefetch_numel, shared=shared)
 
-    first = None
+    plans: list[MemoryPlan] = []
     for rows, offload in _movements([unit.row for unit in units], plan, limits, shared=shared):
-        memory = holding(rows, offload)
-        first = first or memory
+        plans.append(memory := holding(rows, offload))
         if not limits.allow(memory):
             continue
         if offload is not plan.offload:  # what has room beside the rest stays in memory
             room = (limits.host - limits.host_used - memory.host) // max(unit.width for unit in units)
             offload = replace(offload, host_param_numel=min(room, plan.offload.host_param_numel))
             memory = holding(rows, offload)
-        return Fitted(rows, offload, memory, _moved(first, memory, limits))
+        # who has stated a limit knows what it leads to
+        return Fitted(rows, offload, memory, _moved(plans[0], memory, limits) if plans[1:] and limits.source else "")
     smallest = memory
     for advice, other, sizes in _alternatives(rows, offload):
         smallest = holding([gradients_on_drive(row) for row in other], sizes)
         if limits.allow(smallest):
-            way_out = f"It fits with {advice}: {_sizes(smallest, limits)}"
+            way_out = f"It fits with {advice}: {limits.with_used(smallest)}"
             break
     else:
-        most = f"With everything that can move on a drive it needs {_sizes(smallest, limits)}"
+        most = f"With everything that can move on a drive it needs {limits.with_used(smallest)}"
         way_out = f"{most}: raise the limit or use more ranks"
     overrule = " A memory.host_limit of yours counts instead of what was measured." if limits.source else ""
     raise DeepSpeedConfigError(
-        f"{limits.broken_by(memory)}, but a rank of this run would hold {_sizes(memory, limits)}:\n{memory.table()}\n"
+        f"{limits.broken_by(memory)}, but a rank of this run would hold {limits.with_used(memory)}:\n{memory.table()}\n"
         f"{way_out}.{overrule}"
     )
 
@@ -134,14 +282,14 @@ def _movements(
     yield rows, offload
     folder = offload.param_folder or offload.optim_folder
     if limits.source and folder and plan.regular.param.sharded and (shared or plan.regular.param.away):
-        rows = [_move(row, "param", Tier.NVME) for row in rows]
-        yield rows, replace(offload, param_folder=folder, host_param_numel=0)
+        yield (
+            [_move(row, "param", Tier.NVME) for row in rows],
+            replace(offload, param_folder=folder, host_param_numel=0),
+        )
 
 
 def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
-    """What went to the drive because of ``limits``; empty when nothing did, or when the user stated them."""
-    if first is now or not limits.source:
-        return ""
+    """What went to the drive because of ``limits``."""
     before = {line.what: line.drive for line in first.lines}
     more = {line.what: line.drive - before.get(line.what, 0) for line in now.lines}
     parts = [f"{nbytes / 2**20:,.0f} MiB of {what}" for what, nbytes in more.items() if nbytes > 0]
@@ -149,14 +297,6 @@ def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
         f"{limits.broken_by(first)}, so {' and '.join(parts)} rest on the drive instead (state memory.host_limit "
         "to decide yourself)"
     )
-
-
-def doubt(present: Limits, memory: MemoryPlan) -> str:
-    """A warning when what is planned is more than there is; empty otherwise."""
-    if present.allow_host(memory):
-        return ""
-    sizes = _sizes(memory, present)
-    return f"{present.broken_by(memory)}, but model states alone will hold {sizes}: the system may end the run"
 
 
 def _alternatives(rows: list[UnitPlan], offload: OffloadPlan) -> Iterator[tuple[str, list[UnitPlan], OffloadPlan]]:
@@ -188,14 +328,15 @@ def _move(row: UnitPlan, kind: str, tier: Tier) -> UnitPlan:
     if kind == "param":
         # What stays whole on every rank stays on the device.
         further = row.param.sharded and order.index(tier) > order.index(row.param.tier)
-        return replace(row, param=StatePlan(row.param.spread, tier)) if further else row
+        return replace(row, param=replace(row.param, tier=tier)) if further else row
     if row.optim is None or row.grad is None or order.index(tier) <= order.index(row.optim.tier):
         return row
-    grad = StatePlan(row.grad.spread, max(row.grad.tier, Tier.HOST, key=order.index))
-    return replace(row, optim=StatePlan(row.optim.spread, tier), grad=grad)
+    grad = replace(row.grad, tier=max(row.grad.tier, Tier.HOST, key=order.index))
+    return replace(row, optim=replace(row.optim, tier=tier), grad=grad)
 
 
-def _sizes(plan: MemoryPlan, limits: Limits) -> str:
-    host, used, device = plan.host + limits.host_used, limits.host_used, plan.device + limits.device_used
-    text = f"{host / 2**20:,.0f} MiB of host memory ({used / 2**20:,.0f} in use now)"
-    return text if plan.shared else f"{text}, {device / 2**20:,.0f} MiB of the device"
+def gradients_on_drive(row: UnitPlan) -> UnitPlan:
+    """The row with gradients resting where the optimizer state does."""
+    if row.optim is None or row.grad is None or row.optim.tier is not Tier.NVME:
+        return row
+    return replace(row, grad=replace(row.grad, tier=Tier.NVME))

@@ -3,13 +3,26 @@
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import logger
+from deepspeed.observe.log import warning_once
 from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import Memory, TierStore
-from deepspeed.zero.memory.budget import MemoryPlan
+from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import InFlight, OffloadPlan, StateKind, Tier, UnitPlan
+
+
+def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+    """Uninitialised host memory, page-locked if asked for and possible: then transfers run beside the compute."""
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
+    except RuntimeError as error:
+        if not pin:
+            raise
+        warning_once(
+            f"page-locked memory for offload is refused ({error}); ordinary memory serves, transfers are slower"
+        )
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class Tiers:
@@ -21,7 +34,6 @@ class Tiers:
         self._drives: dict[str, Drive] = {}
         self._grad_staging: Staging | None = None
         self._host_param_left = plan.host_param_numel
-        self._pin_failed = False
 
     def place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
         """A place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
@@ -39,20 +51,7 @@ class Tiers:
         if tier is Tier.DEVICE or self.device.type == "cpu":
             return None
         pin = self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim
-        return Memory(self._host_empty(numel, dtype, pin=pin))
-
-    def _host_empty(self, numel: int, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-        """Uninitialised host memory, page-locked if asked for and possible: then transfers run beside the compute."""
-        if pin and not self._pin_failed:
-            try:
-                return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self._pin_failed = True
-                logger.warning(
-                    "page-locked memory for offload is refused (%s); ordinary memory serves, transfers are slower",
-                    error,
-                )
-        return torch.empty(numel, dtype=dtype, device="cpu")
+        return Memory(host_empty((numel,), dtype, pin=pin))
 
     def open(self, rows: list[UnitPlan], memory: MemoryPlan, *, width: int) -> Exception | None:
         """Open the drives that ``rows`` need, with room for what the plan puts there; what is wrong with them, or None.
@@ -75,14 +74,14 @@ class Tiers:
     def optim_drive(self) -> Drive:
         """The drive behind ``offload_optimizer``."""
         plan = self.plan
-        return self._open("optimizer", plan.optim_folder, staging=plan.optim_buffers, pin=plan.pin_optim)
+        return self._open("optimizer", plan.optim_folder, plan.optim_buffers, pin=plan.pin_optim)
 
     def _param_drive(self, width: int) -> Drive:
         plan = self.plan
         piece = plan.param_piece_numel * width
-        return self._open("param", plan.param_folder, staging=plan.param_buffers, pin=plan.pin_param, piece_bytes=piece)
+        return self._open("param", plan.param_folder, plan.param_buffers, pin=plan.pin_param, piece_bytes=piece)
 
-    def _open(self, what: str, folder: str, *, staging: int, pin: bool, piece_bytes: int = 1 << 30) -> Drive:
+    def _open(self, what: str, folder: str, staging: int, *, pin: bool, piece_bytes: int = 1 << 30) -> Drive:
         if what not in self._drives:
             plan = self.plan
             engine = {"block_bytes": plan.block_bytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
@@ -101,9 +100,12 @@ class Tiers:
     def describe(self) -> list[str]:
         """One clause per place in use, for the log."""
         plan, clauses = self.plan, []
+        sizes = {
+            "param": (plan.param_buffers, plan.param_piece_numel),
+            "optimizer": (plan.optim_buffers, plan.tile_numel),
+        }
         for what, drive in self._drives.items():
-            sizes = {"param": (plan.param_buffers, plan.param_piece_numel)}
-            buffers, window = sizes.get(what, (plan.optim_buffers, plan.tile_numel))
+            buffers, window = sizes[what]
             way = "O_DIRECT" if drive.direct else "page cache"
             how = f"{drive.backend}, {way}, {plan.block_bytes} bytes x {plan.queue_depth}, {plan.threads} threads"
             clauses.append(
