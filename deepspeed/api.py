@@ -33,7 +33,6 @@ from deepspeed.zero.build import BuildRules, build, group_index
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.zero.facts import UnitFacts, castable
-from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fresh
@@ -163,8 +162,7 @@ def _assemble(
             "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
             f"{type(base).__name__} cannot do; set ratio to 1, or use the Fused class of the same name"
         )
-    facts, policy = _gradients(cfg, mesh)
-    parts = build(model, plan, facts, rules=rules, policy=policy, group_of=place)
+    parts = build(model, plan, _facts(cfg, mesh), rules=rules, group_of=place)
     views: list[OptimView] = []
     if base is not None:
         views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
@@ -283,6 +281,7 @@ def _build_rules(
         low=_low_precision(cfg, model),
         low_dtype=DTYPES[dtypes.low],
         slot_bytes=slot_bytes(base) if base is not None else 0,
+        accum_dtype=DTYPES[dtypes.accumulation],
     )
 
 
@@ -305,15 +304,14 @@ def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Param
     return frozenset(p for module in owners for p in module.parameters(recurse=False))
 
 
-def _gradients(cfg: DeepSpeedConfig, mesh: Mesh) -> tuple[UnitFacts, GradientPolicy]:
+def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
     """Who divides what: the mean is taken once, split between packing and the step by the predivide factor."""
     mean = cfg.gradient_allreduce_op == "mean"
     total = early = float(mesh.divisor) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
-    dtypes = dtype_policy(cfg)
-    wire = DTYPES[dtypes.reduction] if dtypes.reduction else None
-    return UnitFacts(mesh, total, early, wire), GradientPolicy(DTYPES[dtypes.accumulation], wire)
+    wire = dtype_policy(cfg).reduction
+    return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None)
 
 
 def _mark_leaves(cfg: DeepSpeedConfig, model: nn.Module) -> None:

@@ -33,7 +33,7 @@ from deepspeed.zero.client.offload_states import leave_device
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
-from deepspeed.zero.step import StepRules, take_step
+from deepspeed.zero.step import take_step
 
 
 class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
@@ -178,10 +178,15 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         assert self.basic_optimizer is not None
         config = self._config
         skip = config.bf16.check_grad_overflow or not self.bfloat16_enabled()
-        rules = StepRules(config.gradient_clipping, need_norm=config.zero.compute_grad_norm, skip_nonfinite=skip)
-        base, scale = self.basic_optimizer, self._scaler.loss_scale
         try:
-            result = take_step(self.runtime, base, self._views, tiles=self.tiles, rules=rules, loss_scale=scale)
+            result = take_step(
+                self.runtime,
+                self._views,
+                clip=config.gradient_clipping,
+                need_norm=config.zero.compute_grad_norm,
+                skip_nonfinite=skip,
+                loss_scale=self._scaler.loss_scale,
+            )
         except BaseException:
             self._recover()
             raise

@@ -1,14 +1,8 @@
 """One order of collectives on every rank, also when ranks take different branches.
 
 [Note: agreement] A rank *asks* before it issues gathers or reductions, and all execute the same *decisions* (ZeRO
-invariant I7).
-*By message:* they compare a digest of their requests; equal ones are executed whole, of others the smallest one, by
-everybody: a rank that did not ask for it is a guest, which gathers and drops the unit, or contributes zeros. A rank
-asks again until it was served.
-*By habit:* the decisions between two closing messages are an interval. All ranks executed the same ones, so from the
-common past all foretell the same next one (schedule.Habits), and execute it without messages. What a rank asks for is
-looked up in the rest of the interval; what lies before it is executed as a guest. If it is not there, the whole rest
-is, and then the rank asks by message.
+invariant I7): *by message*, of requests that differ the smallest one, which others serve as guests, or *by habit*, an
+interval that all foretell from the common past. docs/architecture.md, section 6, has the rules.
 
 Why no rank waits for a collective that another one never issues: a rank has executed the interval to its end before it
 takes part in a message, so what is decided between two messages is one list everywhere, in one order. In the list a
@@ -60,6 +54,11 @@ class Request:
         if self.reduces:
             return Kind.REDUCE, self.reduces[0]
         return self.kind, self.units[0] if self.units else -1
+
+    @property
+    def whole(self) -> "Decision":
+        """What is done when all ranks ask for this."""
+        return Decision(self.kind, self.pending if self.kind >= Kind.FLUSH else self.units, self.reduces)
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Agreement:
         Without ``urgent`` nothing is waited for by habit: there may be nothing to execute, and the request is dropped.
         """
         if self._group is None:
-            yield _whole(request)
+            yield request.whole
             return
         count = self._reach(request, urgent=urgent)
         if count is None:
@@ -167,7 +166,7 @@ class Agreement:
         self.rounds += 1
         self.mismatches += not self.agreed
         self._strayed |= not self.agreed
-        decision = _whole(request) if self.agreed else self._smallest(request)
+        decision = request.whole if self.agreed else self._smallest(request)
         self._done.append(decision)
         if decision.closes:
             self._close()
@@ -212,8 +211,3 @@ class Agreement:
             f"the ranks took different paths ({self._where()}): {ranks}. zero_optimization.divergence is 'error'; "
             "set it to 'tolerate' to let ranks skip modules"
         )
-
-
-def _whole(request: Request) -> Decision:
-    """What is done when all ranks ask for the same."""
-    return Decision(request.kind, request.pending if request.kind >= Kind.FLUSH else request.units, request.reduces)

@@ -17,19 +17,9 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.facts import UnitFacts, castable
-from deepspeed.zero.gradients import GradientPolicy
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
-from deepspeed.zero.memory.fit import (
-    Fitted,
-    MemoryPlan,
-    RankMemory,
-    UnitSize,
-    Widths,
-    fit,
-    limits_of,
-    limits_present,
-)
+from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, local_of, mark_zero_parameter
 from deepspeed.zero.partition import UnitSpec, partition
@@ -45,7 +35,7 @@ class BuildRules:
     ``compute_dtype`` None leaves every parameter in its own dtype, ``buffer_dtype`` None every buffer; parameters with
     one of ``keep_fp32`` among the parts of their name stay fp32, such buffers as they are. ``beside`` has those that
     follow the dtype of a buffer. Parameters in ``low`` rest (and travel) in ``low_dtype``. ``slot_bytes``: what the
-    optimizer will keep for each element beside the weight.
+    optimizer will keep for each element beside the weight. ``accum_dtype``: of the rest gradient.
     """
 
     device: torch.device
@@ -58,6 +48,7 @@ class BuildRules:
     low: frozenset[nn.Parameter] = frozenset()
     low_dtype: torch.dtype = torch.bfloat16
     slot_bytes: int = 8
+    accum_dtype: torch.dtype = torch.float32
 
     def kept(self, name: str) -> bool:
         """Whether the parameter or buffer of that name stays fp32 in a 16-bit run."""
@@ -92,7 +83,6 @@ def build(
     facts: UnitFacts,
     *,
     rules: BuildRules,
-    policy: GradientPolicy,
     group_of: dict[nn.Parameter, int] | None,
     facts_of: Callable[[str, nn.Parameter], UnitFacts] | None = None,
 ) -> ZeroParts:
@@ -111,9 +101,15 @@ def build(
     parts = partition(
         model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of or (lambda *_: facts)
     )
-    fitted = _fitted(model, parts.units, plan, mesh, rules=rules, policy=policy)
+    fitted = _fitted(model, parts.units, plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
-    _open_everywhere(tiers, fitted, mesh, width=max(s.rest.itemsize for s in parts.units))
+    if any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
+        # on every rank, or an error on every rank, as the others would wait
+        failure = tiers.open(fitted.rows, fitted.memory, width=max(s.rest.itemsize for s in parts.units))
+        if failures := collectives.failures(failure, mesh.job):
+            tiers.close()
+            rank, text = next(iter(failures.items()))
+            raise failure or UsageError(f"rank {rank}: {text}")
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
         unit = _lay_out(index, spec, row, rules=rules, groups=group_of or {})
@@ -127,14 +123,12 @@ def build(
             heap.passed(2 * unit.layout.numel * spec.dtype.itemsize)
     heap.trim()
     _move_buffers(model, mesh, rules)
-    runtime = Runtime(units, plan, mesh, policy=policy, device=rules.device)
+    runtime = Runtime(units, plan, mesh, accum=rules.accum_dtype, device=rules.device)
     hooks = ModuleHooks(model, runtime, touches=parts.touches, roots=parts.roots)
     return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory)
 
 
-def _fitted(
-    model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh, *, rules: BuildRules, policy: GradientPolicy
-) -> Fitted:
+def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh, rules: BuildRules) -> Fitted:
     """The rows of the units, within the limits of the plan and, where something is offloaded, of the machine.
 
     Every rank finds the same ones: the fullest host decides.
@@ -144,12 +138,13 @@ def _fitted(
         UnitSize(s.numel, s.rest.itemsize, row, max(p.numel() for p in s.params) if whole else 0)
         for s, row in zip(specs, rows_of(plan, specs), strict=True)
     ]
-    widths = Widths(policy.accum.itemsize, rules.slot_bytes, policy.comm.itemsize if policy.comm else 0)
+    wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
+    widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire)
     shared = rules.device.type == "cpu"
     on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _bytes_of(model, on_host=False))
     ranks = memory_of_ranks(mesh, device=on_device, replaced=_bytes_of(model, on_host=True))
     limits, present = limits_of(plan.offload, ranks), limits_present(ranks)
-    if not limits.host and any(s.row.rests_on(Tier.HOST) or s.row.rests_on(Tier.NVME) for s in sizes):
+    if not limits.host and any(_offload_tiers(s.row) - {Tier.DEVICE} for s in sizes):
         limits = replace(present, device=limits.device, device_used=limits.device_used)
     fitted = fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
     for text in filter(None, (fitted.moved, present.doubt(fitted.memory))):
@@ -164,22 +159,16 @@ def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[R
     return collectives.gather_objects(RankMemory(rss - short, device, short, tuple(hostmem.memory_pools())), mesh.job)
 
 
-def _open_everywhere(tiers: Tiers, fitted: Fitted, mesh: Mesh, *, width: int) -> None:
-    """Open the drives on every rank, or raise on every rank, as the others would wait. Collective."""
-    if not any(row.rests_on(Tier.NVME) for row in fitted.rows):
-        return
-    failure = tiers.open(fitted.rows, fitted.memory, width=width)
-    if failures := collectives.failures(failure, mesh.job):
-        tiers.close()
-        rank, text = next(iter(failures.items()))
-        raise failure or UsageError(f"rank {rank}: {text}")
-
-
 def _bytes_of(model: nn.Module, *, on_host: bool) -> int:
     """Bytes of the model's parameters, which are about to find new places."""
     tensors = [p if (unit := getattr(p, "_ds_unit", None)) is None else unit.shard for p in model.parameters()]
     storages = [t.untyped_storage() for t in tensors if (t.device.type == "cpu") is on_host]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _offload_tiers(row: UnitPlan) -> set[Tier]:
+    """Where parameters and optimizer state rest."""
+    return {state.tier for state in (row.param, row.optim) if state is not None}
 
 
 def rows_of(plan: ZeroPlan, specs: list[UnitSpec]) -> list[UnitPlan]:
@@ -188,9 +177,9 @@ def rows_of(plan: ZeroPlan, specs: list[UnitSpec]) -> list[UnitPlan]:
     rows = []
     for spec in specs:
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
-        if row.optim is not None and row.optim.away and spec.numel <= keep:
+        if row.grad is not None and row.optim is not None and row.optim.away and spec.numel <= keep:
             keep -= spec.numel
-            row = row.update_on_device()
+            row = replace(row, grad=replace(row.grad, tier=Tier.DEVICE), optim=replace(row.optim, tier=Tier.DEVICE))
         rows.append(row)
     return rows
 
@@ -199,25 +188,19 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
     """Every rank must hold the same parameters: names, shapes, dtypes, requires_grad. Collective."""
     if mesh.zero.size == 1:
         return
-    mine = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
-    digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-    everyone = collectives.gather_objects(digest, mesh.zero)
-    if len(set(everyone)) == 1:
+    mine = [f"{n!r} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    digests = collectives.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest(), mesh.zero)
+    if len(set(digests)) == 1:
         return
     first, *others = collectives.gather_objects(mine, mesh.zero)
     for rank, theirs in zip(mesh.zero.ranks[1:], others, strict=True):
         differing = [pair for pair in zip(first, theirs, strict=False) if pair[0] != pair[1]]
         if differing or len(first) != len(theirs):
-            a, b = map(_say, differing[0]) if differing else (f"{len(x)} parameters" for x in (first, theirs))
+            a, b = differing[0] if differing else (f"{len(names)} parameters" for names in (first, theirs))
             raise DivergenceError(
                 f"ranks hold different models: rank {mesh.zero.ranks[0]} has {a}, rank {rank} has {b}. "
                 "Build the same model, with the same requires_grad flags, on every rank"
             )
-
-
-def _say(entry: tuple[str, tuple[int, ...], str, bool]) -> str:
-    name, shape, dtype, grad = entry
-    return f"{name!r} {shape} {dtype} requires_grad={grad}"
 
 
 def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
@@ -245,8 +228,8 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
         if param.is_meta:
             raise UsageError(
                 f"parameter {segment.name!r} is on the meta device and has no values; build the model under "
-                "deepspeed.zero.Init, or "
-                "materialise it (model.to_empty(device=...) and load weights) before deepspeed.initialize"
+                "deepspeed.zero.Init, or materialise it (model.to_empty(device=...) and load weights) before "
+                "deepspeed.initialize"
             )
         with torch.no_grad():
             Unit.view(values, segment).copy_(local_of(param))

@@ -29,25 +29,21 @@ class GradState(Enum):
     COLLAPSED = "collapsed"
 
 
-_LEGAL: set[tuple[Enum, Enum]] = {
-    (UnitState.ABSENT, UnitState.FETCHING),
-    (UnitState.FETCHING, UnitState.READY),
-    (UnitState.READY, UnitState.ABSENT),
-    (GradState.EMPTY, GradState.LOCAL),
-    (GradState.LOCAL, GradState.REDUCED),
-    (GradState.REDUCED, GradState.LOCAL),
-    (GradState.REDUCED, GradState.COLLAPSED),
-    (GradState.EMPTY, GradState.COLLAPSED),
-    (GradState.COLLAPSED, GradState.LOCAL),
+_LEGAL: dict[Enum, set[Enum]] = {
+    UnitState.ABSENT: {UnitState.FETCHING},
+    UnitState.FETCHING: {UnitState.READY},
+    UnitState.READY: {UnitState.ABSENT},
     # gradients may be dropped at any time, or stay
-    *((state, GradState.EMPTY) for state in GradState),
-    *((state, state) for state in GradState),
+    GradState.EMPTY: {GradState.EMPTY, GradState.LOCAL, GradState.COLLAPSED},
+    GradState.LOCAL: {GradState.EMPTY, GradState.LOCAL, GradState.REDUCED},
+    GradState.REDUCED: {*GradState},
+    GradState.COLLAPSED: {GradState.EMPTY, GradState.LOCAL, GradState.COLLAPSED},
 }
 
 
 def check_move(unit: str, before: Enum, after: Enum) -> None:
     """Raise InvalidStateError when a unit cannot go from one state to the other."""
-    if (before, after) not in _LEGAL:
+    if after not in _LEGAL[before]:
         what = "gradients" if isinstance(after, GradState) else "parameters"
         raise InvalidStateError(f"unit {unit}: {what} cannot go from {before.value} to {after.value}")
 

@@ -7,7 +7,7 @@ step, gradients that rest whole on the device are shown in ``param.grad``; what 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,16 +20,7 @@ from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier
 from deepspeed.zero.unit import Unit
 
 
-@dataclass(frozen=True)
-class GradientPolicy:
-    """Dtypes: ``accum`` of the rest gradient, ``comm`` on the wire (None: the parameter's own)."""
-
-    accum: torch.dtype
-    comm: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class _Target:
+class _Target(NamedTuple):
     """Where a reduction puts its result; ``filled``: it is added to what is there; ``buffer``: to be given back."""
 
     memory: torch.Tensor
@@ -41,11 +32,11 @@ class Gradients:
     """The gradient side of one runtime."""
 
     def __init__(
-        self, units: list[Unit], policy: GradientPolicy, *, device: torch.device, overlap: bool, watch: bool
+        self, units: list[Unit], accum: torch.dtype, *, device: torch.device, overlap: bool, watch: bool
     ) -> None:
         self._units = units
         self._stream = collectives.SideStream(device)
-        self._policy = policy
+        self._accum = accum
         self._in_flight = InFlight.REDUCTIONS if overlap else 1
         self._watch = watch
         self._flying: list[tuple[Unit, Transfer, _Target]] = []
@@ -102,14 +93,11 @@ class Gradients:
         return unit.facts.wire or unit.full.dtype
 
     def _accum_dtype(self, unit: Unit) -> torch.dtype:
-        """The policy's, but float64 parameters keep their precision."""
-        return torch.float64 if unit.full.dtype is torch.float64 else self._policy.accum
+        """Of the rest gradient; float64 parameters keep their precision."""
+        return torch.float64 if unit.full.dtype is torch.float64 else self._accum
 
     def complete(self, unit: Unit) -> bool:
-        """Every parameter of the unit has contributed in the running backward.
-
-        What earlier backwards left does not count: it would send the unit off with the last one's first gradient.
-        """
+        """Whether every parameter of the unit has contributed in the running backward, whatever earlier ones left."""
         return len(unit.arrived) == len(unit.params)
 
     # -- reduction ------------------------------------------------------------------------------------------------
@@ -239,12 +227,6 @@ class Gradients:
         unit.move_grad(GradState.LOCAL)
         unit.move_grad(GradState.REDUCED)
 
-    def vacate(self, units: list[Unit]) -> None:
-        """Forget the reduced gradients of ``units``, which are sums of nothing."""
-        self.land_all()
-        for unit in units:
-            unit.clear_grad()
-
     def clear(self, *, collected: bool = False) -> None:
         """Drop every gradient but keep the rest gradients' buffers. ``collected``: none waits in a parameter."""
         self.withdraw()
@@ -265,10 +247,7 @@ class Gradients:
 
 
 def _probe(partial: torch.Tensor) -> torch.Tensor:
-    """A value that is non-finite exactly when an element is: one cheap pass, read only after an overflow.
-
-    A plain sum is cheapest, but fp16 sums overflow on their own; there the extremes tell.
-    """
+    """A value that is non-finite exactly when an element is: the sum, or of fp16, whose sums overflow, the extent."""
     if partial.dtype is torch.float16:
         low, high = torch.aminmax(partial)
         return high.float() - low.float()
@@ -279,17 +258,12 @@ def reduce_over_axes(unit: Unit, partial: torch.Tensor, target: torch.Tensor, *,
     """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, else all-reduce."""
     assert unit.plan.grad is not None
     ways = list(zip(unit.plan.grad.spread, unit.mesh.groups, strict=True))
-    for way, group in ways[:-1]:
+    transfer: Transfer = ARRIVED
+    for last, (way, group) in zip([*[False] * (len(ways) - 1), True], ways, strict=True):
+        transfer.wait()
         numel = partial.numel() // (group.size if way is Spread.SHARDED else 1)
-        piece = torch.empty(numel, dtype=target.dtype, device=partial.device)
-        _one_axis(partial, piece, way, group, accumulate=False).wait()
-        partial = piece
-    way, group = ways[-1]
-    return _one_axis(partial, target, way, group, accumulate=accumulate)
-
-
-def _one_axis(
-    partial: torch.Tensor, out: torch.Tensor, way: Spread, group: collectives.AxisGroup, *, accumulate: bool
-) -> Transfer:
-    verb: Callable[..., Transfer] = collectives.reduce_scatter if way is Spread.SHARDED else collectives.all_reduce
-    return verb(partial, out, group, accumulate=accumulate)
+        out = target if last else torch.empty(numel, dtype=target.dtype, device=partial.device)
+        verb: Callable[..., Transfer] = collectives.reduce_scatter if way is Spread.SHARDED else collectives.all_reduce
+        transfer = verb(partial, out, group, accumulate=accumulate and last)
+        partial = out
+    return transfer

@@ -50,17 +50,6 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
                 yield from tensors_in(getattr(value, name, None), depth - 1)
 
 
-def stashed_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a forward has left on the module itself (an auxiliary loss): they reach a backward unreturned."""
-    for name, value in vars(module).items():
-        if isinstance(value, (torch.Tensor, list, tuple, dict)) and name not in _OWN_ATTRIBUTES:
-            yield from tensors_in(value, 2)
-
-
-# What nn.Module itself keeps on every module.
-_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-
-
 def _drop_gradient(param: nn.Parameter) -> None:
     param.grad = None
 
@@ -87,6 +76,10 @@ def hold_clipping() -> Borrowed:
         torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = function
 
     return Borrowed("clipping", value=telling, read=lambda: clip, write=put)
+
+
+# What nn.Module itself keeps on every module.
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class ModuleHooks:
@@ -167,7 +160,8 @@ class ModuleHooks:
                 return
             needed = [*units, *runtime.borrowed()]
             seen = self._watch_outputs(needed, output)
-            self._watch_stash(needed, module)
+            if needed and torch.is_grad_enabled():
+                self._watch_stash(needed, module)
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
             if keep and module not in self._warned:
                 self._warned.add(module)
@@ -192,11 +186,9 @@ class ModuleHooks:
         """
         for unit in self._runtime.units:
             unit.check_views()
-        if not any(unit.trainable for unit in self._runtime.units):
-            return
-        for module in self._touches:
-            for name, param in module._parameters.items():
-                if param is None or not param.requires_grad:
+        for module in self._touches if any(unit.trainable for unit in self._runtime.units) else ():
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                if not param.requires_grad:
                     continue
                 home = getattr(param, "_ds_unit", None)
                 if home is None:
@@ -222,9 +214,9 @@ class ModuleHooks:
         return bool(tensors)
 
     def _watch_stash(self, units: list[Unit], module: nn.Module) -> None:
-        if not units or not torch.is_grad_enabled():
-            return
-        for tensor in stashed_tensors(module):
+        """Hook what a forward has left on the module itself (an auxiliary loss): it reaches a backward unreturned."""
+        values = [value for name, value in vars(module).items() if name not in _OWN_ATTRIBUTES]
+        for tensor in tensors_in([v for v in values if isinstance(v, (torch.Tensor, list, tuple, dict))], 3):
             if tensor.requires_grad and not tensor.is_leaf and not hasattr(tensor, "_ds_watched"):
                 tensor._ds_watched = True  # type: ignore[attr-defined]
                 tensor.register_hook(self._before_backward(units))
@@ -242,13 +234,14 @@ class ModuleHooks:
     def _arm(self) -> None:
         """Have the end of this backward call ``flush``; once per graph task (a reentrant checkpoint nests tasks)."""
         self._runtime.begin_backward()
+
+        def end_of_backward() -> None:
+            self._armed = False
+            self._runtime.flush()
+
         if not self._armed:
             self._armed = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-
-    def _end_of_backward(self) -> None:
-        self._armed = False
-        self._runtime.flush()
+            torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
 
     def disarm(self) -> None:
         """Forget an armed callback that an error in backward has lost."""

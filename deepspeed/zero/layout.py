@@ -40,8 +40,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         if self.global_start is not None or self.global_shape is not None:
-            assert self.global_start is not None and self.global_shape is not None, self
-            ends = zip(self.global_start, self.shape, self.global_shape, strict=True)
+            ends = zip(self.global_start or (), self.shape, self.global_shape or (), strict=True)
             assert all(0 <= start <= start + size <= whole for start, size, whole in ends), self
 
     @property
@@ -107,19 +106,20 @@ def element_layout(items: list[Item], shards: int) -> FlatLayout:
 def parameter_layout(items: list[Item], shards: int) -> FlatLayout:
     """Give each (name, shape, group) item to the currently least filled shard, largest first (greedy balance)."""
     fill = [0] * shards
-    owner: dict[int, int] = {}
+    inside: list[list[int]] = [[] for _ in range(shards)]
     for i in sorted(range(len(items)), key=lambda i: (-prod(items[i][1]), i)):
-        owner[i] = fill.index(min(fill))
-        fill[owner[i]] += _round_up(prod(items[i][1]), ALIGNMENT_NUMEL)
+        owner = fill.index(min(fill))
+        inside[owner].append(i)
+        fill[owner] += _round_up(prod(items[i][1]), ALIGNMENT_NUMEL)
     size = max(*fill, ALIGNMENT_NUMEL)
-    segments, fill = [], [0] * shards
-    # Empty tensors come first in their shard: behind a full one they would start in the next shard.
-    for i in sorted(owner, key=lambda i: (owner[i], prod(items[i][1]) > 0, items[i][2], i)):
-        name, shape, group = items[i]
-        shard = owner[i]
-        segments.append(Segment(name, shape, shard * size + fill[shard], group))
-        fill[shard] += _round_up(prod(shape), ALIGNMENT_NUMEL)
-    segments.sort(key=lambda s: (s.offset, s.numel))
+    segments = []
+    for shard, those in enumerate(inside):
+        offset = shard * size
+        # Empty tensors come first in their shard: behind a full one they would start in the next shard.
+        for i in sorted(those, key=lambda i: (prod(items[i][1]) > 0, items[i][2], i)):
+            name, shape, group = items[i]
+            segments.append(Segment(name, shape, offset, group))
+            offset += _round_up(prod(shape), ALIGNMENT_NUMEL)
     return FlatLayout(tuple(segments), size * shards, shards, Granularity.PARAMETER)
 
 

@@ -47,8 +47,7 @@ class OptimView:
             return None
         if not all(p.requires_grad for p in unit.params):
             return None
-        base, _ = unit.range_of(StateKind.PARAM)
-        return resting[self.start - base : self.stop - base]
+        return unit.within(StateKind.PARAM, resting, self.start, self.stop)
 
     def gradient(self, factor: float, *, source: torch.Tensor | None = None) -> torch.Tensor:
         """The matching part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
@@ -58,8 +57,7 @@ class OptimView:
         """
         if source is None:
             assert self.unit.grad is not None
-            base, _ = self.unit.range_of(StateKind.GRAD)
-            source = self.unit.grad[self.start - base : self.stop - base]
+            source = self.unit.within(StateKind.GRAD, self.unit.grad, self.start, self.stop)
         factor *= self.unit.facts.after
         piece = source.view(self.param.shape).to(self.param.dtype)
         return piece if factor == 1.0 else piece.mul_(factor)
@@ -82,10 +80,9 @@ def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> 
     for unit in units:
         if unit.master is None:
             continue
-        start, _ = unit.range_of(StateKind.OPTIM)
         for name, group, lo, hi, shape in _spans(unit, max(_PAGE_NUMEL, tile_numel // _PAGE_NUMEL * _PAGE_NUMEL)):
             if 0 <= group < group_count:
-                param = nn.Parameter(unit.master[lo - start : hi - start].view(shape))
+                param = nn.Parameter(unit.within(StateKind.OPTIM, unit.master, lo, hi).view(shape))
                 views.append(OptimView(unit, group, lo, hi, param, name))
                 unit.add_view(views[-1])
     return views

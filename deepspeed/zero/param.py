@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import ReleasedParameterError
+from deepspeed.zero.plan import StateKind
 
 # fmt: off
 _PROPERTIES = [
@@ -59,13 +60,8 @@ def _metadata_functions() -> frozenset[Any]:
 
 
 # ``view_as(itself)`` leads to the node where autograd accumulates, which split backwards look for.
-_ALIASES = (
-    torch.Tensor.detach,
-    torch.detach,
-    torch.Tensor.view_as,
-    inspect.getattr_static(torch.Tensor, "data").__get__,
-)
-_SET_DATA = inspect.getattr_static(torch.Tensor, "data").__set__
+_DATA = inspect.getattr_static(torch.Tensor, "data")
+_ALIASES = (torch.Tensor.detach, torch.detach, torch.Tensor.view_as, _DATA.__get__)
 _STRIDES = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _MOVES = tuple(getattr(torch.Tensor, name) for name in ("to", "cuda", "cpu", "float", "half", "bfloat16"))
 
@@ -100,33 +96,26 @@ def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, na
     unmark_zero_parameter(parameter)
     attributes: dict[str, Any] = {"_ds_unit": unit, "_ds_position": position, "_ds_name": name}
     if not plain:
-        shape, shards = torch.Size(unit.layout.segments[position].shape), unit.layout.shards
+        segment, shards = unit.layout.segments[position], unit.layout.shards
+        shape = torch.Size(segment.shape)
         released = isinstance(parameter, ReleasedFace)
         attributes |= {
             "ds_id": next(_ids) if number is None else number,
             "ds_shape": shape,
             "ds_numel": prod(shape),
-            "ds_tensor": unit.local_part(position),
+            "ds_tensor": unit.part(StateKind.PARAM, segment, unit.shard),
             "ds_status": ZeroParamStatus.NOT_AVAILABLE if released else ZeroParamStatus.AVAILABLE,
             "ds_active_sub_modules": set(),
             "ds_persist": not unit.movable,
             "partition_numel": lambda: -(-prod(shape) // shards),
         }
-    parameter.__dict__.update(attributes)
+    parameter.__dict__.update(attributes, _ds_marks=["_ds_marks", *attributes])
 
 
 def unmark_zero_parameter(parameter: nn.Parameter) -> None:
     """Take every attribute of ``mark_zero_parameter`` away again."""
-    for attribute in [name for name in parameter.__dict__ if name in _MARKS]:
-        del parameter.__dict__[attribute]
-
-
-# fmt: off
-_MARKS = [
-    "_ds_unit", "_ds_position", "_ds_name", "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status",
-    "ds_active_sub_modules", "ds_persist", "partition_numel",
-]
-# fmt: on
+    for attribute in parameter.__dict__.get("_ds_marks", ()):
+        parameter.__dict__.pop(attribute, None)
 
 
 def is_released(tensor: torch.Tensor) -> bool:
@@ -155,9 +144,8 @@ class ReleasedFace:
             if func in _metadata_functions():
                 return func(*args, **kwargs)
             if func in _STRIDES:
-                return func(
-                    torch.empty_like(args[0], device="meta", memory_format=torch.contiguous_format), *args[1:], **kwargs
-                )
+                plain = torch.empty_like(args[0], device="meta", memory_format=torch.contiguous_format)
+                return func(plain, *args[1:], **kwargs)
             hollow = [t for t in _released_arguments((*args, *kwargs.values())) if _is_hollow(t)]
             if not hollow:
                 return func(*args, **kwargs)
@@ -168,15 +156,14 @@ class ReleasedFace:
                 return _alias(func(*args, **kwargs), hollow[0])
             if func in _MOVES and _is_no_move(func, hollow[0], args, kwargs):
                 return args[0]
-            if func == _SET_DATA and args[0] is args[1]:
+            if func == _DATA.__set__ and args[0] is args[1]:
                 return None  # the second half of ``module.to(...)`` when the first changed nothing
         for tensor in hollow:
             owner = getattr(tensor, "_ds_unit", None)
             if owner is None or isinstance(tensor, ReleasedTensor) or not owner.fetch_on_demand():
                 raise _refusal(func, tensor)
-        for tensor in hollow:
-            if _is_hollow(tensor):  # fetching the later ones has cost the earlier ones their place
-                raise _refusal(func, tensor)
+        if costly := [t for t in hollow if _is_hollow(t)]:  # fetching the later ones has cost these their place
+            raise _refusal(func, costly[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -189,13 +176,13 @@ class ReleasedTensor(ReleasedFace, torch.Tensor):
 def released_class(base: type) -> type:
     """The released twin of a parameter class; instances swap to it and back."""
     names = [name for name in ("to_local", "full_tensor", "redistribute") if hasattr(base, name)]
-    reads = {name: _guarded(getattr(base, name)) for name in names}
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of DTensor that reads its local tensor past ``__torch_function__``, sent through it."""
+        return lambda self, *args, **kwargs: ReleasedFace.__torch_function__(method, (), (self, *args), kwargs)
+
+    reads = {name: guarded(getattr(base, name)) for name in names}
     return type(f"Released{base.__name__}", (ReleasedFace, base), {"_ds_visible_class": base, **reads})
-
-
-def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of DTensor that reads its local tensor past ``__torch_function__``, sent through it."""
-    return lambda self, *args, **kwargs: ReleasedFace.__torch_function__(method, (), (self, *args), kwargs)
 
 
 @functools.cache
@@ -225,12 +212,6 @@ def point(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor._local_tensor = values
     else:
         tensor.data = values
-
-
-def follow(parameter: nn.Parameter, part: torch.Tensor) -> None:
-    """This rank's part of the parameter rests in ``part`` now."""
-    if hasattr(parameter, "ds_tensor"):
-        parameter.ds_tensor = part
 
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -310,11 +291,9 @@ def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any,
 
 def _describe(tensor: torch.Tensor) -> str:
     kind = "Parameter" if isinstance(tensor, nn.Parameter) else "Tensor"
-    return (
-        f"{kind} (values sharded over ranks, not here), name={getattr(tensor, '_ds_name', '')!r}, shape="
-        f"{tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r}, "
-        f"requires_grad={tensor.requires_grad}"
-    )
+    facts = f"shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r}"
+    name = getattr(tensor, "_ds_name", "")
+    return f"{kind} (values sharded over ranks, not here), {name=}, {facts}, requires_grad={tensor.requires_grad}"
 
 
 def _refusal(func: Callable[..., Any], tensor: torch.Tensor) -> ReleasedParameterError:

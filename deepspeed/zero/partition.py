@@ -8,7 +8,6 @@ reduction.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +15,11 @@ from torch import nn
 from deepspeed.zero.facts import UnitFacts
 from deepspeed.zero.param import local_of
 from deepspeed.zero.plan import ZeroPlan
+
+# What is only reduced is cut so that reductions travel while the backward goes on, whatever the bucket may hold.
+_BUCKET_NUMEL = 1 << 25
+# Modules outside the repeated blocks are packed up to this many elements: large embeddings stay units of their own.
+_PACK_NUMEL = 1_000_000
 
 
 @dataclass
@@ -76,10 +80,6 @@ def statistics_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
     return {p: mean.dtype for m, mean in means if mean is not None for p in m.parameters(recurse=False)}
 
 
-def _numel(param: nn.Parameter) -> int:
-    return local_of(param).numel()
-
-
 def partition(
     model: nn.Module,
     plan: ZeroPlan,
@@ -98,100 +98,49 @@ def partition(
     names = {p: n for n, p in model.named_parameters()}
     trained, small = set(trainable), _persistent(names, plan)
     roots = dict(find_blocks(model))
-    homes = _homes(model, roots)
-    builder = _Builder(plan, names)
-    for param, home in homes.items():
-        rest, facts = rest_dtype(names[param], param), facts_of(names[param], param)
-        builder.place(param, home, _Kind(param in trained, param in small, param.dtype, rest, facts))
-    return Partition(builder.specs, _touches(model, builder.index_of, homes, roots), set(roots.values()))
-
-
-def _persistent(names: dict[nn.Parameter, str], plan: ZeroPlan) -> set[nn.Parameter]:
-    """Small parameters that stay whole: each at most the threshold, together at most the model threshold."""
-    chosen: set[nn.Parameter] = set()
-    if not plan.regular.param.sharded:
-        return chosen
-    total = 0
-    for param in names:
-        if _numel(param) <= plan.persistence_numel and total + _numel(param) <= plan.model_persistence_numel:
-            chosen.add(param)
-            total += _numel(param)
-    return chosen
-
-
-_Home = tuple[str, bool]  # path of a module, and whether that is a block
-
-
-def _homes(model: nn.Module, roots: dict[str, nn.Module]) -> dict[nn.Parameter, _Home]:
-    """The home of each parameter, in traversal order."""
-    inside = {m: path for path, block in roots.items() for m in block.modules()}
-    homes: dict[nn.Parameter, _Home] = {}
+    block_of = {m: path for path, block in roots.items() for m in block.modules()}
+    limits = [min(plan.pack_numel, _PACK_NUMEL), min(plan.pack_numel, _BUCKET_NUMEL)]
+    specs: list[UnitSpec] = []
+    index_of: dict[nn.Parameter, int] = {}
+    latest: dict[object, int] = {}  # the unit that further parameters of a kind join, unless it is full
+    inside: dict[str, list[int]] = {path: [] for path in roots}
     for path, module in model.named_modules():
-        for param in module.parameters(recurse=False):
-            homes.setdefault(param, (inside[module], True) if module in inside else (path, False))
-    return homes
-
-
-class _Kind(NamedTuple):
-    """What parameters of one unit have in common."""
-
-    trainable: bool
-    persistent: bool
-    dtype: torch.dtype
-    rest: torch.dtype
-    facts: UnitFacts | None
-
-
-class _Builder:
-    """Appends parameters to open units; a unit closes when its home changes or it is full."""
-
-    def __init__(self, plan: ZeroPlan, names: dict[nn.Parameter, str]) -> None:
-        self.plan = plan
-        self.names = names
-        self.specs: list[UnitSpec] = []
-        self.index_of: dict[nn.Parameter, int] = {}
-        self._open: dict[object, int] = {}
-
-    def place(self, param: nn.Parameter, home: _Home, kind: _Kind) -> None:
-        path, is_block = home
-        replicated = kind.persistent or not self.plan.regular.param.sharded
-        scope = None if replicated else home if is_block else ""
-        key = (scope, kind)
-        limit = min(self.plan.pack_numel, _BUCKET_NUMEL if replicated else _PACK_NUMEL)
-        index = self._open.get(key)
-        full = index is not None and (replicated or not is_block) and self.specs[index].numel + _numel(param) > limit
-        if index is None or (full and not self._same_module(index, param)):
-            index = self._open[key] = len(self.specs)
-            label = f"{'small' if kind.persistent else 'bucket'}#{index}" if replicated else path or "root"
-            self.specs.append(UnitSpec(label, *kind))
-        self.specs[index].add(self.names[param], param)
-        self.index_of[param] = index
-
-    def _same_module(self, index: int, param: nn.Parameter) -> bool:
-        """Weight and bias of one module stay together when the PARAM is gathered for that module anyway."""
-        if not self.plan.regular.param.sharded or self.specs[index].persistent:
-            return False
-        return self.names[param].rpartition(".")[0] == self.specs[index].names[-1].rpartition(".")[0]
-
-
-# What is only reduced is cut so that reductions travel while the backward goes on, whatever the bucket may hold.
-_BUCKET_NUMEL = 1 << 25
-# Modules outside the repeated blocks are packed up to this many elements: large embeddings stay units of their own.
-_PACK_NUMEL = 1_000_000
-
-
-def _touches(
-    model: nn.Module,
-    index_of: dict[nn.Parameter, int],
-    homes: dict[nn.Parameter, _Home],
-    roots: dict[str, nn.Module],
-) -> dict[nn.Module, list[int]]:
+        block = block_of.get(module)
+        for param in (p for p in module.parameters(recurse=False) if p not in index_of):
+            name = names[param]
+            kind = (param in trained, param in small, param.dtype, rest_dtype(name, param), facts_of(name, param))
+            replicated = param in small or not plan.regular.param.sharded
+            scope = (kind, None if replicated else (block,))
+            index = latest.get(scope)
+            if index is None or not (
+                (block is not None and not replicated)
+                or specs[index].numel + local_of(param).numel() <= limits[replicated]
+                or (not replicated and name.rpartition(".")[0] == specs[index].names[-1].rpartition(".")[0])
+            ):
+                index = latest[scope] = len(specs)
+                label = f"{'small' if param in small else 'bucket'}#{index}"
+                home = path if block is None else block
+                specs.append(UnitSpec(label if replicated else home or "root", *kind))
+            specs[index].add(name, param)
+            index_of[param] = index
+            if block is not None:
+                inside[block].append(index)
     touches: dict[nn.Module, list[int]] = {}
     for module in model.modules():
-        units = [index_of[p] for p in module.parameters(recurse=False)]
-        if units:
+        if units := [index_of[p] for p in module.parameters(recurse=False)]:
             touches[module] = list(dict.fromkeys(units))
-    for path, block in roots.items():
-        inside = [index_of[p] for p, home in homes.items() if home == (path, True)]
-        touches[block] = list(dict.fromkeys([*inside, *touches.get(block, [])]))
-    return touches
+    for path, module in roots.items():
+        touches[module] = list(dict.fromkeys([*inside[path], *touches.get(module, [])]))
+    return Partition(specs, touches, set(roots.values()))
+
+
+def _persistent(params: Iterable[nn.Parameter], plan: ZeroPlan) -> set[nn.Parameter]:
+    """Small parameters that stay whole: each at most the threshold, together at most the model threshold."""
+    chosen: set[nn.Parameter] = set()
+    total = 0
+    for param in params if plan.regular.param.sharded else ():
+        numel = local_of(param).numel()
+        if numel <= plan.persistence_numel and total + numel <= plan.model_persistence_numel:
+            chosen.add(param)
+            total += numel
+    return chosen

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.model.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from deepspeed.config.model.zero import OffloadOptimizerConfig, OffloadParamConfig
 
 
 class InFlight:
@@ -94,17 +94,8 @@ class UnitPlan:
         assert state is not None, f"there is no {kind.value}"
         return state
 
-    def rests_on(self, tier: Tier) -> bool:
-        """Whether parameters or optimizer state rest there."""
-        return any(state is not None and state.tier is tier for state in (self.param, self.optim))
-
     def frozen(self) -> "UnitPlan":
         return replace(self, grad=None, optim=None)
-
-    def update_on_device(self) -> "UnitPlan":
-        """The row of a unit whose update stays on the device."""
-        assert self.grad is not None and self.optim is not None
-        return replace(self, grad=replace(self.grad, tier=Tier.DEVICE), optim=replace(self.optim, tier=Tier.DEVICE))
 
 
 @dataclass(frozen=True)
@@ -165,17 +156,17 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
     zero = config.zero
     stage = zero.stage
     mics, hpz = zero.mics_shard_size, zero.zero_hpz_partition_size
-    inner = None
-    if stage == 3 and 0 < mics < world_size:
-        inner = mics
-    elif stage == 3 and 1 < hpz < world_size:
-        inner = hpz
+    inner = mics if 0 < mics < world_size else hpz if 1 < hpz < world_size else None
+    inner = inner if stage == 3 else None
     axes = 1 if inner is None else 2
     replicated = (Spread.REPLICATED,) * axes
     inner_only = (Spread.SHARDED, Spread.REPLICATED)[:axes]
     everywhere = inner_only if inner is not None and inner == mics else (Spread.SHARDED,) * axes
     rest = everywhere if stage >= 1 else replicated
-    param_tier, grad_tier, optim_tier = _tiers(zero)
+    blocks = (zero.offload_param, zero.offload_optimizer)
+    param_tier, optim_tier = (TIERS[block.device.value] if block is not None else Tier.DEVICE for block in blocks)
+    # Gradients wait where the update will read them: in host memory.
+    grad_tier = Tier.HOST if optim_tier is not Tier.DEVICE else Tier.DEVICE
     param = StatePlan(inner_only if stage == 3 else replicated, param_tier)
     regular = UnitPlan(param, StatePlan(rest, grad_tier), StatePlan(rest, optim_tier), reduce_each_backward=stage >= 2)
     chosen = zero.model_fields_set
@@ -195,13 +186,6 @@ def make_plan(config: DeepSpeedConfig, world_size: int) -> ZeroPlan:
         watch=zero.compute_grad_norm,
         offload=_offload(config),
     )
-
-
-def _tiers(zero: ZeroConfig) -> tuple[Tier, Tier, Tier]:
-    """Rest tiers of PARAM, GRAD and OPTIM. Gradients wait where the update will read them: in host memory."""
-    blocks = (zero.offload_param, zero.offload_optimizer)
-    param, optim = (TIERS[block.device.value] if block is not None else Tier.DEVICE for block in blocks)
-    return param, Tier.HOST if optim is not Tier.DEVICE else Tier.DEVICE, optim
 
 
 _LEAST_PIECE = 4096  # elements: what travels to a drive is at least a few pages

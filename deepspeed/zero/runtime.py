@@ -19,7 +19,7 @@ from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
 from deepspeed.zero.facts import GradState, UnitState
-from deepspeed.zero.gradients import GradientPolicy, Gradients
+from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_tiles import OptimTiles
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import InFlight, Spread, StateKind, ZeroPlan
@@ -43,21 +43,16 @@ class Runtime:
     """Owns schedule, agreement and gradients of one engine's units, and the stream that gathers travel on."""
 
     def __init__(
-        self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, policy: GradientPolicy, device: torch.device
+        self, units: list[Unit], plan: ZeroPlan, mesh: Mesh, *, accum: torch.dtype, device: torch.device
     ) -> None:
-        self.units = units
-        self.plan = plan
-        self.mesh = mesh
-        self.device = device
+        self.units, self.plan, self.mesh, self.device = units, plan, mesh, device
         self._stream = collectives.SideStream(device)
         self.schedule = Schedule()
-        self.gradients = Gradients(units, policy, device=device, overlap=plan.overlap, watch=plan.watch)
+        self.gradients = Gradients(units, accum, device=device, overlap=plan.overlap, watch=plan.watch)
         self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], where=self._where)
         self.counters = Counters()
-        self.steps = 0
-        self.depth = 0
+        self.steps = self.depth = self.flushes = 0
         self.in_backward = False
-        self.flushes = 0
         # The engine, while it lives; its optimizer, and what of that is updated in tiles.
         self.client: Callable[[], Any] = lambda: None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -85,6 +80,7 @@ class Runtime:
         # The last forward has been passed without a message, and no backward has come yet.
         self._unanswered = False
         self._trains = any(u.trainable for u in units)
+        self._saves_memory = device.type == "cpu" and any(u.drives for u in units)
         # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
         self.second_order = False
         for unit in units:
@@ -107,7 +103,12 @@ class Runtime:
         """A module that needs ``units`` is about to run."""
         if not recompute:
             if self.depth == 0:
-                self._begin_forward()
+                self._look_back()
+                for unit in self.units:
+                    unit.check_views(sample=True)
+                phase = "train" if torch.is_grad_enabled() else "eval"
+                if phase == "eval" or self.schedule.phase is None:
+                    self.schedule.begin(phase)
             self.depth += 1
             self._on_demand.append([])
             for unit in units:  # counted first, so that leave() balances also when need() raises
@@ -118,8 +119,8 @@ class Runtime:
         """That module has run. ``keep``: its backward could not be foreseen, so its units stay until the flush."""
         for unit in [*units, *(self._on_demand.pop() if self._on_demand else [])]:
             unit.drop_user(keep=keep)
-            if unit.idle:
-                self._maybe_release(unit)
+            if unit.movable and unit.idle and unit.state is UnitState.READY and not self._stays(unit):
+                unit.release()
         self.depth -= 1
         if self.depth == 0 and self.schedule.phase == "eval":
             self.schedule.end()
@@ -144,29 +145,20 @@ class Runtime:
         """Note whether anything else has communicated since the end of the last forward: see [Note: agreement]."""
         if self._passed_at is not None:
             self._foreign |= collectives.issued() != self._passed_at + 1
-            self._passed_at = None
+        self._passed_at = None
 
     def borrowed(self) -> list[Unit]:
         """Units the running module has read without owning them; its backward will read them too."""
         return list(self._on_demand[-1]) if self._on_demand else []
 
-    def _begin_forward(self) -> None:
-        self._look_back()
-        for unit in self.units:
-            unit.check_views(sample=True)
-        phase = "train" if torch.is_grad_enabled() else "eval"
-        if phase == "eval" or self.schedule.phase is None:
-            self.schedule.begin(phase)
-
-    def _maybe_release(self, unit: Unit) -> None:
-        """Release an idle READY unit unless it is needed again next (or within the distance the user allows)."""
-        if not unit.movable or unit.state is not UnitState.READY or self.in_backward or unit.kept:
-            return
-        if self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel):
-            live = sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
-            if live <= self.plan.live_numel:
-                return
-        unit.release()
+    def _stays(self, unit: Unit) -> bool:
+        """Whether an idle unit is needed again next (or within the distance the user allows), and there is room."""
+        if self.in_backward or unit.kept:
+            return True
+        if not self.schedule.needed_within(unit.index, self._numels, self.plan.reuse_numel):
+            return False
+        live = sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
+        return live <= self.plan.live_numel
 
     # -- fetch ----------------------------------------------------------------------------------------------------
     def need(self, units: Iterable[Unit]) -> None:
@@ -187,11 +179,9 @@ class Runtime:
         ahead = self._ahead(indices) if movable else []
         if ahead:
             self._ask(Kind.GATHER, tuple(ahead), urgent=False)
-        if self._reads_ahead and movable:
-            self._read_ahead()
-
-    def _read_ahead(self) -> None:
-        """Start reading the next shards from their drive. Local: what another rank reads ahead does not matter."""
+        if not self._reads_ahead or not movable:
+            return
+        # Start to read the next shards from their drive. Local: what another rank reads ahead does not matter.
         for index in self.schedule.ahead([0] * len(self.units), window_numel=0, most=InFlight.READS):
             unit = self.units[index]
             if unit.on_drive(StateKind.PARAM) and unit.state is UnitState.ABSENT and not unit.read_ahead():
@@ -199,9 +189,7 @@ class Runtime:
 
     def _ahead(self, besides: Collection[int]) -> list[int]:
         """Units to fetch early; none while the next one is here or on its way, so that several share one message."""
-        if not self._window:
-            return []
-        others = self.schedule.ahead(self._numels, window_numel=self._window, besides=besides)
+        others = self.schedule.ahead(self._numels, window_numel=self._window, besides=besides) if self._window else []
         if others and self.units[others[0]].state is not UnitState.ABSENT:
             return []
         return [i for i in others if self.units[i].movable and self.units[i].state is UnitState.ABSENT]
@@ -225,8 +213,10 @@ class Runtime:
             if decision.closes:
                 if self.agreement.agreed:
                     self._watchful |= self._foreign
-                    if request.marks[-1:] == (True,):
-                        self.gradients.vacate(self._vacant)  # no rank had a gradient for what was reduced
+                    if request.marks[-1:] == (True,):  # no rank had a gradient for what was reduced
+                        self.gradients.land_all()
+                        for unit in self._vacant:
+                            unit.clear_grad()
                 self._vacant.clear()
                 self._contributed = self._foreign = False
         self._complete = [i for i in self._complete if self.units[i].partial is not None]
@@ -258,6 +248,11 @@ class Runtime:
         unit.arrive()
         unit.release()
 
+    def _discard_idle(self, units: list[Unit]) -> None:
+        for unit in units:
+            if unit.movable and unit.idle and unit.state is not UnitState.ABSENT:
+                self._discard(unit)
+
     def may_fetch_on_demand(self) -> bool:
         """True while a module of this runtime runs, so that every rank is at the same place in the same code."""
         return self.depth > 0 or self.in_backward
@@ -275,14 +270,13 @@ class Runtime:
     # -- backward -------------------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
         """The first gradient of a backward has reached the model."""
-        if self.in_backward:
-            return
-        self._look_back()
-        self._unanswered = False
-        self.on_backward()
-        self.gradients.withdraw()
-        self.in_backward = True
-        self.gradients.final = self.window_ends()
+        if not self.in_backward:
+            self._look_back()
+            self._unanswered = False
+            self.on_backward()
+            self.gradients.withdraw()
+            self.in_backward = True
+            self.gradients.final = self.window_ends()
 
     def gradient_ready(self, unit: Unit, position: int, *, task: int) -> None:
         """Autograd has finished the gradient of one parameter in graph task ``task``."""
@@ -328,30 +322,27 @@ class Runtime:
             decision = self._ask(Kind.FLUSH, pending=pending)
             if decision is not None and decision.kind is Kind.FLUSH:
                 break
-        self._settle()
-        if self.gradients.final and not self.gradients.hold:
-            self.gradients.show()
-
-    def _settle(self) -> None:
         self.in_backward = False
         if self.schedule.phase == "train":
             self.schedule.end()
         self._forget_ahead()
         for unit in self.units:
             unit.end_backward(keep=self.second_order)
-            if unit.movable and unit.idle and unit.state is not UnitState.ABSENT and not self.second_order:
-                self._discard(unit)
+        if not self.second_order:
+            self._discard_idle(self.units)
         self.second_order = False
         self._trim()
+        if self.gradients.final and not self.gradients.hold:
+            self.gradients.show()
 
     def _trim(self) -> None:
         """Where memory is the point, give back what the heap keeps of it."""
-        if self.device.type == "cpu" and any(u.drives for u in self.units):
+        if self._saves_memory:
             hostmem.HeapTrimmer().trim()
 
     def _forget_ahead(self) -> None:
         for unit in self.units if self._reads_ahead else ():
-            unit.forget_ahead()
+            unit.rest[StateKind.PARAM].forget_ahead()
 
     # -- step ------------------------------------------------------------------------------------------------------
     def gather_gradients(self) -> list[Unit]:
@@ -374,15 +365,12 @@ class Runtime:
 
         ``written``: flat ranges of PARAM at rest where the update has already put the new values.
         """
-        started = []
         self._trim()
+        self._discard_idle(units)
         for unit in units:
             unit.new_version()
-            if unit.movable and unit.idle and unit.state is not UnitState.ABSENT:
-                self._discard(unit)
-            if unit.master is not None:
-                started.append(self._publish_one(unit, (written or {}).get(unit, ())))
-        for transfer in started:
+        masters = [unit for unit in units if unit.master is not None]
+        for transfer in [self._publish_one(unit, (written or {}).get(unit, ())) for unit in masters]:
             transfer.wait()
         for unit in units:
             if unit.movable and unit.state is UnitState.READY:  # a context of the user's has it: show the new values
@@ -410,7 +398,12 @@ class Runtime:
                 numel = piece.numel() * group.size
                 wide_start = (start - base) // numel * numel
                 whole = resting[wide_start : wide_start + numel]
-                transfer = _gather_on(unit.device, whole, piece, group)
+                if whole.device == unit.device:
+                    transfer = collectives.all_gather(whole, piece, group)
+                else:  # host memory travels through the device, which the group's backend knows
+                    gathered = torch.empty_like(whole, device=unit.device)
+                    collectives.all_gather(gathered, piece.to(unit.device), group).wait()
+                    whole.copy_(gathered)
                 piece = whole
             if away:
                 transfer.wait()
@@ -435,25 +428,7 @@ class Runtime:
             self.gradients.clear()
         for unit in self.units:
             unit.abandon()
-            if unit.movable and unit.idle and unit.state is not UnitState.ABSENT:
-                self._discard(unit)
+        self._discard_idle(self.units)
 
     def _where(self) -> str:
         return f"step {self.steps}, {'backward' if self.in_backward else 'forward'}"
-
-    @property
-    def busy(self) -> bool:
-        """True when an iteration is under way: something is gathered, local or in flight."""
-        return self.depth > 0 or self.in_backward or any(u.grad_state is GradState.LOCAL for u in self.units)
-
-
-def _gather_on(
-    device: torch.device, whole: torch.Tensor, piece: torch.Tensor, group: collectives.AxisGroup
-) -> Transfer:
-    """All-gather ``piece`` into ``whole``; host memory travels through ``device``, which the group's backend knows."""
-    if whole.device == device:
-        return collectives.all_gather(whole, piece, group)
-    gathered = torch.empty_like(whole, device=device)
-    collectives.all_gather(gathered, piece.to(device), group).wait()
-    whole.copy_(gathered)
-    return ARRIVED

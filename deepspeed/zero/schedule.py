@@ -37,8 +37,7 @@ class Schedule:
     def begin(self, phase: str) -> None:
         """Start recording ``phase``; the phase that was recording is suspended."""
         now = self._phases.setdefault(phase, _Phase())
-        now.seen = []
-        now.position = 0
+        now.seen, now.position = [], 0
         self._open.append((phase, now))
 
     def use(self, unit: int) -> None:
@@ -80,12 +79,11 @@ class Schedule:
         chosen: list[int] = []
         total = 0
         for unit in self.upcoming():
-            if unit in chosen or unit in besides:
-                continue
-            total += numel_of[unit]
-            if len(chosen) == most or (chosen and total > window_numel):
-                break
-            chosen.append(unit)
+            if unit not in chosen and unit not in besides:
+                total += numel_of[unit]
+                if len(chosen) == most or (chosen and total > window_numel):
+                    break
+                chosen.append(unit)
         return chosen
 
     def needed_within(self, unit: int, numel_of: list[int], limit: int) -> bool:

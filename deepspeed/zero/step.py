@@ -7,32 +7,21 @@ are summed; one all-reduce carries the norm and the overflow flag.
 import contextlib
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
-from deepspeed.zero.layout import Segment
-from deepspeed.zero.optim_tiles import OptimTiles, Turns, run_step
+from deepspeed.zero.optim_tiles import Turns, run_step
 from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
 
-@dataclass(frozen=True)
-class StepRules:
-    """``clip``: maximum global norm, 0 for none. ``need_norm`` False skips the norm and the look for overflow."""
-
-    clip: float
-    need_norm: bool
-    skip_nonfinite: bool
-
-
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """``norm``: unscaled, before clipping, inf on overflow, None if not computed. ``overflow``: nothing was updated."""
 
     norm: float | None
@@ -40,49 +29,40 @@ class StepResult:
 
 
 def take_step(
-    runtime: Runtime,
-    optimizer: torch.optim.Optimizer,
-    views: list[OptimView],
-    *,
-    tiles: OptimTiles | None = None,
-    rules: StepRules,
-    loss_scale: float,
+    runtime: Runtime, views: list[OptimView], *, clip: float, need_norm: bool, skip_nonfinite: bool, loss_scale: float
 ) -> StepResult:
-    """One optimizer update over all units. Collective. Gradients are consumed."""
+    """One optimizer update over all units. Collective. Gradients are consumed.
+
+    ``clip``: maximum global norm, 0 for none. Without ``need_norm`` there is neither norm nor look for overflow.
+    """
     units = runtime.gather_gradients()
     runtime.steps += 1
     factor = 1.0 / loss_scale
     norm: float | None = None
-    if rules.need_norm:
+    if need_norm:
         norm = global_norm(runtime, units) * factor
-        if not math.isfinite(norm) and rules.skip_nonfinite:
+        if not math.isfinite(norm) and skip_nonfinite:
             report_nonfinite(runtime, units)
             runtime.gradients.clear(collected=True)
             return StepResult(math.inf, overflow=True)
-    if rules.clip > 0 and norm is not None:
-        factor /= max(1.0, (norm + 1e-6) / rules.clip)
+    if clip > 0 and norm is not None:
+        factor /= max(1.0, (norm + 1e-6) / clip)
     ranges: dict[Unit, list[tuple[int, int]]] = {}
-    for view in _update(runtime, optimizer, views, tiles, units=units, factor=factor):
+    for view in _update(runtime, views, units, factor):
         ranges.setdefault(view.unit, []).append((view.start, view.stop))
     runtime.publish(units, ranges)
     runtime.gradients.clear(collected=True)
     return StepResult(norm, overflow=False)
 
 
-def _update(
-    runtime: Runtime,
-    optimizer: torch.optim.Optimizer,
-    views: list[OptimView],
-    tiles: OptimTiles | None,
-    *,
-    units: list[Unit],
-    factor: float,
-) -> list[OptimView]:
+def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor: float) -> list[OptimView]:
     """The optimizer's rule over everything: once over what is in memory, then tile by tile over what is on a drive.
 
     Returns the views in memory whose PARAM at rest the optimizer has written in the same pass. Where it fails the other
     ranks get what they wait for: a publication, or with ``tiles`` the bad news.
     """
+    optimizer, tiles = runtime.optimizer, runtime.tiles
+    assert optimizer is not None
     if tiles is None:
         try:
             return run_step(optimizer, views, optimizer.step, factor)
@@ -122,11 +102,17 @@ def global_norm(runtime: Runtime, units: list[Unit]) -> float:
 
 def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
     """Log the first parameter with a non-finite gradient and the ranks whose backward produced it. Collective."""
-    bad_segments = ((unit, bad) for unit in units if (bad := _first_bad_segment(unit)) is not None)
-    first = next(((u.index, s.offset, s.name, u.name) for u, s in bad_segments), (len(runtime.units), 0, "", ""))
+    first = (len(runtime.units), 0, "", "")
+    for unit in units:
+        with unit.values(StateKind.GRAD) as grad:
+            parts = ((s, unit.part(StateKind.GRAD, s, grad)) for s in unit.layout.segments)
+            bad = next((s for s, part in parts if not torch.isfinite(part).all().item()), None)
+        if bad is not None:
+            first = (unit.index, bad.offset, bad.name, unit.name)
+            break
     everyone = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.job)
     _, _, name, where = min(seen for seen, _ in everyone)
-    culprits = [rank for rank, (_, bad) in zip(runtime.mesh.job.ranks, everyone, strict=True) if where in bad]
+    culprits = [rank for rank, (_, names) in zip(runtime.mesh.job.ranks, everyone, strict=True) if where in names]
     if runtime.mesh.first:
         logger.warning(
             "step %d skipped: the gradient of %s is not finite; it came from the backward of rank %s",
@@ -134,11 +120,3 @@ def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
             name or "an unknown parameter",
             ", ".join(map(str, culprits)) or "none alone (the sum over ranks overflowed)",
         )
-
-
-def _first_bad_segment(unit: Unit) -> Segment | None:
-    with unit.values(StateKind.GRAD) as grad:
-        if torch.isfinite(grad).all().item():
-            return None
-        parts = ((s, unit.part(StateKind.GRAD, s, grad)) for s in unit.layout.segments)
-        return next((segment for segment, part in parts if not torch.isfinite(part).all().item()), None)

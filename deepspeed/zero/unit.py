@@ -16,7 +16,7 @@ from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.facts import GradState, UnitFacts, UnitState, View, check_move, owned_range, square_sum
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import expose, follow, hide, local_of, point, shrinkable, storage_uses, unmark_zero_parameter
+from deepspeed.zero.param import expose, hide, local_of, point, shrinkable, storage_uses, unmark_zero_parameter
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 
 
@@ -48,12 +48,8 @@ class Unit:
         self, index: int, name: str, params: list[nn.Parameter], *, layout: FlatLayout, plan: UnitPlan, facts: UnitFacts
     ) -> None:
         self.index = index  # also the position in the one order in which every rank handles several units
-        self.name = name
-        self.params = params
-        self.layout = layout
-        self.plan = plan
-        self.facts = facts
-        self.mesh = facts.mesh
+        self.name, self.params, self.layout, self.plan = name, params, layout, plan
+        self.facts, self.mesh = facts, facts.mesh
         # PARAM rests elsewhere than in the full buffer, so that there is something to fetch and release.
         cut = any(w is Spread.SHARDED and a.size > 1 for w, a in zip(plan.param.spread, self.mesh.axes, strict=True))
         self.movable = plan.param.away or cut
@@ -131,8 +127,8 @@ class Unit:
         return self.tiers.place(kind, self.plan.of(kind).tier, stop - start, dtype) if self.tiers is not None else None
 
     def _alias_master(self) -> None:
-        base, start, stop = self.range_of(StateKind.PARAM)[0], *self.range_of(StateKind.OPTIM)
-        self.rest[StateKind.OPTIM] = Memory(self.shard[start - base : stop - base])
+        within = self.within(StateKind.PARAM, self.shard, *self.range_of(StateKind.OPTIM))
+        self.rest[StateKind.OPTIM] = Memory(within)
 
     def open_grad(self, dtype: torch.dtype) -> TierStore:
         """The place of the rest gradient, made where there is none."""
@@ -215,11 +211,15 @@ class Unit:
         """The segment's place in ``flat`` (which begins at flat index ``base``), in logical shape."""
         return flat[segment.offset - base : segment.stop - base].view(segment.shape)
 
+    def within(self, kind: StateKind, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Of ``flat``, this rank's range of a state, the flat indices [start, stop)."""
+        base, _ = self.range_of(kind)
+        return flat[start - base : stop - base]
+
     def part(self, kind: StateKind, segment: Segment, flat: torch.Tensor) -> torch.Tensor:
         """Of ``flat``, this rank's range of a state, what belongs to ``segment`` (possibly nothing)."""
-        start, stop = self.range_of(kind)
-        lo, hi = self.layout.overlap(segment, start, stop)
-        return flat[lo - start : hi - start] if lo < hi else flat[:0]
+        lo, hi = self.layout.overlap(segment, *self.range_of(kind))
+        return self.within(kind, flat, lo, hi) if lo < hi else flat[:0]
 
     def check_views(self, *, sample: bool = False) -> None:
         """Refuse parameters (``sample``: the last one) that were moved off the flat buffer (``module.half()``, ...)."""
@@ -237,11 +237,6 @@ class Unit:
                 )
 
     # -- gradients ------------------------------------------------------------------------------------------------
-    @property
-    def holds_gradient(self) -> bool:
-        """Whether memory, or a filled place on a drive, exists for the rest gradient."""
-        return StateKind.GRAD in self.rest and (self.grad_filled or not self.on_drive(StateKind.GRAD))
-
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient is now ``grad``; of one on a drive the norm is kept, so that it need not be read again."""
         if self.on_drive(StateKind.GRAD):
@@ -379,10 +374,6 @@ class Unit:
         """Start reading the shard from its drive for a later fetch; False if it is not there, or no buffer free."""
         return self.state is UnitState.ABSENT and self.rest[StateKind.PARAM].read_ahead()
 
-    def forget_ahead(self) -> None:
-        """What was read ahead will not be fetched."""
-        self.rest[StateKind.PARAM].forget_ahead()
-
     def fetch_whole(self) -> None:
         """Gather at once, without schedule or agreement: for construction and teardown, the same on every rank."""
         if self.state is UnitState.ABSENT:
@@ -445,10 +436,6 @@ class Unit:
         self.end_backward(keep=False)
 
     # -- resting copies -------------------------------------------------------------------------------------------
-    def local_part(self, position: int) -> torch.Tensor:
-        """This rank's resting part of one parameter, flat (possibly empty); not-a-number while it rests on a drive."""
-        return self.part(StateKind.PARAM, self.layout.segments[position], self.shard)
-
     def absorb(self, position: int) -> None:
         """Make the resting copies (shard, master) of one parameter follow its full values, which are here."""
         segment = self.layout.segments[position]
@@ -501,14 +488,15 @@ class Unit:
             return
         self.rest[kind] = Memory(copy(self.rest[kind].tensor))
         if kind is StateKind.PARAM:
-            for position, param in enumerate(self.params):
-                follow(param, self.local_part(position))
+            for segment, param in zip(self.layout.segments, self.params, strict=True):
+                if hasattr(param, "ds_tensor"):
+                    param.ds_tensor = self.part(kind, segment, self.shard)
             if self.master_is_param:
                 self._alias_master()
         if self.master is not None and (kind is StateKind.OPTIM or self.master_is_param):
-            start = self.range_of(StateKind.OPTIM)[0]
             for view in self.views:
-                point(view.param, self.master[view.start - start : view.stop - start].view(view.param.shape))
+                values = self.within(StateKind.OPTIM, self.master, view.start, view.stop)
+                point(view.param, values.view(view.param.shape))
 
     def drop_rest(self, *kinds: StateKind) -> None:
         """Give the places of these states back."""

@@ -123,8 +123,8 @@ _PURE = (
     Mutant(
         "P2",
         "deepspeed/zero/partition.py",
-        "_Kind(param in trained,",
-        "_Kind(True,",
+        "kind = (param in trained,",
+        "kind = (True,",
         _PARTITION,
         "frozen parameters never share a unit with trained ones",
     ),
@@ -263,8 +263,8 @@ _STEPS = (
     Mutant(
         "G4",
         "deepspeed/zero/gradients.py",
-        "_one_axis(partial, piece, way, group, accumulate=False)",
-        "_one_axis(partial, piece, way, group, accumulate=accumulate)",
+        "accumulate=accumulate and last",
+        "accumulate=accumulate",
         (f"{_TWO_LEVELS}[accumulation-shard_groups]",),
         "only the last axis of a reduction adds to the rest gradient",
     ),
@@ -314,8 +314,8 @@ _WEIGHTS = (
     Mutant(
         "R1",
         "deepspeed/zero/runtime.py",
-        "if live <= self.plan.live_numel:",
-        "if True:",
+        "return live <= self.plan.live_numel",
+        "return True",
         ("tests/dist/test_gathers_and_memory.py::test_what_stays_for_its_reuse_keeps_to_max_live_parameters",),
         "max_live_parameters bounds what stays gathered",
     ),

@@ -101,11 +101,9 @@ class DeepSpeedOptimizer:
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """``engine.offload_states``."""
         self._engine.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """``engine.reload_states``."""
         self._engine.reload_states(non_blocking)
 
     def __repr__(self) -> str:
@@ -115,10 +113,7 @@ class DeepSpeedOptimizer:
 class ZeROOptimizer(DeepSpeedOptimizer):
     """An optimizer whose state is sharded over ranks."""
 
-    @property
-    def _masters(self) -> list[torch.Tensor]:
-        """This rank's fp32 master ranges."""
-        return [v.param for v in self._views]
+    _masters = property(lambda self: [v.param for v in self._views])  # this rank's fp32 master ranges
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -137,11 +132,6 @@ class ParamCoordinator:
         return None
 
 
-def _no_external_parameters() -> tuple[()]:
-    """What ``module.ds_external_parameters()`` answers: uses by other modules are found as they happen."""
-    return ()
-
-
 class DeepSpeedZeRoOffload:
     """The hooks of a sharded model as clients manage them: lists of removable handles and a way to put them back."""
 
@@ -152,21 +142,13 @@ class DeepSpeedZeRoOffload:
         self.module = module
         self._hooks = hooks
         self.param_coordinator = ParamCoordinator()
-        for part in module.modules():
-            part.ds_external_parameters = _no_external_parameters  # type: ignore[assignment]
+        for part in module.modules():  # uses by other modules are found as they happen
+            part.ds_external_parameters = tuple  # type: ignore[assignment]
 
     def forget(self) -> None:
         """Take back what was put on the modules."""
         for part in self.module.modules():
             part.__dict__.pop("ds_external_parameters", None)
-
-    def suspend(self) -> None:
-        """Take every hook off."""
-        self._hooks.remove()
-
-    def resume(self) -> None:
-        """Put every hook back."""
-        self._hooks.install()
 
     def get_param_coordinator(self) -> ParamCoordinator:
         return self.param_coordinator

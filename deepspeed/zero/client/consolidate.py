@@ -9,10 +9,9 @@ from deepspeed.zero.unit import Unit
 
 
 def consolidated_state_dict(module: nn.Module, *, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """Parameters and persistent buffers by name as CPU tensors; tied names share one tensor. Collective over the units'
-    ranks.
+    """Parameters and persistent buffers by name as CPU tensors, tied names sharing one; None without ``keep``.
 
-    Every rank takes part; only ranks with ``keep`` get the dict, the others None. One unit is gathered at a time.
+    Collective over the units' ranks. One unit is gathered at a time.
     """
     tensors, aliases = state_names(module, exclude_frozen=exclude_frozen)
     kept: dict[str, torch.Tensor] = {}
@@ -50,7 +49,8 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each of ``tensors`` (of ``state_names``) with its whole values, valid until the next unit's. Collective."""
     names = {id(t): n for n, t in tensors.items()}
-    for unit in _units(module):
+    units: dict[Unit, None] = dict.fromkeys(p._ds_unit for p in module.parameters() if hasattr(p, "_ds_unit"))
+    for unit in sorted(units, key=lambda unit: unit.index):
         unit.pin()
         try:
             for param in unit.params:
@@ -60,8 +60,3 @@ def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterat
             unit.unpin()
     for name in names.values():
         yield name, tensors[name]
-
-
-def _units(module: nn.Module) -> list[Unit]:
-    units = {id(unit): unit for p in module.parameters() if (unit := getattr(p, "_ds_unit", None)) is not None}
-    return sorted(units.values(), key=lambda unit: unit.index)

@@ -19,27 +19,18 @@ from deepspeed.zero.unit import Unit
 _ROW_BYTES = 8192
 
 
-@dataclass(frozen=True)
-class _SavedPlace:
-    """A view of a unit's full buffer that autograd has saved."""
-
-    unit: Unit
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
 def runtime_of(unit: Unit) -> Runtime | None:
     """The runtime of the living engine that trains the unit, if there is one."""
     keeper = unit.keeper
     return keeper if isinstance(keeper, Runtime) and keeper.client() is not None else None
 
 
-def _unpack(saved: torch.Tensor | _SavedPlace) -> torch.Tensor:
+def _unpack(saved: Any) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    saved.unit.hold_for_backward()
-    return saved.unit.full.as_strided(saved.shape, saved.stride, saved.offset)
+    unit, *place = saved
+    unit.hold_for_backward()
+    return cast(torch.Tensor, unit.full.as_strided(*place))
 
 
 class GatheredParameters:
@@ -95,12 +86,15 @@ class GatheredParameters:
             self._saving = saved_tensors_hooks(self._pack, _unpack)
             self._saving.__enter__()
 
-    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _SavedPlace":
-        """What autograd saves of a parameter (a regulariser over the weights) is read after the context's release."""
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd saves of a parameter (a regulariser over the weights) is read after the context's release.
+
+        Of a view of a unit's full buffer its place is saved.
+        """
         storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         for unit in self._units if storage else ():
             if unit.movable and storage == unit.full.data_ptr():
-                return _SavedPlace(unit, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+                return unit, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return tensor
 
     def __exit__(self, kind: object, raised: BaseException | None, _: object) -> None:
@@ -108,11 +102,9 @@ class GatheredParameters:
             self._saving.__exit__(kind, raised, _)
             self._saving = None
         try:
-            if self._inside_forward:
-                pass
-            elif raised is None:
+            if raised is None and not self._inside_forward:
                 self._settle()
-            elif isinstance(raised, Exception):  # not what ends a process or closes a generator
+            elif isinstance(raised, Exception) and not self._inside_forward:  # not what ends a process or a generator
                 with suppress(Exception):  # what was raised inside says more
                     self._failures(raised)
         finally:
@@ -227,8 +219,8 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
         yield model
         return
     with GatheredParameters(list(model.module.parameters())):
-        offload.suspend()
+        offload._hooks.remove()
         try:
             yield model.module
         finally:
-            offload.resume()
+            offload._hooks.install()

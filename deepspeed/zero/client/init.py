@@ -6,9 +6,10 @@ touches again, such as ``self.apply(init_weights)`` at the end of a constructor,
 afterwards; values come from rank 0.
 """
 
+import functools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -113,15 +114,13 @@ class Init:
         self._mesh = plain_mesh(get_accelerator().communication_backend_name(), group=group)
         source = config_dict_or_path if config_dict_or_path is not None else config
         cfg = load_config(source, world_size=self._mesh.data.size, lenient=True) if source else None
-        if dtype is None:
-            dtype = DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32
-        self.dtype = dtype
+        self.dtype = dtype or (DTYPES[cfg.compute_dtype] if cfg is not None else torch.float32)
         self.device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
         self._tier, offload = _rest_tier(remote_device, cfg, self._mesh.zero.size)
         if self._tier is Tier.NVME and not offload.host_limit:
             present = limits_present(memory_of_ranks(self._mesh))
             # No more than half of what there is waits in memory: initialize needs some too.
-            room = (present.host - present.host_used) // 2 // dtype.itemsize
+            room = (present.host - present.host_used) // 2 // self.dtype.itemsize
             if present.host:
                 offload = replace(offload, host_param_numel=min(offload.host_param_numel, room))
         self._tiers = Tiers(offload, self.device)
@@ -130,10 +129,8 @@ class Init:
         self._heap = hostmem.HeapTrimmer()
         self._open: dict[int, nn.Module] = {}
         self._dirty: list[Unit] = []
-        self._hooks: list[Any] = []
-        self._saved: dict[str, Any] = {}
+        self._undo: list[Callable[[], None]] = []  # what the context in force has changed outside
         self._without_values: list[str] = []
-        self._inside = False
         if module is not None:
             self._cut_tree(module)
             self._say_missing()
@@ -160,10 +157,9 @@ class Init:
             self._stop()
 
     def _start(self) -> None:
-        self._inside = True
-        self._hooks = [
-            register_module_module_registration_hook(self._submodule_attached),
-            register_module_parameter_registration_hook(self._parameter_registered),
+        self._undo = [
+            register_module_module_registration_hook(self._submodule_attached).remove,
+            register_module_parameter_registration_hook(self._parameter_registered).remove,
         ]
         # Clients patch the wrapper on this module (and only there) before entering, so it is looked up there, now.
         public = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
@@ -173,18 +169,13 @@ class Init:
             torch.empty(0)
         for name in _CONSTRUCTORS:
             original = getattr(torch, name)
-            self._saved[name] = original
+            self._undo.append(functools.partial(setattr, torch, name, original))
             # No dtype: what becomes a parameter is rounded when it is cut, and what becomes a buffer never.
             setattr(torch, name, wrapper(original, None, target_device=self.device))
 
     def _stop(self) -> None:
-        self._inside = False
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-        for name, original in self._saved.items():
-            setattr(torch, name, original)
-        self._saved.clear()
+        while self._undo:
+            self._undo.pop()()
 
     # -- construction events --------------------------------------------------------------------------------------
     def _parameter_registered(self, module: nn.Module, _: str, param: nn.Parameter | None) -> None:
@@ -220,14 +211,13 @@ class Init:
             self._without_values.append(f"{type(module).__name__}.{leaf}" if not name else f"{name}.{leaf}")
 
     def _say_missing(self) -> None:
-        if self._without_values:
+        names, self._without_values = self._without_values, []
+        if names:
             logger.warning(
                 "zero.Init met %d meta parameters whose modules have no reset_parameters(); they are zero "
                 "until weights are loaded: %s",
-                len(self._without_values),
-                ", ".join(self._without_values[:8]),
+                *(len(names), ", ".join(names[:8])),
             )
-            self._without_values.clear()
 
     def _cut(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> None:
         """Turn one whole parameter into this rank's shard of it, in ``dtype``."""
@@ -248,32 +238,29 @@ class Init:
 
     # -- Fetcher: parameters touched again while the model is being built -----------------------------------------
     def may_fetch_on_demand(self) -> bool:
-        return self._inside
+        return bool(self._undo)
 
     def fetch_on_demand(self, unit: Unit) -> bool:
-        if not self._inside:
+        if not self._undo:
             return False
         unit.fetch_whole()
         unit.add_user()  # until it is cut again
         self._dirty.append(unit)
         # One walk over the whole tree, as apply(init_weights) is, must not leave the whole model behind it. The latest
         # few stay: code may hold views of several parameters at once.
-        while len(self._dirty) > self.kept_units and sum(u.layout.numel for u in self._dirty) > self.kept_numel:
-            self._cut_again(self._dirty.pop(0))
+        self._cut_dirty(self.kept_units, self.kept_numel)
         return True
 
-    def _cut_dirty(self) -> None:
-        dirty, self._dirty = self._dirty, []
-        for unit in dirty:
-            self._cut_again(unit)
-
-    def _cut_again(self, unit: Unit) -> None:
-        unit.drop_user()
-        if unit.params and unit.idle and unit.state is UnitState.READY:
-            with torch.no_grad():
-                collectives.broadcast(unit.full, self._mesh.zero)
-                unit.absorb(0)
-            unit.release()
+    def _cut_dirty(self, keep: int = 0, keep_numel: int = -1) -> None:
+        """Cut what was touched again, but for the latest: so many, and more as long as they are not larger."""
+        while len(self._dirty) > keep and sum(u.layout.numel for u in self._dirty) > keep_numel:
+            unit = self._dirty.pop(0)
+            unit.drop_user()
+            if unit.params and unit.idle and unit.state is UnitState.READY:
+                with torch.no_grad():
+                    collectives.broadcast(unit.full, self._mesh.zero)
+                    unit.absorb(0)
+                unit.release()
 
     def need(self, units: Iterable[Unit]) -> None:
         for unit in units:

@@ -64,7 +64,8 @@ def _opened(param: nn.Parameter, what: object, *, write: bool = False) -> Iterat
                 yield _slots(unit, segment, str(what), attached, write=write)
             return
         kind, factor = (StateKind.GRAD, _landed(unit)) if what is _GRAD else (StateKind.OPTIM, 1.0)
-        if what is _GRAD and not (unit.holds_gradient if write else unit.grad_filled):
+        memory = write and unit.grad is not None and not unit.on_drive(StateKind.GRAD)  # may be written to while empty
+        if what is _GRAD and not (unit.grad_filled or memory):
             yield None
             return
         start = max(0, unit.range_of(kind)[0] - segment.offset)
