@@ -87,17 +87,14 @@ class EngineCheckpoint:
             exclude_frozen=exclude_frozen_parameters,
             allow_pickle=config.allow_pickle,
         )
-        files: dict[str, Any] = {}
+        extra = None
         if config.client_files and self.mesh.first:
-            facts: dict[str, Any] = {
-                "level": self._config.zero_stage,
-                "whole": not self.runtime.plan.regular.param.sharded,
-                "bf16": self._config.bf16.enabled,
-            }
-            files["extra"] = functools.partial(write_client_files, client_state=copy_for_later(state), **facts)
+            level, whole = self._config.zero_stage, not self.runtime.plan.regular.param.sharded
+            kept, bf16 = copy_for_later(state), self._config.bf16.enabled
+            extra = functools.partial(write_client_files, client_state=kept, level=level, whole=whole, bf16=bf16)
         folder = Path(save_dir).absolute()  # a background save must not follow the process elsewhere
-        order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, **files)
-        (self._saver.save_behind if config.in_background else self._saver.save)(order, content)
+        order = SaveOrder(folder, name, save_latest, config.keep_last, config.rate_limit or 0, extra)
+        self._saver.save(order, content, behind=config.in_background)
         gradients.show()
         return True
 
@@ -122,43 +119,32 @@ class EngineCheckpoint:
     def _end_save(self, *, together: bool) -> CheckpointError | None:
         """Wait for a background save at the end of the engine, alone where other ranks do not come; its failure."""
         try:
-            self._saver.settle(wait=True) if together else self._saver.finish_alone()
+            self._saver.settle(wait=True, alone=not together)
         except CheckpointError as error:
             return error
         return None
 
     def _states(self) -> States:
-        return States(
-            self.module,
-            self.mesh,
-            self.runtime.units,
-            self._views,
-            self.basic_optimizer,
-            self.attached,
-            self._group_names,
-            self.tiles,
-        )
+        optimizer, attached = self.basic_optimizer, self.attached
+        units, groups = self.runtime.units, self._group_names
+        return States(self.module, self.mesh, units, self._views, optimizer, attached, groups, self.tiles)
 
     def _facts(self, client_state: dict[str, Any], tag: str) -> dict[str, Any]:
         """What ``content_of`` is given."""
-        schedule = self.lr_scheduler
-        engine = {
-            **{name: getattr(self, name) for name in COUNTERS},
-            "backwards": self._backwards,
-            "window": self._gas,
-            "norm": self._norm if self._norm is None else float(self._norm).hex(),
-            "gradient_after": self.runtime.after,
-        }
+        schedule, norm = self.lr_scheduler, self._norm
+        counters = {name: getattr(self, name) for name in COUNTERS}
+        window = {"backwards": self._backwards, "window": self._gas}
+        last = {"norm": norm if norm is None else float(norm).hex(), "gradient_after": self.runtime.after}
         return {
             "tag": tag,
-            "engine": engine,
+            "world": {"compute_dtype": self._config.compute_dtype},
+            "engine": counters | window | last,
             "lr_scheduler": _state_of(schedule),
             "lr_scheduler_type": None if schedule is None else type(schedule).__name__,
             "loss_scaler": self._scaler.state_dict(),
             "data": _state_of(self.training_dataloader),
             "config": self._config.source,
             "client_state": client_state,
-            "world": {"compute_dtype": self._config.compute_dtype},
         }
 
     def save_16bit_model(
@@ -174,7 +160,7 @@ class EngineCheckpoint:
             log_dist(f"save_16bit_model wrote nothing: set {key} to true")
             return False
         tensors, aliases = state_names(self.module, exclude_frozen=exclude_frozen_parameters)
-        path = Path(save_dir) / save_filename
+        path, write = Path(save_dir) / save_filename, lambda name, values: None
         with contextlib.ExitStack() as stack:
             with together(self.mesh, f"writing {path}"):
                 if self.mesh.first:
@@ -182,7 +168,7 @@ class EngineCheckpoint:
                     shapes = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
                     write = stack.enter_context(torch_file(path, shapes, aliases=aliases))
             with together(self.mesh, f"writing {path}"):
-                through(whole_weights(self.module, tensors), write if self.mesh.first else lambda name, values: None)
+                through(whole_weights(self.module, tensors), write)
                 stack.close()  # the file gets its name before anybody is told that all is well
         return True
 

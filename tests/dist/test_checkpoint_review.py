@@ -125,10 +125,10 @@ def stall_of_a_failure_elsewhere(folder: str) -> float:
     engine.step()
     real = writer.RankFile.write
 
-    def write(file: writer.RankFile, parts: Any, stop: Any = None) -> None:
+    def write(file: writer.RankFile, parts: Any, *rest: Any) -> None:
         if file.rank == 1 and threading.current_thread() is not threading.main_thread():
             raise OSError(28, "No space left on device")
-        real(file, parts, stop)
+        real(file, parts, *rest)
 
     with mock.patch.object(writer.RankFile, "write", write):
         engine.save_checkpoint(folder)
@@ -202,7 +202,7 @@ def test_waiting_for_many_ranks_leaves_the_interpreter_to_training(tmp_path: Pat
     timer.start()
     begun = time.thread_time()
     with pytest.raises(CheckpointError):
-        writer.wait_for_ranks(tmp_path, 1000, stop=stop)
+        writer.wait_for_ranks(tmp_path, 1000, stop)
     timer.join()
     assert time.thread_time() - begun < 0.5
 

@@ -88,20 +88,16 @@ def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
     by_region: dict[Region, list[tuple[int, int]]] = {}
     for span in spans:
         by_region.setdefault(span.region or Region((0,) * len(shape), shape), []).append((span.lo, span.hi))
-    if _tiles(shape, list(by_region)) and not any(faults(prod(r.shape), flat) for r, flat in by_region.items()):
+    apart = all(
+        any(s + n <= t or t + m <= s for s, n, t, m in zip(*one, *two, strict=True))
+        for one, two in itertools.combinations(by_region, 2)
+    )
+    tiled = apart and sum(prod(region.shape) for region in by_region) == prod(shape)
+    if tiled and not any(faults(prod(region.shape), flat) for region, flat in by_region.items()):
         return []  # without counting rows, of which there may be millions
     everything = Span(0, _LARGEST)  # what lies behind the end is a fault too
     each = (runs(shape, everything, Span(lo, hi, region)) for region, flat in by_region.items() for lo, hi in flat)
     return faults(prod(shape), ((run.first, run.first + run.numel) for run in itertools.chain.from_iterable(each)))
-
-
-def _tiles(shape: tuple[int, ...], regions: list[Region]) -> bool:
-    """Whether regions inside a tensor of ``shape`` cover it once: disjoint, and as large as it together."""
-    apart = all(
-        any(s + n <= t or t + m <= s for s, n, t, m in zip(*a, *b, strict=True))
-        for a, b in itertools.combinations(regions, 2)
-    )
-    return apart and sum(prod(r.shape) for r in regions) == prod(shape)
 
 
 def faults(numel: int, spans: Iterable[tuple[int, int]]) -> list[Gap]:

@@ -63,13 +63,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # --- without native code ---
-
-
-def _step(registers: Any, table: Any) -> Any:
-    """Registers after one byte, which was xored into their lowest."""
-    return table[registers & 255] ^ (registers >> 8)
-
-
 @functools.cache
 def _tables() -> tuple[Any, list[list[int]]]:
     """The register after one byte, by its lowest byte; and after a lane of zeros, by each of its four bytes."""
@@ -78,7 +71,7 @@ def _tables() -> tuple[Any, list[list[int]]]:
         table = (table >> 1) ^ (table & 1) * np.uint32(_POLYNOMIAL)
     lanes = np.arange(256, dtype=np.uint32) << np.arange(0, 32, 8, dtype=np.uint32)[:, None]
     for _ in range(_LANE_BYTES):
-        lanes = _step(lanes, table)
+        lanes = table[lanes & 255] ^ (lanes >> 8)
     return table, lanes.tolist()
 
 
@@ -86,16 +79,16 @@ def _by_tables(data: torch.Tensor, crc: int) -> int:
     """The checksum is linear: lanes run side by side, and joining two takes the first one through a lane of zeros."""
     table, (first, second, third, fourth) = _tables()
     values, register = data.numpy(), crc ^ _ONES
-    count = values.size // _LANE_BYTES
-    if count:
-        lanes = np.zeros(count, np.uint32)
+    whole, rest = np.split(values, [values.size // _LANE_BYTES * _LANE_BYTES])
+    if whole.size:
+        lanes = np.zeros(whole.size // _LANE_BYTES, np.uint32)
         lanes[0] = register
-        for column in np.ascontiguousarray(values[: count * _LANE_BYTES].reshape(count, _LANE_BYTES).T):
-            lanes = _step(lanes ^ column, table)
+        for column in np.ascontiguousarray(whole.reshape(-1, _LANE_BYTES).T):
+            lanes = table[(lanes ^ column) & 255] ^ (lanes >> 8)
         register = 0
         for lane in lanes.tolist():
             low = first[register & 255] ^ second[register >> 8 & 255]
             register = lane ^ low ^ third[register >> 16 & 255] ^ fourth[register >> 24]
-    for byte in values[count * _LANE_BYTES :].tolist():
+    for byte in rest.tolist():
         register = int(table[(register ^ byte) & 255]) ^ (register >> 8)
     return register ^ _ONES

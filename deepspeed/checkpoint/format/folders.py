@@ -85,18 +85,19 @@ def publish(folder: Path, tag: str) -> Path:
 
 
 def discard(path: Path) -> bool:
-    """Remove a folder or file, if that is possible; it loses its name in one step: nobody ever meets half of it."""
-    gone = path.with_name(f".{path.name.strip('.')[:99]}.removed-{_nonce()}")
-    try:
-        os.rename(path, gone)
-    except OSError:
-        return False
-    if gone.is_dir() and not gone.is_symlink():
-        shutil.rmtree(gone, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            gone.unlink()
-    return True
+    """Remove a folder or file if possible; what readers know, or would give its name back, loses that in one step."""
+    match = _HIDDEN.fullmatch(path.name)
+    with contextlib.suppress(OSError):
+        if match is None or match["what"] == "replaced":
+            gone = path.with_name(f".{path.name.strip('.')[:99]}.removed-{_nonce()}")
+            os.rename(path, gone)
+            path = gone
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+        return True
+    return False
 
 
 def repair(save_dir: Path) -> None:
@@ -160,8 +161,7 @@ def temporary_for(path: Path) -> Iterator[Path]:
     try:
         yield hidden
     finally:
-        if os.path.lexists(hidden):
-            discard(hidden)
+        discard(hidden)
 
 
 def _began(pid: int) -> int:

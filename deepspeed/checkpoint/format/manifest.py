@@ -63,10 +63,6 @@ class Entry:
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
     def faults(self) -> list[Gap]:
         """Where the boxes do not cover the tensor exactly once."""
         return uncovered(self.shape, (box.span for box in self.boxes))
@@ -82,20 +78,21 @@ class Manifest:
 
     def to_bytes(self, checksum: Callable[[bytes], int]) -> bytes:
         """The file. ``checksum`` is crc32c."""
-        body = ",\n".join(
-            [
-                f'"facts":{json.dumps(self.facts, separators=(",", ":"), allow_nan=False)}',
-                f'"files":{json.dumps(self.files, separators=(",", ":"))}',
-                '"tensors":[\n' + ",\n".join(_entry_text(e) for e in self.entries.values()) + "\n]}\n",
-            ]
-        ).encode()
+        rows = ",\n".join(map(_row, self.entries.values()))
+        body = f'"facts":{_text(self.facts)},\n"files":{_text(self.files)},\n"tensors":[\n{rows}\n]}}\n'.encode()
         return _head(checksum(body)) + body
 
     @classmethod
     def from_bytes(cls, content: bytes, *, where: str, checksum: Callable[[bytes], int]) -> "Manifest":
         """Parse and check a file. Raises CheckpointError when it is not such a file, of another version, or damaged."""
         head, newline, body = content.partition(b"\n")
-        version = _version(head, where)
+        try:
+            line = json.loads(head.rstrip(b",") + b"}")
+            version = int(line["version"]) if line["format"] == FORMAT else None
+        except (ValueError, KeyError, TypeError):
+            version = None
+        if version is None:
+            raise CheckpointError(f"{where} does not begin like a manifest of this package; it is damaged or another's")
         if version != VERSION:
             raise CheckpointError(f"{where} is of format version {version}; this release reads version {VERSION}")
         if not newline or head + newline != _head(checksum(body)):
@@ -119,24 +116,17 @@ def _head(crc: int) -> bytes:
     return f'{{"format":"{FORMAT}","version":{VERSION},"crc32c":"{crc:08x}",\n'.encode()
 
 
-def _version(head: bytes, where: str) -> int:
-    try:
-        line = json.loads(head.rstrip(b",") + b"}")
-        if line["format"] == FORMAT:
-            return int(line["version"])
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise CheckpointError(f"{where} does not begin like a manifest of this package; it is damaged or something else")
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _entry_text(entry: Entry) -> str:
+def _row(entry: Entry) -> str:
     boxes = [
         [b.file, b.offset, b.extent, b.lo, b.hi, " ".join(f"{c:08x}" for c in b.crcs), *(b.region or ())]
         for b in entry.boxes
     ]
     dtype = str(entry.dtype).removeprefix("torch.")
-    row = {"state": entry.state, "name": entry.name, "dtype": dtype, "shape": entry.shape, "boxes": boxes}
-    return json.dumps(row, separators=(",", ":"))
+    return _text({"state": entry.state, "name": entry.name, "dtype": dtype, "shape": entry.shape, "boxes": boxes})
 
 
 def _entry(row: dict[str, Any]) -> Entry:

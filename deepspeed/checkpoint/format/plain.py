@@ -75,7 +75,8 @@ def encode(value: Any, *, name: str, allow_rest: bool = False) -> Encoded:
     encoder = _Encoder()
     encoded = Encoded(encoder.value(value, name), encoder.tensors, encoder.rest)
     if encoded.rest and not allow_rest:
-        listed = [f"  {path}: {_type_name(item)}" for path, item in list(encoded.rest.items())[:LISTED]]
+        kinds = [(path, type(item), getattr(item, "dtype", "")) for path, item in list(encoded.rest.items())[:LISTED]]
+        listed = [f"  {path}: {kind.__module__}.{kind.__qualname__} {dtype}".rstrip() for path, kind, dtype in kinds]
         more = [f"  and {len(encoded.rest) - LISTED} more"] if len(encoded.rest) > LISTED else []
         raise PlainStateError(
             f"{len(encoded.rest)} object(s) in the state to save cannot be stored without pickle:\n"
@@ -120,11 +121,6 @@ def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping
             f'{listed}\nIf you trust whoever wrote the checkpoint, set "{OPT_IN}" in the configuration.'
         )
     return value
-
-
-def _type_name(value: Any) -> str:
-    note = f" of dtype {value.dtype}" if type(value) is np.ndarray else ""
-    return f"{type(value).__module__}.{type(value).__qualname__}{note}"
 
 
 def _key_name(key: Any, position: int) -> str:

@@ -45,29 +45,24 @@ def compare(a: Stream, b: Stream) -> TensorRow:
     """One tensor of each side, under the first's name. Values are compared in the narrower dtype of the two."""
     if a.shape != b.shape:
         return TensorRow(a.name, "different", f"shape {list(a.shape)} and {list(b.shape)}")
-    rounded = a.dtype != b.dtype
-    worst, count, at = 0.0, 0, 0
+    worst, count, at, start = 0.0, 0, 0, 0
+    narrow = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
     step = _CHUNK_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)
-    for start in range(0, a.numel, step):
-        size = min(step, a.numel - start)
-        left, right = torch.empty(size, dtype=a.dtype), torch.empty(size, dtype=b.dtype)
-        a.read(start, left)
-        b.read(start, right)
-        if rounded:
-            narrow = a.dtype if a.dtype.itemsize < b.dtype.itemsize else b.dtype
+    for left, right in zip(a.chunks(step * a.dtype.itemsize), b.chunks(step * b.dtype.itemsize), strict=True):
+        if a.dtype != b.dtype:
             left, right = left.to(narrow), right.to(narrow)
-        if torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
-            continue
-        apart = ~((left == right) | ((left != left) & (right != right)))
-        if bool(apart.any()):
-            gaps = (left[apart].double() - right[apart].double()).abs().nan_to_num(nan=float("inf"))
-            at = at if count else start + int(apart.int().argmax())
-            worst, count = max(worst, float(gaps.max())), count + gaps.numel()
+        if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
+            apart = ~((left == right) | ((left != left) & (right != right)))
+            if bool(apart.any()):
+                gaps = (left[apart].double() - right[apart].double()).abs().nan_to_num(nan=float("inf"))
+                at = at if count else start + int(apart.int().argmax())
+                worst, count = max(worst, float(gaps.max())), count + gaps.numel()
+        start += left.numel()
     if count:
         detail = f"{count} of {a.numel} elements, max abs diff {worst:.6g}, first at {at}"
         return TensorRow(a.name, "different", detail)
-    detail = f"after rounding {a.dtype} and {b.dtype} to the narrower".replace("torch.", "") if rounded else ""
-    return TensorRow(a.name, "equal", detail)
+    detail = f"after rounding {a.dtype} and {b.dtype} to the narrower".replace("torch.", "")
+    return TensorRow(a.name, "equal", detail if a.dtype != b.dtype else "")
 
 
 @dataclass(frozen=True)

@@ -127,24 +127,18 @@ def _compare_slots(states: States, optimizer: torch.optim.Optimizer, source: Sou
 
 def verdict(match: Comparison, where: str, *, strict: bool) -> list[str]:
     """What was skipped, in words. Raises CheckpointError when the checkpoint does not fit."""
-    faults = [f"other shapes: {_some(match.wrong)}"] if match.wrong else []
-    if strict and match.missing:
-        faults.append(f"missing there: {_some(match.missing)}")
-    if strict and match.extra:
-        faults.append(f"there but not in this model: {_some(match.extra)}")
-    if faults:
+    other = {"missing there": match.missing, "there but not in this model": match.extra}
+    lines: dict[str, str] = {}
+    for what, names in {"other shapes": match.wrong, **other}.items():
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        lines |= {what: f"{what}: {', '.join(names[:_LISTED])}{more}"} if names else {}
+    if match.wrong or strict and lines:
         raise CheckpointError(
-            f"checkpoint {where} does not fit this engine, and nothing was loaded; {'; '.join(faults)}. It may be of "
-            "another model; load_module_strict=False loads what fits (other shapes never do), "
+            f"checkpoint {where} does not fit this engine, and nothing was loaded; {'; '.join(lines.values())}. It may "
+            "be of another model; load_module_strict=False loads what fits (other shapes never do), "
             "load_optimizer_states=False leaves the optimizer out"
         )
-    skipped = {"not in the checkpoint": match.missing, "not in this model": match.extra}
-    return [f"{what}: {_some(names)}" for what, names in skipped.items() if names]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return list(lines.values())
 
 
 def optimizer_kind(name: str) -> str:

@@ -88,7 +88,7 @@ class OwnSource:
         self.read_many([Wish(key, out, start, region)])
 
     def read_many(self, wishes: Iterable[Wish]) -> None:
-        """Many reads, in the order of the files. Raises CheckpointError as ``read``."""
+        """Many reads, in the order of the files. Raises as ``read``."""
         self._reader.read_many([w for wish in wishes for w in self._wanted(wish)])
 
     def _wanted(self, wish: Wish) -> list[Wanted]:
@@ -111,11 +111,14 @@ class OwnSource:
     def _check_files(self) -> None:
         """A manifest that contradicts the files or itself is refused before anything is read."""
         for name, nbytes in self.manifest.files.items():
-            path, where = self.path / name, f"it holds {_tensors_in(self.manifest, name)}"
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing: {where}; fetch it again, or use another checkpoint")
-            if (size := path.stat().st_size) != nbytes:
-                raise CheckpointError(f"{path} has {size} bytes, not {nbytes}: cut or replaced; {where}")
+            path, entries = self.path / name, self.manifest.entries.values()
+            size = path.stat().st_size if path.is_file() else -1
+            if size != nbytes:
+                inside = [f"{e.state} of {e.name}" for e in entries if any(box.file == name for box in e.boxes)]
+                raise CheckpointError(
+                    f"{path} {f'has {size} bytes, not {nbytes}' if size >= 0 else 'is missing'}; it holds "
+                    f"{', '.join(inside[:4])} ({len(inside)} tensors); fetch it again, or use another checkpoint"
+                )
         for entry in self.manifest.entries.values():
             for box in entry.boxes:
                 _check_box(entry, box, self.manifest.files, self.path)
@@ -123,39 +126,34 @@ class OwnSource:
                 what = f"{'several places' if gap.times else 'no bytes'} for elements {gap.lo} to {gap.hi}"
                 raise CheckpointError(f"{self.path / MANIFEST} has {what} of {entry.state} of {entry.name}")
 
-    # -- facts ----------------------------------------------------------------------------------------------------
     @cached_property
     def facts(self) -> dict[str, Any]:
         """Decoded; see ``Source``. Raises CheckpointError when they are not what this release writes."""
+        raw = self.manifest.facts
         try:
-            return self._facts()
+            ranks = raw.get("ranks") or []
+            mine = ranks[self._rank] if self._rank < len(ranks) else {}
+            client = mine if "client_state" in mine or not ranks else ranks[0]
+            known = client.get("pickled")
+            pickled = load_pickled(self.path, known, allow=self._allow_pickle) if known else None
+            facts = {
+                **{k: raw.get(k) for k in ("saved", "engine", "config", "world", "lr_scheduler_type")},
+                "shared": raw.get("shared") or {},
+                "optimizer": self._optimizer(raw.get("optimizer")),
+                **{name: self._plain(raw.get(name)) for name in ("lr_scheduler", "loss_scaler", "extra_state")},
+                "client_state": self._plain(client.get("client_state"), pickled) or {},
+                "ranks": ranks,
+            }
+            # Read now: what is damaged here must be refused before anything has changed, while ranks compare errors.
+            for rank in {0, self._rank}:
+                for name in ("rng", "data", "odd"):
+                    self.rank_fact(rank, name)
+            return facts
+        except CheckpointError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             what = f"has facts this release does not understand: {type(error).__name__}: {error}"
             raise CheckpointError(f"{self.path / MANIFEST} {what}") from error
-
-    def _facts(self) -> dict[str, Any]:
-        raw = self.manifest.facts
-        ranks = raw.get("ranks") or []
-        mine = ranks[self._rank] if self._rank < len(ranks) else {}
-        client = mine if "client_state" in mine or not ranks else ranks[0]
-        known, pickled = client.get("pickled"), None
-        if known:
-            pickled = load_pickled(self.path, known, allow=self._allow_pickle)
-        facts = {
-            **{k: raw.get(k) for k in ("saved", "engine", "config", "world", "lr_scheduler_type")},
-            "shared": raw.get("shared") or {},
-            "optimizer": self._optimizer(raw.get("optimizer")),
-            **{name: self._plain(raw.get(name)) for name in ("lr_scheduler", "loss_scaler", "extra_state")},
-            "client_state": self._plain(client.get("client_state"), pickled) or {},
-            "ranks": ranks,
-        }
-        # Read now: what is damaged here must be refused before anything has changed, and while ranks compare errors.
-        for rank in {0, self._rank}:
-            for name in ("rng", "data", "odd"):
-                self.rank_fact(rank, name)
-        return facts
 
     def rank_fact(self, rank: int, name: str) -> Any:
         """What one rank saved under ``name`` ("rng", "data"), decoded; None when there is none."""
@@ -173,18 +171,13 @@ class OwnSource:
             for row in raw["scalars"]
             for name in row["names"]
         }
-        return {"type": raw["type"], "groups": groups, "scalars": scalars, "odd": self._plain(raw.get("odd"))}
+        return {"type": raw["type"], "groups": groups, "scalars": scalars}
 
     def _plain(self, value: Any, pickled: dict[str, Any] | None = None) -> Any:
         return decode(value, lambda name: whole(self, ("plain", name)), pickled=pickled)
 
     def close(self) -> None:
         self._reader.close()
-
-
-def _tensors_in(manifest: Manifest, file: str) -> str:
-    names = [f"{e.state} of {e.name}" for e in manifest.entries.values() if any(b.file == file for b in e.boxes)]
-    return f"{', '.join(names[:4])}{f' and {len(names) - 4} more tensors' if len(names) > 4 else ''}" or "no tensor"
 
 
 def _check_box(entry: Entry, box: Box, files: dict[str, int], folder: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -152,19 +152,15 @@ def _fill_module(states: States, source: Source, match: Comparison, report: Call
 
 
 # -- optimizer state ----------------------------------------------------------------------------------------------
-class _Filling(NamedTuple):
-    """What fills a slot's tensor: its elements [lo, hi) come from ``start`` on of ``region`` of ``key``."""
+_Piece = tuple[int, int, Key, int, Region | None]  # elements [lo, hi) of a slot: those of key from there on, of region
+_Filling = tuple[tuple[int, ...], torch.dtype, list[_Piece]]  # what fills a slot's tensor of that shape and dtype
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: list[tuple[int, int, Key, int, Region | None]]
 
-    @classmethod
-    def of(cls, source: Source, key: Key, region: Region | None = None) -> "_Filling":
-        """The whole of ``region`` of ``key``."""
-        dtype, shape = source.entries[key]
-        shape = shape if region is None else region.shape
-        return cls(shape, dtype, [(0, prod(shape), key, 0, region)])
+def _all_of(source: Source, key: Key, region: Region | None = None) -> _Filling:
+    """The whole of ``region`` of ``key``."""
+    dtype, shape = source.entries[key]
+    shape = shape if region is None else region.shape
+    return shape, dtype, [(0, prod(shape), key, 0, region)]
 
 
 def _fill_optimizer(
@@ -213,10 +209,9 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
         dtype, shape = source.entries[first]
         if by_parameter:
             region = region_of(segments[0]) if shape == shape_of(segments[0]) else None
-            fillings[slot] = _Filling.of(source, first, region)
+            fillings[slot] = _all_of(source, first, region)
         else:
-            pieces = list(_elementwise(view, slot, keys, source))
-            fillings[slot] = _Filling((view.stop - view.start,), dtype, pieces)
+            fillings[slot] = (view.stop - view.start,), dtype, list(_elementwise(view, slot, keys, source))
     for slot in sorted(match.opaque):  # state that fits the very same layout only
         key = (f"opaque.{slot}", collect.view_key(view))
         if key not in source.entries:
@@ -224,7 +219,7 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
                 f"optimizer state {slot!r} belongs to the layout it was saved under (ranks, sharding, buckets) "
                 f"{_CUT_ANEW}"
             )
-        fillings[slot] = _Filling.of(source, key)
+        fillings[slot] = _all_of(source, key)
     for segment, slot in ((s, slot) for s in segments for slot in sorted(match.parts.get(s.name, ()))):
         region = region_of(segment)  # state that fits the very same part of a parameter only
         key = (f"part.{slot}", segment.name if region is None else collect.part_key(segment.name, region))
@@ -233,13 +228,11 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
                 f"optimizer state {slot!r} of {segment.name} belongs to the parts that the parameter was cut into "
                 f"(tensor parallel) when it was saved, {_CUT_ANEW}"
             )
-        fillings[slot] = _Filling.of(source, key)
+        fillings[slot] = _all_of(source, key)
     return fillings
 
 
-def _elementwise(
-    view: OptimView, slot: str, keys: Mapping[str, Key], source: Source
-) -> Iterator[tuple[int, int, Key, int, Region | None]]:
+def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: Source) -> Iterator[_Piece]:
     """Where the elements of a slot of several parameters come from."""
     for segment in (s for s in segments_of(view) if s.name in keys):
         lo, hi = max(segment.offset, view.start), min(segment.stop, view.stop)
@@ -313,18 +306,14 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
                 for n in names
                 if n in parts
             }
-            if any(mine.values()):
-                _fill_partial(unit, source, mine, factor)
-
-
-def _fill_partial(unit: Unit, source: Source, parts: dict[str, list[Key]], factor: float) -> None:
-    dtype = next(source.entries[k].dtype for s in unit.layout.segments for k in parts.get(s.name, []))
-    total = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device)
-    positions: set[int] = set()
-    for position, segment in enumerate(unit.layout.segments):
-        for key in parts.get(segment.name, []):
-            arrived = torch.empty(segment.numel, dtype=dtype, device="cpu")
-            source.read(key, arrived, region=region_of(segment))
-            total[segment.offset : segment.stop].add_(arrived.to(unit.device), alpha=factor)
-            positions.add(position)
-    unit.restore_partial(total, positions)
+            if not any(mine.values()):
+                continue
+            dtype = next(source.entries[k].dtype for keys in mine.values() for k in keys)
+            total, positions = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.device), set[int]()
+            for position, segment in enumerate(unit.layout.segments):
+                for key in mine.get(segment.name, []):
+                    arrived = torch.empty(segment.numel, dtype=dtype, device="cpu")
+                    source.read(key, arrived, region=region_of(segment))
+                    total[segment.offset : segment.stop].add_(arrived.to(unit.device), alpha=factor)
+                    positions.add(position)
+            unit.restore_partial(total, positions)

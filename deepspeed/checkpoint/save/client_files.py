@@ -53,16 +53,11 @@ def write_client_files(
         **names_and_shapes(manifest.entries, facts["shared"]),
         "weights_are_in": "manifest.json",
     }
-    optim = {
-        "optimizer_state_dict": {"zero_stage": level, "partition_count": world, "ds_version": __version__},
-        "ds_version": __version__,
-    }
+    sharded = {"zero_stage": level, "partition_count": world, "ds_version": __version__}
+    optim = {"optimizer_state_dict": sharded, "ds_version": __version__}
     model, begin = "mp_rank_00_model_states.pt", "bf16_" if bf16 else ""
-    _write(
-        folder,
-        [model] if whole else [f"zero_pp_rank_{rank}_{model}" for rank in range(world)],
-        _loadable({**header, **copy_for_later(client_state)}) or _loadable(header),
-    )
+    names = [model] if whole else [f"zero_pp_rank_{rank}_{model}" for rank in range(world)]
+    _write(folder, names, _loadable({**header, **copy_for_later(client_state)}) or _loadable(header))
     names = [f"{begin}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world if level else 0)]
     _write(folder, names, _loadable(optim))
 
@@ -97,21 +92,19 @@ def _loadable(value: dict[Any, Any]) -> bytes | None:
     """As a file of torch that opens without running code; None when that is not possible, or it is large."""
     buffer = io.BytesIO()
     try:
-        if sum(map(_nbytes, pytree.tree_leaves(value))) <= _SMALL:  # else not even copied
-            torch.save(value, buffer)
-        if not 0 < buffer.tell() <= _SMALL:
+        leaves = pytree.tree_leaves(value)  # of a view torch would write all that it is a view of
+        wholes = [leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = [getattr(leaf, "nbytes", 0) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        if sum(wholes) + sum(others) > _SMALL:
+            return None  # not even copied
+        torch.save(value, buffer)
+        if buffer.tell() > _SMALL:
             return None
         buffer.seek(0)
         torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception:  # whatever the user's own objects raise: these files do without them
         return None
     return buffer.getvalue()
-
-
-def _nbytes(leaf: Any) -> int:
-    """That torch would write: of a view all that it is a view of."""
-    nbytes: int = leaf.untyped_storage().nbytes() if isinstance(leaf, torch.Tensor) else getattr(leaf, "nbytes", 0)
-    return nbytes
 
 
 def _write(folder: Path, names: list[str], content: bytes | None) -> None:

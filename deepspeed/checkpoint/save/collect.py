@@ -90,9 +90,10 @@ class States:
         store, places = self.tiles.region_of(view) if self.tiles is not None else (None, {})
         for name, value in self.state_of(view).items():
             if isinstance(value, torch.Tensor) and value.dim():
-                away = store is not None and name in places
-                flat = Elements.of(value, store, places[name]) if away else Elements(_flat(value))  # type: ignore[arg-type]
-                yield name, value, flat
+                if store is not None and name in places:
+                    yield name, value, Elements.of(value, store, places[name])
+                else:
+                    yield name, value, Elements(value.detach().contiguous().view(-1))
 
     @cached_property
     def views_of(self) -> dict[Unit, list[OptimView]]:
@@ -100,10 +101,6 @@ class States:
         for view in self.views:
             views[view.unit].append(view)
         return views
-
-
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().contiguous().view(-1)
 
 
 def region_of(segment: Segment) -> Region | None:
@@ -170,15 +167,10 @@ def weight_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
             for segment in unit.layout.segments:
                 if not prod(shape_of(segment)) and segment.name not in without:
                     yield TensorPart(state, segment.name, shape_of(segment), 0, nothing, region_of(segment))
-        if kind is StateKind.OPTIM:
-            for view in states.views_of[unit]:
-                yield from _slot_parts(states, view, _met(ours, view))
-
-
-def _met(ours: list[Owned], view: OptimView) -> list[Owned]:
-    """Those of ``ours`` (ascending) that ``view`` meets. A unit may have a thousand of both."""
-    first = bisect.bisect_right(ours, view.start, key=lambda o: o[2])
-    return ours[first : bisect.bisect_left(ours, view.stop, key=lambda o: o[1])]
+        for view in states.views_of[unit] if kind is StateKind.OPTIM else ():
+            first = bisect.bisect_right(ours, view.start, key=lambda o: o[2])  # a unit may have a thousand of both
+            last = bisect.bisect_left(ours, view.stop, key=lambda o: o[1])
+            yield from _slot_parts(states, view, ours[first:last])
 
 
 def _slot_parts(states: States, view: OptimView, ours: list[Owned]) -> Iterator[TensorPart]:

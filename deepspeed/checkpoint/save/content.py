@@ -87,16 +87,21 @@ def content_of(
 ) -> Content:
     """This rank's content. Collective: ranks compare buffers and client states, and an error of one is raised on all.
 
-    ``given``: what the engine adds, plain values by the names of the facts in docs/checkpoint-format.md, with "tag",
-    this rank's "data" and "client_state" among them, and without "size" in "world". Raises PlainStateError for state
-    that cannot be stored without pickle.
+    ``given``: what the engine adds by the names of facts in docs/checkpoint-format.md, this rank's "data" and
+    "client_state" and the "tag" among them. Raises PlainStateError for state that cannot be stored without pickle.
     """
     rank, plain, content = states.mesh.job.index, Collected(), Content()
     buffers = persistent_buffers(states.module)
     adds = rank > 0 and states.mesh.zero.index == 0  # to the common facts; one of the ranks with the same modules
     with together(states.mesh, "collecting the state") as shared:
         facts = given()
-        content.facts = _rank_facts(states, facts, plain)
+        name, odd = f"ranks/{rank}", collect.odd_state(states)
+        content.facts = {
+            "rng": plain.add(capture_rng(), f"{name}/rng"),
+            "data": plain.add(facts["data"], f"{name}/data"),
+            "scalars": collect.scalar_state(states),
+            **({"odd": plain.add(odd, f"{name}/optimizer")} if odd else {}),
+        }
         content.common = _common_facts(states, facts, plain) if rank == 0 else {}
         extra = _extra_states(states) if adds else {}
         encode(extra, name="extra_state")  # what cannot be stored is an error now
@@ -106,14 +111,14 @@ def content_of(
         shared.mine = (digest, digests, collect.sites(states), list(collect.extra_modules(states.module)))
     clients, of_buffers, of_sites, extra_paths = zip(*shared.all, strict=True)
     if rank and clients[rank] != clients[0]:
-        client = encode(facts["client_state"], name=f"ranks/{rank}/client_state", allow_rest=allow_pickle)
+        client = encode(facts["client_state"], name=f"{name}/client_state", allow_rest=allow_pickle)
     content.pickled = client.rest
     if rank == 0 or clients[rank] != clients[0]:
         content.facts["client_state"] = client.json
         plain.tensors |= client.tensors
     if adds:
         first = first_to_name(extra_paths)
-        packed = plain.add({p: s for p, s in extra.items() if first[p] == rank}, f"ranks/{rank}/extra_state")
+        packed = plain.add({p: s for p, s in extra.items() if first[p] == rank}, f"{name}/extra_state")
         content.common = {"shared": collect.names_of(states)[1], "extra_state": packed, "groups": states.groups}
     elsewhere = collect.written_elsewhere(states, first_to_name(of_sites))
     without = elsewhere | collect.frozen_names(states) if exclude_frozen else elsewhere
@@ -130,17 +135,6 @@ def _digest(client: Encoded) -> list[int]:
     """Equal for equal client states."""
     text = json.dumps(client.json, sort_keys=True)
     return [crc32c(text.encode()), *(crc32c(tensor.contiguous()) for tensor in client.tensors.values())]
-
-
-def _rank_facts(states: States, given: dict[str, Any], plain: Collected) -> dict[str, Any]:
-    """What may differ from rank to rank, as JSON, without the client state."""
-    name, odd = f"ranks/{states.mesh.job.index}", collect.odd_state(states)
-    return {
-        "rng": plain.add(capture_rng(), f"{name}/rng"),
-        "data": plain.add(given["data"], f"{name}/data"),
-        "scalars": collect.scalar_state(states),
-        **({"odd": plain.add(odd, f"{name}/optimizer")} if odd else {}),
-    }
 
 
 def _common_facts(states: States, given: dict[str, Any], plain: Collected) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from deepspeed.tier.aligned import aligned_empty
 _LIST = "rank_{:05d}.list"
 _DATA = "rank_{:05d}.bin"
 _FAILED = "rank_{:05d}.failed"
-_SLAB = 32 << 20  # bytes of one snapshot buffer
 _GIVEN_UP = "given up, because the save failed on another rank"
 _LONG_S = 3.0  # a bar appears when it takes longer
 _GLANCE_S = 0.05  # between looks at the other ranks while this one waits
@@ -72,19 +71,15 @@ class RankFile:
 
     def __init__(self, folder: Path, rank: int, content: Content) -> None:
         self.folder, self.rank = folder, rank
+        self.tells = False  # of an error, by a file: where no answer of all ranks is waited for
         self._facts = {"rank": content.facts, "common": content.common}
         self._writer = ChunkWriter(folder / _DATA.format(rank), expect_bytes=content.nbytes)
         self._parts: list[tuple[Key, torch.dtype, tuple[int, ...], Span]] = []
 
-    def write(
-        self,
-        parts: Iterable[TensorPart],
-        stop: threading.Event | None = None,
-        report: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    def write(self, parts: Iterable[TensorPart], stop: threading.Event, report: Callable[[int], None]) -> None:
         """Append ``parts``. Raises CheckpointError (disk full, ...), also once ``stop`` is set."""
         for part in parts:
-            if stop is not None and stop.is_set():
+            if stop.is_set():
                 raise CheckpointError(_GIVEN_UP)
             span = Span(part.lo, part.lo + part.values.numel(), part.region)
             self._parts.append(((part.state, part.name), part.values.dtype, part.shape, span))
@@ -109,58 +104,35 @@ class RankFile:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error drop the file and tell the first rank, as far as that is still possible."""
+        """After an error drop the file and, if it ``tells``, tell the first rank, as far as that is still possible."""
         if error is not None:
             with contextlib.suppress(OSError, CheckpointError):
                 self._writer.abort()
             with contextlib.suppress(OSError):
-                (self.folder / _FAILED.format(self.rank)).write_text(str(error), encoding="utf-8")
+                if self.tells:
+                    (self.folder / _FAILED.format(self.rank)).write_text(str(error), encoding="utf-8")
 
 
-class Snapshots:
-    """Host memory for copies of parts, kept from save to save: mapping new memory takes longer than the copy itself."""
-
-    def __init__(self) -> None:
-        self._slabs: list[torch.Tensor] = []
-
-    def copy(self, parts: Iterable[TensorPart]) -> Iterator[TensorPart]:
-        """Copies of ``parts``, valid until the next call: training may go on."""
-        index, used = -1, 0
-        for part in parts:
-            nbytes = part.values.nbytes
-            if index < 0 or used + nbytes > self._slabs[index].numel():
-                index, used = index + 1, 0
-                if index == len(self._slabs) or self._slabs[index].numel() < nbytes:
-                    del self._slabs[index : index + 1]  # before the larger one is there
-                    self._slabs.insert(index, aligned_empty(max(_SLAB, nbytes)))
-            values = self._slabs[index][used : used + nbytes].view(part.values.dtype)
-            values.copy_(part.values)
-            used += -(-nbytes // 64) * 64
-            yield replace(part, elements=Elements(values))
-        del self._slabs[index + 1 :]
-
-
-def wait_for_ranks(folder: Path, ranks: int, *, stop: threading.Event | None = None) -> None:
+def wait_for_ranks(folder: Path, ranks: int, stop: threading.Event) -> None:
     """Until every rank has left its list. Raises CheckpointError when one failed, or wrote nothing for ten minutes."""
     begun, missing, last_write = time.monotonic(), set(range(ranks)), -1
-    while missing:
+    while missing := {r for r in missing if not (folder / _LIST.format(r)).is_file()}:
         glance = time.monotonic()
-        missing -= {r for r in missing if (folder / _LIST.format(r)).is_file()}
         failed = next((r for r in sorted(missing) if (folder / _FAILED.format(r)).is_file()), None)
         if failed is not None:
             raise CheckpointError(f"rank {failed}: {(folder / _FAILED.format(failed)).read_text(encoding='utf-8')}")
-        if stop is not None and stop.is_set():
+        if stop.is_set():
             raise CheckpointError(_GIVEN_UP)
         written = len(missing)  # changes when one of them writes or is done
         for rank in missing:
             with contextlib.suppress(OSError):
                 written += (folder / _DATA.format(rank)).stat().st_mtime_ns
         if written != last_write:
-            begun, last_write = time.monotonic(), written
-        if (idle := time.monotonic() - begun) > _PATIENCE_S:
+            begun, last_write = glance, written
+        if (idle := glance - begun) > _PATIENCE_S:
             raise CheckpointError(f"ranks {sorted(missing)} have written nothing for {idle:.0f} s; they may have died")
-        if missing:  # many ranks take long to look at, and training needs this interpreter and the filesystem too
-            time.sleep(max(_NAP_S, min(1.0, 20 * (time.monotonic() - glance))))
+        # many ranks take long to look at, and training needs this interpreter and the filesystem too
+        time.sleep(max(_NAP_S, min(1.0, 20 * (time.monotonic() - glance))))
 
 
 def _add(entries: dict[Key, Entry], entry: Entry, rank: int) -> None:
@@ -215,12 +187,12 @@ class Background:
     """
 
     def __init__(
-        self, tag: str, folder: Path, work: Callable[[threading.Event], None], hurry: Callable[[], None]
+        self, tag: str, folder: Path, acts: Iterable[Callable[[threading.Event], None]], hurry: Callable[[], None]
     ) -> None:
         self.tag, self.folder, self.hurry = tag, folder, hurry
         self.error: BaseException | None = None
         self.raised = False
-        self._stop, self._work = threading.Event(), work
+        self._stop, self._acts = threading.Event(), acts
         # Not a daemon: a process that ends by itself waits for its last checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{tag}", daemon=False)
         try:
@@ -232,7 +204,8 @@ class Background:
 
     def _run(self) -> None:
         try:
-            self._work(self._stop)
+            for act in self._acts:
+                act(self._stop)
         except BaseException as error:
             self.error = error
             logger.error("the background save of checkpoint %s failed: %s", self.tag, error)
@@ -270,7 +243,7 @@ class SaveOrder:
     latest: bool = True
     keep_last: int | None = None
     rate_bytes: int = 0
-    extra: Callable[[Path, Manifest], None] = lambda folder, manifest: None
+    extra: Callable[[Path, Manifest], None] | None = None
 
 
 class Saver:
@@ -279,63 +252,83 @@ class Saver:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._running: Background | None = None
-        self._snapshots = Snapshots()
+        self._slab = torch.empty(0, dtype=torch.uint8)
 
-    def save(self, order: SaveOrder, content: Content) -> None:
-        """Save now; returns when the checkpoint has its name. Collective. Raises CheckpointError on every rank."""
-        self.settle(wait=True)
-        with self._begin(order, content) as folder:
-            with self._together(order), _explained(folder), self._file(folder, content) as file:
-                content.hold()
-                with progress(f"saving {order.tag}", content.nbytes, show=self._mesh.first) as report:
-                    file.write(itertools.chain(content.away(), content.near), report=report)
-                file.close()
-            with self._together(order), _explained(folder):
-                self._finish(folder, order, None)
+    def save(self, order: SaveOrder, content: Content, *, behind: bool = False) -> None:
+        """Save; returns when the checkpoint has its name. Collective. Raises CheckpointError on every rank.
 
-    def save_behind(self, order: SaveOrder, content: Content) -> None:
-        """Copy what training will change and return; a thread does the rest. Collective. Waits for an earlier one."""
+        ``behind``: copy what training will change and return; a thread does the rest. Waits for an earlier save.
+        """
         self.settle(wait=True)
         with self._begin(order, content) as folder, contextlib.ExitStack() as undone:
             with self._together(order), _explained(folder):
                 file = undone.enter_context(self._file(folder, content))
-                file.limit(order.rate_bytes)
                 content.hold(hurry := lambda: file.limit(0))
-                copies = list(self._snapshots.copy(content.near))
+                if behind:
+                    file.limit(order.rate_bytes)
+                near = list(self._copies(content.near)) if behind else content.near
+            bar = progress(f"saving {order.tag}", content.nbytes, show=self._mesh.first and not behind)
 
-            def work(stop: threading.Event) -> None:
-                with file, _explained(folder):
+            def write(stop: threading.Event) -> None:
+                file.tells = behind
+                with file, _explained(folder), bar as report:
                     try:
-                        file.write(content.away(), stop)  # first, as an update may wait for it
+                        file.write(content.away(), stop, report)  # first, as an update may wait for it
                     finally:
                         content.release()
-                    file.write(copies, stop)
+                    file.write(near, stop, report)
                     file.close()
+
+            def finish(stop: threading.Event) -> None:
+                with _explained(folder):
                     self._finish(folder, order, stop)
 
-            self._running = Background(order.tag, folder, work, hurry)
+            if behind:
+                self._running = Background(order.tag, folder, (write, finish), hurry)
+            else:
+                for act in (write, finish):
+                    with self._together(order):
+                        act(threading.Event())
             undone.pop_all()
 
-    def settle(self, *, wait: bool) -> None:
+    def _copies(self, parts: list[TensorPart]) -> Iterator[TensorPart]:
+        """Copies of ``parts``, valid until the next call, in memory that is kept from save to save.
+
+        Mapping new memory takes longer than the copy itself.
+        """
+        ends = list(itertools.accumulate(-(-part.values.nbytes // 64) * 64 for part in parts))
+        if parts and self._slab.numel() < ends[-1]:
+            self._slab = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
+            self._slab = aligned_empty(ends[-1])
+        for part, start in zip(parts, [0, *ends], strict=False):
+            values = self._slab[start : start + part.values.nbytes].view(part.values.dtype)
+            yield replace(part, elements=Elements(values.copy_(part.values)))
+
+    def settle(self, *, wait: bool, alone: bool = False) -> None:
         """Bring a background save to its end (``wait``: until it has ended); raise on all ranks when some failed.
 
-        Collective while one is running, which every rank knows of; nothing otherwise.
+        Collective while one is running, which every rank knows of; nothing otherwise. ``alone``: of this rank's part
+        only, without the others.
         """
         while (save := self._running) is not None:
-            states = gather(self._mesh, (save.finished, None if save.error is None else str(save.error)))
-            failed = [(r, text) for r, (_, text) in zip(self._mesh.job.ranks, states, strict=True) if text is not None]
+            finished = save.finished  # looked at before the error, which is final then
+            error = None if save.error is None else str(save.error)
+            mine = self._mesh.job.ranks[self._mesh.job.index], finished, error
+            states = [mine] if alone else gather(self._mesh, mine)
+            failed = [(rank, text) for rank, _, text in states if text is not None]
             if failed:
                 save.raised = True
                 save.wait(give_up=True)
                 self._running = None
-                gather(self._mesh, None)  # nobody writes any more
+                if not alone:
+                    gather(self._mesh, None)  # nobody writes any more
                 if self._mesh.first:
                     shutil.rmtree(save.folder, ignore_errors=True)
                 raise CheckpointError(
                     f"the background save of checkpoint {save.tag} failed on rank {failed[0][0]}: {failed[0][1]}. "
                     "The training state is untouched, and the checkpoint before it is intact"
                 )
-            if all(finished for finished, _ in states):
+            if all(ended for _, ended, _ in states):
                 self._running = None
             elif wait:
                 save.wait(_GLANCE_S)  # not to its end: a failure elsewhere may be what it waits for
@@ -346,17 +339,6 @@ class Saver:
     def running(self) -> bool:
         """Whether a background save has not been settled."""
         return self._running is not None
-
-    def finish_alone(self) -> None:
-        """Bring this rank's part of a background save to its end without the other ranks; raise when it failed."""
-        save, self._running = self._running, None
-        if save is not None:
-            save.wait()
-            save.raised = True
-            if save.error is not None:
-                raise CheckpointError(
-                    f"the background save of checkpoint {save.tag} failed: {save.error}"
-                ) from save.error
 
     def _together(self, order: SaveOrder) -> Any:
         return together(self._mesh, f"saving checkpoint {order.tag}")
@@ -386,13 +368,14 @@ class Saver:
             content.facts["pickled"] = save_pickled(folder, self._mesh.job.index, content.pickled)
         return RankFile(folder, self._mesh.job.index, content)
 
-    def _finish(self, folder: Path, order: SaveOrder, stop: threading.Event | None) -> None:
+    def _finish(self, folder: Path, order: SaveOrder, stop: threading.Event) -> None:
         """The first rank's end of a save: one manifest, the name, ``latest``, old ones away. Nothing on the others."""
         if not self._mesh.first:
             return
-        wait_for_ranks(folder, self._mesh.job.size, stop=stop)
+        wait_for_ranks(folder, self._mesh.job.size, stop)
         manifest = join_lists(folder, self._mesh.job.size)
-        order.extra(folder, manifest)
+        if order.extra is not None:
+            order.extra(folder, manifest)
         folders.write_atomically(folder / MANIFEST, manifest.to_bytes(crc32c))
         final = folders.publish(folder, order.tag)
         if order.latest:
