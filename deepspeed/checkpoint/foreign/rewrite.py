@@ -24,28 +24,30 @@ _DATA = "rank_00000.bin"
 
 def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
     """The manifest's facts for what ``source`` says of itself. Only the first rank has state of its own."""
-    facts = source.facts
+    facts, optimizer = source.facts, None
     size = int((facts.get("world") or {}).get("size") or 1)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == compute_dtype(facts))
     first = {"rng": None, "data": None, "client_state": plain.add(facts.get("client_state") or {}, "client_state")}
-    optimizer = facts.get("optimizer") or {}
-    groups = [
-        {"names": list(g["names"]), "options": plain.add(g["options"], f"optimizer/{i}")}
-        for i, g in enumerate(optimizer.get("groups") or [])
-    ]
-    scalars = (optimizer.get("scalars") or {}).items()
-    rows = in_rows((name, {slot: pack_scalar(value) for slot, value in values.items()}) for name, values in scalars)
-    converted = {
+    if groups := (facts.get("optimizer") or {}).get("groups"):
+        numbers = (facts["optimizer"].get("scalars") or {}).items()
+        optimizer = {
+            "type": facts["optimizer"].get("type"),
+            "groups": [
+                {"names": list(g["names"]), "options": plain.add(g["options"], f"optimizer/{i}")}
+                for i, g in enumerate(groups)
+            ],
+            "scalars": in_rows((name, {k: pack_scalar(v) for k, v in values.items()}) for name, values in numbers),
+            "odd": None,
+        }
+    return {
         "saved": {**(facts.get("saved") or {}), "imported_from": source.kind},
         "world": {"size": size, "compute_dtype": dtype},
-        "optimizer": {"type": optimizer.get("type"), "groups": groups, "scalars": rows, "odd": None}
-        if groups
-        else None,
+        "optimizer": optimizer,
         "ranks": [first, *({"rng": None, "data": None} for _ in range(size - 1))],
+        **{name: facts.get(name) or {} for name in ("engine", "shared", "config")},
+        **{name: plain.add(facts.get(name), name) for name in ("lr_scheduler", "loss_scaler")},
+        "extra_state": plain.add(facts.get("extra_state") or {}, "extra_state"),
     }
-    converted |= {name: facts.get(name) or {} for name in ("engine", "shared", "config")}
-    converted |= {name: plain.add(facts.get(name), name) for name in ("lr_scheduler", "loss_scaler")}
-    return {**converted, "extra_state": plain.add(facts.get("extra_state") or {}, "extra_state")}
 
 
 def _write(source: Source, folder: Path, advance: Progress) -> Manifest:

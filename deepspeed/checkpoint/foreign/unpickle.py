@@ -33,8 +33,8 @@ class _Records:
         self.path = path
         self._checked: set[int] = set()
         with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
-            self._infos = {_first_byte(stream, info): info for info in archive.infolist()}
-            for first, info in self._infos.items():
+            self.infos = {_first_byte(stream, info): info for info in archive.infolist()}
+            for first, info in self.infos.items():
                 name = info.filename.partition("/")[2]
                 if name in ("data.pkl", "byteorder"):
                     self.check(first)
@@ -42,13 +42,9 @@ class _Records:
                 if name == "byteorder" and stream.read(info.file_size) != b"little":
                     raise ValueError("it was written on a machine of the other byte order")
 
-    def nbytes(self, first: int) -> int | None:
-        """Of the record that begins at ``first``; None when there is none."""
-        return self._infos[first].file_size if first in self._infos else None
-
     def check(self, first: int) -> None:
         """Raise CheckpointError when the record is damaged. A checksum of zero is how torch writes none."""
-        info, crc = self._infos[first], 0
+        info, crc = self.infos[first], 0
         if first in self._checked or not info.CRC:
             return
         left = info.file_size
@@ -57,10 +53,8 @@ class _Records:
             while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
                 crc, left = zlib.crc32(chunk, crc), left - len(chunk)
         if left or crc != info.CRC:
-            name = info.filename.partition("/")[2]
-            raise CheckpointError(
-                f"{self.path} is damaged: the checksum of its record {name!r} does not match; use another copy"
-            )
+            what = f"the checksum of its record {info.filename.partition('/')[2]!r} does not match"
+            raise CheckpointError(f"{self.path} is damaged: {what}; use another copy")
         self._checked.add(first)
 
 
@@ -81,10 +75,9 @@ class FileTensor:
         self.dtype, self.shape, self.numel = like.dtype, tuple(like.shape), like.numel()
         if like.layout != torch.strided or like.is_quantized or like.is_conj() or like.is_neg():
             raise ValueError(f"it holds a tensor of a kind that is not read ({like.layout}, {like.dtype})")
-        nbytes = (
-            storage.nbytes()
-        )  # a view that does not fit has made it grow; one that repeats its elements may be huge
-        if nbytes != records.nbytes(self._first) or self.numel * self.dtype.itemsize > nbytes:
+        # A view that does not fit has made the storage grow; one that repeats its elements may be huge.
+        nbytes, info = storage.nbytes(), records.infos.get(self._first)
+        if info is None or nbytes != info.file_size or self.numel * self.dtype.itemsize > nbytes:
             raise ValueError(f"a tensor of shape {self.shape!r:.100} does not fit its record")
 
     @property
@@ -96,10 +89,11 @@ class FileTensor:
         """Fill the flat host tensor ``out`` (any dtype) with elements from ``start`` on, in row-major order."""
         if out.numel():
             self._records.check(self._first)
+        stride = self._like.stride()
         if not self._like.is_contiguous():
-            span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self._like.stride(), strict=True))
-            values = self._elements(0, span).as_strided(self.shape, self._like.stride())
-            out.copy_(values.reshape(-1)[start : start + out.numel()])
+            span = 1 + sum((n - 1) * s for n, s in zip(self.shape, stride, strict=True))
+            values = self._elements(0, span).as_strided(self.shape, stride).reshape(-1)
+            out.copy_(values[start : start + out.numel()])
             return
         step = _CHUNK_BYTES // self.dtype.itemsize
         for lo in range(0, out.numel(), step):

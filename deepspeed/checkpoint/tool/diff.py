@@ -85,14 +85,10 @@ def _model(path: Path) -> dict[str, Stream]:
         return _file(first)
     try:
         where = json.loads(first.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted({str(name) for name in where.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        shards = [first.with_name(name) for name in sorted(set(where.values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # with_name takes only a file beside it
         raise CheckpointError(f"{first} is no index of shards: {type(error).__name__}: {error}") from error
-    tensors: dict[str, Stream] = {}
-    for name in shards:
-        if Path(name).name != name:
-            raise CheckpointError(f"{first} names {name!r}, which is not a file beside it")
-        tensors |= _file(first.with_name(name))
+    tensors = {name: values for shard in shards for name, values in _file(shard).items()}
     if missing := sorted(set(where) - set(tensors)):
         raise CheckpointError(f"{first} promises {missing[0]} and {len(missing) - 1} more that its shards do not have")
     return tensors

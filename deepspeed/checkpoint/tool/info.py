@@ -18,7 +18,6 @@ from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, open_f
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import say
 
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _UNREAD = "not part of the checkpoint, never read"
 
 
@@ -34,40 +33,27 @@ def _dtype(value: torch.dtype) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _listed(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _config_line(config: dict[str, Any]) -> str:
-    zero = block_of(config, "zero_optimization")
-    devices = {name: block_of(zero, name).get("device", "none") for name in ("offload_optimizer", "offload_param")}
-    words = {"ZeRO": zero.get("stage", 0), **{name: device for name, device in devices.items() if device != "none"}}
-    return _listed({**words, **{name: config[name] for name in _BATCH if config.get(name) is not None}})
-
-
 def _facts(source: Source) -> list[str]:
     facts = open_facts(source)
     try:
         facts = source.facts
     except CheckpointError as error:  # client state that would need pickle
         facts = {**{k: facts.get(k) for k in ("saved", "engine", "world", "config")}, "client_state": str(error)}
-    optimizer, client, shared = facts.get("optimizer") or {}, facts.get("client_state"), shared_names(source)
-    groups = optimizer.get("groups") or []
-    rates = ", ".join(str(g["options"].get("lr")) for g in groups)
-    world = (facts.get("world") or {}).get("size", "?")
+    optimizer, client = facts.get("optimizer") or {}, facts.get("client_state")
+    groups = [f"{len(g['names'])} parameters with lr {g['options'].get('lr')}" for g in optimizer.get("groups") or []]
+    world, zero = (facts.get("world") or {}).get("size", "?"), block_of(facts.get("config"), "zero_optimization")
     rows = {
-        "checkpoint": source.path,
-        "format": source.kind,
-        "saved": _listed(facts.get("saved") or {}),
-        "counters": _listed(facts.get("engine") or {}),
-        "world": f"{world} ranks, trained in {_dtype(compute_dtype(facts))}",
-        "config": facts.get("config") and _config_line(facts["config"]),
-        "optimizer": optimizer and f"{optimizer.get('type') or 'not named'}, {len(groups)} groups, lr {rates}",
-        **{name: facts.get(name) and str(facts[name])[:160] for name in ("lr_scheduler", "loss_scaler")},
+        "checkpoint": f"{source.path} ({source.kind})",
+        "world": f"{world} ranks, trained in {_dtype(compute_dtype(facts))} under ZeRO {zero.get('stage', 0)}",
+        "optimizer": optimizer and f"{optimizer.get('type') or 'not named'}, {len(groups)} groups: {', '.join(groups)}",
         "client": ", ".join(map(str, client)) if isinstance(client, dict) else client,
-        "tied": ", ".join(f"{alias} = {name}" for alias, name in shared.items()),
+        "tied": ", ".join(f"{alias} = {name}" for alias, name in shared_names(source).items()),
     }
-    return [f"{name:<11} {value}" for name, value in rows.items() if value]
+    for name in ("saved", "engine", "lr_scheduler", "loss_scaler", "config"):
+        values = facts.get(name) or {}
+        known = values.items() if isinstance(values, dict) else [("state", values)]
+        rows[name] = ", ".join(f"{key} {str(value)[:160]}" for key, value in known if value is not None)
+    return [f"{name:<12} {value}" for name, value in rows.items() if value]
 
 
 def _tensors(source: Source, *, each: bool) -> list[str]:

@@ -62,21 +62,17 @@ def _facts(folder: Path) -> list[str]:
     """Whether loading would take the manifest, and can decode what is not a tensor; pickled client state is compared
     with its checksum, never opened.
     """
-    wrong: list[str] = []
     try:
         with contextlib.closing(OwnSource(folder)) as source:
             ranks = source.manifest.facts.get("ranks") or []
-            pickled = [rank["pickled"] for rank in ranks if isinstance(rank, dict) and rank.get("pickled")]
+            pickled = [rank["pickled"] for rank in ranks if rank.get("pickled")]
+            for known in pickled:
+                checked(folder, known)
             if not pickled:
                 _ = source.facts
-        for known in pickled:
-            try:
-                checked(folder, known)
-            except (CheckpointError, OSError) as error:
-                wrong.append(str(error))
-    except (CheckpointError, ValueError, KeyError, TypeError) as error:
-        wrong.append(str(error))
-    return wrong
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [str(error)]
+    return []
 
 
 def _read_all(folder: Path) -> list[str]:

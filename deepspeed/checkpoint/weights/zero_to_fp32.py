@@ -28,10 +28,11 @@ class LazyTensor:
     """A weight that is read when ``contiguous`` is called, so that a state dict of them costs no memory."""
 
     def __init__(self, source: Source, values: Stream) -> None:
+        dtype, shape = values.dtype, torch.Size(values.shape)
         self._source = source  # keeps the files open
-        self.dtype, self.shape, self.device = values.dtype, torch.Size(values.shape), torch.device("cpu")
-        self.contiguous = values.whole
-        self.numel, self.element_size, self.size = self.shape.numel, lambda: self.dtype.itemsize, lambda: self.shape
+        self.dtype, self.shape, self.device = dtype, shape, torch.device("cpu")
+        self.contiguous, self.numel, self.element_size = values.whole, shape.numel, lambda: dtype.itemsize
+        self.size = lambda: shape
 
 
 def _existing(folder: Folder) -> Path:
