@@ -12,6 +12,7 @@ from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Manifest
 from deepspeed.checkpoint.format.plain import Collected
+from deepspeed.checkpoint.load.compare import in_memory
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.client_files import write_client_files, write_script
 from deepspeed.checkpoint.save.collect import in_rows, pack_scalar
@@ -54,23 +55,17 @@ def _write(source: Source, folder: Path, advance: Progress) -> Manifest:
     """Fill ``folder`` with the tensors and facts of ``source``; the manifest, which is not written yet."""
     plain = Collected()
     facts = _facts_of(source, plain)
-    heads: list[tuple[str, str, torch.dtype, tuple[int, ...]]] = []
+    streams = {key: stream(source, key) for key in source.entries if key[0] != "plain"}
+    streams |= {("plain", name): in_memory(name, tensor) for name, tensor in plain.tensors.items()}
     with ChunkWriter(folder / _DATA) as writer:
-        for key, described in source.entries.items():
-            if key[0] == "plain":
-                continue
-            values = stream(source, key)
+        for values in streams.values():
             writer.append(values.chunks())
             advance(values.nbytes)
-            heads.append((*key, described.dtype, described.shape))
-        for name, tensor in plain.tensors.items():
-            writer.append(tensor)
-            heads.append(("plain", name, tensor.dtype, tuple(tensor.shape)))
         places = writer.close()
     entries = {}
-    for (state, name, dtype, shape), place in zip(heads, places, strict=True):
-        box = Box(_DATA, place.offset, place.extent, 0, torch.Size(shape).numel(), tuple(place.crcs))
-        entries[state, name] = Entry(state, name, dtype, shape, (box,))
+    for (key, values), place in zip(streams.items(), places, strict=True):
+        box = Box(_DATA, place.offset, place.extent, 0, values.numel, tuple(place.crcs))
+        entries[key] = Entry(*key, values.dtype, values.shape, (box,))
     return Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, facts)
 
 
