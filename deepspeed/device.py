@@ -36,17 +36,15 @@ class NullEvent:
         self._seconds = time.perf_counter()
 
     def record(self, stream: Any = None) -> None:
-        """Remember the host time."""
         self._seconds = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         """Nothing to wait for."""
 
-    synchronize = wait
-
     def query(self) -> bool:
-        """All work is done."""
         return True
+
+    synchronize = wait
 
     def elapsed_time(self, end: "NullEvent") -> float:
         """Milliseconds from this event to ``end``."""
@@ -122,8 +120,7 @@ class Accelerator:
 
     def device(self, device_index: int | None = None) -> Any:
         """Context that makes ``device_index`` current."""
-        none = self._is_cpu or device_index is None or not hasattr(self._module, "device")
-        return contextlib.nullcontext() if none else self._module.device(device_index)
+        return torch.accelerator.device_index(None if self._is_cpu else device_index)
 
     def torch_device(self) -> torch.device:
         """The current device as a ``torch.device``."""
@@ -139,10 +136,6 @@ class Accelerator:
             return int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))
         return int(self._module.device_count())
 
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """True when ``tensor`` lies on this kind of device."""
-        return tensor.device.type == self._name
-
     set_device = _forwarded("set_device")
     current_device = _forwarded("current_device", 0, on_cpu=lambda: int(os.environ.get("LOCAL_RANK", "0")))
     synchronize = _forwarded("synchronize")
@@ -151,8 +144,6 @@ class Accelerator:
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """Generator of device ``device_index``."""
-        if self._is_cpu:
-            return torch.default_generator
         if hasattr(self._module, "init"):  # the list of generators is empty until the device is initialised
             self._module.init()
         generators = getattr(self._module, "default_generators", None)
@@ -191,18 +182,17 @@ class Accelerator:
             return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak}
         return dict(getattr(self._module, "memory_stats", lambda _: {})(device_index))
 
-    def total_memory(self, device_index: Any = None) -> int:
-        """Memory of the device, or of the machine on the CPU."""
-        if self._is_cpu:
-            return hostmem.host_total_bytes()
-        read = getattr(self._module, "get_device_properties", None)
-        return int(read(self.current_device() if device_index is None else device_index).total_memory) if read else 0
+    _free_and_total = _forwarded(
+        "mem_get_info", lambda *_: (0, 0), on_cpu=lambda: (hostmem.host_available_bytes(), hostmem.host_total_bytes())
+    )
 
     def available_memory(self, device_index: Any = None) -> int:
-        """Memory still free."""
-        if self._is_cpu:
-            return hostmem.host_available_bytes()
-        return int(getattr(self._module, "mem_get_info", lambda _: (0, 0))(device_index)[0])
+        """Memory of the device that is still free, or of the machine on the CPU."""
+        return int(self._free_and_total(device_index)[0])
+
+    def total_memory(self, device_index: Any = None) -> int:
+        """Memory of the device, or of the machine on the CPU."""
+        return int(self._free_and_total(device_index)[1])
 
     # number formats; float16 arithmetic runs everywhere
 

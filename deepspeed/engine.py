@@ -236,11 +236,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True while the current micro-batch is the last of its window (or as forced)."""
-        if not self._managed:
-            return True
-        if self._forced_boundary is not None:
-            return self._forced_boundary
-        return (self.micro_steps + 1) % self._gas == 0
+        forced = self._forced_boundary if self._managed else True
+        return (self.micro_steps + 1) % self._gas == 0 if forced is None else forced
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Force the answer of ``is_gradient_accumulation_boundary`` until called again."""
@@ -281,16 +278,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self.runtime.gradients.clear()
 
     # -- state the client reads and writes ------------------------------------------------------------------------
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last update before clipping, unscaled; inf after a skipped one; None before the first."""
-        return self._norm
-
-    def scaler_state(self) -> dict[str, Any]:
-        return self._scaler.state_dict()
-
-    def load_scaler_state(self, state: dict[str, Any]) -> None:
-        self._scaler.load_state_dict(state)
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the accumulation steps so that the global batch is ``train_batch_size`` samples."""
         ranks = self.mesh.data.size
@@ -307,9 +294,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self.training = mode
         self.module.train(mode)
         return self
-
-    def eval(self) -> "DeepSpeedEngine":
-        return self.train(mode=False)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -358,17 +342,6 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         for unit in self.runtime.units:
             self.runtime.backward_done(unit)
 
-    # -- where states are -----------------------------------------------------------------------------------------
-    def places(self) -> list[str]:
-        """Where offloaded states rest, in words."""
-        return self._parts.tiers.describe()
-
-    def attached(
-        self, view: OptimView, *, write: bool = False, publish: bool = False
-    ) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """Inside, optimizer state of ``view`` that rests on a drive is in memory."""
-        return self.runtime.attached(view, write=write, publish=publish)
-
     def whole_state(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the client's optimizer may save and load its state, drive or not."""
         return self.tiles.whole_state() if self.tiles is not None else contextlib.nullcontext()
@@ -402,20 +375,14 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
         """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
-        with GatheredParameters(self.module.parameters(), modifier_rank=self.global_first_rank):
+        with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.zero.ranks[0]):
             if custom_load_fn is not None:
                 custom_load_fn(src=checkpoint, dst=self.module)
             else:
                 self.module.load_state_dict(checkpoint, strict=strict)
         for unit in self.runtime.units:
-            for position in range(len(unit.params)):
-                if not unit.movable:
-                    unit.absorb(position)
-
-    @property
-    def global_first_rank(self) -> int:
-        """Global rank of the first data-parallel member: the one whose values win and who writes whole weights."""
-        return self.mesh.zero.ranks[0]
+            for position in range(len(unit.params) if not unit.movable else 0):
+                unit.absorb(position)
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False

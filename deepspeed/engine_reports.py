@@ -18,7 +18,6 @@ from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.device import DTYPES
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
-from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
 from deepspeed.pending import raise_not_yet
 from deepspeed.version import __version__
@@ -48,12 +47,9 @@ class EngineReports:
     ``_config``, ``mesh`` and the like come from the engine; one reader of each ``zero_*`` key from its ``__getattr__``.
     """
 
-    _config: DeepSpeedConfig
-    mesh: Mesh
-    basic_optimizer: torch.optim.Optimizer | None
-    monitor: MonitorMaster
-    _gas: int
-    _micro: int
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     # -- configuration and place ----------------------------------------------------------------------------------
     config = property(attrgetter("_config.source"))  # the very dict the caller passed (or the parsed file)
@@ -79,6 +75,11 @@ class EngineReports:
     get_data_parallel_rank = _answers("mesh.data.index")
     get_wall_clock_timers = _answers("timers")  # harmless stand-ins unless ``wall_clock_breakdown`` is on
     memory_plan = _answers("_parts.memory")  # what a rank's states hold per tier, as computed before they were built
+    get_global_grad_norm = _answers("_norm")  # of the last update before clipping, unscaled; inf after a skipped one
+    places = property(attrgetter("_parts.tiers.describe"))  # where offloaded states rest, in words
+    attached = property(attrgetter("runtime.attached"))  # a context with optimizer state that rests on a drive
+    scaler_state = property(attrgetter("_scaler.state_dict"))
+    load_scaler_state = property(attrgetter("_scaler.load_state_dict"))
     train_batch_size = _answers(lambda self: self._micro * self._gas * self.mesh.data.size)
     get_batch_info = _answers(
         attrgetter("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -158,9 +159,8 @@ class EngineReports:
             values["train_loss"] = float(torch.stack([loss.float() for loss in self._losses]).mean())
             self._losses.clear()
         values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent.items() if time > 0}
-        self.monitor.write_events(
-            [(f"Train/Samples/{name}", value, samples) for name, value in values.items() if value is not None]
-        )
+        known = [(name, value) for name, value in values.items() if value is not None]
+        self.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in known])
 
 
 def _rest(state: StatePlan | None) -> str:
@@ -190,10 +190,15 @@ def state_dump(engine: "DeepSpeedEngine") -> str:
 
 def report_start(engine: "DeepSpeedEngine") -> None:
     """Log one line about ``engine``, and what ``dump_state`` and ``memory_breakdown`` ask for."""
-    log_dist(_summary(engine))
-    plan = engine.runtime.plan
-    away = any(state is not None and state.away for u in engine.runtime.units for state in (u.plan.param, u.plan.optim))
-    if away or plan.offload.host_limit or plan.offload.device_limit:
+    units, offload = engine.runtime.units, engine.runtime.plan.offload
+    log_dist(
+        f"DeepSpeed info: version={__version__}, {_numel(units):,} parameters in {len(units)} units "
+        f"({sum(u.movable for u in units)} sharded), {engine.mesh.job.size} ranks, {engine._config.compute_dtype}, "
+        f"batch {engine.train_batch_size()} = {engine._micro} x {engine._gas} x {engine.mesh.divisor}; the engine "
+        "alone divides by accumulation steps and ranks"
+    )
+    away = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))
+    if away or offload.host_limit or offload.device_limit:
         log_dist(f"{'; '.join(engine.places())}\n{engine.memory_plan().table()}")
     if engine.dump_state():
         log_dist(f"dump_state\n{state_dump(engine)}")
@@ -202,22 +207,7 @@ def report_start(engine: "DeepSpeedEngine") -> None:
 
 def follow_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
     """With a ``comms_logger`` block, switch the communication log on and enter this mesh's collectives in it."""
-    if "comms_logger" not in cfg.model_fields_set:
-        return
-    block = cfg.comms_logger
-    on = block.enabled or "enabled" not in block.model_fields_set  # a block without the key is a wish for the log
-    trace.configure(cfg, enabled=on)
-    for group in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():
+    trace.configure(cfg)
+    groups = {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}
+    for group in groups.values() if "comms_logger" in cfg.model_fields_set else ():
         group.ledger.append(trace.begin)
-
-
-def _summary(engine: "DeepSpeedEngine") -> str:
-    units = engine.runtime.units
-    moved = sum(u.movable for u in units)
-    return (
-        f"DeepSpeed info: version={__version__}, {_numel(units):,} parameters in {len(units)} units ({moved} sharded), "
-        f"{engine.mesh.job.size} ranks, {engine._config.compute_dtype}, "
-        f"batch {engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} x "
-        f"{engine.gradient_accumulation_steps()} x {engine.mesh.divisor}; the engine alone divides by "
-        "accumulation steps and ranks"
-    )

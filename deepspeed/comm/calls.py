@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from deepspeed.comm.collectives import Collective, gather_flat, scatter_flat
+from deepspeed.comm.collectives import Collective, gather_flat, require_group, scatter_flat
 from deepspeed.comm.trace import LOG
 from deepspeed.device import get_accelerator
-from deepspeed.errors import UsageError
 
 # Collective: its parameters, in torch's order; "*" marks the one whose bytes are the message.
 _COLLECTIVES = {
@@ -96,11 +95,6 @@ class _TimedWork:
         return getattr(self._work, name)
 
 
-def _require_group(op: str) -> None:
-    if not dist.is_initialized():
-        raise UsageError(f"deepspeed.comm.{op} needs a process group; call deepspeed.init_distributed() first.")
-
-
 def _make(op: str, text: str, *log_keywords: str) -> Callable[..., Any]:
     """The function of one row; it binds its arguments by its own signature and hands them on by position."""
     kinds, parts = inspect.Parameter, [part.partition("=") for part in text.split()]
@@ -111,7 +105,7 @@ def _make(op: str, text: str, *log_keywords: str) -> Callable[..., Any]:
     )
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        _require_group(op)
+        require_group(f"deepspeed.comm.{op}")
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         run = functools.partial(_RUNS.get(op) or getattr(dist, op), *bound.args)
@@ -148,7 +142,7 @@ def destroy_process_group(group: Any = None) -> None:
 
 def new_group(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
     """A group of the global ``ranks``; every rank of the job must make the call."""
-    _require_group("new_group")
+    require_group("deepspeed.comm.new_group")
     return dist.new_group(None if ranks is None else list(ranks), **kwargs)
 
 

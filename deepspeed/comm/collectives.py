@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.device import get_accelerator
-from deepspeed.errors import DeepSpeedError
+from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import Transfer
 
@@ -53,6 +53,12 @@ class AxisGroup:
 
 # Collectives of this package in this process, whatever they belong to; reading it counts too.
 _odometer = itertools.count()
+
+
+def require_group(what: str) -> None:
+    """UsageError, which says ``what`` cannot be, where there is no process group."""
+    if not dist.is_initialized():
+        raise UsageError(f"{what} needs a process group; call deepspeed.initialize() or init_distributed() first.")
 
 
 def issued() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed.comm.calls import CALLS
+from deepspeed.comm.collectives import require_group
 from deepspeed.errors import UsageError
 from deepspeed.mesh.topology import Axis, dense_topology, expert_topology
 from deepspeed.pending import pending_function, raise_not_yet
@@ -49,10 +50,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 def _axis(family: str, group_name: str = "") -> Axis:
     """The ranks of this rank's group of ``family``; experts are factorised as ``group_name``, ``ep_size_<N>``, says."""
-    if not dist.is_initialized():
-        raise UsageError(
-            "deepspeed.utils.groups has no groups yet; call deepspeed.initialize() or init_distributed() first."
-        )
+    require_group("deepspeed.utils.groups")
     topology = dense_topology(tuple(range(dist.get_world_size())))
     if family.startswith("expert"):
         ways = group_name.removeprefix("ep_size_")

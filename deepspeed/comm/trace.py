@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.collectives import require_group
 from deepspeed.device import get_accelerator
-from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger, rank
 from deepspeed.observe.timers import trimmed_mean
 
@@ -142,11 +142,13 @@ def configure(
 ) -> None:
     """Settings of the log; arguments win over the ``comms_logger`` block of ``deepspeed_config`` (dict or parsed)."""
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
-    mapping = isinstance(deepspeed_config, Mapping)
-    block = deepspeed_config.get("comms_logger") if mapping else getattr(deepspeed_config, "comms_logger", None)
-    stated = {} if block is None else dict(block)
-    if isinstance(block, Mapping):
-        stated.setdefault("enabled", True)  # a block without the key is a wish for the log
+    block: Any = None
+    if isinstance(deepspeed_config, Mapping):
+        block = deepspeed_config.get("comms_logger")
+    elif deepspeed_config is not None and "comms_logger" in deepspeed_config.model_fields_set:
+        parsed = deepspeed_config.comms_logger
+        block = {k: v for k, v in parsed if k != "enabled" or k in parsed.model_fields_set}
+    stated = {} if block is None else {"enabled": True} | block  # a block without the key is a wish for the log
     stated |= {name: value for name, value in given.items() if value is not None}
     for name in given.keys() & stated.keys():
         setattr(LOG, name, list(stated[name]) if name == "prof_ops" else bool(stated[name]))
@@ -163,8 +165,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
     ``show_straggler`` is collective: every rank must call it with the same recorded calls.
     """
-    if not dist.is_initialized():
-        raise UsageError("log_summary needs a process group; call deepspeed.init_distributed() first.")
+    require_group("log_summary")
     world_size = dist.get_world_size()
     summary = LOG.summary(world_size)
     straggler = LOG.rows(_against_the_fastest) if show_straggler else None

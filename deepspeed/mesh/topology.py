@@ -9,6 +9,8 @@ one node or one shard group) and an *outer* axis ``dp_outer``, the replicas of t
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from deepspeed.errors import DeepSpeedConfigError
 
 DENSE_AXES = ("pp", "dp_outer", "dp", "sp", "tp")
@@ -43,27 +45,11 @@ class Topology:
         """Ways of the named axes together."""
         return prod(self.sizes[self.names.index(name)] for name in names)
 
-    def _steps(self, names: tuple[str, ...]) -> list[int]:
-        """How far from a group's first member each member over ``names`` lies, in grid order."""
-        steps = [0]
-        for i, name in enumerate(self.names):
-            width = prod(self.sizes[i + 1 :])
-            steps = [step + width * way for step in steps for way in range(self.sizes[i] if name in names else 1)]
-        return steps
-
-    def groups(self, *names: str) -> list[tuple[int, ...]]:
-        """The members of every group over the named axes, in the one order in which all ranks create them."""
-        steps = self._steps(names)
-        firsts = self._steps(tuple(name for name in self.names if name not in names))
-        return [tuple(self.ranks[first + step] for step in steps) for first in firsts]
-
     def axis(self, rank: int, *names: str) -> Axis:
         """The ranks that differ from the global ``rank`` on the named axes only, in grid order, as one axis."""
-        position = self.ranks.index(rank)
-        for i, name in enumerate(self.names):
-            width = prod(self.sizes[i + 1 :])
-            position -= position // width % self.sizes[i] * width if name in names else 0
-        members = tuple(self.ranks[position + step] for step in self._steps(names))
+        place = np.unravel_index(self.ranks.index(rank), self.sizes)
+        cut = tuple(slice(None) if name in names else way for name, way in zip(self.names, place, strict=True))
+        members = tuple(np.reshape(self.ranks, self.sizes)[cut].ravel().tolist())
         return Axis("_".join(names), len(members), members.index(rank), members)
 
 

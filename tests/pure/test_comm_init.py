@@ -14,6 +14,7 @@ import pytest
 import deepspeed.comm as ds_comm
 from deepspeed.comm import init, trace
 from deepspeed.comm.discovery import Rendezvous, adopted, discover, first_host, interface_with, job_port
+from deepspeed.config import load_config
 from deepspeed.errors import DeepSpeedConfigError
 from tests.harness.devices import two_devices
 
@@ -331,8 +332,12 @@ def test_configure_reads_a_block_and_arguments_win(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(trace, "LOG", trace.CommsLog())
     trace.configure({"comms_logger": {"prof_all": False, "prof_ops": ["send"]}}, verbose=True)
     assert trace.LOG.enabled and not trace.LOG.prof_all and trace.LOG.prof_ops == ["send"] and trace.LOG.verbose
+    trace.configure(load_config({"train_batch_size": 1}, world_size=1))
+    assert trace.LOG.enabled and trace.LOG.verbose, "a configuration without the block changes nothing"
     trace.configure({"train_batch_size": 1}, enabled=False)
     assert not trace.LOG.enabled
+    trace.configure(load_config({"train_batch_size": 1, "comms_logger": {"debug": True}}, world_size=1))
+    assert trace.LOG.enabled and trace.LOG.debug and trace.LOG.prof_all and not trace.LOG.verbose
 
 
 TWO_NODES = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7"}
