@@ -307,7 +307,7 @@ def _low_precision(cfg: DeepSpeedConfig, model: nn.Module) -> frozenset[nn.Param
 def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
     """Who divides what: the mean is taken once, split between packing and the step by the predivide factor."""
     mean = cfg.gradient_allreduce_op == "mean"
-    total = early = float(mesh.divisor) if mean else 1.0
+    total = early = float(mesh.data.size) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
     wire = dtype_policy(cfg).reduction

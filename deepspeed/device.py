@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.attrs import answers
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe import hostmem
 
@@ -70,10 +71,13 @@ def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | Non
     ``absent``, a function or a value, answers where the module has none, and on the CPU unless ``on_cpu`` does.
     """
 
+    owner, _, last = name.rpartition(".")
+
     def method(self: "Accelerator", *args: Any, **kwargs: Any) -> Any:
         if self._is_cpu and on_cpu is not None:
             return on_cpu()
-        run = absent if self._is_cpu else getattr(self._module, name, absent)
+        home = getattr(self._module, owner, None) if owner else self._module
+        run = absent if self._is_cpu else getattr(home, last, absent)
         if not callable(run):
             return run
         given = [*args, kwargs.pop("device_index", None)]
@@ -81,7 +85,7 @@ def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | Non
             given.pop()
         return run(*given, **{key: value for key, value in kwargs.items() if value is not None})
 
-    method.__name__ = method.__qualname__ = name
+    method.__name__ = method.__qualname__ = last
     method.__doc__ = f"``{name}`` as the device's module has it; a harmless stand-in where it has none."
     return method
 
@@ -110,9 +114,10 @@ class Accelerator:
         """True when this kind of device can be used here."""
         return bool(self._module.is_available())
 
-    def is_synchronized_device(self) -> bool:
-        """True when work is finished when the call returns (CPU): no streams are needed, and host clocks are right."""
-        return self._is_cpu
+    # whether work is finished when the call returns: no streams are needed, and host clocks are right
+    is_synchronized_device = answers("_is_cpu")
+    communication_backend_name = answers("_communication_backend_name")  # nccl, gloo, ...
+    torch_device = answers(lambda self: torch.device(self.current_device_name()))  # the current one
 
     def device_name(self, device_index: int | None = None) -> str:
         """``"cuda"``, or ``"cuda:1"`` with an index; always ``"cpu"`` on the CPU."""
@@ -121,10 +126,6 @@ class Accelerator:
     def device(self, device_index: int | None = None) -> Any:
         """Context that makes ``device_index`` current."""
         return torch.accelerator.device_index(None if self._is_cpu else device_index)
-
-    def torch_device(self) -> torch.device:
-        """The current device as a ``torch.device``."""
-        return torch.device(self.current_device_name())
 
     def current_device_name(self) -> str:
         """``"cuda:<current>"`` or ``"cpu"``."""
@@ -191,7 +192,7 @@ class Accelerator:
         return int(self._free_and_total(device_index)[0])
 
     def total_memory(self, device_index: Any = None) -> int:
-        """Memory of the device, or of the machine on the CPU."""
+        """All of it."""
         return int(self._free_and_total(device_index)[1])
 
     # number formats; float16 arithmetic runs everywhere
@@ -199,44 +200,23 @@ class Accelerator:
     is_bf16_supported = _forwarded("is_bf16_supported", lambda: False, on_cpu=lambda: True)
     is_fp16_supported = _forwarded("is_fp16_supported", lambda: True)
 
-    def supported_dtypes(self) -> list[torch.dtype]:
-        """Floating dtypes that may be configured."""
-        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+    supported_dtypes = answers(
+        lambda self: [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+    )
 
-    # communication, processes, compilation
+    # processes: variables that restrict which devices one sees; prefixes of variables that other machines need too
 
-    def communication_backend_name(self) -> str:
-        """Name of the ``torch.distributed`` backend for this device: nccl, gloo, ..."""
-        return self._communication_backend_name
-
-    def visible_devices_envs(self) -> list[str]:
-        """Variables that restrict which devices a process sees."""
-        return list(_VISIBLE_DEVICES.get(self._name, []))
+    visible_devices_envs = answers(lambda self: list(_VISIBLE_DEVICES.get(self._name, [])))
+    export_envs = answers(lambda self: list(_EXPORT_ENVS.get(self._name, [])))
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Iterable[int]) -> None:
         """Write the ids into ``current_env`` under every variable of ``visible_devices_envs``."""
         current_env |= dict.fromkeys(self.visible_devices_envs(), ",".join(map(str, local_accelerator_ids)))
 
-    def export_envs(self) -> list[str]:
-        """Prefixes of variables that a launcher passes on to other machines."""
-        return list(_EXPORT_ENVS.get(self._name, []))
+    # compilation, profiler ranges and graph capture
 
-    def get_compile_backend(self) -> str:
-        """Backend name for ``torch.compile``."""
-        return "inductor"
-
-    # profiler ranges and graph capture
-
-    def range_push(self, msg: str) -> None:
-        """Open a named range in the device profiler."""
-        if self._name == "cuda":
-            torch.cuda.nvtx.range_push(msg)
-
-    def range_pop(self) -> None:
-        """Close the innermost range."""
-        if self._name == "cuda":
-            torch.cuda.nvtx.range_pop()
-
+    get_compile_backend = answers(lambda self: "inductor")
+    range_push, range_pop = _forwarded("nvtx.range_push"), _forwarded("nvtx.range_pop")
     create_graph = _forwarded("CUDAGraph")  # None where there are none
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
@@ -244,7 +224,6 @@ class Accelerator:
         return contextlib.nullcontext() if graph is None else torch.cuda.graph(graph, pool, stream)
 
     def replay_graph(self, graph: Any) -> None:
-        """Run a captured graph."""
         if graph is not None:
             graph.replay()
 

@@ -6,12 +6,13 @@ Switched off, the measurements synchronise and time nothing.
 import contextlib
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from deepspeed.attrs import answers
 from deepspeed.comm import trace
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
@@ -28,12 +29,6 @@ if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine
 
 PHASES = ("forward", "backward", "step")
-
-
-def _answers(what: str | Callable[[Any], Any]) -> Any:
-    """A method that answers with what the engine holds at the path ``what``, or with that function of it."""
-    read = attrgetter(what) if isinstance(what, str) else what
-    return lambda self: read(self)
 
 
 def _of_block(block: str, name: str) -> Any:
@@ -59,59 +54,54 @@ class EngineReports:
     mp_world_size = property(lambda self: 1)
     data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"))
 
-    train_micro_batch_size_per_gpu = _answers("_micro")
-    gradient_accumulation_steps = _answers("_gas")
-    zero_optimization_stage = _answers("_config.zero_stage")  # client-facing name
-    fp16_auto_cast = _answers("_config.fp16.auto_cast")
-    torch_autocast_enabled = _answers("_config.torch_autocast.enabled")
-    gradient_clipping = _answers("_config.gradient_clipping")
-    steps_per_print = _answers("_config.steps_per_print")
-    wall_clock_breakdown = _answers("_config.wall_clock_breakdown")
-    memory_breakdown = _answers("_config.memory_breakdown")
-    dump_state = _answers("_config.dump_state")
-    was_step_applied = _answers("_step_applied")
-    loss_scale = current_loss_scale = _answers("_scaler.loss_scale")
-    dynamic_loss_scale = _answers("_scaler.dynamic")
-    get_data_parallel_rank = _answers("mesh.data.index")
-    get_wall_clock_timers = _answers("timers")  # harmless stand-ins unless ``wall_clock_breakdown`` is on
-    memory_plan = _answers("_parts.memory")  # what a rank's states hold per tier, as computed before they were built
-    get_global_grad_norm = _answers("_norm")  # of the last update before clipping, unscaled; inf after a skipped one
+    train_micro_batch_size_per_gpu = answers("_micro")
+    gradient_accumulation_steps = answers("_gas")
+    zero_optimization_stage = answers("_config.zero_stage")  # client-facing name
+    fp16_auto_cast = answers("_config.fp16.auto_cast")
+    torch_autocast_enabled = answers("_config.torch_autocast.enabled")
+    gradient_clipping = answers("_config.gradient_clipping")
+    steps_per_print = answers("_config.steps_per_print")
+    wall_clock_breakdown = answers("_config.wall_clock_breakdown")
+    memory_breakdown = answers("_config.memory_breakdown")
+    dump_state = answers("_config.dump_state")
+    was_step_applied = answers("_step_applied")
+    loss_scale = current_loss_scale = answers("_scaler.loss_scale")
+    dynamic_loss_scale = answers("_scaler.dynamic")
+    get_data_parallel_rank = answers("mesh.data.index")
+    get_wall_clock_timers = answers("timers")  # harmless stand-ins unless ``wall_clock_breakdown`` is on
+    memory_plan = answers("_parts.memory")  # what a rank's states hold per tier, as computed before they were built
+    get_global_grad_norm = answers("_norm")  # of the last update before clipping, unscaled; inf after a skipped one
     places = property(attrgetter("_parts.tiers.describe"))  # where offloaded states rest, in words
     attached = property(attrgetter("runtime.attached"))  # a context with optimizer state that rests on a drive
     scaler_state = property(attrgetter("_scaler.state_dict"))
     load_scaler_state = property(attrgetter("_scaler.load_state_dict"))
-    train_batch_size = _answers(lambda self: self._micro * self._gas * self.mesh.data.size)
-    get_batch_info = _answers(
+    train_batch_size = answers(lambda self: self._micro * self._gas * self.mesh.data.size)
+    get_batch_info = answers(
         attrgetter("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
-    zero_optimization = _answers(lambda self: self._config.zero_stage > 0)
-    zero_optimization_partition_gradients = _answers(lambda self: self._config.zero_stage >= 2)
-    zero_optimization_partition_weights = _answers(lambda self: self._config.zero_stage >= 3)
-    zero_cpu_offload = _answers(lambda self: self._config.zero.offload_optimizer is not None)
-    fp16_enabled = _answers(lambda self: self._config.compute_dtype == "fp16")
-    bfloat16_enabled = _answers(lambda self: self._config.compute_dtype == "bf16")
-    torch_autocast_dtype = _answers(lambda self: DTYPES[self._config.torch_autocast.dtype])
-    model_dtype = _answers(lambda self: DTYPES[self._config.compute_dtype])
-    accumulation_dtype = _answers(lambda self: DTYPES[self._config.grad_accum_dtype or "fp32"])
-    get_data_types = _answers(lambda self: (self.model_dtype(), self.accumulation_dtype()))
+    zero_optimization = answers(lambda self: self._config.zero_stage > 0)
+    zero_optimization_partition_gradients = answers(lambda self: self._config.zero_stage >= 2)
+    zero_optimization_partition_weights = answers(lambda self: self._config.zero_stage >= 3)
+    zero_cpu_offload = answers(lambda self: self._config.zero.offload_optimizer is not None)
+    fp16_enabled = answers(lambda self: self._config.compute_dtype == "fp16")
+    bfloat16_enabled = answers(lambda self: self._config.compute_dtype == "bf16")
+    torch_autocast_dtype = answers(lambda self: DTYPES[self._config.torch_autocast.dtype])
+    model_dtype = answers(lambda self: DTYPES[self._config.compute_dtype])
+    accumulation_dtype = answers(lambda self: DTYPES[self._config.grad_accum_dtype or "fp32"])
+    get_data_types = answers(lambda self: (self.model_dtype(), self.accumulation_dtype()))
     optimizer_params = _of_block("optimizer", "params")
     scheduler_name, scheduler_params = _of_block("scheduler", "type"), _of_block("scheduler", "params")
-    get_model_parallel_rank = get_tensor_parallel_rank = _answers(lambda self: 0)
-    get_sequence_parallel_group = _answers(lambda self: None)
-    get_lr = _answers(lambda self: [group["lr"] for group in self._groups()])
-    get_type = _answers(lambda self: [group.get("type") for group in self._groups()])
+    get_model_parallel_rank = get_tensor_parallel_rank = answers(lambda self: 0)
+    get_sequence_parallel_group = answers(lambda self: None)
+    _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
+    get_lr = answers(lambda self: [group["lr"] for group in self._groups()])
+    get_type = answers(lambda self: [group.get("type") for group in self._groups()])
+    get_mom = answers(lambda self: [group.get("betas", group.get("momentum")) for group in self._groups()])
 
     def optimizer_name(self) -> str | None:
         if self._config.optimizer is not None:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
-
-    def get_mom(self) -> list[Any]:
-        """Per group: momentum for SGD and RMSprop, betas otherwise."""
-        return [g["momentum"] if "momentum" in g and "betas" not in g else g.get("betas") for g in self._groups()]
 
     # not in this release; signatures are final, clients inspect them
     def train_batch(self, data_iter: Any = None) -> NoReturn:
@@ -194,7 +184,7 @@ def report_start(engine: "DeepSpeedEngine") -> None:
     log_dist(
         f"DeepSpeed info: version={__version__}, {_numel(units):,} parameters in {len(units)} units "
         f"({sum(u.movable for u in units)} sharded), {engine.mesh.job.size} ranks, {engine._config.compute_dtype}, "
-        f"batch {engine.train_batch_size()} = {engine._micro} x {engine._gas} x {engine.mesh.divisor}; the engine "
+        f"batch {engine.train_batch_size()} = {engine._micro} x {engine._gas} x {engine.mesh.data.size}; the engine "
         "alone divides by accumulation steps and ranks"
     )
     away = any(state is not None and state.away for unit in units for state in (unit.plan.param, unit.plan.optim))

@@ -5,7 +5,6 @@ Slurm's variables, which also serve alone; without any of them the process is al
 """
 
 import contextlib
-import ipaddress
 import json
 import math
 import re
@@ -38,7 +37,7 @@ class Rendezvous(NamedTuple):
     @property
     def one_machine(self) -> bool:
         """Whether all ranks are known to be on this machine."""
-        return self.world_size in (1, self.local_size) or self.address == "localhost" or _leads_here(self.address)
+        return self.world_size in (1, self.local_size) or _leads_here(self.address)
 
 
 class _Scheduler(NamedTuple):
@@ -98,10 +97,7 @@ def _optional(env: Mapping[str, str], *names: str, least: int = 0) -> int | None
 
 
 def _leads_here(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
-        return False
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def interface_with(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
@@ -122,9 +118,7 @@ def first_host(nodelist: str) -> str:
 
 def job_port(identity: str) -> int | None:
     """Port that follows from a job's identity, such as ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``: 20000 + (its digits read
-    as one number) mod 9973, None without a digit. All ranks compute the same port without talking, and two jobs on one
-    machine differ: 9973 is prime, so neighbouring job or step numbers never meet.
-    """
+    as one number) mod 9973, None without a digit. All ranks compute the same one, and neighbouring jobs never meet."""
     digits = re.sub(r"\D", "", identity)
     return JOB_PORT_FIRST + int(digits) % JOB_PORT_COUNT if digits else None
 
@@ -167,11 +161,8 @@ def _port(env: Mapping[str, str], scheduler: _Scheduler | None, port: int, *, on
 
 
 def adopted(env: Mapping[str, str], rank: int, world_size: int, devices: Callable[[], int] = lambda: 1) -> Rendezvous:
-    """What ``env`` says of a rank whose process group was started by others.
-
-    The local rank is LOCAL_RANK, else what MPI or Slurm states, else counted round the ranks of this machine, or round
-    its ``devices``, which are counted only then.
-    """
+    """What ``env`` says of a rank whose process group was started by others. Where LOCAL_RANK, MPI and Slurm are
+    silent, ranks are counted round those of this machine, or round its ``devices``, which are counted only then."""
     speaking = _speaking(env, rank, world_size)
     local_rank = _optional(env, "LOCAL_RANK", *(name for row in speaking for name in row.local_rank.split()))
     if world_size == 1:  # what a launcher left of other ranks is not about this process

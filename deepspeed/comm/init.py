@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import gc
-import math
 import os
 import socket
 import threading
@@ -58,13 +57,10 @@ def _timeout(requested: timedelta) -> timedelta:
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     if requested is not DEFAULT_PROCESS_GROUP_TIMEOUT or not minutes:
         return requested
-    try:
-        value = float(minutes)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise DeepSpeedConfigError(f"DEEPSPEED_TIMEOUT={minutes!r} must be a positive number of minutes.")
-    return timedelta(minutes=value)
+    with contextlib.suppress(ValueError, OverflowError):
+        if (limit := timedelta(minutes=float(minutes))) > timedelta():
+            return limit
+    raise DeepSpeedConfigError(f"DEEPSPEED_TIMEOUT={minutes!r} must be a positive number of minutes.")
 
 
 def _source_address(host: str) -> str:

@@ -18,11 +18,11 @@ class Mesh:
     """The ranks of one engine, by what they share.
 
     ``job``: every rank of the engine: file names, norm, overflow, errors that all must hear of. ``data``: the ranks
-    that are fed different batches. ``zero``: the ranks that hold the same parameters, whole or in shards: values are
-    broadcast and collectives are agreed on there. It spans ``axes`` (inner first), over which states are cut;
-    ``axes[i]`` is served by ``groups[i]``. ``control`` is a host-side (gloo) group over the ranks of ``zero`` for
-    messages of a few bytes, None for one rank or where none is wanted. ``divisor``: ranks over which the mean of a
-    gradient is taken. ``name`` tells engines apart, and is the same on their ranks.
+    that are fed different batches, over which the mean of a gradient is taken. ``zero``: the ranks that hold the same
+    parameters, whole or in shards: values are broadcast and collectives are agreed on there. It spans ``axes`` (inner
+    first), over which states are cut; ``axes[i]`` is served by ``groups[i]``. ``control`` is a host-side (gloo) group
+    over the ranks of ``zero`` for messages of a few bytes, None for one rank or where none is wanted. ``name`` tells
+    engines apart, and is the same on their ranks.
     """
 
     axes: tuple[Axis, ...]
@@ -32,10 +32,6 @@ class Mesh:
     zero: AxisGroup
     control: AxisGroup | None
     name: str = ""
-
-    @property
-    def divisor(self) -> int:
-        return self.data.size
 
     @property
     def talk(self) -> AxisGroup:
@@ -64,14 +60,10 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
     ``dist.new_group`` cannot: either all ranks of the job take part, or it names the group by how many groups each rank
     has, which may differ, and may come again after a group was destroyed, with addresses where nobody listens any more.
     """
-    ranks = axis.ranks
-    where = {rank: position for position, rank in enumerate(ranks)}
-    kind, store, label = dist.Backend(backend), c10d._get_default_store(), c10d.GroupName(f"{name}/{ranks[0]}")
-    limit = c10d._get_default_timeout(kind)
+    ranks, kind, label = list(axis.ranks), dist.Backend(backend), c10d.GroupName(f"{name}/{axis.ranks[0]}")
+    store, limit = c10d._get_default_store(), c10d._get_default_timeout(kind)
     try:
-        pg, _ = c10d._new_process_group_helper(
-            len(ranks), where[dist.get_rank()], list(ranks), kind, store, label, timeout=limit
-        )
+        pg, _ = c10d._new_process_group_helper(axis.size, axis.index, ranks, kind, store, label, timeout=limit)
     except RuntimeError as error:
         raise UsageError(
             f"the {backend} group of {len(ranks)} ranks cannot be made: {str(error).partition(chr(10))[0]}. If the "
@@ -79,8 +71,8 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
             "interface that leads to the others; GLOO_SOCKET_IFNAME is "
             f"{os.environ.get('GLOO_SOCKET_IFNAME', 'not set')!r} here"
         ) from error
-    c10d._world.pg_group_ranks[pg] = where
-    return AxisGroup(pg, axis.size, axis.index, ranks, backend)
+    c10d._world.pg_group_ranks[pg] = {rank: position for position, rank in enumerate(ranks)}
+    return AxisGroup(pg, axis.size, axis.index, axis.ranks, backend)
 
 
 def build_mesh(
