@@ -1,6 +1,5 @@
 """The getters of ``deepspeed.utils.groups``: ``get_<family>_group``, ``_world_size`` and ``_rank``, with a leading
-underscore or without; those of experts take a group name. An mpu's word comes first; without one the whole world is
-data parallel.
+underscore or without. An mpu's word comes first; without one the whole world is data parallel, and nothing else is.
 """
 
 import functools
@@ -11,22 +10,17 @@ import torch.distributed as dist
 
 from deepspeed.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
-from deepspeed.errors import UsageError
-from deepspeed.mesh.topology import Axis, dense_topology, expert_topology
 from deepspeed.pending import pending_function, raise_not_yet
 
-# Family: the axes of the topology that its groups span; those of experts are a factorisation of their own.
-_AXES = {
-    "data_parallel": ("dp",),
-    "tensor_model_parallel": ("tp",),
-    "model_parallel": ("tp",),
-    "sequence_parallel": ("sp",),
-    "sequence_data_parallel": ("dp", "sp"),
-    "expert_parallel": ("ep",),
-    "expert_data_parallel": ("edp",),
+# Family: what an mpu may call it too.
+_FAMILIES = {
+    "data_parallel": "data_parallel",
+    "tensor_model_parallel": "model_parallel",
+    "model_parallel": "model_parallel",
+    "sequence_parallel": "sequence_parallel",
+    "sequence_data_parallel": "data_parallel",
 }
-# What an mpu may call them.
-_ALIASES = {"tensor_model_parallel": "model_parallel", "sequence_data_parallel": "data_parallel"}
+_WHAT = ("group", "world_size", "rank")
 
 
 class _Registered:
@@ -48,55 +42,37 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     register_mpu(mpu)
 
 
-def _axis(family: str, group_name: str = "") -> Axis:
-    """The ranks of this rank's group of ``family``; experts are factorised as ``group_name``, ``ep_size_<N>``, says."""
-    require_group("deepspeed.utils.groups")
-    topology = dense_topology(tuple(range(dist.get_world_size())))
-    if family.startswith("expert"):
-        ways = group_name.removeprefix("ep_size_")
-        if not ways.isdigit() or ways == group_name:
-            raise UsageError(
-                f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}"
-            )
-        topology = expert_topology(topology, int(ways))
-    return topology.axis(dist.get_rank(), *_AXES[family])
-
-
-@functools.lru_cache(maxsize=64)
-def _new_group(_world: Any, ranks: tuple[int, ...]) -> Any:
+@functools.lru_cache(maxsize=1)
+def _alone(_world: Any, rank: int) -> Any:
     # Local synchronisation: ranks outside the group need not make this call. Cached for the current world only.
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    return dist.new_group([rank], use_local_synchronization=True)
 
 
-def _answer(family: str, what: str, *group_name: str) -> Any:
+def _answer(family: str, what: str) -> Any:
     """``what`` ("group", "world_size" or "rank") of ``family``, from the mpu where it knows it."""
-    for name in (family, _ALIASES.get(family, family)):
+    for name in (family, _FAMILIES[family]):
         if (getter := getattr(_Registered.mpu, f"get_{name}_{what}", None)) is not None:
             return getter()
         if what != "group" and hasattr(_Registered.mpu, f"get_{name}_group"):
-            return CALLS[f"get_{what}"](_answer(family, "group", *group_name))
-    axis, world = _axis(family, *group_name), dist.group.WORLD
-    if what != "group":
-        return axis.size if what == "world_size" else axis.index
-    return world if axis.size == dist.get_world_size() else _new_group(world, axis.ranks)
+            return CALLS[f"get_{what}"](_answer(family, "group"))
+    require_group("deepspeed.utils.groups")
+    world, whole = dist.group.WORLD, family.endswith("data_parallel") or dist.get_world_size() == 1
+    if what == "group":
+        return world if whole else _alone(world, dist.get_rank())
+    return CALLS[f"get_{what}"]() if whole else int(what == "world_size")
 
 
-def _getter(family: str, what: str) -> Callable[..., Any]:
-    if family.startswith("expert"):
-        return lambda group_name: _answer(family, what, group_name)
-    return lambda: _answer(family, what)
-
-
-def _first_of(family: str) -> Callable[[], int]:
+def _first_of(family: str) -> int:
     """The global rank of the first member of ``family``'s group."""
-    return lambda: CALLS["get_all_ranks_from_group"](_answer(family, "group"))[0]
+    return int(CALLS["get_all_ranks_from_group"](_answer(family, "group"))[0])
 
 
+_PENDING = [f"get_{family}_{what}" for family in ("expert_parallel", "expert_data_parallel") for what in _WHAT]
 GETTERS: dict[str, Callable[..., Any]] = {
-    **{f"get_{family}_{what}": _getter(family, what) for family in _AXES for what in ("group", "world_size", "rank")},
-    "get_tensor_model_parallel_src_rank": _first_of("tensor_model_parallel"),
-    "get_broadcast_src_rank": _first_of("sequence_data_parallel"),
-    "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),
+    **{f"get_{family}_{what}": functools.partial(_answer, family, what) for family in _FAMILIES for what in _WHAT},
+    "get_tensor_model_parallel_src_rank": functools.partial(_first_of, "tensor_model_parallel"),
+    "get_broadcast_src_rank": functools.partial(_first_of, "sequence_data_parallel"),
+    **{n: pending_function(f"deepspeed.utils.groups._{n}") for n in (*_PENDING, "get_local_all_to_all_group")},
 }
 
 

@@ -1,9 +1,8 @@
 """Named mesh axes and their arithmetic. Pure: no process group, no torch.
 
-One set of ranks is factorised twice: for dense parameters into ``pp, dp_outer, dp, sp, tp``, for experts into
-``pp, dp_outer, edp, ep``. ZeRO shards over dp and sp together; MiCS (Zhang et al. 2022) and the hierarchical
-partitioning of ZeRO++ (Wang et al. 2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks,
-one node or one shard group) and an *outer* axis ``dp_outer``, the replicas of the inner group.
+ZeRO shards over dp and sp together; MiCS (Zhang et al. 2022) and the hierarchical partitioning of ZeRO++ (Wang et al.
+2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks, one node or one shard group) and an
+*outer* axis ``dp_outer``, the replicas of the inner group.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import numpy as np
 from deepspeed.errors import DeepSpeedConfigError
 
 DENSE_AXES = ("pp", "dp_outer", "dp", "sp", "tp")
-EXPERT_AXES = ("pp", "dp_outer", "edp", "ep")
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,6 @@ class Topology:
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.sizes) and prod(self.sizes) == len(self.ranks) > 0, self
-
-    def size(self, *names: str) -> int:
-        """Ways of the named axes together."""
-        return prod(self.sizes[self.names.index(name)] for name in names)
 
     def axis(self, rank: int, *names: str) -> Axis:
         """The ranks that differ from the global ``rank`` on the named axes only, in grid order, as one axis."""
@@ -76,20 +70,8 @@ def dense_topology(
     return Topology(DENSE_AXES, (pp, data // inner, inner, sp, tp), ranks)
 
 
-def expert_topology(dense: Topology, ep: int) -> Topology:
-    """The same ranks for experts: ``ep`` ranks hold different experts, ``edp`` the same ones.
-
-    Raises DeepSpeedConfigError when ``ep`` does not divide the ranks of one pipeline stage and shard group.
-    """
-    ways = dense.size("dp", "sp", "tp")
-    if ep < 1 or ways % ep:
-        raise DeepSpeedConfigError(
-            f"expert-parallel size {ep} does not divide the {ways} ranks of one pipeline stage; use a divisor"
-        )
-    return Topology(EXPERT_AXES, (*dense.sizes[:2], ways // ep, ep), dense.ranks)
-
-
 def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:
     """The axes over which ZeRO may cut a dense parameter, inner first: data and sequence ranks, of equal weights."""
-    inner = topology.axis(rank, "dp", "sp") if topology.size("sp") > 1 else topology.axis(rank, "dp")
-    return (inner,) if topology.size("dp_outer") == 1 else (inner, topology.axis(rank, "dp_outer"))
+    _, outer, _, sp, _ = topology.sizes
+    inner = topology.axis(rank, "dp", "sp") if sp > 1 else topology.axis(rank, "dp")
+    return (inner,) if outer == 1 else (inner, topology.axis(rank, "dp_outer"))
