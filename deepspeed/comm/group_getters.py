@@ -12,14 +12,9 @@ from deepspeed.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
 from deepspeed.pending import pending_function, raise_not_yet
 
-# Family: what an mpu may call it too.
-_FAMILIES = {
-    "data_parallel": "data_parallel",
-    "tensor_model_parallel": "model_parallel",
-    "model_parallel": "model_parallel",
-    "sequence_parallel": "sequence_parallel",
-    "sequence_data_parallel": "data_parallel",
-}
+# What an mpu may call them.
+_ALIASES = {"tensor_model_parallel": "model_parallel", "sequence_data_parallel": "data_parallel"}
+_FAMILIES = (*_ALIASES, "data_parallel", "model_parallel", "sequence_parallel")
 _WHAT = ("group", "world_size", "rank")
 
 
@@ -50,7 +45,7 @@ def _alone(_world: Any, rank: int) -> Any:
 
 def _answer(family: str, what: str) -> Any:
     """``what`` ("group", "world_size" or "rank") of ``family``, from the mpu where it knows it."""
-    for name in (family, _FAMILIES[family]):
+    for name in (family, _ALIASES.get(family, family)):
         if (getter := getattr(_Registered.mpu, f"get_{name}_{what}", None)) is not None:
             return getter()
         if what != "group" and hasattr(_Registered.mpu, f"get_{name}_group"):

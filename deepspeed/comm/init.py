@@ -142,11 +142,10 @@ def init_distributed(
     ``dist_backend`` None means the device's own (nccl, gloo, ...). Who this process is comes from ``rank`` and
     ``world_size``, else RANK / WORLD_SIZE / LOCAL_RANK / MASTER_ADDR / MASTER_PORT, else MPI or Slurm variables, else
     the process is alone; what was found is written to those variables where they are unset. Without MASTER_PORT and
-    with the default ``distributed_port`` the port follows from Slurm's or Open MPI's job id
-    (:func:`deepspeed.comm.discovery.job_port`), so that two jobs on one machine do not meet. ``timeout`` defaults to
-    ``DEEPSPEED_TIMEOUT`` minutes, or 10. Where the backend is a device's, the local rank's device becomes the current
-    one, unless another one is already. Where ranks are on several machines, GLOO_SOCKET_IFNAME is set, unless it is, to
-    the interface that leads to rank 0. ``config`` (dict or parsed) may hold a ``comms_logger`` block.
+    with the default ``distributed_port`` the port follows from the job's id (``discovery.job_port``). ``timeout``
+    defaults to ``DEEPSPEED_TIMEOUT`` minutes, or 10. The local rank's device becomes the current one, unless another
+    one is already or the backend is gloo. Where ranks are on several machines, GLOO_SOCKET_IFNAME is set, unless it is,
+    to the interface that leads to rank 0. ``config`` (dict or parsed) may hold a ``comms_logger`` block.
 
     Raises UsageError with ``dist_init_required=False`` and no group, DeepSpeedConfigError for contradictory variables.
     """

@@ -19,14 +19,8 @@ from deepspeed.observe.log import logger, rank
 from deepspeed.observe.timers import trimmed_mean
 
 Rows = dict[str, dict[int, dict[str, Any]]]  # by op and message bytes
-
-
-def bus_factor(op: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, per nccl-tests' PERFORMANCE.md: how much of the message crosses the
-    busiest link in one pass round the ring, or two (an all-reduce)."""
-    passes = 2 if op.startswith(("all_reduce", "inference_all_reduce")) else 1
-    ring = passes == 2 or op.startswith(("all_gather", "reduce_scatter", "all_to_all"))
-    return passes * (world_size - 1) / world_size if ring else 1.0
+# How often a message goes round the ring, per nccl-tests' PERFORMANCE.md; other ops cross a link once.
+_PASSES = {"all_reduce": 2, "inference_all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 def size_str(nbytes: int) -> str:
@@ -93,7 +87,9 @@ class CommsLog:
         def row(op: str, nbytes: int, calls: list[float]) -> dict[str, Any]:
             mean = trimmed_mean(calls)
             gbps = nbytes * 8 / max(mean, 1e-9) / 1e6
-            bandwidths = {"tput_avg_gbps": gbps, "busbw_avg_gbps": gbps * bus_factor(op, world_size)}
+            passes = next((passes for start, passes in _PASSES.items() if op.startswith(start)), None)
+            share = 1.0 if passes is None else passes * (world_size - 1) / world_size
+            bandwidths = {"tput_avg_gbps": gbps, "busbw_avg_gbps": gbps * share}
             return {"total_latency_ms": sum(calls), "avg_latency_ms": mean} | bandwidths
 
         return self.rows(row)

@@ -1,10 +1,5 @@
 """``deepspeed.comm`` over two ranks, with the log off and on, and the group getters."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -140,39 +135,6 @@ def test_shard_groups_of_a_callers_own_group_join_its_members_only() -> None:
     """Each caller's group makes groups the other knows nothing of."""
     with RankPool(8) as pool:
         assert pool.run(_two_callers_groups) == [[True, True]] * 8
-
-
-MPI_RANK = """
-import os, torch
-import deepspeed
-import deepspeed.comm as comm
-comm.init_distributed(distributed_port=int(os.environ["TEST_PORT"]), verbose=False)
-x = torch.tensor([float(os.environ["LOCAL_RANK"])])
-comm.all_reduce(x)
-assert (x.item(), comm.get_world_size(), os.environ["RANK"]) == (1.0, 2, os.environ["OMPI_COMM_WORLD_RANK"])
-comm.destroy_process_group()
-"""
-
-
-def test_ranks_started_by_mpi_meet_without_mpi4py() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    clean = {name: value for name, value in os.environ.items() if name not in launcher}
-    ranks = []
-    for rank in ("0", "1"):
-        mpi = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
-        env = {**clean, **{f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()}, "TEST_PORT": port}
-        ranks.append(subprocess.Popen([sys.executable, "-c", MPI_RANK], env=env, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=60)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
 
 
 class _SequenceHalves:

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import os
 import pickle
 import subprocess
@@ -39,11 +38,9 @@ def test_version_needs_no_torch_and_stays_text() -> None:
         "import deepspeed.version as submodule\n"
         "assert 'torch' not in sys.modules\n"
         "print(type(deepspeed.version).__name__, deepspeed.version == deepspeed.__version__)\n"
-        "from deepspeed.version import __version__\n"
-        "deepspeed.zero.Init\n"
-        "print(type(deepspeed.version).__name__)"
+        "from deepspeed.version import __version__"
     )
-    assert _fresh(code).split() == ["str", "True", "str"]
+    assert _fresh(code).split() == ["str", "True"]
 
 
 def words(text: str) -> list[str]:
@@ -58,6 +55,8 @@ config.load_config launcher
 """)
 ORDERS = (
     *(f"import deepspeed; assert deepspeed.{path} is not None" for path in PATHS),
+    "from deepspeed import *; import deepspeed; assert set(deepspeed.__all__) <= set(globals())",
+    "import deepspeed, deepspeed.version; deepspeed.zero.Init; assert type(deepspeed.version) is str",
     "import deepspeed.dist as d, deepspeed.comm as c; assert d is c",
     "import deepspeed; import deepspeed.dist; assert deepspeed.dist is deepspeed.comm",
     "from deepspeed import dist; import deepspeed.comm as c; assert dist is c",
@@ -95,11 +94,6 @@ for code in eval(sys.argv[1]):
 def test_import_orders() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS, repr(ORDERS)], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-
-
-def test_star_import() -> None:
-    names = json.loads(_fresh("import json\nfrom deepspeed import *\nprint(json.dumps(sorted(globals())))"))
-    assert set(deepspeed.__all__) <= set(names)
 
 
 def test_every_listed_name_resolves_and_is_kept() -> None:
