@@ -57,13 +57,12 @@ class RNGStatesTracker:
     """
 
     def __init__(self) -> None:
-        self.states_: dict[str, torch.Tensor] = {}
-        self.seeds_: set[int] = set()
+        self.reset()
 
     def reset(self) -> None:
         """Forget all streams."""
-        self.states_ = {}
-        self.seeds_ = set()
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """State of every stream, for ``set_states``."""
@@ -111,26 +110,25 @@ _settings = _Settings()
 _CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
 
 
-class _ReplayedStreams:
+def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, later runs of which (recomputations) draw from the named streams as the first one did.
 
     torch restores only the default generators.
     """
+    first: list[dict[str, torch.Tensor]] = []
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._states: dict[str, torch.Tensor] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._states is None:
-            self._states = _CUDA_RNG_STATE_TRACKER.get_states()
-            return self._function(*args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
         now = _CUDA_RNG_STATE_TRACKER.get_states()
-        _CUDA_RNG_STATE_TRACKER.set_states(self._states)
+        if not first:
+            first.append(now)
+            return function(*args, **kwargs)
+        _CUDA_RNG_STATE_TRACKER.set_states(first[0])
         try:
-            return self._function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             _CUDA_RNG_STATE_TRACKER.set_states(now)
+
+    return run
 
 
 @contextlib.contextmanager
@@ -174,8 +172,8 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], *, name: str, reentrant: bool) -> Any:
-    # Both kinds give torch an object that is called twice; streams can only differ when somebody added one.
-    replayed = _ReplayedStreams(function) if _CUDA_RNG_STATE_TRACKER.states_ else function
+    # Streams can only differ when somebody added one.
+    replayed = _replayed(function) if _CUDA_RNG_STATE_TRACKER.states_ else function
     with _boundary(name):
         return torch_checkpoint.checkpoint(replayed, *args, use_reentrant=reentrant)
 
@@ -207,28 +205,18 @@ def configure(
     boundary. ``profile``: log the forward time of each call. ``partition_activations`` splits over tensor-parallel
     ranks and has no effect in this release. ``contiguous_checkpointing`` needs it and ``num_checkpoints`` (UsageError).
     """
-    arguments = locals()
-    block = _block(deepspeed_config)
-    merged = {
-        name: block.get(key) if arguments[name] is None else arguments[name] for name, key in _CONFIG_KEYS.items()
-    }
+    given, block = locals(), _block(deepspeed_config)
+    merged = {name: block.get(key) if given[name] is None else given[name] for name, key in _CONFIG_KEYS.items()}
     changes: dict[str, Any] = {name: value for name, value in merged.items() if value is not None}
-    _check(dataclasses.replace(_settings, mpu=mpu_, **changes))
-    for name, value in {**changes, "mpu": mpu_, "configured": True}.items():
-        setattr(_settings, name, value)
-    if _settings.partition_activations:
-        warning_once(_PARTITION_IS_INERT)
-
-
-def _check(settings: _Settings) -> None:
-    """Raise UsageError for a combination that cannot work."""
-    partition, mpu = settings.partition_activations, settings.mpu
-    if partition and mpu is not None and not hasattr(mpu, "get_model_parallel_rank"):
+    settings = dataclasses.replace(_settings, mpu=mpu_, configured=True, **changes)
+    if settings.partition_activations and mpu_ is not None and not hasattr(mpu_, "get_model_parallel_rank"):
         raise UsageError("partition_activations: mpu_ has no get_model_parallel_rank(); pass an mpu that has it.")
-    if settings.contiguous_checkpointing and not partition:
+    if settings.contiguous_checkpointing and not settings.partition_activations:
         raise UsageError("contiguous_checkpointing works on partitioned activations; set partition_activations too.")
     if settings.contiguous_checkpointing and not settings.num_checkpoints:
         raise UsageError("contiguous_checkpointing needs num_checkpoints, the number of checkpoints of a forward pass.")
+    vars(_settings).update(vars(settings))
+    partition_activations_in_checkpoint(settings.partition_activations)
 
 
 def is_configured() -> bool:

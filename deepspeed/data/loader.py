@@ -15,7 +15,6 @@ from deepspeed.comm import get_rank, get_world_size, is_initialized
 from deepspeed.data.position import (
     Position,
     ResumableSampler,
-    Share,
     SharedOrder,
     SourceOrder,
     check_position,
@@ -153,7 +152,7 @@ class DeepSpeedDataLoader:
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = ResumableSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
         self.data_sampler: Any = data_sampler
-        self._share = Share(world_size, rank, batch_size)
+        self._world_size, self._rank = world_size, rank
         self._order = self._order_of(workers)
         self._seed = torch.initial_seed()
         # of its own, so that beginning a pass (anew, after loading) never draws from the global generator
@@ -176,13 +175,13 @@ class DeepSpeedDataLoader:
         )
 
     def _order_of(self, workers: int) -> SharedOrder | SourceOrder:
-        sampler, share = self.data_sampler, self._share
+        sampler, layout = self.data_sampler, {"world_size": self._world_size, "batch_size": self.batch_size}
         if isinstance(sampler, ResumableSampler):
-            return SharedOrder(sampler, Share(sampler.num_replicas, sampler.rank, share.batch_size))
+            return SharedOrder(sampler, self.batch_size)
         if sampler is None:
-            return SourceOrder(self.dataset, share, {"kind": "stream", "workers": workers})
+            return SourceOrder(self.dataset, {"kind": "stream", "workers": workers}, **layout)
         length = len(self.dataset) if isinstance(self.dataset, Sized) else None
-        return SourceOrder(sampler, share, {"kind": "sampler", "samples": length})
+        return SourceOrder(sampler, {"kind": "sampler", "samples": length}, **layout)
 
     @property
     def sampler(self) -> Any:
@@ -223,7 +222,7 @@ class DeepSpeedDataLoader:
     def _begin(self) -> tuple[Position, Iterator[Any]]:
         self._running = position = self._next
         self._next = Position(position.epoch + 1)
-        self._generator.manual_seed(worker_seed(self._seed, position, self._share.rank))
+        self._generator.manual_seed(worker_seed(self._seed, position, self._rank))
         drop = self._order.begin(position)
         batches = self._fetch()
         drop_batches(batches, drop)
@@ -256,7 +255,7 @@ class DeepSpeedDataLoader:
             "epoch": position.epoch,
             "samples": position.samples,
             "seed": self._seed,
-            "world_size": self._share.world_size,
+            "world_size": self._world_size,
             "batch_size": self.batch_size,
             "order": self._order.facts(),
             "inner": self._order.state(running=self._running is not None),

@@ -5,7 +5,6 @@ depends on who decides the order of the samples: our sampler (``SharedOrder``), 
 user's (``SourceOrder``).
 """
 
-import contextlib
 import copy
 import hashlib
 import random
@@ -33,20 +32,6 @@ class Position:
 
     epoch: int = 0
     samples: int = 0
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of every step this rank takes: ``batch_size`` samples on each of ``world_size`` ranks."""
-
-    world_size: int
-    rank: int
-    batch_size: int
-
-    @property
-    def step(self) -> int:
-        """Samples of one batch on all ranks together."""
-        return self.world_size * self.batch_size
 
 
 class ResumableSampler(DistributedSampler[Any]):
@@ -81,9 +66,9 @@ class ResumableSampler(DistributedSampler[Any]):
 class SharedOrder:
     """Our sampler: what was handed out is a prefix of an order without ranks; any number of ranks can take the rest."""
 
-    def __init__(self, sampler: ResumableSampler, share: Share) -> None:
+    def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
         self.sampler = sampler
-        self.share = share
+        self.step = sampler.num_replicas * batch_size  # samples of one batch on all ranks together
 
     def facts(self) -> dict[str, Any]:
         """What must be the same where the position is loaded."""
@@ -98,7 +83,7 @@ class SharedOrder:
 
     def handed_out(self, position: Position) -> None:
         """Count one more batch on every rank. The last one may be short or padded."""
-        position.samples = min(position.samples + self.share.step, len(self.sampler.dataset))  # type: ignore[arg-type]
+        position.samples = min(position.samples + self.step, len(self.sampler.dataset))  # type: ignore[arg-type]
 
     def state(self, *, running: bool) -> Any:
         """What the user's own code says of its place; here nothing."""
@@ -119,8 +104,9 @@ class SourceOrder(Sampler[int]):
     drawn.
     """
 
-    def __init__(self, source: Any, share: Share, facts: dict[str, Any]) -> None:
-        self.source, self.share = source, share
+    def __init__(self, source: Any, facts: dict[str, Any], *, world_size: int, batch_size: int) -> None:
+        self.source, self.world_size, self.batch_size = source, world_size, batch_size
+        self.step = world_size * batch_size
         self._facts = facts
         self._sampler = facts["kind"] == "sampler"
         # a worker process iterates over its own copy of a dataset, whose state is out of reach
@@ -136,7 +122,7 @@ class SourceOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         drawn = self._drawn = deque()
         for count, index in enumerate(islice(self.source, self._skip, None), 1):
-            if self._stateful and count % self.share.batch_size == 0:
+            if self._stateful and count % self.batch_size == 0:
                 drawn.append(copy.deepcopy(self.source.state_dict()))
             yield index
         if self._stateful:
@@ -151,12 +137,12 @@ class SourceOrder(Sampler[int]):
         if (isinstance(self.source, DistributedSampler) or not self._sampler) and hasattr(self.source, "set_epoch"):
             self.source.set_epoch(position.epoch)
         self._last, self._loaded = self.state(running=False), None
-        self._skip = position.samples // self.share.world_size if self._sampler and not self._stateful else 0
-        return 0 if self._sampler or self._stateful else position.samples // self.share.step
+        self._skip = position.samples // self.world_size if self._sampler and not self._stateful else 0
+        return 0 if self._sampler or self._stateful else position.samples // self.step
 
     def handed_out(self, position: Position) -> None:
         """Count one more batch on every rank; a short last one counts as whole, since nothing comes after it."""
-        position.samples += self.share.step
+        position.samples += self.step
         if self._drawn:
             self._last = self._drawn.popleft()
 
@@ -179,23 +165,21 @@ class SourceOrder(Sampler[int]):
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise CheckpointError when ``state`` cannot be continued exactly."""
-        name, share = _name(self.source), self.share
+        name = _name(self.source)
         refuse_drawn(self.source)
         if self._stateful and state["inner"] is None:
             raise CheckpointError(f"The data position holds no state for {name}; it was saved with one that has none.")
-        if state["world_size"] != share.world_size and not (
-            self._stateful and getattr(self.source, "resizable", False)
-        ):
+        if state["world_size"] != self.world_size and not (self._stateful and getattr(self.source, "resizable", False)):
             raise CheckpointError(
                 f"The data position was saved on {state['world_size']} data-parallel ranks; here are "
-                f"{share.world_size}, and only {name} knows how it splits the data. Resume on {state['world_size']} "
+                f"{self.world_size}, and only {name} knows how it splits the data. Resume on {state['world_size']} "
                 "ranks, use the loader's own sampler, or, if the state_dict of rank 0 is right for any number of "
                 "ranks, say so by an attribute resizable = True."
             )
-        if not self._sampler and not self._stateful and state["batch_size"] != share.batch_size:
+        if not self._sampler and not self._stateful and state["batch_size"] != self.batch_size:
             raise CheckpointError(
                 f"The data position counts batches of {state['batch_size']} samples of an iterable dataset, this "
-                f"loader {share.batch_size}. Load it with the same batch size, or give {name} state_dict and "
+                f"loader {self.batch_size}. Load it with the same batch size, or give {name} state_dict and "
                 "load_state_dict."
             )
 
@@ -249,20 +233,14 @@ def worker_seed(seed: int, position: Position, rank: int) -> int:
 
 
 def drop_batches(batches: Iterator[Any], count: int) -> None:
-    """Read ``count`` batches and forget them, leaving the random numbers of this process as they were."""
-    if count:
-        with kept_random_numbers():
-            deque(islice(batches, count), maxlen=0)
-
-
-@contextlib.contextmanager
-def kept_random_numbers() -> Iterator[None]:
-    """Restores the host random number generators of torch, Python and (where it is loaded) numpy at the end."""
+    """Read ``count`` batches and forget them; the random numbers of torch (host), Python and numpy stay."""
+    if not count:
+        return
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy is not None else None
     try:
         with torch.random.fork_rng(devices=[]):
-            yield
+            deque(islice(batches, count), maxlen=0)
     finally:
         random.setstate(python)
         if numpy is not None:

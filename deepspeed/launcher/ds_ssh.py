@@ -80,13 +80,12 @@ class _Fleet(EventLoop):
                     argv, prefix = [*ssh_prefix(host, options=self._options), self._command], f"{host}: ".encode()
                     self._running[rank] = Connection(rank, host, argv, self.post, prefix=prefix, drain_s=None)
                 self.handle_next()
-        except BaseException:
+            return self._statuses
+        finally:
             self._stop()
-            raise
-        return self._statuses
 
     def _stop(self) -> None:
-        """Hang up, wait, then kill; a second Ctrl-C kills at once."""
+        """Hang up on what still runs, wait, then kill; a second Ctrl-C kills at once."""
         for connection in self._running.values():
             connection.hang_up()
         end = time.monotonic() + STOP_GRACE_S

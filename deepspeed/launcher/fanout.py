@@ -20,7 +20,6 @@ from deepspeed.errors import UsageError
 from deepspeed.launcher.job import USAGE_STATUS, Job
 from deepspeed.launcher.node.command import BEAT, MARK, PAUSE
 from deepspeed.launcher.node.loop import (
-    LOSS_GRACE_S,
     SIGNAL_GRACE_S,
     EventLoop,
     Message,
@@ -33,6 +32,7 @@ from deepspeed.launcher.runners import RunnerOptions, ssh_command
 
 _SSH_FAILED = 255  # what ssh itself ends with; every other status is the remote command's
 _FAREWELL_S = 3.0  # how long nodes may take to end by themselves after the verdict
+_STOP_S = 5.0  # the same where they have yet to stop their ranks
 _LAST_WORDS_BYTES = 1000
 _LINE_END = re.compile(rb"\r?\n|\r(?!\n|\Z)")  # a carriage return at the very end may yet get its newline
 _MAX_LINE_BYTES = 1 << 16
@@ -96,6 +96,8 @@ class Connection:
         pipe = subprocess.PIPE
         # Its own session: Ctrl-C in the terminal must not end the connection over which it is to be passed on.
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
         streams = ((self._process.stdout, sys.stdout.buffer), (self._process.stderr, sys.stderr.buffer))
         self._readers = [threading.Thread(target=self._copy, args=pair, daemon=True) for pair in streams]
         for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
@@ -103,16 +105,14 @@ class Connection:
 
     def order(self, words: Sequence[Any]) -> None:
         """Send one event, or a beat; a node that is gone is noticed elsewhere."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(words).encode() + b"\n")
-            self._process.stdin.flush()
+            self._input.write(json.dumps(words).encode() + b"\n")
+            self._input.flush()
 
     def hang_up(self) -> None:
         """Close its input."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._input.close()
 
     def cut(self) -> None:
         """End the connection, and what hangs on it."""
@@ -167,29 +167,24 @@ class FanOut(EventLoop):
         self._interrupted: Verdict | None = None  # holds where no node has one
 
     def run(self) -> Verdict:
-        """Start all nodes and return the verdict on the job."""
+        """Start all nodes and return the verdict on the job. Raises UsageError when ssh cannot be started."""
         try:
             with signals_to(lambda number: self.post("signal", number), signal.SIGTSTP):
-                self._start()
+                for rank, (host, argv) in enumerate(zip(self._hosts, self._commands, strict=True)):
+                    prefix = f"{host}: ".encode() if len(self._hosts) > 1 else b""
+                    self._nodes.append(Connection(rank, host, argv, self.post, prefix=prefix))
+                    self._running.add(rank)
                 while self._running:
                     self.handle_next()
+        except OSError as error:
+            what = "install ssh, or name another program in DS_SSH"
+            raise UsageError(f"cannot start {self._commands[0][0]}: {error.strerror}; {what}") from error
         finally:
             for node in self._nodes:
                 node.cut()
         verdict = self._verdict or self._interrupted
         assert verdict is not None
         return verdict
-
-    def _start(self) -> None:
-        for rank, (host, argv) in enumerate(zip(self._hosts, self._commands, strict=True)):
-            prefix = f"{host}: ".encode() if len(self._hosts) > 1 else b""
-            try:
-                self._nodes.append(Connection(rank, host, argv, self.post, prefix=prefix))
-            except OSError as error:
-                raise UsageError(
-                    f"cannot start {argv[0]}: {error.strerror}; install ssh, or name another program in DS_SSH"
-                ) from error
-            self._running.add(rank)
 
     def _on_tick(self) -> None:
         self._waited_s += self.tick_s
@@ -225,8 +220,7 @@ class FanOut(EventLoop):
         """The first verdict holds. The nodes have time to end; ``hang_up``: they do not know yet, and are told so."""
         if self._verdict is not None:
             return
-        wait_s = _FAREWELL_S + (LOSS_GRACE_S if hang_up else 0.0)
-        self._verdict, self.deadline = verdict, time.monotonic() + wait_s
+        self._verdict, self.deadline = verdict, time.monotonic() + (_STOP_S if hang_up else _FAREWELL_S)
         for node in self._nodes if hang_up else ():
             node.hang_up()
             if not node.joined:
@@ -247,7 +241,7 @@ class FanOut(EventLoop):
     def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001 - a value of an event
         if self._verdict is None:
             self._interrupted = self._interrupted or interrupted(number)
-            self.deadline = time.monotonic() + _FAREWELL_S + (0.0 if immediate else SIGNAL_GRACE_S)
+            self.deadline = time.monotonic() + _STOP_S + (0.0 if immediate else SIGNAL_GRACE_S)
         for node in self._nodes:
             node.order(["interrupt", number, immediate])
             if not node.joined:

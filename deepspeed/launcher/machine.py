@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from deepspeed.errors import UsageError
@@ -59,24 +59,20 @@ def _unreachable(host: str, options: RunnerOptions) -> str | None:
     command = [*ssh_prefix(host, options=options, connect_timeout_s=5), "true"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_S)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_CHECK_S:g} s"
-    except OSError as error:
-        return f"{command[0]} cannot be started: {error.strerror}"
-    if done.returncode == 0:
-        return None
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return lines[0].strip() if lines else f"ssh ended with status {done.returncode}"
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return str(error)
+    lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"ssh ended with status {done.returncode}"]
+    return lines[0].strip() if done.returncode else None
 
 
 def check_reachable(hosts: Sequence[str], options: RunnerOptions) -> None:
     """Run ``true`` on all ``hosts`` at once. Raises UsageError naming those not reached, with ssh's first words."""
     with ThreadPoolExecutor(max_workers=min(len(hosts), _CHECKS_AT_A_TIME)) as threads:
-        answers = zip(hosts, threads.map(lambda host: _unreachable(host, options), hosts), strict=True)
-        failed = {host: why for host, why in answers if why is not None}
+        answers = threads.map(lambda host: _unreachable(host, options), hosts)
+        failed = [(host, why) for host, why in zip(hosts, answers, strict=True) if why is not None]
     if failed:
-        first, why = next(iter(failed.items()))
-        others = f" (nor are {len(failed) - 1} more: {', '.join(list(failed)[1:6])})" if len(failed) > 1 else ""
+        (first, why), *more = failed
+        others = f" (nor are {len(more)} more: {', '.join(host for host, _ in more[:5])})" if more else ""
         raise UsageError(
             f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' work "
             "without a password, or skip this test with --no_ssh_check"
@@ -99,15 +95,28 @@ def check_programs(options: RunnerOptions) -> None:
             raise UsageError(f"the mpiname on PATH reports {name!r}, which is not MVAPICH; put MVAPICH first on PATH")
 
 
-def remove_stale_pid_file(path: str) -> None:
-    """Remove ``path`` when the process it names, other than this one, has ended."""
+@contextlib.contextmanager
+def pid_file(path: str | None) -> Iterator[None]:
+    """Keep this process's id in ``path``. Raises UsageError when the file names another living process."""
+    if path is None:
+        yield
+        return
     with contextlib.suppress(FileNotFoundError, PermissionError):  # PermissionError: it runs, as somebody else
         try:
             with open(path, encoding="ascii") as file:
                 pid = int(file.read())
-            if pid != os.getpid():
-                os.kill(pid, 0)
-                return
+            if pid == os.getpid():
+                raise ProcessLookupError  # an earlier process had this id
+            os.kill(pid, 0)
         except (ValueError, ProcessLookupError):
-            pass  # no such process, or nothing that names one
-        os.unlink(path)
+            os.unlink(path)  # no such process, or nothing that names one
+    try:
+        with open(path, "x", encoding="ascii") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        raise UsageError(f"pid file {path} exists already; another job uses it, or remove it if none does") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)

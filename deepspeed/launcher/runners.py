@@ -64,7 +64,7 @@ class Runner(NamedTuple):
 
     programs: tuple[str, ...]
     install: str
-    build: Callable[[Job, RunnerOptions], RunnerCommand]
+    build: Callable[[Job, RunnerOptions], RunnerCommand] | None
     per_host: bool = False
 
 
@@ -230,12 +230,8 @@ def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
     return RunnerCommand((*head, *_rank_command(job)), _variables(job))
 
 
-def _ssh(job: Job, options: RunnerOptions) -> RunnerCommand:
-    raise AssertionError("ssh has one command per host, see ssh_command")
-
-
 RUNNERS: Mapping[str, Runner] = {
-    "ssh": Runner(("ssh",), "an ssh client (OpenSSH)", _ssh, per_host=True),
+    "ssh": Runner(("ssh",), "an ssh client (OpenSSH)", None, per_host=True),
     "pdsh": Runner(("pdsh",), "pdsh (package pdsh)", _pdsh, per_host=True),
     "openmpi": Runner(("mpirun", "ompi_info"), "Open MPI", _openmpi),
     "mpich": Runner(("mpirun",), "MPICH", _hydra),
@@ -254,7 +250,9 @@ def find_runner(name: str) -> str:
 
 def build(job: Job, options: RunnerOptions) -> RunnerCommand:
     """The one process that starts ``job`` through a backend other than ssh. Raises UsageError for what it cannot do."""
-    return RUNNERS[options.launcher].build(job, options)
+    how = RUNNERS[options.launcher].build
+    assert how is not None, "ssh has one command per host, see ssh_command"
+    return how(job, options)
 
 
 def _numbers(numbers: tuple[int, ...] | range) -> str:

@@ -169,14 +169,6 @@ def test_module_without_local_rank_and_with_one_log_per_rank(tmp_path: Path) -> 
     assert "rank 1 done" in logs[1].read_text()
 
 
-def test_users_thread_count_and_one_cpu_rank_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    job = Job(tmp_path / "a", "-q")
-    env = job.rank(0)["env"]
-    status, _, err = job.finish()
-    assert (status, err, env["WORLD_SIZE"], env["OMP_NUM_THREADS"]) == (0, "", "1", "3")
-
-
 def test_status_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
     statuses = {"exit3": 3, "raise": 1, "segv": 128 + signal.SIGSEGV}
     jobs = {mode: Job(tmp_path / mode, "--num_gpus", "2", mode=mode) for mode in statuses}
@@ -238,11 +230,16 @@ def test_program_that_cannot_be_started_is_the_rank_s_failure(tmp_path: Path) ->
     assert status in (126, 127) and str(tmp_path / "program") in err and f"with exit status {status}" in err
 
 
-def test_jobs_started_together_all_find_a_port(tmp_path: Path) -> None:
+def test_jobs_started_together_all_find_a_port_and_have_one_cpu_rank_and_the_users_thread_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     jobs = [Job(tmp_path / str(index), "-q") for index in range(4)]
-    ports = {job.rank(0)["env"]["MASTER_PORT"] for job in jobs}
-    assert [job.finish()[0] for job in jobs] == [0, 0, 0, 0]
-    assert len(ports) == 4
+    variables = [job.rank(0)["env"] for job in jobs]
+    finished = [job.finish() for job in jobs]
+    assert [(status, err) for status, _, err in finished] == [(0, "")] * 4
+    assert len({env["MASTER_PORT"] for env in variables}) == 4
+    assert {(env["WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in variables} == {("1", "3")}
 
 
 @pytest.mark.parametrize(

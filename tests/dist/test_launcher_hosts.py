@@ -359,7 +359,7 @@ def test_paused_terminal_ends_no_job(tmp_path: Path, hosts: Hosts) -> None:
     assert status == 0 and err.count("x") == 2_000_000
 
 
-def test_suspended_command_suspends_no_rank(tmp_path: Path, hosts: Hosts) -> None:
+def test_suspended_command_suspends_no_rank_and_an_interrupt_is_graceful(tmp_path: Path, hosts: Hosts) -> None:
     job = over_ssh(tmp_path, hosts, "hang", DS_HOST_TIMEOUT_S="1")
     pids = [job.rank(rank)["pid"] for rank in range(2)]
     job.process.send_signal(signal.SIGTSTP)
@@ -368,7 +368,10 @@ def test_suspended_command_suspends_no_rank(tmp_path: Path, hosts: Hosts) -> Non
     time.sleep(1.5 * slowdown())
     assert job.process.poll() is None and all(Path(f"/proc/{pid}").exists() for pid in pids)
     job.process.send_signal(signal.SIGINT)
-    assert job.finish()[0] == 128 + signal.SIGINT
+    status, _, err = job.finish()
+    assert status == 128 + signal.SIGINT, err
+    assert err.splitlines()[-1] == "deepspeed: all ranks have been stopped after SIGINT"
+    assert all((tmp_path / "out" / f"graceful{rank}").exists() for rank in range(2))
 
 
 def test_killed_command_leaves_nothing_on_any_host(tmp_path: Path, hosts: Hosts) -> None:
@@ -416,15 +419,6 @@ def test_killed_launcher_leaves_nothing_on_its_host(tmp_path: Path, hosts: Hosts
     wait_until(lambda: not hosts.busy(), 5, "the host to be empty")
     assert not pid_file.exists()
     job.finish()
-
-
-def test_interrupt_is_graceful_on_all_hosts(tmp_path: Path, hosts: Hosts) -> None:
-    job = over_ssh(tmp_path, hosts, "hang")
-    job.rank(0), job.rank(1)
-    job.process.send_signal(signal.SIGINT)
-    status, _, err = job.finish()
-    assert status == 128 + signal.SIGINT, err
-    assert all((tmp_path / "out" / f"graceful{rank}").exists() for rank in range(2))
 
 
 def test_second_interrupt_is_immediate(tmp_path: Path, hosts: Hosts) -> None:

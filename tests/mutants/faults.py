@@ -132,7 +132,7 @@ _PURE = (
         "D1",
         "deepspeed/data/position.py",
         "self.sampler.start = position.samples",
-        "self.sampler.start = -(-position.samples // self.share.step) * self.share.step",
+        "self.sampler.start = -(-position.samples // self.step) * self.step",
         _POSITION,
         "after a resize no sample is left out",
     ),

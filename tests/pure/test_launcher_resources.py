@@ -2,6 +2,7 @@
 visible.
 """
 
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, strategies as st
 from deepspeed.errors import DeepSpeedError
 from deepspeed.launcher.cli import build_parser
 from deepspeed.launcher.hostfile import load_hostfile
-from deepspeed.launcher.machine import is_this_machine, own_address, remove_stale_pid_file
+from deepspeed.launcher.machine import is_this_machine, own_address, pid_file
 from deepspeed.launcher.resources import LocalDevices, Location, find_place, master_address, select
 
 DEFAULTS = build_parser().parse_args(["s.py"])
@@ -244,8 +245,13 @@ def test_this_machine_is_known_by_name_and_address() -> None:
 
 def test_stale_pid_files_go(tmp_path: Path) -> None:
     file = tmp_path / "1.deepspeed"
-    remove_stale_pid_file(str(file))
-    for text, stays in [("999999999", False), ("", False), ("x", False), ("1", True)]:
-        file.write_text(text)
-        remove_stale_pid_file(str(file))
-        assert file.exists() == stays, text
+    for text in (None, "999999999", "", "x", str(os.getpid())):
+        if text is not None:
+            file.write_text(text)
+        with pid_file(str(file)):
+            assert file.read_text() == str(os.getpid())
+        assert not file.exists(), text
+    file.write_text("1")
+    with pytest.raises(DeepSpeedError, match="exists already"), pid_file(str(file)):
+        pass
+    assert file.read_text() == "1"

@@ -12,7 +12,7 @@ from deepspeed.errors import UsageError
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.node.hub import Hub, bind_store
 from deepspeed.launcher.node.loop import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Message, silence_limit
-from deepspeed.launcher.node.verdict import HostLoss, RankEnd, judge, lost
+from deepspeed.launcher.node.verdict import RankEnd, judge, lost
 
 KILLED = RankEnd(1, 11, -signal.SIGKILL, 10.0)
 
@@ -45,9 +45,9 @@ def test_times_are_put_on_the_clock_of_the_reader() -> None:
 
 
 def test_lost_host_is_the_cause_unless_a_rank_failed_before_it_was_last_heard() -> None:
-    loss = HostLoss(10.0, lost("b", 1, "closed its connection"))
+    loss = (10.0, lost("b", 1, "closed its connection"))
     broken = RankEnd(0, 10, 1, 10.5, raised_at=10.1)
-    assert judge([broken], [loss], show_traceback=True) == loss.verdict
+    assert judge([broken], [loss], show_traceback=True) == loss[1]
     assert judge([], [loss], show_traceback=True).status == 1
     assert judge([RankEnd(0, 10, 7, 9.0)], [loss], show_traceback=True).status == 7
 
@@ -147,7 +147,7 @@ def test_lost_node_is_not_waited_for(joined: Wire) -> None:
 
 def test_node_that_leaves_after_its_report_is_not_lost(joined: Wire) -> None:
     joined.report(1)
-    joined.hub.lose(1, last_heard=time.time(), how="closed its connection")
+    joined.hub.lose(1, "closed its connection")
     joined.report(0)
     assert joined.told[-1] == (0, {"kind": "verdict", "status": 0, "text": ""})
 

@@ -35,7 +35,7 @@ from deepspeed.launcher.node.loop import (
     join_limit,
     silence_limit,
 )
-from deepspeed.launcher.node.verdict import HostLoss, RankEnd, Verdict, interrupted, judge, lost
+from deepspeed.launcher.node.verdict import RankEnd, Verdict, interrupted, judge, lost
 from deepspeed.observe.log import logger
 
 SAY_AFTER_S = 5.0
@@ -86,7 +86,7 @@ class Hub:
         self._started = self._stopped = self._decided = False
         self._cause: Verdict | None = None  # set when something other than a rank or a host ended the job
         self._ends: dict[int, list[RankEnd]] = {}
-        self._losses: list[HostLoss] = []
+        self._losses: list[tuple[float, Verdict]] = []
         self.tick_s = _LISTEN_S if self._heard else TICK_S
         self.present: set[int] = set()
         self._limit_s = silence_limit()
@@ -107,8 +107,9 @@ class Hub:
             node, message = heard
             self._heard[node], self._silent_s[node] = time.time(), 0.0
             self.handle(node, message)
-        for node in [node for node in self._heard if self._silent_s[node] > self._limit_s]:
-            self.lose(node, last_heard=self._heard[node], how=f"has not been heard for {self._limit_s:g} s")
+        for node, silent_s in self._silent_s.items():
+            if silent_s > self._limit_s:
+                self.lose(node, f"has not been heard for {self._limit_s:g} s")
         self._watch_joining()
 
     def _watch_joining(self) -> None:
@@ -143,13 +144,13 @@ class Hub:
             self._ends[node] = [RankEnd(**end).on_another_clock(ahead_s, host=host) for end in message["ends"]]
             self._decide_when_all_have_reported()
 
-    def lose(self, node: int, *, last_heard: float, how: str) -> None:
+    def lose(self, node: int, how: str) -> None:
         """Node ``node`` is gone without having taken leave; ignored once the verdict is out."""
         if self._decided or node not in self.present:
             return
         self.present.remove(node)
         if node not in self._ends:  # otherwise it had said all before it went
-            self._losses.append(HostLoss(last_heard, lost(self._job.hosts[node], node, how)))
+            self._losses.append((self._heard[node], lost(self._job.hosts[node], node, how)))
             self._stop(signal.SIGTERM, LOSS_GRACE_S)
         self._decide_when_all_have_reported()
 

@@ -12,14 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.launcher import crash_report
 from deepspeed.launcher.affinity import plan_cores
 from deepspeed.launcher.job import Job, check_node_rank
-from deepspeed.launcher.machine import remove_stale_pid_file
+from deepspeed.launcher.machine import pid_file
 from deepspeed.launcher.node.command import tell_command, watch_command, watch_output
 from deepspeed.launcher.node.hub import Hub, Spoke, bind_store
 from deepspeed.launcher.node.loop import Message, signals_to
@@ -85,25 +84,6 @@ def rank_log_files(job: Job, node_rank: int) -> list[str]:
     return files
 
 
-@contextlib.contextmanager
-def _pid_file(path: str | None) -> Iterator[None]:
-    """Keep this process's id in ``path``. Raises UsageError when the file names another living process."""
-    if path is None:
-        yield
-        return
-    remove_stale_pid_file(path)
-    try:
-        with open(path, "x", encoding="ascii") as file:
-            file.write(str(os.getpid()))
-    except FileExistsError:
-        raise UsageError(f"pid file {path} exists already; another job uses it, or remove it if none does") from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
 def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     """Run one node's part of ``job`` to the job's end and return the job's exit status, equal on all nodes.
 
@@ -132,7 +112,7 @@ def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     member = Member(start)
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(lambda number: member.post("signal", number)))
-        stack.enter_context(_pid_file(job.pid_file))
+        stack.enter_context(pid_file(job.pid_file))
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
         guardian = Guard([scratch, *([os.path.abspath(job.pid_file)] if job.pid_file else [])])
         stack.callback(guardian.dismiss)

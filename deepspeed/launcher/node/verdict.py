@@ -58,14 +58,6 @@ class RankEnd:
         return replace(self, ended_at=self.ended_at + ahead_s, raised_at=raised, host=host)
 
 
-@dataclass(frozen=True)
-class HostLoss:
-    """A host no longer heard, ``last_heard`` on the clock of the reader."""
-
-    last_heard: float
-    verdict: Verdict
-
-
 def lost(host: str, node: int, how: str) -> Verdict:
     """The verdict on a job whose ``host`` is lost; ``how`` completes 'host X ...'."""
     where = f"host {host} (node {node})"
@@ -87,13 +79,14 @@ def shell_status(exitcode: int) -> int:
     return exitcode if exitcode >= 0 else 128 - exitcode
 
 
-def judge(ends: Sequence[RankEnd], losses: Sequence[HostLoss], *, show_traceback: bool) -> Verdict:
+def judge(ends: Sequence[RankEnd], losses: Sequence[tuple[float, Verdict]], *, show_traceback: bool) -> Verdict:
     """The verdict on failed ranks and lost hosts: whatever went wrong first is the cause, and its status the job's.
 
-    Ranks that failed after a host was last heard failed because of it: their connections to that host broke.
+    ``losses``: when each lost host was last heard, and the verdict on it. Ranks that failed after that failed because
+    of it: their connections to that host broke.
     """
-    loss = min(losses, key=lambda loss: loss.last_heard, default=None)
+    last_heard, loss = min(losses, key=lambda loss: loss[0], default=(float("inf"), None))
     cause = min(ends, key=lambda end: (end.is_consequence, end.failed_at, end.rank), default=None)
-    if loss and (cause is None or cause.is_consequence or cause.failed_at > loss.last_heard - UNSTAMPED_LEAD_S):
-        return loss.verdict
+    if loss and (cause is None or cause.is_consequence or cause.failed_at > last_heard - UNSTAMPED_LEAD_S):
+        return loss
     return cause.verdict(show_traceback=show_traceback) if cause is not None else Verdict(0)
