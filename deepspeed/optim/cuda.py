@@ -86,17 +86,12 @@ def _check(row: _Row) -> None:
     """Raise ValueError unless the kernels can take the tensors."""
     param, _, first, second, _ = row
     assert param is not None and first is not None
-    for tensor in row:
-        if tensor is None:
-            continue
-        if tensor.numel() != param.numel() or not tensor.is_contiguous() or tensor.dtype not in _CODES:
-            fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
-        elif not on_cuda(tensor) or tensor.device != param.device:
-            fault = f"one on {tensor.device}"
-        else:
-            continue
-        takes = f"contiguous tensors of {param.numel()} elements in fp32, bf16 or fp16 on one CUDA device"
-        raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
+    for tensor in (t for t in row if t is not None):
+        fits = tensor.numel() == param.numel() and tensor.is_contiguous() and tensor.dtype in _CODES
+        if not fits or not on_cuda(tensor) or tensor.device != param.device:
+            takes = f"contiguous tensors of {param.numel()} elements in fp32, bf16 or fp16 on one CUDA device"
+            fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
+            raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
     if second is not None and second.dtype != first.dtype:
         raise ValueError(f"both moments of a tensor have one dtype, not {first.dtype} and {second.dtype}")
 

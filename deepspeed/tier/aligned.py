@@ -23,7 +23,7 @@ def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint
         return torch.empty(sizes, dtype=dtype, device="cpu")
     # its own mapping: goes back to the system when the tensor dies, and the allocator keeps no fragments of it
     pages = mmap.mmap(-1, -(-count * dtype.itemsize // ALIGN) * ALIGN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if len(pages) >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+    if len(pages) >= _HUGE_FROM:
         # a kernel without huge pages says EINVAL. With them a transfer has a 512th of the pages to look up
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -29,11 +29,6 @@ class Staging:
         self._reap()
         return bool(self._free) or self._out + len(self._busy) < self._count
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the buffers that are free or still being written from."""
-        return sum(b.numel() for b in self._free) + sum(b.numel() for b, _ in self._busy)
-
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of at least ``nbytes`` bytes that begins at a multiple of 4096."""
         self._reap()

@@ -47,6 +47,7 @@ from tests.dist.test_offload_parity import (
 )
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
+from tests.ops.test_staging_and_stored import held_bytes
 
 pytestmark = pytest.mark.timeout(120)
 # a scale that does not overflow, so that there are slots after the first step
@@ -456,7 +457,7 @@ def plan_against_reality(folder: str, way: str, precision: dict[str, Any]) -> li
         def take(self: Staging, nbytes: int) -> torch.Tensor:
             buffer = real_take(self, nbytes)
             out[id(self)] = out.get(id(self), 0) + buffer.numel()
-            peak[id(self)] = max(peak.get(id(self), 0), out[id(self)] + self.held_bytes)
+            peak[id(self)] = max(peak.get(id(self), 0), out[id(self)] + held_bytes(self))
             return buffer
 
         def give(self: Staging, buffer: torch.Tensor, *, after: Any = None) -> None:

@@ -406,7 +406,7 @@ def test_host_tensors_are_refused() -> None:
         lambda: cuda.lion_step(*columns[:3], **LION),
         lambda: cuda.lamb_step(*columns, step=1, **LAMB),
     ):
-        with pytest.raises(ValueError, match="on one CUDA device, not one on cpu"):
+        with pytest.raises(ValueError, match="on one CUDA device, not .* on cpu"):
             call()
 
 
