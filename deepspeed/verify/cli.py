@@ -11,32 +11,45 @@ states rest.
     ds_verify resume --ranks 4 --load-ranks 3           the state survives a change of the number of ranks
     ds_verify crash --kills 200                         killed while saving: every resume finds a whole checkpoint
 
-Exit code: 0 all cells pass, 1 some cell fails, 2 the command or its files are wrong.
+Exit code: 0 all cells pass, 1 some cell fails, 2 the command or its files are wrong, 130 after Ctrl-C.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from deepspeed.verify import crash, data, grads, offload, resume
+from deepspeed.bench.common import CommandLine, guarded
+from deepspeed.verify import crash, data, grads, offload, resume, user_model
+from deepspeed.verify.common import Finding, Printout
+from deepspeed.verify.ranks import RankFailure
 
-BAD_INPUT = 2
-_COMMANDS = {"grads": grads, "offload": offload, "data": data, "resume": resume, "crash": crash}
+_COMMANDS = {
+    "grads": (grads, "compare gradients, norms and parameters with plain one-process PyTorch"),
+    "offload": (offload, "compare training with states on the device, in host memory and on a drive, bit for bit"),
+    "data": (data, "count the samples of an epoch that is saved on some ranks and resumed on others"),
+    "resume": (resume, "compare training that is saved and resumed with training in one go, bit for bit"),
+    "crash": (crash, "kill a job at random instants of its saves; every resume must find a whole checkpoint"),
+}
+
+
+def _run(options: argparse.Namespace) -> int:
+    report = Printout(sys.stdout)
+    try:
+        return _COMMANDS[options.command][0].run(options, report)
+    except (Finding, RankFailure) as failure:
+        report.say(f"{failure}\nFAIL")
+        return 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_verify``; returns the exit code."""
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="ds_verify", description=__doc__, formatter_class=kind)
+    parser = CommandLine(prog="ds_verify", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
-    for module in _COMMANDS.values():
-        module.add_parser(commands)
+    for name, (module, text) in _COMMANDS.items():
+        about = user_model.__doc__ if module is grads else module.__doc__
+        module.add_options(commands.add_parser(name, help=text, description=about))
     options = parser.parse_args(argv)
-    try:
-        return _COMMANDS[options.command].run(options, sys.stdout)
-    except ValueError as error:  # DeepSpeedConfigError is one
-        sys.stderr.write(f"ds_verify: {error}\n")
-        return BAD_INPUT
+    return guarded("ds_verify", lambda: _run(options))
 
 
 if __name__ == "__main__":

@@ -17,21 +17,21 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.observe.log import logger
-from deepspeed.verify.common import Printout, add_numbers, check_numbers, command, folder_of
+from deepspeed.verify.common import Finding, Printout, folder
 from deepspeed.verify.ranks import Processes, enter_world
-from deepspeed.verify.resume import hash_of, seed_everything, snapshot
+from deepspeed.verify.runs import hash_of, seed_everything, snapshot
 
 KILLS = 200
 _WIDTH = 64
@@ -55,34 +55,25 @@ class SavingJob:
     background: bool = False
     tag: str = "step{}"
     trap: Callable[[int], None] | None = None
-    keep_last: int | None = 2
-
-
-class CrashFailure(Exception):
-    """A job or a resume that did not do what it must."""
+    keep_last: int = 2
 
 
 # -- in the ranks --------------------------------------------------------------------------------------------------
 
 
-def _engine(job: SavingJob) -> Any:
+def _train(job: SavingJob, connection: Connection, rank: int) -> None:
+    """Resume, then train and save for ever."""
     seed_everything(7)
-    model = nn.Sequential(
-        nn.Linear(_WIDTH, 4 * _WIDTH), nn.BatchNorm1d(4 * _WIDTH), nn.Dropout(0.1), nn.Linear(4 * _WIDTH, _WIDTH)
-    )
+    wide = 4 * _WIDTH
+    model = nn.Sequential(nn.Linear(_WIDTH, wide), nn.BatchNorm1d(wide), nn.Dropout(0.1), nn.Linear(wide, _WIDTH))
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": job.stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50}},
-        "checkpoint": {"async": job.background, **({} if job.keep_last is None else {"keep_last": job.keep_last})},
+        "checkpoint": {"async": job.background, "keep_last": job.keep_last},
     }
-    return deepspeed.initialize(model=model, config=config)[0]
-
-
-def _train(rank: int, job: SavingJob, connection: Connection) -> None:
-    """Resume, then train and save for ever."""
-    engine, lines = _engine(job), list[str]()
+    engine, lines = deepspeed.initialize(model=model, config=config)[0], list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -92,7 +83,7 @@ def _train(rank: int, job: SavingJob, connection: Connection) -> None:
     if job.trap is not None:
         job.trap(rank)
     while True:
-        generator = torch.Generator().manual_seed(1000 * engine.global_steps + dist.get_rank())
+        generator = torch.Generator().manual_seed(1000 * engine.global_steps + rank)
         engine.backward(engine(torch.randn(4, _WIDTH, generator=generator)).square().mean())
         engine.step()
         connection.send(("saving", engine.global_steps, hash_of(snapshot(engine))))
@@ -102,28 +93,14 @@ def _train(rank: int, job: SavingJob, connection: Connection) -> None:
 
 
 def _rank(rank: int, world: int, meeting: str, port: int, connection: Connection, job: SavingJob) -> None:
-    os.setsid()  # an interrupt at the terminal is for the parent, which ends its ranks itself
     enter_world(rank, world, meeting, port)
     try:
-        _train(rank, job, connection)
+        _train(job, connection, rank)
     except BaseException:
         connection.send(("failed", traceback.format_exc()))
 
 
 # -- around them ---------------------------------------------------------------------------------------------------
-
-
-def _messages(life: Processes) -> Iterator[tuple[int, Message]]:
-    """(rank, message) as they come, until every rank is gone or too long has passed."""
-    ranks: dict[Any, int] = {connection: rank for rank, connection in enumerate(life.connections)}
-    end = time.monotonic() + _LIMIT_S
-    while ranks and (left := end - time.monotonic()) > 0:
-        for connection in wait(list(ranks), timeout=left):
-            assert isinstance(connection, Connection)
-            try:
-                yield ranks[connection], connection.recv()
-            except (EOFError, ConnectionResetError):
-                del ranks[connection]
 
 
 @dataclass
@@ -147,39 +124,37 @@ class Witness:
         self.expected = latest.read_text(encoding="utf-8") if latest.is_file() else None
 
     def hear(self, rank: int, message: Message) -> None:
-        """Check one message. Raises CrashFailure."""
+        """Check one message. Raises Finding."""
         kind, step, *rest = message
         if kind == "failed":
-            raise CrashFailure(f"rank {rank} failed:\n{step}")
+            raise Finding(f"rank {rank} failed:\n{step}")
         if kind == "loaded":
             self._loaded(rank, step, *rest)
         elif kind == "saving":
             known = self.digests.setdefault((step, rank), rest[0])
             if known != rest[0]:
-                raise CrashFailure(
-                    f"step {step} on rank {rank} has another state after the resume: {rest[0]}, not {known}"
-                )
+                raise Finding(f"step {step} on rank {rank} has another state after the resume: {rest[0]}, not {known}")
         elif kind == "saved":
             # A call for a background save returns when the one before it has ended.
             self.ended = max(self.ended, step - 1 if self.background else step)
             remaining = sorted(set(self.left) & set(os.listdir(self.folder))) if rank == 0 else []
             if remaining:
-                raise CrashFailure(f"the next save left {', '.join(remaining)} behind")
+                raise Finding(f"the next save left {', '.join(remaining)} behind")
 
     def _loaded(self, rank: int, step: int, state: str, path: str | None, log: list[str]) -> None:
         if step < self.ended:
-            raise CrashFailure(f"rank {rank} resumed from step {step}, but the save of step {self.ended} had ended")
+            raise Finding(f"rank {rank} resumed from step {step}, but the save of step {self.ended} had ended")
         if path is None:
             if self.expected is not None:
-                raise CrashFailure(f"rank {rank} found nothing, though latest names {self.expected}")
+                raise Finding(f"rank {rank} found nothing, though latest names {self.expected}")
             return
         if self.expected is not None and Path(path).name != self.expected:
-            raise CrashFailure(f"rank {rank} loaded {path}, but latest names {self.expected}")
+            raise Finding(f"rank {rank} loaded {path}, but latest names {self.expected}")
         if state != (known := self.digests.get((step, rank))):
-            raise CrashFailure(f"{path} gave rank {rank} the state {state}, not {known} of step {step}")
+            raise Finding(f"{path} gave rank {rank} the state {state}, not {known} of step {step}")
         unnamed = [name for name in self.left if rank == 0 and not any(name in line for line in log)]
         if unnamed:
-            raise CrashFailure(f"the log of the resume does not name {', '.join(unnamed)}; it says {log}")
+            raise Finding(f"the log of the resume does not name {', '.join(unnamed)}; it says {log}")
 
 
 def live(
@@ -194,11 +169,11 @@ def live(
     heard: list[Message] = []
     met, loaded = False, set[int]()
     with contextlib.closing(Processes(job.ranks, _rank, job)) as life:
-        for rank, message in _messages(life):
+        for rank, message in life.messages(_LIMIT_S):
+            if message is None or message[0] == "failed" and job.trap is not None:
+                continue  # another rank's end
             if message[0] == "loaded":
                 loaded.add(rank)
-            if message[0] == "failed" and job.trap is not None:
-                continue  # another rank's end
             witness.hear(rank, message)
             heard += [message] if rank == 0 else []
             met = met or rank == 0 and until(message)
@@ -207,11 +182,11 @@ def live(
         if met:
             then(life)
         life.kill()
-        for rank, message in _messages(life):  # what they reported before they died
-            if message[0] != "failed":
+        for rank, message in life.messages(_LIMIT_S):  # what they reported before they died
+            if message is not None and message[0] != "failed":
                 witness.hear(rank, message)
     if len(loaded) < job.ranks or not met and job.trap is None:
-        raise CrashFailure(f"{job.ranks - len(loaded)} ranks did not load, or none saved, within {_LIMIT_S:.0f} s")
+        raise Finding(f"{job.ranks - len(loaded)} ranks did not load, or none saved, within {_LIMIT_S:.0f} s")
     return heard
 
 
@@ -224,7 +199,7 @@ def measure(job: SavingJob, witness: Witness) -> float:
 
 
 def kill_once(job: SavingJob, witness: Witness, dice: random.Random, save_s: float) -> None:
-    """One job, killed at a random instant of one of its first saves. Raises CrashFailure when its resume was wrong."""
+    """One job, killed at a random instant of one of its first saves. Raises Finding when its resume was wrong."""
     target, delay = dice.choice((1, 1, 2, 3)), dice.uniform(0, _BEYOND * save_s)
     victims = range(job.ranks) if dice.random() < 0.5 else [dice.randrange(job.ranks)]
     mourning = dice.uniform(0, _MOURNING_S)
@@ -243,27 +218,24 @@ def kill_once(job: SavingJob, witness: Witness, dice: random.Random, save_s: flo
     live(job, witness, until=at_target, then=strike)
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``crash`` to the commands of ``ds_verify``."""
-    text = "kill a job at random instants of its saves; every resume must find a whole checkpoint"
-    parser = command(commands, "crash", text, __doc__)
-    add_numbers(parser, ("--kills", KILLS, "how often"), ("--ranks", 2, "number of CPU ranks"))
-    add_numbers(parser, ("--seed", 0, "of the first kill; kill n has seed + n"))
+def add_options(parser: CommandLine) -> None:
+    """Options of ``ds_verify crash``."""
+    parser.option("--kills", count_of, KILLS, "N", "how often")
+    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
+    parser.option("--seed", int, 0, "N", "of the first kill; kill n has seed + n")
     stage = "how states are spread over the ranks (default 3)"
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help=stage)
-    folder = "where to save, for example on the filesystem in question (default: a temporary one)"
-    parser.add_argument("--folder", metavar="PATH", help=folder)
+    text = "where to save, for example on the filesystem in question (default: a temporary one)"
+    parser.option("--folder", folder, None, "PATH", text)
     background = "save in the background (checkpoint.async)"
     parser.add_argument("--async", dest="background", action="store_true", help=background)
 
 
-def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Run ``ds_verify crash``; 0 when every resume was right. Raises ValueError before any rank is started."""
-    check_numbers(options, "kills", "ranks")
-    with folder_of(options):
-        top = Path(tempfile.mkdtemp(prefix="ds_verify_crash_", dir=options.folder))
-    witness, report = Witness(top, options.background), Printout(out)
-    job = SavingJob(str(top), options.ranks, options.stage, options.background)
+def run(options: argparse.Namespace, report: Printout) -> int:
+    """Run ``ds_verify crash``; 0 when every resume was right. Raises Finding; the checkpoints stay then."""
+    top = tempfile.mkdtemp(prefix="ds_verify_crash_", dir=options.folder)
+    witness = Witness(Path(top), options.background)
+    job = SavingJob(top, options.ranks, options.stage, options.background)
     seed = options.seed
     try:
         save_s = measure(job, witness)
@@ -276,9 +248,11 @@ def run(options: argparse.Namespace, out: TextIO) -> int:
             if (number + 1) % _REPORTED_EVERY == 0:
                 report.say(f"{number + 1} kills, {witness.skipped} unfinished saves")
         live(job, witness, until=lambda m: m[0] == "loaded")
-    except CrashFailure as failure:
-        report.say(f"kill with --seed {seed}: {failure}\nthe checkpoints are in {top}\nFAIL")
-        return 1
+    except Finding as failure:
+        raise Finding(f"kill with --seed {seed}: {failure}\nthe checkpoints are in {top}") from failure
+    except BaseException:
+        shutil.rmtree(top, ignore_errors=True)
+        raise
     shutil.rmtree(top, ignore_errors=True)
     skipped = f"{witness.skipped} unfinished saves skipped"
     report.say(f"{options.kills} kills: every resume found a whole checkpoint; {skipped}")

@@ -13,15 +13,15 @@ import contextlib
 import multiprocessing
 import tempfile
 from collections.abc import Iterator
-from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import deepspeed
-from deepspeed.verify.common import Printout, add_numbers, check_numbers, command
-from deepspeed.verify.ranks import RankFailure, RankPool
+from deepspeed.bench.common import CommandLine, count_of
+from deepspeed.verify.common import Finding, Printout
+from deepspeed.verify.ranks import RankPool
 
 SAMPLES = 997  # a prime: no number of ranks divides it
 BATCH = 4
@@ -45,8 +45,9 @@ class NumberedSamples(Dataset[dict[str, Tensor]]):
 
 @contextlib.contextmanager
 def _may_have_children() -> Iterator[None]:
-    """A rank of the pool is a daemon, and daemons may not start worker processes."""
+    """A rank of the pool is a daemon, and daemons may not start worker processes; nor are they to start as ranks do."""
     process = multiprocessing.current_process()
+    multiprocessing.set_start_method(None, force=True)  # back to what a training process has
     daemon, process.daemon = process.daemon, False
     try:
         yield
@@ -54,47 +55,34 @@ def _may_have_children() -> Iterator[None]:
         process.daemon = daemon
 
 
-def _engine(samples: int, batch: int, workers: int) -> Any:
+def train(folder: str, samples: int, batch: int, workers: int, steps: int | None) -> list[int]:
+    """Train ``steps`` steps and save, or (None) load and train to the end of the epoch; the samples seen, in order.
+
+    Collective.
+    """
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
-    engine = deepspeed.initialize(model=nn.Linear(_WIDTH, 1), config=config)[0]
-    engine.training_dataloader = engine.deepspeed_io(NumberedSamples(samples), num_local_io_workers=workers)
-    return engine
-
-
-def _train(engine: Any, steps: int | None) -> list[int]:
-    """Train ``steps`` steps (None: to the end of the epoch); the numbers of the samples, in order."""
     seen: list[int] = []
-    if steps == 0:
-        return seen
-    for step, batch in enumerate(engine.training_dataloader, 1):
-        seen += batch["number"].tolist()
-        engine.backward(engine(batch["x"]).square().mean())
-        engine.step()
-        if step == steps:
-            break
-    return seen
-
-
-def train(folder: str, samples: int, batch: int, workers: int, steps: int | None) -> list[int]:
-    """Train ``steps`` steps and save, or (None) load and train to the end; the samples seen. Collective."""
     with _may_have_children():
-        engine = _engine(samples, batch, workers)
+        engine = deepspeed.initialize(model=nn.Linear(_WIDTH, 1), config=config)[0]
+        loader = engine.training_dataloader = engine.deepspeed_io(
+            NumberedSamples(samples), num_local_io_workers=workers
+        )
         if steps is None:
             engine.load_checkpoint(folder)
-        seen = _train(engine, steps)
+        for step, rows in enumerate(loader if steps != 0 else (), 1):
+            seen += rows["number"].tolist()
+            engine.backward(engine(rows["x"]).square().mean())
+            engine.step()
+            if step == steps:
+                break
         if steps is not None:
             engine.save_checkpoint(folder)
         engine.destroy()
     return seen
-
-
-def padding(rest: int, ranks: int) -> int:
-    """Samples that fill the last round when ``rest`` samples are left for ``ranks`` ranks."""
-    return -rest % ranks
 
 
 def faults(before: list[list[int]], after: list[list[int]], samples: int) -> list[str]:
@@ -115,7 +103,7 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
     left = samples - len(seen[0])
     seen[0] = seen[0][:samples]
     if left > 0:
-        seen[1] = seen[1][: len(seen[1]) - padding(left, len(after))]
+        seen[1] = seen[1][: len(seen[1]) - -left % len(after)]  # what fills the last round
     places: dict[int, list[str]] = {}
     for number, place in [*seen[0], *seen[1]]:
         places.setdefault(number, []).append(place)
@@ -128,52 +116,41 @@ def faults(before: list[list[int]], after: list[list[int]], samples: int) -> lis
     ]
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``data`` to the commands of ``ds_verify``."""
-    text = "count the samples of an epoch that is saved on some ranks and resumed on others"
-    add_numbers(
-        command(commands, "data", text, __doc__),
-        ("--save-n", 4, "ranks that begin the epoch and save"),
-        ("--load-n", 3, "ranks that load and finish it"),
-        ("--workers", 2, "worker processes of each rank's loader"),
-        ("--samples", SAMPLES, "samples of an epoch"),
-        ("--batch", BATCH, "samples of a batch on each rank"),
-        ("--at", None, "steps before the save (default: a third of the epoch)"),
-        ("--time-limit", 180.0, "seconds each of the two runs may take"),
-    )
+def add_options(parser: CommandLine) -> None:
+    """Options of ``ds_verify data``."""
+    parser.option("--save-n", count_of, 4, "N", "ranks that begin the epoch and save")
+    parser.option("--load-n", count_of, 3, "N", "ranks that load and finish it")
+    parser.option("--workers", int, 2, "N", "worker processes of each rank's loader")
+    parser.option("--samples", count_of, SAMPLES, "N", "samples of an epoch")
+    parser.option("--batch", count_of, BATCH, "N", "samples of a batch on each rank")
+    parser.option("--at", int, None, "N", "steps before the save (default: a third of the epoch)")
+    parser.option("--time-limit", float, 180.0, "N", "seconds each of the two runs may take")
 
 
-def _steps(options: argparse.Namespace) -> int:
-    """Steps before the save; raises ValueError for numbers that cannot be."""
-    check_numbers(options, "save_n", "load_n", "samples", "batch")
+def run(options: argparse.Namespace, report: Printout) -> int:
+    """Run ``ds_verify data``. Raises ValueError (bad input) before any rank is started, Finding, RankFailure."""
     if options.workers < 0:
         raise ValueError("--workers must not be negative")
-    steps = -(-options.samples // (options.save_n * options.batch))
+    samples, batch, saving, loading = options.samples, options.batch, options.save_n, options.load_n
+    steps = -(-samples // (saving * batch))
     if options.at is not None and not 0 <= options.at <= steps:
-        epoch = f"an epoch of {options.samples} samples has {steps} steps of {options.save_n} x {options.batch}"
-        raise ValueError(f"--at {options.at}: {epoch}")
-    return max(1, steps // 3) if options.at is None else options.at
-
-
-def run(options: argparse.Namespace, out: TextIO) -> int:
-    """Run ``ds_verify data``; raises ValueError (bad input) before any rank is started."""
-    steps, report = _steps(options), Printout(out)
+        raise ValueError(f"--at {options.at}: an epoch of {samples} samples has {steps} steps of {saving} x {batch}")
+    at = max(1, steps // 3) if options.at is None else options.at
     runs = []
-    with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder, contextlib.ExitStack() as pools:
-        first = pools.enter_context(RankPool(options.save_n))
-        second = first if options.load_n == options.save_n else pools.enter_context(RankPool(options.load_n))
-        for pool, until, end in ((first, steps, "saved"), (second, None, "end of the epoch")):
-            arguments = (folder, options.samples, options.batch, options.workers, until)
-            try:
-                runs.append(pool.run(train, *arguments, time_limit=options.time_limit))
-            except RankFailure as failure:
-                report.say(f"{failure}\nFAIL")
-                return 1
+    with (
+        tempfile.TemporaryDirectory(prefix="ds_verify_") as folder,
+        RankPool(saving) as first,
+        RankPool(loading) as other,
+    ):
+        second = first if loading == saving else other
+        for pool, until, end in ((first, at, "saved"), (second, None, "end of the epoch")):
+            arguments = (folder, samples, batch, options.workers, until)
+            runs.append(pool.run(train, *arguments, time_limit=options.time_limit))
             count = sum(map(len, runs[-1]))
             report.say(f"{pool.world} ranks, {options.workers} workers each: {count} samples, then {end}")
-    rest = max(0, options.samples - sum(map(len, runs[0])))
-    if extra := padding(rest, options.load_n):
-        report.say(f"{extra} of these only fill the last round of {options.load_n} ranks")
-    wrong = faults(runs[0], runs[1], options.samples)
-    report.say("\n".join([*wrong, "FAIL"]) if wrong else f"{options.samples} samples: no sample twice, none missing")
-    return 1 if wrong else 0
+    if extra := -max(0, samples - sum(map(len, runs[0]))) % loading:
+        report.say(f"{extra} of these only fill the last round of {loading} ranks")
+    if wrong := faults(runs[0], runs[1], samples):
+        raise Finding("\n".join(wrong))
+    report.say(f"{samples} samples: no sample twice, none missing")
+    return 0

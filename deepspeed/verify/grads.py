@@ -14,26 +14,28 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.verify.common import Printout, add_model, add_numbers, check_numbers, command, config_of, cut
-from deepspeed.verify.models import SAMPLES, Case, Losses, MicroBatch
-from deepspeed.verify.ranks import RankFailure, RankPool
-from deepspeed.verify.reference import GATE_ADAM, Reference, repeated, train_reference, trainable
-from deepspeed.verify.user_model import __doc__ as user_model_text, case_of
+from deepspeed.verify.common import Printout, add_model, config_of
+from deepspeed.verify.models import SAMPLES, Case, MicroBatch
+from deepspeed.verify.ranks import RankPool
+from deepspeed.verify.reference import GATE_ADAM, StepRecord, train_reference, trainable
+from deepspeed.verify.user_model import case_of
 
 TOLERANCE = 1e-6
 STEPS = 3
-COLUMNS = ("model", "stage", "bucket", "overlap", "accum", "loss", "grad", "norm", "param")
+KINDS = ("loss", "grad", "norm", "param")
+COLUMNS = ("model", "stage", "bucket", "overlap", "accum", *KINDS)
 WIDTHS = (24, 5, 6, 7, 5, 8, 8, 8, 8)
 MATRIX_MODELS = ("plain", "used_twice", "tied", "unused", "frozen", "conditional")
 MATRIX_ACCUMULATION = (1, 4)
@@ -51,14 +53,9 @@ BUCKETS: dict[str, dict[str, Any]] = {
 # Keys of a user's configuration that the gate keeps; the rest (optimizer, scheduler, 16-bit modes, logging, batch
 # size) either cannot change a gradient or would hide an error of 1e-6 behind rounding.
 KEPT_KEYS = (
-    "zero_optimization",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "activation_checkpointing",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
+    *("zero_optimization", "gradient_accumulation_steps", "gradient_clipping", "prescale_gradients"),
+    *("gradient_predivide_factor", "activation_checkpointing"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
 # With these an engine is built once more, to look at the dtypes.
 DTYPE_KEYS = ("bf16", "fp16", "torch_autocast", "data_types")
@@ -81,23 +78,41 @@ class Cell:
         values = (self.stage, self.bucket, overlap, self.accumulation)
         return (self.model, *("-" if value is None else str(value) for value in values))
 
+    def settings(self, case: Case) -> dict[str, Any]:
+        """The configuration: the kept keys of ``config`` under the settings the cell states."""
+        config = {key: value for key, value in self.config.items() if key in KEPT_KEYS}
+        zero = dict(config.get("zero_optimization") or {})
+        if self.bucket is not None:
+            chosen = BUCKETS[self.bucket]
+            zero = {key: value for key, value in zero.items() if key.removeprefix("stage3_") not in chosen} | chosen
+        stated = {"stage": self.stage, "overlap_comm": self.overlap}
+        zero |= {key: value for key, value in stated.items() if value is not None}
+        return {
+            **config,
+            "zero_optimization": zero,
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_accumulation_steps": case.accumulation,
+            "gradient_clipping": case.clipping,
+            "optimizer": {"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}},
+        }
 
-@dataclass(frozen=True)
-class CellResult:
-    """The largest errors of one cell over all steps, tensors and ranks; ``failure``: what raised, if anything did."""
 
-    cell: Cell
-    errors: tuple[float, ...] = ()  # of losses, gradients, norms, parameters
+@dataclass
+class Errors:
+    """The largest error of each kind over all steps and tensors, and the tensor that the largest of all belongs to."""
+
+    largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     worst: str = ""
-    failure: str = ""
 
-    def passed(self, tolerance: float = TOLERANCE) -> bool:
-        """True when nothing raised and every error is within ``tolerance``."""
-        return not self.failure and self.largest() <= tolerance
+    def add(self, kind: str, error: float, where: str) -> None:
+        """Note one error."""
+        if error > self.top():
+            self.worst = f"{kind} {where}"
+        self.largest[kind] = max(self.largest[kind], error)
 
-    def largest(self) -> float:
-        """The largest of the four errors."""
-        return max(self.errors, default=0.0)
+    def top(self) -> float:
+        """The largest of all."""
+        return max(self.largest.values())
 
 
 def scaled_error(ours: Tensor, reference: Tensor) -> float:
@@ -109,55 +124,6 @@ def scaled_error(ours: Tensor, reference: Tensor) -> float:
     scale = max(1.0, float(reference.double().abs().max()))
     difference = (ours.detach().double().cpu() - reference.double()).abs().max() / scale
     return float(difference) if bool(difference.isfinite()) else float("inf")
-
-
-class _Errors:
-    """The largest error of each kind, and the tensor that the largest of all belongs to."""
-
-    def __init__(self) -> None:
-        self.largest = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "param": 0.0}
-        self.worst, self._worst_error = "", 0.0
-
-    def add(self, kind: str, error: float, where: str) -> None:
-        self.largest[kind] = max(self.largest[kind], error)
-        if error > self._worst_error:
-            self.worst, self._worst_error = f"{kind} {where}", error
-
-
-def cell_config(cell: Cell, case: Case) -> dict[str, Any]:
-    """The configuration of one cell: the kept keys of ``cell.config`` under the settings the cell states."""
-    config = {key: value for key, value in cell.config.items() if key in KEPT_KEYS}
-    zero = dict(config.get("zero_optimization") or {})
-    if cell.stage is not None:
-        zero["stage"] = cell.stage
-    if cell.bucket is not None:
-        chosen = BUCKETS[cell.bucket]
-        zero = {key: value for key, value in zero.items() if key.removeprefix("stage3_") not in chosen} | chosen
-    if cell.overlap is not None:
-        zero["overlap_comm"] = cell.overlap
-    config.update(
-        zero_optimization=zero,
-        train_micro_batch_size_per_gpu=SAMPLES,
-        gradient_accumulation_steps=case.accumulation,
-        gradient_clipping=case.clipping,
-        optimizer={"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}},
-    )
-    return config
-
-
-def load_case(cell: Cell) -> Case:
-    """The case a cell names, with the cell's accumulation."""
-    case = case_of(cell.model, cell.config)
-    return case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
-
-
-def engine_backward(engine: Any, case: Case, losses: Losses) -> None:
-    """Back-propagate as the case says: through the engine or plainly, once or several times over one graph."""
-    for loss, keep in repeated(case, losses):
-        if case.plain_backward:
-            loss.backward(retain_graph=keep)
-        else:
-            engine.backward(loss, retain_graph=keep)
 
 
 def full_gradients(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -173,20 +139,18 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in named.items()}
 
 
-def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors: _Errors) -> None:
+def _check_step(engine: Any, case: Case, record: StepRecord, step: int, errors: Errors) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    record = reference.steps[step]
-    params = trainable(engine.module)
     for micro in range(case.accumulation):
         place = MicroBatch(step, micro, rank, world)
         losses = case.seeded_loss(engine, place)
         for index, (ours, expected) in enumerate(zip(losses, record.losses[rank, micro], strict=True)):
             error = scaled_error(ours.detach(), torch.tensor(expected))
             errors.add("loss", error, f"{index} at step {step} micro {micro}")
-        engine_backward(engine, case, losses)
-        case.write_by_hand(engine.module, place)
-        if micro == case.accumulation - 1 and not case.by_hand:  # what was just written is reduced in the step
-            for name, grad in full_gradients(params).items():
+        case.backward(losses, engine.backward)
+        written = case.after_backward(engine.module, place)
+        if micro == case.accumulation - 1 and not written:  # what was just written is reduced in the step
+            for name, grad in full_gradients(trainable(engine.module)).items():
                 errors.add("grad", scaled_error(grad, record.grads[name]), f"{name} at step {step}")
         engine.step()
     norm = engine.get_global_grad_norm()
@@ -196,7 +160,7 @@ def _check_step(engine: Any, case: Case, reference: Reference, step: int, errors
         errors.add("param", scaled_error(value, record.params[name]), f"{name} after step {step}")
 
 
-def start_engine(case: Case, config: dict[str, Any]) -> Any:
+def _start(case: Case, config: dict[str, Any]) -> Any:
     """An engine over the case's model. Collective.
 
     Raises InvalidStateError for tensors that are neither in the dtype they were built in nor in one that the table of
@@ -223,39 +187,19 @@ def start_engine(case: Case, config: dict[str, Any]) -> Any:
     return engine
 
 
-def compare_engine(case: Case, reference: Reference, config: dict[str, Any]) -> tuple[dict[str, float], str]:
-    """Train ``case`` with the engine on the ranks of this process group and compare with ``reference``.
-
-    Returns the largest error of each kind ("loss", "grad", "norm", "param") and the name of the worst tensor.
-    Collective.
-    """
-    engine = start_engine(case, config)
-    errors = _Errors()
-    for step in range(len(reference.steps)):
-        _check_step(engine, case, reference, step, errors)
-    engine.destroy()
-    return errors.largest, errors.worst
-
-
-def run_cell(cell: Cell, *, steps: int = STEPS) -> CellResult:
-    """Run one cell on the ranks of this process group; the result holds this rank's errors. Collective."""
-    case = load_case(cell)
+def run_cell(cell: Cell, *, steps: int = STEPS, case: Case | None = None) -> Errors:
+    """Train the model of the cell, or ``case``, on the ranks of this process group; this rank's errors. Collective."""
+    case = case or case_of(cell.model, cell.config)
+    case = case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
     reference = train_reference(case, world=dist.get_world_size(), steps=steps)
-    config = cell_config(cell, case)
-    largest, worst = compare_engine(case, reference, config)
+    config, errors = cell.settings(case), Errors()
+    engine = _start(case, config)
+    for step, record in enumerate(reference):
+        _check_step(engine, case, record, step, errors)
+    engine.destroy()
     if lower := {key: cell.config[key] for key in DTYPE_KEYS if key in cell.config}:
-        start_engine(case, config | lower).destroy()
-    return CellResult(cell, tuple(largest.values()), worst)
-
-
-def run_cell_on(pool: RankPool, cell: Cell, *, steps: int = STEPS) -> CellResult:
-    """Run one cell on a pool and merge what the ranks measured; an exception or a hang becomes its ``failure``."""
-    try:
-        results: list[CellResult] = pool.run(run_cell, cell, steps=steps)
-    except RankFailure as failure:
-        return CellResult(cell, failure=str(failure))
-    errors = tuple(max(kind) for kind in zip(*(result.errors for result in results), strict=True))
-    return CellResult(cell, errors, max(results, key=CellResult.largest).worst)
+        _start(case, config | lower).destroy()
+    return errors
 
 
 def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] | None = None) -> list[Cell]:
@@ -267,20 +211,14 @@ def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] |
 # -- the command -------------------------------------------------------------------------------------------------
 
 
-def add_parser(commands: Any) -> None:
-    """Add ``grads`` to the commands of ``ds_verify``."""
-    text = "compare gradients, norms and parameters with plain one-process PyTorch"
-    parser = command(commands, "grads", text, user_model_text)
-    matrix = "every combination of stage, bucket, overlap and accumulation"
-    parser.add_argument("--matrix", action="store_true", help=matrix)
+def add_options(parser: CommandLine) -> None:
+    """Options of ``ds_verify grads``."""
+    parser.switches(matrix="every combination of stage, bucket, overlap and accumulation")
     add_model(parser, "the configuration to check your model under")
-    add_numbers(
-        parser,
-        ("--ranks", 2, "number of CPU ranks"),
-        ("--steps", STEPS, "optimizer steps per cell"),
-        ("--tolerance", TOLERANCE, "largest error allowed"),
-        ("--time-limit", 120.0, "seconds one cell may take"),
-    )
+    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
+    parser.option("--steps", count_of, STEPS, "N", "optimizer steps per cell")
+    parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
+    parser.option("--time-limit", float, 120.0, "N", "seconds one cell may take")
 
 
 def _cells(options: argparse.Namespace, config: dict[str, Any]) -> list[Cell]:
@@ -294,29 +232,28 @@ def _cells(options: argparse.Namespace, config: dict[str, Any]) -> list[Cell]:
     return [Cell("plain", stage=stage, bucket="huge", overlap=True, accumulation=1) for stage in range(4)]
 
 
-def _row(values: Sequence[str]) -> str:
-    return "  ".join(value.ljust(width) for value, width in zip(values, WIDTHS, strict=False))
+def _row(values: Sequence[str], widths: Sequence[int] = WIDTHS) -> str:
+    return "  ".join(value.ljust(width) for value, width in zip(values, widths, strict=False))
 
 
-def run(options: argparse.Namespace, out: TextIO) -> int:
+def run(options: argparse.Namespace, report: Printout) -> int:
     """Run ``ds_verify grads``; raises ValueError (bad input) before any rank is started."""
-    check_numbers(options, "ranks", "steps")
-    config, report = config_of(options), Printout(out)
+    config = config_of(options)
     if aside := ", ".join(sorted(key for key in config if key not in KEPT_KEYS)):
         report.say(f"checked in fp32 with AdamW; set aside from the configuration (but for the dtypes): {aside}")
     report.say(f"{_row(COLUMNS)}  result")
-    failed: list[CellResult] = []
     cells = _cells(options, config)
     with RankPool(options.ranks, time_limit=options.time_limit) as pool:
+
+        def check(cell: Cell) -> tuple[str, str]:
+            results: list[Errors] = pool.run(run_cell, cell, steps=options.steps)
+            largest = {kind: max(each.largest[kind] for each in results) for kind in KINDS}
+            worst = max(results, key=Errors.top)
+            errors = [f"{largest[kind]:.1e}" for kind in KINDS]
+            fault = f"largest error {worst.top():.3e} in {worst.worst} ({', '.join(errors)})"
+            return f"{_row(errors, WIDTHS[5:])}  ok", "" if worst.top() <= options.tolerance else fault
+
         for cell in cells:
-            result = run_cell_on(pool, cell, steps=options.steps)
-            passed = result.passed(options.tolerance)
-            failed += [] if passed else [result]
-            errors = ["-"] * 4 if result.failure else [f"{error:.1e}" for error in result.errors]
-            report.say(f"{_row((*cell.label(), *errors))}  {'ERROR' if result.failure else 'ok' if passed else 'FAIL'}")
-    for result in failed[:3]:
-        account = cut(result.failure) or f"largest error {result.largest():.3e} in {result.worst}"
-        report.say(f"\n{' '.join(result.cell.label())}: {account}")
-    report.failed = len(failed)
+            report.row(_row(cell.label()), check, cell)
     conditions = f"on {options.ranks} ranks, {options.steps} steps each, tolerance {options.tolerance:g}"
     return report.end(f"{len(cells)} cells {conditions}", "all pass")

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -134,12 +134,28 @@ class Processes:
         for process in chosen:
             process.join()
 
+    def messages(self, limit: float) -> Iterator[tuple[int, Any]]:
+        """(rank, message) as they come, and (rank, None) of one that is gone, until all are or ``deadline`` is over.
+
+        It lies ``limit`` seconds away, and may be moved meanwhile.
+        """
+        self.deadline = time.monotonic() + limit
+        ranks: dict[Any, int] = {connection: rank for rank, connection in enumerate(self.connections)}
+        while ranks and (left := self.deadline - time.monotonic()) > 0:
+            for connection in wait(list(ranks), timeout=left):
+                assert isinstance(connection, Connection)
+                try:
+                    yield ranks[connection], connection.recv()
+                except (EOFError, ConnectionResetError):
+                    yield ranks.pop(connection), None
+
     def close(self) -> None:
         """End the ranks: kindly when they are idle, by SIGKILL when they do not react."""
         for connection in self.connections:
             connection.close()
+        end = time.monotonic() + 1.0
         for process in self.processes:
-            process.join(timeout=1.0)
+            process.join(max(0.0, end - time.monotonic()))
         self.kill()
         self._folder.cleanup()
 
@@ -202,21 +218,17 @@ class RankPool:
 
 def _collect(ranks: Processes, limit: float) -> list[tuple[Any, ...] | None]:
     answers: list[tuple[Any, ...] | None] = [None] * len(ranks.connections)
-    pending = {connection: rank for rank, connection in enumerate(ranks.connections)}
-    deadline = time.monotonic() + limit
-    while pending and (left := deadline - time.monotonic()) > 0:
-        for connection in wait(list(pending), timeout=left):
-            assert isinstance(connection, Connection)
-            rank = pending.pop(connection)
-            try:
-                answer = pickle.loads(connection.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                process = ranks.processes[rank]
-                process.join(timeout=1.0)
-                answer = (False, "died", f"the process ended with exit code {process.exitcode}")
-            answers[rank] = answer
-            if not answer[0]:
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    for rank, answer in ranks.messages(limit):
+        if answers[rank] is not None:
+            continue
+        if answer is None:
+            ranks.processes[rank].join(timeout=1.0)
+            answer = (False, "died", f"the process ended with exit code {ranks.processes[rank].exitcode}")
+        answers[rank] = answer
+        if not answer[0]:
+            ranks.deadline = min(ranks.deadline, time.monotonic() + GRACE_SECONDS)
+        if None not in answers:
+            break
     return answers
 
 

@@ -8,7 +8,6 @@ A parameter that received no gradient counts as having a gradient of zero, exact
 skips such a parameter, and whether it is skipped would depend on which rank happened to use it.)
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.verify.models import Case, MicroBatch
-
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -28,14 +25,6 @@ class StepRecord:
     grads: dict[str, Tensor]
     grad_norm: float
     params: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The whole run, step by step, and the shape it was computed for."""
-
-    world: int
-    steps: tuple[StepRecord, ...]
 
 
 # [Note: the gate's Adam settings]
@@ -57,18 +46,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def repeated(case: Case, losses: list[Tensor]) -> list[tuple[Tensor, bool]]:
-    """Each loss ``case.repeats`` times, and whether the graph is kept: until the last."""
-    every = [loss for loss in losses for _ in range(case.repeats)]
-    return [(loss, count < len(every)) for count, loss in enumerate(every, 1)]
-
-
-def backward_all(case: Case, losses: list[Tensor], scale: float) -> None:
-    """Back-propagate each loss ``case.repeats`` times."""
-    for loss, keep in repeated(case, losses):
-        (loss * scale).backward(retain_graph=keep)
-
-
 def global_norm(grads: dict[str, Tensor]) -> float:
     """L2 norm over all gradients, in fp64."""
     return float(sum(float(g.double().square().sum()) for g in grads.values()) ** 0.5)
@@ -79,12 +56,10 @@ def clip_factor(norm: float, limit: float) -> float:
     return max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0
 
 
-def train_reference(
-    case: Case, *, world: int, steps: int = 3, optimizer: OptimizerFactory = gate_optimizer
-) -> Reference:
+def train_reference(case: Case, *, world: int, steps: int = 3) -> list[StepRecord]:
     """Train ``case`` for ``steps`` optimizer steps as ``world`` ranks would, in this process, in fp32."""
     model = case.build().train()
-    torch_optimizer = optimizer(model)
+    optimizer = gate_optimizer(model)
     params = trainable(model)
     records = []
     for step in range(steps):
@@ -93,15 +68,15 @@ def train_reference(
             for micro in range(case.accumulation):
                 place = MicroBatch(step, micro, rank, world)
                 values = case.seeded_loss(model, place)
-                backward_all(case, values, 1.0 / (world * case.accumulation))
-                case.write_by_hand(model, place, share=1.0 / world)
+                case.backward([value * (1.0 / (world * case.accumulation)) for value in values], Tensor.backward)
+                case.after_backward(model, place, share=1.0 / world)
                 losses[rank, micro] = [float(value.detach()) for value in values]
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
         norm = global_norm(grads)
         for name, param in params.items():
             param.grad = grads[name] / clip_factor(norm, case.clipping)
-        torch_optimizer.step()
-        torch_optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         after = {name: p.detach().clone() for name, p in model.named_parameters()}
         records.append(StepRecord(losses=losses, grads=grads, grad_norm=norm, params=after))
-    return Reference(world=world, steps=tuple(records))
+    return records

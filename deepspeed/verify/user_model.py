@@ -16,16 +16,16 @@ the mean of its squares.
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed.verify.models import SAMPLES, SEQUENCE, Case, Losses, MicroBatch, case_named
+from deepspeed.verify.models import SAMPLES, SEQUENCE, Case, Losses, MicroBatch, case_named, seeded
 
 BatchFunction = Callable[[int, int, int, int], Any]
 LossFunction = Callable[[Any, Any], Tensor]
-BUILD_SEED = 1234
 IMAGE_SIDE = 16
 
 
@@ -47,18 +47,11 @@ def resolve(reference: str) -> Any:
     return getattr(module, attribute)
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
-
-
 def default_loss(output: Any, batch: Any) -> Tensor:
     """The loss an output carries, or the mean of its squares; ValueError when no tensor can be found."""
-    if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
-        return output["loss"]
-    if isinstance(getattr(output, "loss", None), Tensor):
-        return output.loss
+    carried = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(carried, Tensor):
+        return carried
     if isinstance(output, (tuple, list)) and output:
         output = output[0]
     if isinstance(output, dict) and output:
@@ -100,37 +93,29 @@ def parts_of(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | Non
     return model, batch, loss
 
 
-def load_user_case(reference: str, config: dict[str, Any]) -> Case:
-    """The case of ``module:build``; accumulation and clipping come from the user's ``config``. Raises ValueError."""
+def load_user_case(reference: str) -> Case:
+    """The case of ``module:build``. Raises ValueError."""
     build = resolve(reference)
     if not callable(build):
         raise ValueError(f"{reference} is a {type(build).__name__}, not a function")
-
-    def built() -> tuple[nn.Module, BatchFunction | None, LossFunction | None]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(BUILD_SEED)
-            model, batch, loss = parts_of(build(), reference)
-        return model.float(), batch, loss
-
+    built = seeded(lambda: parts_of(build(), reference))
     model, batch_fn, loss_fn = built()
-    batch_fn = batch_fn or invented_batch(model)
-    loss_of = loss_fn or default_loss
+    batch_of, loss_of = batch_fn or invented_batch(model), loss_fn or default_loss
 
     def loss(model: nn.Module, batch: Any, place: MicroBatch) -> Losses:
-        return [loss_of(_call(model, batch), batch)]
+        if isinstance(batch, dict):
+            return [loss_of(model(**batch), batch)]
+        return [loss_of(model(*batch) if isinstance(batch, tuple) else model(batch), batch)]
 
-    accumulation = config.get("gradient_accumulation_steps", 1)
-    clipping = config.get("gradient_clipping", 1.0)  # the configuration's own default
-    return Case(
-        name=reference,
-        build=lambda: built()[0],
-        batch=lambda place: batch_fn(*place),
-        loss=loss,
-        accumulation=accumulation if isinstance(accumulation, int) else 1,
-        clipping=float(clipping) if isinstance(clipping, (int, float)) else 1.0,
-    )
+    return Case(reference, lambda: built()[0].float(), lambda place: batch_of(*place), loss, clipping=1.0)
 
 
 def case_of(model: str, config: dict[str, Any]) -> Case:
-    """The case that ``model`` names: ``module:build`` of a user, or one of ours."""
-    return load_user_case(model, config) if ":" in model else case_named(model)
+    """The case of a user or of ours that ``model`` names, with the loop that ``config`` states. Raises ValueError."""
+    case = load_user_case(model) if ":" in model else case_named(model)
+    accumulation, clipping = config.get("gradient_accumulation_steps"), config.get("gradient_clipping")
+    return replace(
+        case,
+        accumulation=accumulation if isinstance(accumulation, int) else case.accumulation,
+        clipping=float(clipping) if isinstance(clipping, (int, float)) else case.clipping,
+    )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed.verify.models import Stack, case_named
-from deepspeed.verify.resume import snapshot
+from deepspeed.verify.runs import snapshot
 from tests.dist.test_checkpoint_complete import warnings_of
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step

@@ -19,7 +19,7 @@ from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, Stack, case_named
 from deepspeed.verify.reference import trainable
-from deepspeed.verify.resume import snapshot
+from deepspeed.verify.runs import snapshot
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, outcome, start, train_step

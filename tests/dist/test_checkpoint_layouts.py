@@ -14,10 +14,11 @@ from torch import Tensor
 
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
-from deepspeed.verify.models import Case, MicroBatch, case_named
+from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.reference import trainable
-from deepspeed.verify.resume import whole_state
+from deepspeed.verify.runs import whole_state
 from tests.dist.test_checkpoint_resume import OddElements
+from tests.harness.cases import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, outcome, start, train_step
 

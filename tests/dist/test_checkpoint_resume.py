@@ -14,25 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.models import (
-    HIDDEN,
-    IN_FEATURES,
-    OUT_FEATURES,
-    Case,
-    case_named,
-    regression_batch,
-    seeded,
-    squared_error,
-)
-from deepspeed.verify.resume import (
-    ResumeCell,
-    built_in_cells,
-    interrupted,
-    resume_on_rank,
-    seed_everything,
-    snapshot,
-    train_case,
-)
+from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Case, regression_batch, seeded, squared_error
+from deepspeed.verify.resume import built_in_cells, interrupted, resume_on_rank
+from deepspeed.verify.runs import Setup, seed_everything, snapshot, train_case
+from tests.harness.cases import case_named
 from tests.harness.plain_optim import PlainOptimizer, UserElementwise
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, start
@@ -66,7 +51,7 @@ def resumes(engine_of: Callable[[], Any], case: Case, folder: str, *, cut: int =
 
 
 @pytest.mark.parametrize("cell", built_in_cells(), ids=lambda cell: cell.label)
-def test_every_stage_and_precision(pool2: RankPool, tmp_path: Path, cell: ResumeCell) -> None:
+def test_every_stage_and_precision(pool2: RankPool, tmp_path: Path, cell: Setup) -> None:
     identical(pool2.run(resume_on_rank, cell, str(tmp_path), STEPS, AT))
 
 
@@ -74,11 +59,9 @@ def test_every_stage_and_precision(pool2: RankPool, tmp_path: Path, cell: Resume
     "cell", [c for c in built_in_cells((1, 3)) if c.label.split(" ", 2)[2] in ("fp32", "nvme")], ids=lambda c: c.label
 )
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_offload_with_an_open_window_on_one_rank(pool1: RankPool, tmp_path: Path, cell: ResumeCell, tier: str) -> None:
-    config = {**cell.config, **PRECISION["bf16"]}
-    identical(
-        pool1.run(resume_on_rank, replace(cell, config=config, tier=tier, accumulation=2, cut=1), str(tmp_path), 4, 2)
-    )
+def test_offload_with_an_open_window_on_one_rank(pool1: RankPool, tmp_path: Path, cell: Setup, tier: str) -> None:
+    config = {**cell.config, **PRECISION["bf16"], "gradient_accumulation_steps": 2}
+    identical(pool1.run(resume_on_rank, replace(cell, config=config, tier=tier, cut=1), str(tmp_path), 4, 2))
 
 
 def window(stage: int, accumulation: int, cut: int, folder: str) -> str:

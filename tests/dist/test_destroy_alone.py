@@ -15,7 +15,7 @@ import deepspeed
 from deepspeed.errors import ReleasedParameterError
 from deepspeed.mesh import groups
 from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named
+from tests.harness.cases import case_named
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step

@@ -15,9 +15,10 @@ from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.checkpoint.weights.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.grads import Cell, full_gradients, full_parameters, run_cell, scaled_error
-from deepspeed.verify.models import IN_FEATURES, Stack, case_named, seeded
+from deepspeed.verify.models import IN_FEATURES, Stack, seeded
 from deepspeed.verify.reference import trainable
 from deepspeed.zero import build
+from tests.harness.cases import case_named
 from tests.harness.faults import Faults
 from tests.harness.lockstep import lockstep
 from tests.harness.pool import RankPool
@@ -186,7 +187,7 @@ def _verified(name: str, config: dict[str, Any], *, cast: bool) -> str:
 
     build._move_buffers = rounding if cast else honest
     try:
-        return outcome(lambda: run_cell(Cell(name, stage=3, config=config), steps=1))
+        return outcome(lambda: run_cell(Cell(name, stage=3, config=config), steps=1, case=case_named(name)))
     finally:
         build._move_buffers = honest
 

@@ -16,8 +16,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from deepspeed.observe.log import logger
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case, MicroBatch, case_named
+from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.reference import gate_optimizer, trainable
+from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, outcome, start

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.verify.models import HIDDEN, Case, MicroBatch, ResidualBlock, Stack, case_named, regression_batch, seeded
+from deepspeed.verify.models import HIDDEN, Case, MicroBatch, ResidualBlock, Stack, regression_batch, seeded
 from deepspeed.zero.facts import UnitState
+from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, here, make_config, start

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from deepspeed.verify.models import HIDDEN, Case, ResidualBlock, Stack, case_named, regression_batch, seeded
+from deepspeed.verify.models import HIDDEN, Case, ResidualBlock, Stack, regression_batch, seeded
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.unit import Unit
+from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config
@@ -29,7 +30,7 @@ class NestedCheckpoints(Stack):
             return y + layer.down(torch.relu(half))
 
         def outer(y: Tensor) -> Tensor:
-            for layer in self.blocks()[:2]:
+            for layer in self.layers[:2]:
                 y = checkpoint(inner, layer, y, use_reentrant=self.reentrant)
             return y
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case, case_named
+from deepspeed.verify.models import Case
 from deepspeed.zero.param import ReleasedFace
+from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault
 from tests.harness.lockstep import TOLERANCE, equal, live_bytes, not_at_rest
 from tests.harness.pool import RankPool

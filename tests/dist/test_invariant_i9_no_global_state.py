@@ -10,7 +10,7 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.verify.grads import full_parameters
-from deepspeed.verify.models import case_named
+from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, equal, not_at_rest
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start, train_step

@@ -26,7 +26,6 @@ from deepspeed.verify.models import (
     OUT_FEATURES,
     Case,
     ResidualBlock,
-    case_named,
     regression_batch,
     seeded,
     squared_error,
@@ -34,6 +33,7 @@ from deepspeed.verify.models import (
 from deepspeed.verify.reference import trainable
 from deepspeed.zero.memory import fit
 from deepspeed.zero.plan import StateKind
+from tests.harness.cases import LoopCase, case_named
 from tests.harness.lockstep import not_at_rest
 from tests.harness.plain_optim import PlainOptimizer, UserElementwise, UserWholeTensor
 from tests.harness.pool import RankPool
@@ -91,7 +91,7 @@ class Everything(Wide):
 
 def wide_case(model: type[nn.Module] = Wide, **changes: Any) -> Case:
     """Regression on a wide model."""
-    return Case(name=model.__name__, build=seeded(model), batch=regression_batch, loss=squared_error, **changes)
+    return LoopCase(name=model.__name__, build=seeded(model), batch=regression_batch, loss=squared_error, **changes)
 
 
 CASES: dict[str, Callable[[], Case]] = {

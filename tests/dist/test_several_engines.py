@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.verify.grads import full_parameters, scaled_error
-from deepspeed.verify.models import Case, case_named
+from deepspeed.verify.models import Case
 from deepspeed.verify.reference import gate_optimizer
+from tests.harness.cases import case_named
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, parameter_error, plain_train, start, train_step
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.verify.cli import main
 from deepspeed.verify.grads import matrix_cells, scaled_error
-from deepspeed.verify.user_model import default_loss, invented_batch, load_user_case
+from deepspeed.verify.user_model import case_of, default_loss, invented_batch
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -107,7 +107,6 @@ def test_a_model_that_cannot_agree_fails_and_is_named(capsys: pytest.CaptureFixt
         (["--model", "just_text"], "module:function"),
         (["--model", f"{HERE}:build_nothing"], "must return a module"),
         (["--config", "no_such_file.json"], "no_such_file.json"),
-        (["--ranks", "0"], "--ranks"),
     ],
 )
 def test_wrong_input_is_a_sentence_and_exit_2(
@@ -116,6 +115,21 @@ def test_wrong_input_is_a_sentence_and_exit_2(
     assert main(["grads", *arguments]) == 2
     told = capsys.readouterr().err
     assert told.startswith("ds_verify: ") and words in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["grads", "--ranks", "0"], ["resume", "--load-ranks", "0"], ["resume", "--at", "0"]),
+        *(["data", "--save-n", "0"], ["crash", "--kills", "0"], ["crash", "--folder", "/no/such"]),
+        *(["offload", "--steps", "0"], ["offload", "--folder", "/no/such/folder"]),
+    ],
+)
+def test_options_that_cannot_be_are_named_and_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and f"ds_verify {arguments[0]}: error: argument {arguments[1]}: " in err
 
 
 def test_matrix_is_the_documented_product() -> None:
@@ -138,4 +152,4 @@ def test_inputs_are_invented_from_the_first_layer() -> None:
     assert default_loss((torch.tensor([2.0, 2.0]), None), None) == 4.0
     with pytest.raises(ValueError, match="loss_fn"):
         default_loss("text", None)
-    assert load_user_case(f"{HERE}:build", {"gradient_accumulation_steps": 3, "gradient_clipping": 0}).accumulation == 3
+    assert case_of(f"{HERE}:build", {"gradient_accumulation_steps": 3, "gradient_clipping": 0}).accumulation == 3

@@ -1,31 +1,43 @@
 """``ds_verify data``: real ranks save in the middle of an epoch, others finish it, and every sample is counted."""
 
+from pathlib import Path
+
 import pytest
 
 from deepspeed.verify.cli import main
-from deepspeed.verify.data import faults
+from deepspeed.verify.data import faults, train
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--save-n", "4", "--load-n", "3", "--workers", "2"],
-        ["--save-n", "1", "--load-n", "2", "--workers", "0", "--batch", "3", "--at", "0"],
-        ["--save-n", "2", "--load-n", "2", "--workers", "1", "--samples", "21", "--at", "3"],
-    ],
-)
-def test_no_sample_twice_none_missing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "--samples", "101", *arguments]) == 0
+def test_no_sample_twice_none_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "--save-n", "4", "--load-n", "3", "--workers", "2", "--samples", "101"]) == 0
     shown = capsys.readouterr().out
-    assert shown.endswith("samples: no sample twice, none missing\n") and "then saved" in shown
+    assert shown.endswith("101 samples: no sample twice, none missing\n") and "then saved" in shown
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading", "samples", "batch", "workers", "at"), [(1, 2, 101, 3, 0, 0), (2, 2, 21, 4, 1, 3)]
+)
+def test_ends_of_an_epoch(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    saving: int,
+    loading: int,
+    samples: int,
+    batch: int,
+    workers: int,
+    at: int,
+) -> None:
+    first, second = (request.getfixturevalue(f"pool{world}") for world in (saving, loading))
+    before = first.run(train, str(tmp_path), samples, batch, workers, at)
+    after = second.run(train, str(tmp_path), samples, batch, workers, None)
+    assert faults(before, after, samples) == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--save-n", "0"], "--save-n must be at least 1"),
         (["--workers", "-1"], "--workers"),
         (["--samples", "10", "--batch", "2", "--save-n", "2", "--at", "4"], "has 3 steps of 2 x 2"),
     ],

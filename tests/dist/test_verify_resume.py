@@ -39,8 +39,6 @@ def test_a_model_that_cannot_be_resumed_fails_and_the_field_is_named(capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ranks", "0"], "--ranks must be at least 1"),
-        (["--load-ranks", "0"], "--load-ranks must be at least 1"),
         (["--at", "20"], "between the first and the last"),
         (["--model", "no_such_module:build"], "cannot import 'no_such_module'"),
     ],

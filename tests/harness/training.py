@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.verify.grads import BUCKETS, full_parameters, scaled_error
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
-from deepspeed.verify.reference import GATE_ADAM, backward_all
+from deepspeed.verify.reference import GATE_ADAM
 
 STAGES = (0, 1, 2, 3)
 ADAMW = {"type": "AdamW", "params": {**GATE_ADAM, "betas": list(GATE_ADAM["betas"])}}
@@ -51,7 +51,7 @@ def train_step(engine: Any, case: Case, step: int) -> list[float]:
         for loss in losses:
             engine.backward(loss)
             values.append(float(loss.detach()))
-        case.write_by_hand(engine.module, here(step, micro))
+        case.after_backward(engine.module, here(step, micro))
         engine.step()
     return values
 
@@ -71,7 +71,7 @@ def plain_train(
         for rank in range(world):
             for micro in range(case.accumulation):
                 losses = case.seeded_loss(model, MicroBatch(step, micro, rank, world))
-                backward_all(case, losses, 1.0 / (world * case.accumulation))
+                case.backward([loss * (1.0 / (world * case.accumulation)) for loss in losses], Tensor.backward)
         for param in model.parameters():
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from deepspeed.config import load_config
-from deepspeed.verify.models import Stack, Tied, all_cases
+from deepspeed.verify.models import Stack, Tied
 from deepspeed.zero.client.leaf import set_z3_leaf_modules
 from deepspeed.zero.partition import Partition, find_blocks, partition
 from deepspeed.zero.plan import make_plan
+from tests.harness.cases import all_cases
 
 
 def _parts(model: nn.Module, stage: int = 3, **zero: Any) -> Partition:

@@ -1,0 +1,227 @@
+"""Runs whose states are compared bit for bit: a model under a configuration, wherever its states rest, and digests of
+all that decides how its training goes on.
+"""
+
+import copy
+import hashlib
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import deepspeed
+from deepspeed.data.move import map_tensors
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.models import SAMPLES, Case, MicroBatch
+from deepspeed.verify.user_model import case_of
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+Digests = dict[str, str]  # name -> equal for equal bits
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model (a case's name or ``module:build``) under ``config``; one row of a report.
+
+    States rest on ``tier`` ("none", "cpu" or "nvme"; None: as configured). ``cut``: micro-batches of an open window at
+    a save.
+    """
+
+    label: str
+    model: str
+    config: dict[str, Any]
+    cut: int = 0
+    tier: str | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model while it trains."""
+        named = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        chosen = [dtype for block, dtype in named.items() if (self.config.get(block) or {}).get("enabled")]
+        return chosen[0] if chosen else torch.float32
+
+    def case(self) -> Case:
+        """The model and its data, whose batches are in the dtype of the model."""
+        case, dtype = case_of(self.model, self.config), self.dtype
+        cast = lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor  # noqa: E731
+        return case if dtype == torch.float32 else replace(case, batch=lambda at: map_tensors(case.batch(at), cast))
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """The configuration; ``folder`` is for states on a drive."""
+        config = copy.deepcopy(self.config)
+        for key in ("train_batch_size", "memory"):
+            config.pop(key, None)
+        config.setdefault("train_micro_batch_size_per_gpu", SAMPLES)
+        accumulation = config.get("gradient_accumulation_steps")
+        config["gradient_accumulation_steps"] = accumulation if isinstance(accumulation, int) else 1
+        zero = config["zero_optimization"]
+        for block in ("offload_optimizer", "offload_param") if self.tier is not None else ():
+            zero.pop(block, None)
+            if self.tier != "none" and (block == "offload_optimizer" or zero["stage"] == 3):
+                zero[block] = {"device": self.tier, **({"nvme_path": folder} if self.tier == "nvme" else {})}
+        if self.tier == "nvme":
+            zero.setdefault("sub_group_size", 4096)  # several tiles also in a small model
+            if "offload_param" in zero:
+                zero["offload_param"]["max_in_cpu"] = 0
+        return config
+
+    def start(self, case: Case, folder: str, seed: int) -> Any:
+        """An engine of a fresh model. Collective."""
+        model = case.build().train()
+        seed_everything(seed + dist.get_rank())
+        return deepspeed.initialize(model=model, config=self.settings(folder))[0]
+
+
+def user_setup(model: str, config: dict[str, Any], *, stage: int) -> Setup:
+    """The user's model under the user's configuration, which may leave the stage and the optimizer open."""
+    zero = config.get("zero_optimization")
+    zero = {"stage": stage, **(zero if isinstance(zero, dict) else {})}
+    zero["stage"] = zero["stage"] or stage
+    return Setup(f"stage {zero['stage']}", model, {"optimizer": ADAMW, **config, "zero_optimization": zero})
+
+
+def seed_everything(seed: int) -> None:
+    """Every generator that a checkpoint restores."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def train_case(engine: Any, case: Case, numbers: Iterable[int], *, alike: bool = False) -> list[float]:
+    """Micro-batches by their number in the run; dropout draws from the running generators. Their losses.
+
+    ``alike``: samples and draws are the same on every rank, and so under any number of ranks.
+    """
+    rank, world = (0, 1) if alike else (dist.get_rank(), dist.get_world_size())
+    values = []
+    for number in numbers:
+        place = MicroBatch(*divmod(number, case.accumulation), rank, world)
+        losses = case.seeded_loss(engine, place) if alike else case.loss(engine, case.batch(place), place)
+        values += [float(loss.detach()) for loss in losses]
+        random.random()
+        np.random.rand()
+        case.backward(losses, engine.backward)
+        engine.step()
+    return values
+
+
+# -- what an engine holds ----------------------------------------------------------------------------------------
+
+
+def digest(value: Tensor) -> str:
+    """Equal for equal bits."""
+    content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def hash_of(value: Any) -> str:
+    """One short hash of plain values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _text(value: Any) -> str:
+    """Every bit of a plain value."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {digest(value)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(_text(v) for v in value)})"
+    return value.hex() if isinstance(value, float) else repr(value)
+
+
+def _params(engine: Any) -> Digests:
+    """Full parameters and fp32 masters. Collective."""
+    masters = {f"{n} (fp32 master)": safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+    both = full_parameters(engine.module) | masters
+    return {name: digest(value) for name, value in both.items() if value is not None}
+
+
+def _rates(engine: Any) -> Digests:
+    rates = {"learning rates": _text(engine.get_lr() if engine.basic_optimizer is not None else [])}
+    if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict"):
+        rates["schedule"] = _text(engine.lr_scheduler.state_dict())
+    return rates
+
+
+def _counts(engine: Any) -> Digests:
+    return {
+        **{name: repr(getattr(engine, name)) for name in _COUNTERS},
+        "loss scale": _text(engine.scaler_state()),
+        "gradient norm": _text(engine.get_global_grad_norm()),
+    }
+
+
+def _groups(engine: Any) -> Digests:
+    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
+    return {f"{k} of group {i}": _text(v) for i, g in enumerate(groups) for k, v in g.items() if k != "params"}
+
+
+def _spans(view: Any) -> Iterable[tuple[str, int, int]]:
+    """Name, begin and end, within ``view``, of the parameters that it has a part of."""
+    for s in view.unit.layout.segments:
+        if max(s.offset, view.start) < min(s.stop, view.stop):
+            yield s.name, max(s.offset, view.start) - view.start, min(s.stop, view.stop) - view.start
+
+
+def _local_slots(engine: Any) -> Digests:
+    """State of this rank's part of every parameter, without the padding between them, and what belongs to none."""
+    optimizer, texts = engine.basic_optimizer, {}
+    for view in engine._views if optimizer is not None else ():
+        with engine.attached(view):
+            for slot, value in optimizer.state.get(view.param, {}).items():
+                if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == view.stop - view.start:
+                    value = torch.cat([value[:0], *(value[begin:end] for _, begin, end in _spans(view))])
+                texts[f"{slot} of {view.name} from {view.start} on"] = _text(value)
+    state = optimizer.state if optimizer is not None else {}
+    return texts | {f"state[{k!r}]": _text(v) for k, v in state.items() if not isinstance(k, Tensor)}
+
+
+def snapshot(engine: Any) -> dict[str, Digests]:
+    """By field, digests of all that decides how training goes on, as this rank sees it. Collective."""
+    arrays = [np.asarray(part).tolist() for part in np.random.get_state()]
+    return {
+        "params": _params(engine) | {name: digest(value) for name, value in engine.module.named_buffers()},
+        "opt": _local_slots(engine) | _groups(engine),
+        "lr": _rates(engine),
+        "rng": {"torch": digest(torch.get_rng_state()), "numpy": hash_of(arrays), "python": hash_of(random.getstate())},
+        "scaler": _counts(engine),
+    }
+
+
+def _everyone(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def full_states(engine: Any) -> Digests:
+    """Digests of every parameter, fp32 master and optimizer slot, whole. Collective."""
+    states = [state for key, state in engine.basic_optimizer.state.items() if isinstance(key, Tensor)]
+    mine = {slot for state in states for slot, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    digests, slots = _params(engine), sorted(set().union(*_everyone(mine)))
+    for name, param in engine.module.named_parameters():
+        full = {slot: safe_get_full_optimizer_state(param, slot) for slot in slots}
+        digests |= {f"{name} ({slot})": digest(value) for slot, value in full.items() if value is not None}
+    return digests
+
+
+def whole_state(engine: Any) -> Digests:
+    """``full_states``, and all else that does not depend on how it is cut: numbers, groups, counters. Collective."""
+    numbers: Digests = {}
+    for view in engine._views:
+        for slot, value in engine.basic_optimizer.state.get(view.param, {}).items():
+            if isinstance(value, (int, float)) or isinstance(value, Tensor) and not value.dim():
+                numbers |= {f"{slot} of {name}": _text(value) for name, _, _ in _spans(view)}
+    merged = {name: text for theirs in _everyone(numbers) for name, text in theirs.items()}
+    return dict(
+        sorted({**full_states(engine), **merged, **_groups(engine), **_rates(engine), **_counts(engine)}.items())
+    )
