@@ -102,16 +102,11 @@ def check_folder(folder: str, nbytes: float, what: str, remedy: str) -> None:
         raise UsageError(f"{folder} has {free / 1e9:.2f} GB of free space and {what} {nbytes / 1e9:.2f}; {remedy}")
 
 
-def guarded(prog: str, action: Callable[[], str | int | dict[str, Any]]) -> int:
-    """Write what ``action`` returns: text, or facts as JSON; a number is the exit status, which is returned.
-
-    A failure is a sentence on standard error.
-    """
+def guarded(prog: str, action: Callable[[], str | dict[str, Any]]) -> int:
+    """Write what ``action`` returns: text, or facts as JSON. A failure is a sentence on standard error."""
 
     def run() -> int:
         result = action()
-        if isinstance(result, int):
-            return result
         say(result if isinstance(result, str) else json.dumps(result, indent=1))
         return 0
 

@@ -18,7 +18,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from deepspeed.bench.common import CommandLine, guarded
+from deepspeed.bench.common import CommandLine
+from deepspeed.observe.program import guarded
 from deepspeed.verify import crash, data, grads, offload, resume, user_model
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankFailure
