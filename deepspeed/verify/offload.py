@@ -10,11 +10,13 @@ import argparse
 import tempfile
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.config import load_config
 from deepspeed.verify.common import Printout, add_model, config_of, folder
 from deepspeed.verify.ranks import RankPool
-from deepspeed.verify.runs import ADAMW, Digests, Setup, full_states, train_case, user_setup
+from deepspeed.verify.runs import ADAMW, Digests, Setup, full_states, seed_everything, train_case, user_setup
 
 STEPS = 20
 TIERS = ("cpu", "nvme")
@@ -37,6 +39,7 @@ def train_tier(setup: Setup, place: str, steps: int) -> list[Digests]:
     engine = setup.start(case, place, 5)
     digests = []
     for step in range(steps):
+        seed_everything(1000 * step + dist.get_rank())  # whatever a tier drew
         losses = train_case(engine, case, range(step * case.accumulation, (step + 1) * case.accumulation))
         digests.append({"the losses": repr(losses), **full_states(engine)})
     engine.destroy()
