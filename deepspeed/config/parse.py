@@ -1,11 +1,11 @@
 """Reading a configuration: from a dict, a relaxed-JSON file, or URL-safe base64 of JSON."""
 
 import base64
-import binascii
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +30,16 @@ class ConfigSource:
     lines: Mapping[str, list[int]] = field(default_factory=dict)
 
 
-class _Duplicate(Exception):
-    """A key occurs twice in one object."""
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in out:
-            raise _Duplicate(key)
-        out[key] = value
+def _unique(pairs: list[tuple[str, Any]], text: str, name: str) -> dict[str, Any]:
+    """An object of ``text`` from its ``pairs``; DeepSpeedConfigError when it holds a key twice."""
+    out, names = dict(pairs), [key for key, _ in pairs]
+    if len(out) < len(pairs):
+        key = next(key for key in out if names.count(key) > 1)
+        placed = (item for item in key_lines(text).items() if len(item[1]) > 1 and item[0].rpartition(".")[2] == key)
+        path, lines = next(placed, (key, []))
+        where = f"{len(lines)} times (lines {', '.join(map(str, lines))})" if lines else "twice in one block"
+        raise DeepSpeedConfigError(f"{name}: the key {path!r} is written {where}. Keep one of them.")
     return out
-
-
-def _duplicate_message(text: str, name: str, key: str) -> str:
-    for path, lines in key_lines(text).items():
-        if len(lines) > 1 and path.rpartition(".")[2] == key:
-            where = ", ".join(map(str, lines))
-            return f"{name}: the key {path!r} is written {len(lines)} times (lines {where}). Keep one of them."
-    return f"{name}: the key {key!r} is written twice in one block. Keep one of them."
-
-
-def _broken_message(text: str, name: str, error: hjson.HjsonDecodeError) -> str:
-    # The relaxed parser reads far past a missing comma before it stops; the strict one stops where the mistake is.
-    try:
-        json.loads(plain_json(text))
-    except json.JSONDecodeError as strict:
-        return f"{name}: broken JSON at line {strict.lineno}, column {strict.colno}: {strict.msg}."
-    return f"{name}: broken JSON at line {error.lineno}, column {error.colno}: {error.msg}."
 
 
 def parse_text(text: str, name: str) -> dict[str, Any]:
@@ -68,30 +50,26 @@ def parse_text(text: str, name: str) -> dict[str, Any]:
     """
     if not text.strip():
         raise DeepSpeedConfigError(f"{name} is empty. Write at least {{}} with the batch size keys.")
+    unique = partial(_unique, text=text, name=name)
     try:
         try:
-            data = json.loads(text, object_pairs_hook=_unique_pairs)
+            data = json.loads(text, object_pairs_hook=unique)
         except json.JSONDecodeError:
-            data = hjson.loads(text, object_pairs_hook=_unique_pairs)
-    except _Duplicate as duplicate:
-        raise DeepSpeedConfigError(_duplicate_message(text, name, str(duplicate))) from None
-    except hjson.HjsonDecodeError as error:
-        raise DeepSpeedConfigError(_broken_message(text, name, error)) from None
+            data = hjson.loads(text, object_pairs_hook=unique)
+    except hjson.HjsonDecodeError:
+        # The relaxed parser reads far past a missing comma before it stops; the strict one stops where the mistake is.
+        try:
+            json.loads(plain_json(text))
+        except json.JSONDecodeError as strict:
+            error = strict
+        where = f"broken JSON at line {error.lineno}, column {error.colno}: {error.msg}."
+        raise DeepSpeedConfigError(f"{name}: {where}") from None
     except RecursionError:
         raise DeepSpeedConfigError(f"{name} is nested too deeply to be a configuration.") from None
     if not isinstance(data, dict):
         kind = type(data).__name__
         raise DeepSpeedConfigError(f"{name} must hold one object {{...}} at its top level, but holds a {kind}.")
     return data
-
-
-def _read_file(path: Path) -> ConfigSource:
-    name = f"configuration file {str(path)!r}"
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DeepSpeedConfigError(f"{name} cannot be read: {error.strerror or error}.") from error
-    return text_source(raw, name)
 
 
 def text_source(raw: bytes, name: str) -> ConfigSource:
@@ -106,14 +84,14 @@ def text_source(raw: bytes, name: str) -> ConfigSource:
     return ConfigSource(parse_text(text, name), name, from_program=False, lines=key_lines(text))
 
 
-def _decode_base64(text: str) -> str | None:
-    """The JSON object text inside ``text``, or None when it is not base64 of one."""
+def _decode_base64(text: str) -> str:
+    """The JSON object text inside ``text``; empty when it is not base64 of one."""
     try:
         raw = base64.b64decode(text.strip() + "=" * (-len(text.strip()) % 4), altchars=b"-_", validate=True)
         decoded = raw.decode("utf-8")
-    except (binascii.Error, ValueError):
-        return None
-    return decoded if decoded.lstrip().startswith("{") else None
+    except ValueError:
+        return ""
+    return decoded if decoded.lstrip().startswith("{") else ""
 
 
 def read_source(source: Any) -> ConfigSource:
@@ -130,9 +108,13 @@ def read_source(source: Any) -> ConfigSource:
     if os.path.isdir(source) and text:
         raise DeepSpeedConfigError(f"configuration path {str(path)!r} is a directory. Name the JSON file inside it.")
     if os.path.exists(source):  # false for a long base64 text, which is no legal file name
-        return _read_file(path)
-    decoded = _decode_base64(text) if isinstance(source, str) else None
-    if decoded is not None:
+        name = f"configuration file {str(path)!r}"
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise DeepSpeedConfigError(f"{name} cannot be read: {error.strerror or error}.") from error
+        return text_source(raw, name)
+    if isinstance(source, str) and (decoded := _decode_base64(text)):
         return ConfigSource(parse_text(decoded, encoded), encoded, from_program=True)
     shown = text if len(text) <= 200 else text[:200] + "..."
     raise DeepSpeedConfigError(

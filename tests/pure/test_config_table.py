@@ -7,7 +7,8 @@ import pytest
 
 from deepspeed.config.model.optim_params import PARAM_FIELDS
 from deepspeed.config.model.root import DeepSpeedConfig, load_config
-from deepspeed.config.model.settings import SPELLED, all_keys, declared_fields, settings, support_faults
+from deepspeed.config.model.settings import all_keys, declared_fields, settings, support_faults
+from deepspeed.config.model.spelling import SPELLED
 from deepspeed.config.model.values import Support
 
 KEYS = all_keys(DeepSpeedConfig)

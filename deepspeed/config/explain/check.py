@@ -1,7 +1,7 @@
 """What is wrong with a file, and what is worth saying about it, for people."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,41 +11,36 @@ from deepspeed.config.explain.rules import inert_under
 from deepspeed.config.model.batch import BATCH_KEYS, MICRO, TRAIN
 from deepspeed.config.model.optim_params import PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.root import DeepSpeedConfig, judge
-from deepspeed.config.model.settings import Setting, canonical_path, gate_open, plain, settings
+from deepspeed.config.model.settings import Setting, gate_open, plain, settings
+from deepspeed.config.model.spelling import canonical_path
 from deepspeed.config.model.values import AUTO, Support, is_auto
 from deepspeed.config.parse import ConfigSource
 
 # The keys whose "auto" Transformers and Accelerate replace before the configuration reaches the engine.
-_FILLED: Mapping[str, tuple[str, ...]] = {
-    "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
-    "scheduler.params": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
-    "fp16": ("enabled",),
-    "bf16": ("enabled",),
-    "zero_optimization": (
-        *("stage", "reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold"),
-        "gather_16bit_weights_on_model_save",
-    ),
-    "zero_optimization.offload_param": ("device", "nvme_path"),
-    "zero_optimization.offload_optimizer": ("device", "nvme_path"),
+_FILLED: Mapping[str, str] = {
+    "optimizer.params": "lr betas eps weight_decay",
+    "scheduler.params": "warmup_min_lr warmup_max_lr warmup_num_steps total_num_steps",
+    "fp16": "enabled",
+    "bf16": "enabled",
+    "zero_optimization": "stage reduce_bucket_size prefetch_bucket_size param_persistence_threshold "
+    "gather_16bit_weights_on_model_save",
+    "zero_optimization.offload_param": "device nvme_path",
+    "zero_optimization.offload_optimizer": "device nvme_path",
 }
-FILLED_BY_INTEGRATIONS = frozenset(
-    {*BATCH_KEYS, "gradient_clipping", *(f"{block}.{name}" for block, names in _FILLED.items() for name in names)}
-)
+_FILLED_INSIDE = {f"{block}.{name}" for block, names in _FILLED.items() for name in names.split()}
+FILLED_BY_INTEGRATIONS = frozenset({*BATCH_KEYS, "gradient_clipping", *_FILLED_INSIDE})
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The judgement of one source; no ``config`` where there are faults. ``autos`` are paths an integration fills.
-
-    ``settings`` has every key of a faultless configuration by path, in the order of the models.
+    """The judgement of a faultless source. ``autos`` are paths that an integration fills; ``settings`` has every key by
+    path, in the order of the models.
     """
 
-    source: ConfigSource
-    config: DeepSpeedConfig | None
-    faults: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    autos: tuple[str, ...] = ()
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    config: DeepSpeedConfig
+    notes: tuple[str, ...]
+    autos: tuple[str, ...]
+    settings: Mapping[str, Setting]
 
     @property
     def batch_is_open(self) -> bool:
@@ -95,7 +90,7 @@ def explained(config: DeepSpeedConfig, source: ConfigSource | None = None) -> di
 
 
 def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) -> Findings:
-    """All faults of ``source`` for ``world_size`` data-parallel ranks, and what is worth saying when there are none.
+    """What is worth saying of ``source`` for ``world_size`` data-parallel ranks; DeepSpeedConfigError with its faults.
 
     "auto" is accepted where an integration fills it in, unless ``resolved``.
     """
@@ -103,11 +98,11 @@ def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) ->
     data = _without_autos(source.data, "", autos)
     if set(autos) & set(BATCH_KEYS) and TRAIN not in data and MICRO not in data:
         data[MICRO] = 1
-    config, report, _ = judge(replace(source, data=data), world_size=world_size)
+    config, report = judge(replace(source, data=data), world_size=world_size)
     for path in autos if resolved else ():
         report.fault(path, f"{path} {UNFILLED}")
-    if config is None or report.faults:
-        return Findings(source, None, tuple(report.faults))
+    report.raise_faults()
+    assert config is not None, "without one there are faults"
     config = config.model_copy(update={"source": source.data})
     if "pipeline" in source.data:
         nothing = "models are not cut into pipeline stages in this release"
@@ -123,4 +118,4 @@ def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) ->
             shown[path] = Setting(path, path, None, AUTO, None, "auto", source.lines.get(path, [None])[-1])
         elif path in BATCH_KEYS:
             shown[path] = replace(shown[path], value=AUTO)
-    return Findings(source, config, (), tuple(notes), tuple(autos), shown)
+    return Findings(config, tuple(notes), tuple(autos), shown)

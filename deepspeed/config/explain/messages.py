@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from deepspeed.config.explain.lines import enclosing, line_of
 from deepspeed.config.model.values import is_auto
 from deepspeed.config.parse import ConfigSource
+from deepspeed.errors import BatchConfigError, DeepSpeedConfigError
 
 RESEMBLES = 0.8  # from here on a foreign key counts as a misspelt one
 UNFILLED = (
@@ -79,7 +80,7 @@ class Judgement:
     """What is found wrong, or worth a word, while one source is read.
 
     ``renames`` maps canonical paths to those that the user wrote; ``broken`` holds the canonical paths whose values
-    could not be read.
+    could not be read. ``batch`` is the fault of the batch sizes.
     """
 
     source: ConfigSource
@@ -87,6 +88,7 @@ class Judgement:
     notes: list[str] = field(default_factory=list)
     renames: dict[str, str] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
+    batch: str = ""
 
     def written(self, path: str) -> str:
         """The dotted path as the user wrote it."""
@@ -109,6 +111,17 @@ class Judgement:
         meant = {name for fault in self.faults for name in re.findall(r"did you mean '([^']+)'", fault)}
         names = meant | self.broken | {path.rpartition(".")[2] for path in self.broken} - _COMMON
         return any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", sentence) for name in names)
+
+    def raise_faults(self) -> None:
+        """Raise all faults as one error. Programs look for the beginning of the batch sentence; people get the file."""
+        name, count = self.source.name, len(self.faults)
+        if self.faults:
+            text = f"{name} has {count} problems:" + "".join(f"\n  - {item}" for item in self.faults)
+            if count == 1:
+                text = self.batch if self.batch and self.source.from_program else f"{name}: {self.faults[0]}"
+            error = (BatchConfigError if self.batch else DeepSpeedConfigError)(text)
+            error.faults = tuple(self.faults)
+            raise error
 
     def validation(
         self, error: ValidationError, root: type[BaseModel], aliases: Mapping[str, Iterable[str]]

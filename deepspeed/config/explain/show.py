@@ -5,16 +5,11 @@ from typing import Any
 
 from deepspeed.config.explain.check import Findings
 from deepspeed.config.model.dtypes import dtype_rows
-from deepspeed.config.model.root import DeepSpeedConfig
-from deepspeed.config.model.settings import Setting, canonical_path, plain
+from deepspeed.config.model.settings import Setting, plain
+from deepspeed.config.model.spelling import canonical_path
 
 WIDTH = 120
 _VALUE_WIDTH, _SHORT, _NAME_WIDTH = 28, 11, 48  # of a value in front of a remark: at most, and the usual; of a name
-
-
-def _config(findings: Findings) -> DeepSpeedConfig:
-    assert findings.config is not None, "only a configuration without faults has values"
-    return findings.config
 
 
 def _value_text(value: Any) -> str:
@@ -67,7 +62,7 @@ def values_text(findings: Findings, *, everything: bool = False) -> str:
 
 def dtypes_text(findings: Findings) -> str:
     """One table: which dtype each quantity of a step has, and the key that decides it."""
-    rows = [("quantity", "dtype", "decided by"), *dtype_rows(_config(findings))]
+    rows = [("quantity", "dtype", "decided by"), *dtype_rows(findings.config)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
     waiting = [path for path in findings.autos if canonical_path(path) in ("bf16.enabled", "fp16.enabled")]
@@ -76,7 +71,7 @@ def dtypes_text(findings: Findings) -> str:
 
 def as_json(findings: Findings) -> dict[str, Any]:
     """The same facts for programs; JSON has no infinity."""
-    config = _config(findings)
+    config = findings.config
     rows = [
         {
             "path": item.path,

@@ -11,18 +11,7 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.config.explain.messages import UNFILLED, Judgement, nearest, unknown_key, wrong_value
 from deepspeed.config.model.removed import REMOVED_OPTIMIZERS, removed_key
-from deepspeed.config.model.values import (
-    Block,
-    Count,
-    Flag,
-    Int,
-    Num,
-    Positive,
-    Support,
-    is_auto,
-    key,
-    quoted_hint,
-)
+from deepspeed.config.model.values import Block, Count, Flag, Int, Num, Positive, Support, is_auto, key, quoted_hint
 
 Part = Literal["optimizer", "scheduler"]
 OPTIMIZER_DEFAULT, REQUIRED = "the optimizer's own", "required"  # how a parameter without one default says so

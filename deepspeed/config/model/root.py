@@ -1,58 +1,42 @@
 """The whole configuration as one immutable object, and the function that makes it."""
 
 import os
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
+from pydantic import Field, SkipValidation, ValidationError
 
 from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, nearest, unknown_key
 from deepspeed.config.explain.rules import rule_violations
 from deepspeed.config.model import blocks, unread
 from deepspeed.config.model.batch import BATCH_KEYS, TRAIN, resolve_batch
-from deepspeed.config.model.optim_params import Part, check_params
+from deepspeed.config.model.optim_params import PARAM_BLOCKS, check_params
 from deepspeed.config.model.removed import removed_key, removed_parts
-from deepspeed.config.model.settings import TENSOR_PARALLEL_ALIASES, support_faults
+from deepspeed.config.model.settings import support_faults
+from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree
 from deepspeed.config.model.values import (
-    Block,
     DtypeName,
     Flag,
     Int,
     LowerCase,
     Num,
     OptionalDtype,
+    Period,
     Positive,
-    is_auto,
     key,
-    whole_number,
 )
-from deepspeed.config.model.zero import LEGACY_KEYS, ZERO_ALIASES, ZeroConfig, canonical_zero, one_spelling
+from deepspeed.config.model.zero import ZeroConfig
 from deepspeed.config.parse import ConfigSource, read_source
-from deepspeed.errors import BatchConfigError, DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import logger
 
 _Activations = blocks.ActivationCheckpointingConfig
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
-_NAMED_BLOCKS: tuple[Part, ...] = ("optimizer", "scheduler")
 _DEEPEST = 64  # levels; a dict that contains itself has no end
 _SCHEMA = "$schema"  # for editors: names the file that describes this format
 
 
-def _period(value: Any) -> Any:
-    """A step count that may be infinite, which means never; JSON has no infinity, and files spell it as a word."""
-    if value == float("inf") or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
-        return float("inf")
-    count = whole_number(value)
-    if count <= 0:
-        raise ValueError(f"must be at least 1, not {count}; use null to switch the report off")
-    return count
-
-
-Period = Annotated[
-    int | float, BeforeValidator(_period, json_schema_input_type=Annotated[int, Field(ge=1)] | Literal["inf"])
-]
 _MeanOrSum = Annotated[Literal["mean", "sum"], LowerCase]
-_ModelMeta: Any = type(Block)
+_ModelMeta: Any = type(ZeroConfig)
 
 
 class _LoadsWhenCalled(_ModelMeta):
@@ -60,18 +44,14 @@ class _LoadsWhenCalled(_ModelMeta):
 
     def __call__(cls, config: Any, mpu: Any = None, mesh_device: Any = None) -> "DeepSpeedConfig":
         """``load_config`` for the ranks of ``mpu``, of ``mesh_device``'s "data_parallel" axis, of WORLD_SIZE, or 1."""
-        return load_config(config, world_size=_world_size(mpu, mesh_device))
-
-
-def _world_size(mpu: Any, mesh_device: Any) -> int:
-    if mpu is not None:
-        return int(mpu.get_data_parallel_world_size())
-    if mesh_device is not None:
-        return int(mesh_device["data_parallel"].size())
-    written = os.environ.get("WORLD_SIZE", "1")
-    if not written.isdecimal():
-        raise DeepSpeedConfigError(f"The environment variable WORLD_SIZE must be the number of ranks, not {written!r}.")
-    return int(written)
+        if mpu is not None:
+            return load_config(config, world_size=int(mpu.get_data_parallel_world_size()))
+        if mesh_device is not None:
+            return load_config(config, world_size=int(mesh_device["data_parallel"].size()))
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if not ranks.isdecimal():
+            raise DeepSpeedConfigError(f"The variable WORLD_SIZE must be the number of ranks, not {ranks!r}.")
+        return load_config(config, world_size=int(ranks))
 
 
 class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
@@ -137,10 +117,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
 
 _KEYS = frozenset(fields_by_key(DeepSpeedConfig)) - {"source", "world_size"}
 TOP_LEVEL_KEYS = _KEYS | {"bfloat16", "allgather_size"}
-_ALIASES: Mapping[str, tuple[str, ...]] = {
-    "zero_optimization": (*ZERO_ALIASES, *LEGACY_KEYS),
-    "tensor_parallel": tuple(TENSOR_PARALLEL_ALIASES),
-}
+_ALIASES = {**ALIASES, "zero_optimization": (*ZERO_ALIASES, *LEGACY_KEYS)}
 
 
 def _unknown(report: Judgement) -> None:
@@ -169,38 +146,6 @@ def _unknown(report: Judgement) -> None:
             report.fault(f"pipeline.{name}", unknown_key(f"pipeline.{name}", stages))
 
 
-def _tree(report: Judgement) -> dict[str, Any]:
-    """The known top-level keys in one spelling; null means absent (gradient_clipping: a fault)."""
-    data = report.source.data
-    tree = {name: data[name] for name in _KEYS & data.keys() if data[name] is not None or name == "gradient_clipping"}
-    for name in ("gradient_clipping", *BATCH_KEYS):
-        if is_auto(tree.get(name)):
-            del tree[name]
-    if "bf16" not in data and data.get("bfloat16") is not None:
-        tree["bf16"], report.renames["bf16"] = data["bfloat16"], "bfloat16"
-    for part in _NAMED_BLOCKS:
-        if isinstance(tree.get(part), dict):  # without a name and settings it is no block
-            tree[part] = {name: value for name, value in tree[part].items() if value is not None}
-            if not tree[part].get("params") and set(tree[part]) <= {"params"}:
-                del tree[part]
-    zero = tree.get("zero_optimization", {})
-    if isinstance(zero, bool):
-        text = f"zero_optimization: {str(zero).lower()} is deprecated. Write zero_optimization: {{stage: {int(zero)}}}."
-        report.notes.append(text)
-        zero = {"stage": int(zero)}
-    if isinstance(zero, dict):
-        tree["zero_optimization"] = zero = canonical_zero(zero, report)
-    if data.get("allgather_size") is not None:
-        report.notes.append("allgather_size is deprecated. Write zero_optimization.allgather_bucket_size.")
-        if isinstance(zero, dict) and "allgather_bucket_size" not in zero:
-            zero["allgather_bucket_size"] = data["allgather_size"]
-            report.renames["zero_optimization.allgather_bucket_size"] = "allgather_size"
-    head = "tensor_parallel"
-    if isinstance(tree.get(head), dict):
-        tree[head] = one_spelling(head, tree[head], TENSOR_PARALLEL_ALIASES, report)
-    return tree
-
-
 def _private(value: Any, source: ConfigSource, depth: int = 0) -> Any:
     """A copy of the containers in ``value``; what is neither dict, list nor tuple (a process group) stays as it is."""
     if depth > _DEEPEST:
@@ -213,7 +158,7 @@ def _private(value: Any, source: ConfigSource, depth: int = 0) -> Any:
 def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
     """Take the faulty value at ``place`` out of ``tree``, with its block where that cannot be without it."""
     holder, name = tree, place[0]
-    for part in () if place[-1] == "type" and place[0] in _NAMED_BLOCKS else place[1:]:
+    for part in () if place[-1] == "type" and place[0] in PARAM_BLOCKS else place[1:]:
         if not isinstance(holder.get(name), dict) or part not in holder[name]:
             break
         holder, name = holder[name], part
@@ -222,16 +167,16 @@ def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
 
 def judge(
     source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True
-) -> tuple[DeepSpeedConfig | None, Judgement, str]:
+) -> tuple[DeepSpeedConfig | None, Judgement]:
     """Read and resolve ``source`` and find everything that is wrong with it, each thing once.
 
-    The configuration holds defaults where a value could not be read; the text is what the batch sizes lack.
+    The configuration holds defaults where a value could not be read; it is None where that is impossible.
     """
     read = source if isinstance(source, ConfigSource) else read_source(source)
-    report, config, batch_fault = Judgement(read), None, ""
+    report, config = Judgement(read), None
     _unknown(report)
-    tree = _tree(report)
-    for part in _NAMED_BLOCKS:
+    tree = one_tree(report, _KEYS)
+    for part in PARAM_BLOCKS:
         check_params(part, tree.get(part), report, lenient=lenient)
     # A private copy: nothing in the result may share a list or dict with the caller's object, except ``source`` itself.
     tree = _private(tree, read) | {"source": read.data, "world_size": world_size}
@@ -243,7 +188,7 @@ def judge(
             for place in report.validation(error, DeepSpeedConfig, _ALIASES):
                 _remove(tree, place)
     if config is None:
-        return None, report, ""
+        return None, report
     try:
         train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
         sizes = resolve_batch((train, micro, steps), read.data, world_size=world_size, lenient=lenient)
@@ -251,12 +196,12 @@ def judge(
     except (LookupError, ValueError) as error:
         # A misspelt batch key must not be reported as a triangle that does not close as well.
         if not report.follows(str(error)):
-            batch_fault = report.at_line(TRAIN, str(error)) if isinstance(error, ValueError) else ""
+            report.batch = report.at_line(TRAIN, str(error)) if isinstance(error, ValueError) else ""
             report.fault(TRAIN, str(error))
     wrong = [*rule_violations(config, lenient=lenient), *(support_faults(config) if check_support else [])]
     for path, sentence in [(path, sentence) for path, sentence in wrong if not report.follows(sentence)]:
         report.fault(path, sentence, unread=False)
-    return config, report, batch_fault
+    return config, report
 
 
 def load_config(
@@ -279,16 +224,9 @@ def load_config(
     if world_size < 1:
         raise DeepSpeedConfigError(f"The data-parallel world size must be at least 1, not {world_size}.")
     source = source.source if isinstance(source, DeepSpeedConfig) else source
-    config, report, batch_fault = judge(source, world_size=world_size, lenient=lenient, check_support=check_support)
+    config, report = judge(source, world_size=world_size, lenient=lenient, check_support=check_support)
     for note in [] if lenient else report.notes:  # zero.Init reads the same configuration first; one mention is enough
         logger.warning("%s", note)
-    if config is not None and not report.faults:
-        return config
-    name, count = report.source.name, len(report.faults)
-    text = f"{name} has {count} problems:" + "".join(f"\n  - {item}" for item in report.faults)
-    if count == 1:  # programs look for the beginning of the batch sentence; people are told the file
-        (only,) = report.faults
-        text = only if only == batch_fault and report.source.from_program else f"{name}: {only}"
-    error = (BatchConfigError if batch_fault else DeepSpeedConfigError)(text)
-    error.faults = tuple(report.faults)
-    raise error
+    report.raise_faults()
+    assert config is not None, "without one there are faults"
+    return config

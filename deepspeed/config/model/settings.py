@@ -13,32 +13,16 @@ from deepspeed.config.explain.lines import line_of
 from deepspeed.config.explain.messages import block_inside
 from deepspeed.config.model.batch import BATCH_KEYS
 from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_FIELDS, REQUIRED
+from deepspeed.config.model.spelling import SPELLED, canonical_path
 from deepspeed.config.model.unread import UNREAD
 from deepspeed.config.model.values import Key, Support, is_auto, is_block
-from deepspeed.config.model.zero import ZERO_ALIASES
 from deepspeed.config.parse import ConfigSource
 
 if TYPE_CHECKING:
     from deepspeed.config.model.root import DeepSpeedConfig
 
 Origin = Literal["file", "auto", "derived", "default"]
-TENSOR_PARALLEL_ALIASES: Mapping[str, str] = {"tp": "tensor_parallel", "kernel_inject": "replace_with_kernel_inject"}
 _HIDDEN = ("source", "world_size")  # fields of the root model that are no keys
-_GATHERED, _NO_PIPELINE = "each unit is gathered whole", "PipelineModule, which is not in this release, would read it"
-_OLD_BUCKET = "Deprecated spelling of zero_optimization.allgather_bucket_size."
-_OLD_GATHER = "Deprecated spelling of gather_16bit_weights_on_model_save."
-SPELLED: Mapping[str, Key] = {
-    "zero_optimization": Key("Deprecated as true or false: true means stage 1."),
-    "allgather_size": Key(_OLD_BUCKET, Support.INERT, _GATHERED),
-    "zero_optimization.legacy_stage1": Key("Deprecated: false is accepted, true is refused."),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": Key(_OLD_GATHER),
-    "zero_optimization.grad_hooks": Key("A key of published documentation.", Support.INERT, "no release reads it"),
-    "zero_optimization.cpu_offload": Key("Deprecated spelling of offload_optimizer with device cpu."),
-    "zero_optimization.cpu_offload_param": Key("Deprecated spelling of offload_param with device cpu."),
-    "zero_optimization.cpu_offload_use_pin_memory": Key("Deprecated spelling of pin_memory in the offload blocks."),
-    "pipeline.<any>": Key("A key of the client's own; stored, not read.", Support.INERT, _NO_PIPELINE),
-}
-"""Keys of the format that are no fields: parsing replaces them by what they stand for, or passes over them."""
 
 
 class Declared(NamedTuple):
@@ -69,11 +53,9 @@ class Setting:
 def keys_of(block: type[BaseModel]) -> list[tuple[str, str, FieldInfo]]:
     """(field name, key in the file, field) of ``block``; what is honoured comes first, what no code reads last."""
 
-    def rank(field: tuple[str, str, FieldInfo]) -> tuple[int, bool]:
-        return list(Support).index(Key.of(field[2]).support), field[2].annotation in UNREAD.values()
-
     fields = [(name, info.alias or name, info) for name, info in block.model_fields.items() if name not in _HIDDEN]
-    return sorted(fields, key=rank)
+    ranks, unread = list(Support), list(UNREAD.values())
+    return sorted(fields, key=lambda field: (ranks.index(Key.of(field[2]).support), field[2].annotation in unread))
 
 
 def default_of(info: FieldInfo) -> Any:
@@ -104,17 +86,6 @@ def written_paths(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in items:
         yield f"{prefix}{key}", value
         yield from written_paths(value, f"{prefix}{key}.")
-
-
-def canonical_path(path: str) -> str:
-    """``path`` in the spelling of the models."""
-    head, _, tail = path.partition(".")
-    if head == "tensor_parallel":
-        name, dot, rest = tail.partition(".")
-        return f"{head}.{TENSOR_PARALLEL_ALIASES.get(name, name)}{dot}{rest}".rstrip(".")
-    if head == "zero_optimization" and tail in ZERO_ALIASES:
-        return f"{head}.{ZERO_ALIASES[tail]}"
-    return f"bf16.{tail}" if head == "bfloat16" else path
 
 
 def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, str, Any, FieldInfo | None, bool]]:

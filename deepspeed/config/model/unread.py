@@ -9,31 +9,12 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WrapValidator, create_model
 
-from deepspeed.config.model.values import (
-    AutoBlock,
-    Block,
-    Count,
-    DtypeName,
-    DtypeText,
-    Flag,
-    FrozenDict,
-    Int,
-    Names,
-    Num,
-    PathText,
-    Positive,
-    Support,
-    Text,
-    UpperCase,
-    dtype_name,
-    freeze,
-    key,
-)
+from deepspeed.config.model import values
+from deepspeed.config.model.values import AutoBlock, Block, FrozenDict, freeze
 
 if TYPE_CHECKING:  # some of the models that ``_block`` makes: those that other modules inherit
     ActivationCheckpointingKeys: TypeAlias = Block
@@ -55,25 +36,23 @@ def _from_a_program(value: Any) -> Any:
 
 
 metric = NewType("metric", str)  # a name of the user's choice: "<metric>" in paths
-_TYPES: Mapping[str, Any] = MappingProxyType(
-    {
-        "bool": Flag,
-        "int": Int,
-        "float": Num,
-        "text": PathText,
-        "names": Names,
-        "dtype": Annotated[DtypeName, BeforeValidator(dtype_name, json_schema_input_type=DtypeText)],
-        "auto or int": Positive | Literal["auto"],
-        "auto or float": Num | Literal["auto"],
-        "list": Annotated[tuple[Any, ...], BeforeValidator(freeze)],
-        "list of int": tuple[Count, ...],
-        "block of text": Annotated[dict[str, Text], AfterValidator(freeze)],
-        "block": Annotated[dict[str, Any], AfterValidator(freeze)],
-        "object": Annotated[Any, BeforeValidator(_from_a_program)],
-        "null": type(None),
-    }
-)
-_SIGNS = MappingProxyType({">=": "ge", ">": "gt", "<=": "le", "<": "lt"})
+_TYPES: Mapping[str, Any] = {
+    "bool": values.Flag,
+    "int": values.Int,
+    "float": values.Num,
+    "text": values.PathText,
+    "names": values.Names,
+    "dtype": Annotated[values.DtypeName, BeforeValidator(values.dtype_name, json_schema_input_type=values.DtypeText)],
+    "auto or int": values.Positive | Literal["auto"],
+    "auto or float": values.Num | Literal["auto"],
+    "list": Annotated[tuple[Any, ...], BeforeValidator(freeze)],
+    "list of int": tuple[values.Count, ...],
+    "block of text": Annotated[dict[str, values.Text], AfterValidator(freeze)],
+    "block": Annotated[dict[str, Any], AfterValidator(freeze)],
+    "object": Annotated[Any, BeforeValidator(_from_a_program)],
+    "null": type(None),
+}
+_SIGNS = {">=": "ge", ">": "gt", "<=": "le", "<": "lt"}
 UNREAD: dict[str, type[Block]] = {}
 """Path of a block -> the model with its keys, which is also an attribute of this module."""
 
@@ -91,7 +70,7 @@ def _type(words: str | list[Any], default: Any) -> Any:
         choice: Any = Literal[tuple(words[0])]
         kind: Any = tuple[choice, ...]
     elif isinstance(words, list):
-        kind = Annotated[Literal[tuple(words)], UpperCase if words[0].isupper() else Field()]
+        kind = Annotated[Literal[tuple(words)], values.UpperCase if words[0].isupper() else Field()]
     else:
         name, *bounds = re.split(r" (?=[<>])", words)
         limits = {_SIGNS[sign]: json.loads(number) for sign, number in map(str.split, bounds)}
@@ -103,9 +82,9 @@ def _field(default: Any, meaning: str, block: Mapping[str, Any], further: dict[s
     """Why a key is inert stands in its own row, or in that of its block."""
     note = further.pop("inert", None if "note" in further else block.get("inert"))
     if note is not None:
-        return key(default, meaning, Support.INERT, note)
+        return values.key(default, meaning, values.Support.INERT, note)
     gate, off = further["gate"], tuple(further.get("off", ()))
-    return key(default, meaning, Support.NOT_YET, further.get("note", ""), gate, off)
+    return values.key(default, meaning, values.Support.NOT_YET, further.get("note", ""), gate, off)
 
 
 def _block(path: str, rows: dict[str, Any], gate: str = "") -> Any:

@@ -147,6 +147,16 @@ def whole_number(value: Any) -> int:
     raise ValueError(f"must be a whole number, not {value!r}{quoted_hint(value)}")
 
 
+def _period(value: Any) -> Any:
+    """A step count that may be infinite, which means never; JSON has no infinity, and files spell it as a word."""
+    if value == float("inf") or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
+        return float("inf")
+    count = whole_number(value)
+    if count <= 0:
+        raise ValueError(f"must be at least 1, not {count}; use null to switch the report off")
+    return count
+
+
 def dtype_name(value: Any) -> Any:
     """Normalise every spelling of a dtype, a torch.dtype object included, to fp32, fp16 or bf16."""
     short = next((name for name, spellings in DTYPE_NAMES.items() if str(value).lower() in spellings), None)
@@ -209,6 +219,7 @@ Int = Annotated[int, BeforeValidator(whole_number)]
 Num = Annotated[float, BeforeValidator(finite_number)]
 Count = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Int, Field(ge=1)]
+Period = Annotated[int | float, BeforeValidator(_period, json_schema_input_type=Positive | Literal["inf"])]
 Bytes = Annotated[int, BeforeValidator(byte_count, json_schema_input_type=int | str)]
 DtypeName = Literal["fp32", "fp16", "bf16"]
 DtypeText = Literal[tuple(name for names in DTYPE_NAMES.values() for name in names)]  # type: ignore[valid-type]

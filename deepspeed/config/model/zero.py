@@ -1,15 +1,11 @@
 """The ``zero_optimization`` block."""
 
-from collections.abc import Mapping
 from enum import Enum
-from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from deepspeed.config.explain.messages import Judgement
 from deepspeed.config.model import unread
-from deepspeed.config.model.removed import REMOVED_KEYS, removed_key, says_off
 from deepspeed.config.model.values import (
     AutoBlock,
     Count,
@@ -20,9 +16,7 @@ from deepspeed.config.model.values import (
     PathText,
     Positive,
     Support,
-    is_auto,
     key,
-    whole_number,
 )
 
 ZenFlowConfig = unread.ZeroOptimizationZenflowKeys
@@ -36,14 +30,13 @@ _OWN_PART = "every rank reads only its own part"
 _SCATTERS = "sharded gradients always are; false only lifts the limits on prescale_gradients and predividing"
 
 
-def _shard_group(value: Any) -> Any:
-    count = whole_number(value)
+def _shard_group(count: int) -> int:
     if count == 0 or count < -1:
         raise ValueError(f"must be -1 (off) or the ranks of one shard group, not {count}")
     return count
 
 
-_ShardGroup = Annotated[int, BeforeValidator(_shard_group)]
+_ShardGroup = Annotated[Int, AfterValidator(_shard_group)]
 _Divergence = Literal["tolerate", "error", "assume_none"]
 
 
@@ -127,83 +120,11 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     pipeline_loading_checkpoint: Flag = key(False, "Ranks of a node read one after another.", Support.INERT, _OWN_PART)
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
     offload_param: OffloadParamConfig | None = key(None, "Where sharded parameters rest; absent or false: the device.")
-    offload_optimizer: OffloadOptimizerConfig | None = key(
-        None, "Where optimizer states rest; absent or false: device."
-    )
-    mics_shard_size: _ShardGroup = key(
-        -1, "Ranks that hold one copy of all states between them (MiCS); -1 for all ranks."
-    )
+    offload_optimizer: OffloadOptimizerConfig | None = key(None, "Where optimizer states rest; absent: the device.")
+    mics_shard_size: _ShardGroup = key(-1, "Ranks that hold one copy of all states together (MiCS); -1 for all ranks.")
     divergence: _Divergence = key("tolerate", "Ranks that take different branches: tolerate, error, or no check.")
 
     @field_validator("offload_param", "offload_optimizer")
     @classmethod
     def _no_device_is_no_offload(cls, value: OffloadConfig | None) -> OffloadConfig | None:
         return None if value is None or value.device is OffloadDeviceEnum.none else value
-
-
-_STAGE3_SPELLINGS = (
-    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
-    *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
-    *("use_all_reduce_for_fetch_params", "allgather_sequential"),
-)
-ZERO_ALIASES: Mapping[str, str] = MappingProxyType(
-    {f"stage3_{name}": name for name in _STAGE3_SPELLINGS}
-    | {"stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}
-)
-LEGACY_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-LEGACY_KEYS = (*LEGACY_OFFLOAD, "cpu_offload_use_pin_memory")
-
-
-def one_spelling(head: str, block: dict[str, Any], aliases: Mapping[str, str], report: Judgement) -> dict[str, Any]:
-    """The block ``head`` with every alias replaced; two different values of one setting are a fault. Drops "auto"."""
-    out: dict[str, Any] = {}
-    for name, value in block.items():
-        path, canonical = f"{head}.{name}", f"{head}.{aliases.get(name, name)}"
-        if is_auto(value):
-            continue
-        if out.setdefault(aliases.get(name, name), value) != value:
-            other = report.renames.get(canonical, canonical)
-            text = f"{path} and {other} are two spellings of one setting with different values. Keep one."
-            report.fault(path, text, unread=False)
-        if path != canonical:
-            report.renames[canonical] = path
-    return out
-
-
-def _legacy_offload(block: dict[str, Any], report: Judgement) -> None:
-    """Replace the old flags ``cpu_offload*`` by the blocks they stand for."""
-    given = {key: block.pop(key, None) for key in LEGACY_KEYS}
-    for old, value in given.items():
-        path, new = f"zero_optimization.{old}", LEGACY_OFFLOAD.get(old, "pin_memory in the offload blocks")
-        if value is not None and not isinstance(value, bool):
-            report.fault(path, f"{path} must be true or false, not {value!r}. It is deprecated: use {new}.")
-        elif value and old in LEGACY_OFFLOAD and block.get(new) not in (None, False):
-            report.fault(path, f"{path} is the deprecated spelling of {new}; both are given. Keep {new}.")
-        elif value and old in LEGACY_OFFLOAD:
-            block[new] = {"device": "cpu"}
-    pin = given["cpu_offload_use_pin_memory"]
-    for new in LEGACY_OFFLOAD.values():
-        if pin is not None and isinstance(block.get(new), dict):
-            block[new] = {"pin_memory": pin, **block[new]}
-
-
-def canonical_zero(block: dict[str, Any], report: Judgement) -> dict[str, Any]:
-    """One spelling per setting: aliases resolved, "auto" dropped, absent blocks left out."""
-    head = "zero_optimization"
-    out = one_spelling(head, block, ZERO_ALIASES, report)
-    _legacy_offload(out, report)
-    for name in ("offload_optimizer", "offload_param", "leaf_module", "zenflow"):
-        if out.get(name) is False or out.get(name) is None:
-            out.pop(name, None)
-    for path in [path for path in REMOVED_KEYS if path.startswith(f"{head}.") and path[len(head) + 1 :] in out]:
-        if not says_off(out.pop(path[len(head) + 1 :])):
-            report.fault(path, str(removed_key(path)))
-    if isinstance(out.get("grad_hooks"), bool):
-        text = f"{head}.grad_hooks is described in published documentation and read by no release. Delete it."
-        report.notes.append(text)
-        del out["grad_hooks"]
-    if out.get("allgather_sequential") is True and out.setdefault("prefetch_bucket_size", 1) != 1:
-        paths = (f"{head}.allgather_sequential", f"{head}.prefetch_bucket_size")
-        path, other = (report.renames.get(path, path) for path in paths)
-        report.fault(path, f"{path} means a {other} of 1. Delete one of them.", unread=False)
-    return out

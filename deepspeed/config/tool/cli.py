@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deepspeed.config.explain.check import Findings, examine
 from deepspeed.config.explain.show import as_json, dtypes_text, values_text
-from deepspeed.config.parse import ConfigSource, read_source, text_source
+from deepspeed.config.parse import read_source, text_source
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.program import BAD_INPUT, guarded, say
 
@@ -47,8 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _examined(name: str, args: argparse.Namespace, *, resolved: bool = False) -> Findings:
-    """The findings about file ``name`` (never base64), whose faults go to standard error, one line each."""
+def _examined(name: str, args: argparse.Namespace, *, resolved: bool = False) -> Findings | None:
+    """The findings about file ``name`` (never base64); None where faults went to standard error, one line each."""
     try:
         if name == "-":
             source = text_source(sys.stdin.buffer.read(), "standard input")
@@ -56,25 +56,21 @@ def _examined(name: str, args: argparse.Namespace, *, resolved: bool = False) ->
             source = read_source(Path(name))
         else:
             raise DeepSpeedConfigError(f"no such file (working directory {os.getcwd()})")
-        findings = examine(source, world_size=args.world or 1, resolved=resolved)
-    except DeepSpeedConfigError as error:  # a source that cannot be read at all is a finding too
-        sentence = re.sub(r"^(configuration (file|path) (['\"]).*?\3|standard input):? ", "", str(error))
-        findings = Findings(ConfigSource({}, name, from_program=False), None, (sentence,))
-    for fault in findings.faults:
-        about_ranks = args.world is None and re.search(r"\d+ (data-parallel )?ranks\b|world_size", fault)
-        hint = " Checked for 1 rank: give the number of data-parallel ranks with --world N." if about_ranks else ""
-        text = re.sub(rf"^{re.escape(findings.source.name)}:? ", "", fault)
-        sys.stderr.write(f"{name}: {text}{hint}\n")
-    return findings
+        return examine(source, world_size=args.world or 1, resolved=resolved)
+    except DeepSpeedConfigError as error:
+        for fault in error.faults or (str(error),):
+            about_ranks = args.world is None and re.search(r"\d+ (data-parallel )?ranks\b|world_size", fault)
+            hint = " Checked for 1 rank: give the number of data-parallel ranks with --world N." if about_ranks else ""
+            text = re.sub(r"^(configuration (file|path) (['\"]).*?\3|standard input):? ", "", fault)
+            sys.stderr.write(f"{name}: {text}{hint}\n")
+    return None
 
 
 def _summary(findings: Findings) -> str:
-    config = findings.config
-    assert config is not None, "a summary needs a configuration"
-    written = sum(1 for item in findings.settings.values() if item.origin in ("file", "auto"))
+    config, written = findings.config, [item for item in findings.settings.values() if item.origin in ("file", "auto")]
     sizes = f"{config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps} x {config.world_size}"
     batch = "batch sizes open" if findings.batch_is_open else f"batch {config.train_batch_size} = {sizes}"
-    keys = f"{written} key{'s' if written != 1 else ''}"
+    keys = f"{len(written)} key{'s' if len(written) != 1 else ''}"
     return f"ok ({keys}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, {batch})"
 
 
@@ -82,7 +78,7 @@ def _check(args: argparse.Namespace) -> int:
     status = 0
     for name in args.files:
         findings = _examined(name, args, resolved=args.resolved)
-        if findings.config is None:
+        if findings is None:
             status = BAD_INPUT
             continue
         notes = list(findings.notes)
@@ -90,23 +86,23 @@ def _check(args: argparse.Namespace) -> int:
             count = f'{len(findings.autos)} values are "auto"' if len(findings.autos) > 1 else '1 value is "auto"'
             why = "an integration (Transformers, Accelerate) must fill them"
             notes.insert(0, f"{count}; {why}: {', '.join(findings.autos)}")
-        sys.stdout.write(f"{name}: {_summary(findings)}\n" + "".join(f"{name}: note: {note}\n" for note in notes))
+        say("\n".join([f"{name}: {_summary(findings)}", *(f"{name}: note: {note}" for note in notes)]))
     return status
 
 
 def _show(args: argparse.Namespace) -> int:
     (name,) = args.files
     findings = _examined(name, args)
-    if findings.config is None:
+    if findings is None:
         return BAD_INPUT
     if args.json:
-        text = json.dumps(as_json(findings), indent=1, default=str)
+        say(json.dumps(as_json(findings), indent=1, default=str))
     elif args.dtypes:
-        text = dtypes_text(findings)
+        say(dtypes_text(findings))
     else:
-        table, notes = values_text(findings, everything=args.all), "".join(f"\nnote: {note}" for note in findings.notes)
-        text = f"{name}: {_summary(findings)}\n\n{table}\n\ndtypes\n{dtypes_text(findings)}\n{notes}".rstrip("\n")
-    say(text)
+        table, dtypes = values_text(findings, everything=args.all), f"dtypes\n{dtypes_text(findings)}"
+        notes = ["", *(f"note: {note}" for note in findings.notes)] if findings.notes else []
+        say("\n".join([f"{name}: {_summary(findings)}", "", table, "", dtypes, *notes]))
     return 0
 
 

@@ -18,9 +18,9 @@ from deepspeed.config.model.batch import BATCH_KEYS
 from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_BLOCKS, PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.removed import REMOVED_KEYS, REMOVED_OPTIMIZERS
 from deepspeed.config.model.root import DeepSpeedConfig
-from deepspeed.config.model.settings import SPELLED, Declared, all_keys, declared_fields, default_of, keys_of, plain
+from deepspeed.config.model.settings import Declared, all_keys, declared_fields, default_of, keys_of, plain
+from deepspeed.config.model.spelling import ALIASES, SPELLED
 from deepspeed.config.model.values import DTYPE_NAMES, Key, Support
-from deepspeed.config.model.zero import ZERO_ALIASES
 from deepspeed.config.tool.schema import PlainSchema, Schema, definitions, schema_text
 
 _MARK = "<!-- From here on made by `python -m deepspeed.config.tool.manual docs`; do not edit. -->\n"
@@ -96,29 +96,18 @@ def _table(title: str, head: str, rows: Sequence[str]) -> str:
 
 def page(old: str) -> str:
     """The page whose last version is ``old``."""
-    keys, zero = all_keys(DeepSpeedConfig), "zero_optimization"
+    keys = all_keys(DeepSpeedConfig)
     counts = Counter(key.support for key in keys.values())
     parts = [f"{len(keys)} keys: " + ", ".join(f"{counts[support]} {support.value}" for support in Support) + ".\n"]
     infos = {key: info for _, key, info in keys_of(DeepSpeedConfig)}
     for block, rows in sorted(_rows().items()):
         title = f"`{block}`\n\n{_meaning(block, infos[block])}" if block else "Top level"
         parts.append(_table(title, "| key | type | default | class | meaning |", rows))
-    spellings = [
-        *(
-            (f"{zero}.{alias}", f"`{zero}.{name}`", f"{zero}.{alias}" in SPELLED)
-            for alias, name in ZERO_ALIASES.items()
-        ),
-        ("bfloat16", "`bf16`, which wins when both are there", False),
-        ("tensor_parallel.tp", "`tensor_parallel.tensor_parallel`", False),
-        ("tensor_parallel.kernel_inject", "`tensor_parallel.replace_with_kernel_inject`", False),
-        (f"{zero}: true", f"`{zero}.stage: 1`", True),
-        ("allgather_size", f"`{zero}.allgather_bucket_size`", True),
-        (f"{zero}.cpu_offload: true", f'`{zero}.offload_optimizer.device: "cpu"`', True),
-        (f"{zero}.cpu_offload_param: true", f'`{zero}.offload_param.device: "cpu"`', True),
-        (f"{zero}.cpu_offload_use_pin_memory", "`pin_memory` in both offload blocks", True),
-    ]
-    rows = [f"| `{written}` | {means} | {'deprecated ' if old_ else ''}|" for written, means, old_ in spellings]
-    parts.append(_table("Other spellings", "| written | means | |", rows))
+    spellings = {f"{block}.{alias}": f"`{block}.{name}`" for block in ALIASES for alias, name in ALIASES[block].items()}
+    spellings |= {"bfloat16": "`bf16`, which wins when both are there"}
+    spellings |= {path: key.meaning for path, key in SPELLED.items() if key.meaning.startswith("Deprecated")}
+    rows = [f"| `{written}` | {means} |" for written, means in spellings.items()]
+    parts.append(_table("Other spellings", "| written | means |", rows))
     intro = "Earlier releases of DeepSpeed accepted these; here each is an error that says what to do."
     removed = [f"| `{path}` | {advice}. |" for path, advice in REMOVED_KEYS.items()]
     removed += [f"| `optimizer.type` `{name}` | Use `{instead}`. |" for name, instead in REMOVED_OPTIMIZERS.items()]

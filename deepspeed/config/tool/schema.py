@@ -14,9 +14,9 @@ from deepspeed.config.explain.messages import block_inside
 from deepspeed.config.model.optim_params import PARAM_BLOCKS
 from deepspeed.config.model.removed import REMOVED_KEYS
 from deepspeed.config.model.root import DeepSpeedConfig
-from deepspeed.config.model.settings import SPELLED, TENSOR_PARALLEL_ALIASES, default_of, keys_of
+from deepspeed.config.model.settings import default_of, keys_of
+from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, SPELLED
 from deepspeed.config.model.values import AUTO
-from deepspeed.config.model.zero import LEGACY_KEYS, ZERO_ALIASES
 
 Schema = dict[str, Any]
 
@@ -87,7 +87,7 @@ def schema_text() -> str:
     for part, block in PARAM_BLOCKS.items():
         blocks[block.__name__]["additionalProperties"] = True  # classes of torch have their own
         blocks[f"{part.title()}Config"]["properties"]["params"] |= {"$ref": f"#/$defs/{block.__name__}"}
-    for alias, name in ZERO_ALIASES.items():
+    for alias, name in ALIASES["zero_optimization"].items():
         old, text = f"zero_optimization.{alias}" in SPELLED, {"description": f"Another spelling of {name}."}
         zero[alias] = zero[name] | (_deprecated(f"Deprecated. Write {name}.") if old else text)
     for path, key in SPELLED.items():
@@ -95,7 +95,7 @@ def schema_text() -> str:
         if home == "zero_optimization" and name not in zero:
             zero[name] = _deprecated(key.text, {"type": ["boolean", "null"]} if name in LEGACY_KEYS else None)
     properties["zero_optimization"]["anyOf"].append({"type": "boolean", "deprecated": True})
-    tensor |= {alias: tensor[name] for alias, name in TENSOR_PARALLEL_ALIASES.items()}
+    tensor |= {alias: tensor[name] for alias, name in ALIASES["tensor_parallel"].items()}
     properties["bfloat16"] = {"$ref": "#/properties/bf16", "description": "Another spelling of bf16."}
     properties["allgather_size"] = _deprecated(SPELLED["allgather_size"].text, {"type": ["integer", "null"]})
     for path, advice in REMOVED_KEYS.items():

@@ -1,0 +1,137 @@
+"""One spelling per key: aliases, deprecated keys and absent blocks, before the models see a configuration."""
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+from deepspeed.config.explain.messages import Judgement
+from deepspeed.config.model.batch import BATCH_KEYS
+from deepspeed.config.model.removed import REMOVED_KEYS, removed_key, says_off
+from deepspeed.config.model.values import Key, Support, is_auto
+
+_GATHERED, _NO_PIPELINE = "each unit is gathered whole", "PipelineModule, which is not in this release, would read it"
+_OLD_BUCKET = "Deprecated spelling of zero_optimization.allgather_bucket_size."
+_OLD_GATHER = "Deprecated spelling of gather_16bit_weights_on_model_save."
+SPELLED: Mapping[str, Key] = {
+    "zero_optimization": Key("Deprecated as true or false: true means stage 1."),
+    "allgather_size": Key(_OLD_BUCKET, Support.INERT, _GATHERED),
+    "zero_optimization.legacy_stage1": Key("Deprecated: false is accepted, true is refused."),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": Key(_OLD_GATHER),
+    "zero_optimization.grad_hooks": Key("A key of published documentation.", Support.INERT, "no release reads it"),
+    "zero_optimization.cpu_offload": Key("Deprecated spelling of offload_optimizer with device cpu."),
+    "zero_optimization.cpu_offload_param": Key("Deprecated spelling of offload_param with device cpu."),
+    "zero_optimization.cpu_offload_use_pin_memory": Key("Deprecated spelling of pin_memory in the offload blocks."),
+    "pipeline.<any>": Key("A key of the client's own; stored, not read.", Support.INERT, _NO_PIPELINE),
+}
+"""Keys of the format that are no fields: parsing replaces them by what they stand for, or passes over them."""
+_STAGE3_SPELLINGS = (
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
+    *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
+    *("use_all_reduce_for_fetch_params", "allgather_sequential"),
+)
+ZERO_ALIASES: Mapping[str, str] = {f"stage3_{name}": name for name in _STAGE3_SPELLINGS} | {
+    "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"
+}
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "zero_optimization": ZERO_ALIASES,
+    "tensor_parallel": {"tp": "tensor_parallel", "kernel_inject": "replace_with_kernel_inject"},
+}
+"""Block -> alias of a key -> its name."""
+LEGACY_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+LEGACY_KEYS = (*LEGACY_OFFLOAD, "cpu_offload_use_pin_memory")
+
+
+def canonical_path(path: str) -> str:
+    """``path`` in the spelling of the models."""
+    head, _, tail = path.partition(".")
+    name, dot, rest = tail.partition(".")
+    if name in ALIASES.get(head, ()):
+        return f"{head}.{ALIASES[head][name]}{dot}{rest}"
+    return f"bf16.{tail}" if head == "bfloat16" else path
+
+
+def one_spelling(head: str, block: dict[str, Any], report: Judgement) -> dict[str, Any]:
+    """The block ``head`` with every alias replaced; two different values of one setting are a fault. Drops "auto"."""
+    out: dict[str, Any] = {}
+    for name, value in block.items():
+        spelling = ALIASES[head].get(name, name)
+        path, canonical = f"{head}.{name}", f"{head}.{spelling}"
+        if is_auto(value):
+            continue
+        if out.setdefault(spelling, value) != value:
+            other = report.renames.get(canonical, canonical)
+            text = f"{path} and {other} are two spellings of one setting with different values. Keep one."
+            report.fault(path, text, unread=False)
+        if path != canonical:
+            report.renames[canonical] = path
+    return out
+
+
+def _legacy_offload(block: dict[str, Any], report: Judgement) -> None:
+    """Replace the old flags ``cpu_offload*`` by the blocks they stand for."""
+    given = {key: block.pop(key, None) for key in LEGACY_KEYS}
+    for old, value in given.items():
+        path, new = f"zero_optimization.{old}", LEGACY_OFFLOAD.get(old, "pin_memory in the offload blocks")
+        if value is not None and not isinstance(value, bool):
+            report.fault(path, f"{path} must be true or false, not {value!r}. It is deprecated: use {new}.")
+        elif value and old in LEGACY_OFFLOAD and block.get(new) not in (None, False):
+            report.fault(path, f"{path} is the deprecated spelling of {new}; both are given. Keep {new}.")
+        elif value and old in LEGACY_OFFLOAD:
+            block[new] = {"device": "cpu"}
+    pin = given["cpu_offload_use_pin_memory"]
+    for new in LEGACY_OFFLOAD.values():
+        if pin is not None and isinstance(block.get(new), dict):
+            block[new] = {"pin_memory": pin, **block[new]}
+
+
+def canonical_zero(block: dict[str, Any], report: Judgement) -> dict[str, Any]:
+    """One spelling per setting: aliases resolved, "auto" dropped, absent blocks left out."""
+    head = "zero_optimization"
+    out = one_spelling(head, block, report)
+    _legacy_offload(out, report)
+    for name in ("offload_optimizer", "offload_param", "leaf_module", "zenflow"):
+        if out.get(name) is False or out.get(name) is None:
+            out.pop(name, None)
+    for path in [path for path in REMOVED_KEYS if path.startswith(f"{head}.") and path[len(head) + 1 :] in out]:
+        if not says_off(out.pop(path[len(head) + 1 :])):
+            report.fault(path, str(removed_key(path)))
+    if isinstance(out.get("grad_hooks"), bool):
+        text = f"{head}.grad_hooks is described in published documentation and read by no release. Delete it."
+        report.notes.append(text)
+        del out["grad_hooks"]
+    if out.get("allgather_sequential") is True and out.setdefault("prefetch_bucket_size", 1) != 1:
+        paths = (f"{head}.allgather_sequential", f"{head}.prefetch_bucket_size")
+        path, other = (report.renames.get(path, path) for path in paths)
+        report.fault(path, f"{path} means a {other} of 1. Delete one of them.", unread=False)
+    return out
+
+
+def one_tree(report: Judgement, keys: Set[str]) -> dict[str, Any]:
+    """The known top-level ``keys`` in one spelling; null means absent (gradient_clipping: a fault)."""
+    data = report.source.data
+    tree = {name: data[name] for name in keys & data.keys() if data[name] is not None or name == "gradient_clipping"}
+    for name in ("gradient_clipping", *BATCH_KEYS):
+        if is_auto(tree.get(name)):
+            del tree[name]
+    if "bf16" not in data and data.get("bfloat16") is not None:
+        tree["bf16"], report.renames["bf16"] = data["bfloat16"], "bfloat16"
+    for part in ("optimizer", "scheduler"):
+        if isinstance(tree.get(part), dict):  # without a name and settings it is no block
+            tree[part] = {name: value for name, value in tree[part].items() if value is not None}
+            if not tree[part].get("params") and set(tree[part]) <= {"params"}:
+                del tree[part]
+    zero = tree.get("zero_optimization", {})
+    if isinstance(zero, bool):
+        text = f"zero_optimization: {str(zero).lower()} is deprecated. Write zero_optimization: {{stage: {int(zero)}}}."
+        report.notes.append(text)
+        zero = {"stage": int(zero)}
+    if isinstance(zero, dict):
+        tree["zero_optimization"] = zero = canonical_zero(zero, report)
+    if data.get("allgather_size") is not None:
+        report.notes.append("allgather_size is deprecated. Write zero_optimization.allgather_bucket_size.")
+        if isinstance(zero, dict) and "allgather_bucket_size" not in zero:
+            zero["allgather_bucket_size"] = data["allgather_size"]
+            report.renames["zero_optimization.allgather_bucket_size"] = "allgather_size"
+    head = "tensor_parallel"
+    if isinstance(tree.get(head), dict):
+        tree[head] = one_spelling(head, tree[head], report)
+    return tree
