@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.config import DeepSpeedConfigError, load_config
 from deepspeed.config.explain.messages import nearest
-from deepspeed.config.model.removed import REMOVED_KEYS
 from deepspeed.config.model.root import TOP_LEVEL_KEYS, DeepSpeedConfig
 from deepspeed.config.model.settings import Setting, all_keys, settings as flat
-from deepspeed.config.model.spelling import LEGACY_OFFLOAD, ZERO_ALIASES
+from deepspeed.config.model.spelling import LEGACY_OFFLOAD, REMOVED_KEYS, ZERO_ALIASES
 from deepspeed.config.model.values import DTYPE_NAMES
 from deepspeed.config.parse import parse_text
 from deepspeed.observe.log import logger

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deepspeed.config import DeepSpeedConfigError, load_config
-from deepspeed.config.model.removed import REMOVED_KEYS, REMOVED_OPTIMIZERS, removed_key, removed_parts, says_off
+from deepspeed.config.model.spelling import REMOVED_KEYS, REMOVED_OPTIMIZERS, removed_key, removed_parts, says_off
 from deepspeed.observe.log import logger
 
 DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json").read_text())

@@ -33,19 +33,12 @@ FILLED_BY_INTEGRATIONS = frozenset({*BATCH_KEYS, "gradient_clipping", *_FILLED_I
 
 @dataclass(frozen=True)
 class Findings:
-    """The judgement of a faultless source. ``autos`` are paths that an integration fills; ``settings`` has every key by
-    path, in the order of the models.
-    """
+    """The judgement of a faultless source. ``autos``: what an integration fills; ``settings``: every key by path."""
 
     config: DeepSpeedConfig
     notes: tuple[str, ...]
     autos: tuple[str, ...]
     settings: Mapping[str, Setting]
-
-    @property
-    def batch_is_open(self) -> bool:
-        """Whether the batch sizes wait for an integration."""
-        return any(path in self.autos for path in BATCH_KEYS)
 
 
 def _without_autos(block: Mapping[str, Any], prefix: str, autos: list[str]) -> dict[str, Any]:

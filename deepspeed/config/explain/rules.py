@@ -8,8 +8,7 @@ from deepspeed.config.model.zero import OffloadDeviceEnum
 if TYPE_CHECKING:
     from deepspeed.config.model.root import DeepSpeedConfig
 
-# (is it broken, the key it is about, the rest of the sentence)
-Rule = tuple[object, str, str]
+Rule = tuple[object, str, str]  # (is it broken, the key it is about, the rest of the sentence)
 _ZERO = "zero_optimization"
 
 
@@ -93,10 +92,7 @@ _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "con
 
 
 def inert_under(cfg: "DeepSpeedConfig") -> dict[str, str]:
-    """Canonical path -> why, for every key that works in general and has no effect beside the others of ``cfg``.
-
-    That a block is switched off is known without this.
-    """
+    """Canonical path -> why, for every key that has no effect beside the others of ``cfg``, but for switches."""
     why: dict[str, str] = {}
     if cfg.zero.stage != 3:
         text = f"stage {cfg.zero.stage} does not shard parameters"

@@ -6,48 +6,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StrictStr
 
-from deepspeed.config.model import unread
-from deepspeed.config.model.values import (
-    AutoBlock,
-    Block,
-    Bytes,
-    Count,
-    DtypeName,
-    DtypeText,
-    Flag,
-    FrozenDict,
-    Int,
-    Names,
-    Num,
-    OptionalDtype,
-    PathText,
-    Positive,
-    Support,
-    Text,
-    UpperCase,
-    dtype_name,
-    freeze,
-    key,
-)
+from deepspeed.config.model import unread, values
+from deepspeed.config.model.values import AutoBlock, Block, Count, Flag, Int, Names, Num, PathText, Positive, Text, key
 
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], values.LowerCase]
+_OnTags = Annotated[Literal["WARN", "IGNORE", "FAIL"], values.UpperCase]
+MeanOrSum = Annotated[Literal["mean", "sum"], values.LowerCase]
 # Read like a dict and unpacked with **; what each setting may be is told by ``optim_params``.
-Params = Annotated[dict[str, Any], AfterValidator(freeze)]
-_bf16_if_null = BeforeValidator(lambda value: dtype_name(value) or "bf16", json_schema_input_type=DtypeText)
-_AutocastDtype = Annotated[DtypeName, _bf16_if_null]
+Params = Annotated[dict[str, Any], AfterValidator(values.freeze)]
+_bf16_if_null = BeforeValidator(lambda name: values.dtype_name(name) or "bf16", json_schema_input_type=values.DtypeText)
+_AutocastDtype = Annotated[values.DtypeName, _bf16_if_null]
 
 
 class OptimizerConfig(unread.OptimizerKeys):
     """``optimizer``: the name (known names in any case, else a torch.optim class) and its keyword arguments."""
 
     type: StrictStr = key(..., "A known optimizer in any case, or a class of torch.optim by its exact name.")
-    params: Params = key(FrozenDict(), "Settings of the optimizer; which ones depends on its name.")
+    params: Params = key(values.FrozenDict(), "Settings of the optimizer; which ones depends on its name.")
 
 
 class SchedulerConfig(Block):
     """``scheduler``: the name of a learning-rate schedule and its keyword arguments."""
 
     type: StrictStr = key(..., "Name of the schedule, or a class of torch.optim.lr_scheduler; case matters.")
-    params: Params = key(FrozenDict(), "Settings of the schedule; which ones depends on its name.")
+    params: Params = key(values.FrozenDict(), "Settings of the schedule; which ones depends on its name.")
 
 
 class Fp16Config(unread.Fp16Keys):
@@ -81,20 +63,16 @@ class TorchAutocastConfig(Block):
 
     enabled: Flag = key(False, "Run the forward inside torch.autocast.")
     dtype: _AutocastDtype = key("bf16", "Dtype of autocast; null means bf16.")
-    lower_precision_safe_modules: Names | None = key(
-        None, "Classes (torch.nn.Linear) whose parameters rest and travel in the autocast dtype; null for none."
-    )
+    lower_precision_safe_modules: Names | None = key(None, "Classes whose parameters rest and travel in that dtype.")
 
 
 class DataTypesConfig(Block):
     """``data_types``: dtypes of gradient accumulation, parameters and buffers. None: each its usual one."""
 
-    grad_accum_dtype: OptionalDtype = key(None, "Dtype in which micro-batches are summed; null means fp32.")
-    param_dtype: OptionalDtype = key(None, "The compute dtype again; refused unless the fp16 and bf16 blocks agree.")
-    buffer_dtype: OptionalDtype = key(None, "Dtype of floating buffers; null leaves them as the model is built.")
-    keep_in_fp32_modules: tuple[StrictStr, ...] | Literal["auto"] = key(
-        "auto", "Modules by name that keep fp32; auto asks the model's class."
-    )
+    grad_accum_dtype: values.OptionalDtype = key(None, "Dtype in which micro-batches are summed; null means fp32.")
+    param_dtype: values.OptionalDtype = key(None, "The compute dtype again; refused unless fp16 and bf16 agree.")
+    buffer_dtype: values.OptionalDtype = key(None, "Dtype of floating buffers; null leaves them as the model is built.")
+    keep_in_fp32_modules: tuple[StrictStr, ...] | Literal["auto"] = key("auto", "Modules by name; auto asks the model.")
 
 
 class ActivationCheckpointingConfig(unread.ActivationCheckpointingKeys):
@@ -103,6 +81,9 @@ class ActivationCheckpointingConfig(unread.ActivationCheckpointingKeys):
     cpu_checkpointing: Flag = key(False, "Saved activations rest in host memory (for models on a device).")
     synchronize_checkpoint_boundary: Flag = key(False, "Wait for the device at each checkpointed call.")
     profile: Flag = key(False, "Log the forward time of each checkpointed call.")
+
+
+Activations = ActivationCheckpointingConfig
 
 
 class AioConfig(unread.AioKeys):
@@ -116,21 +97,17 @@ class AioConfig(unread.AioKeys):
 class MemoryConfig(Block):
     """``memory`` (an extension): what one rank may hold, in bytes or as "3GiB"; checked before training starts."""
 
-    host_limit: Bytes | None = key(None, 'Most host memory of one rank, as bytes or "3GiB". Null: see offload.md.')
-    device_limit: Bytes | None = key(None, "Most device memory of one rank; on a CPU host_limit counts instead.")
+    host_limit: values.Bytes | None = key(None, 'Most host memory of a rank, as bytes or "3GiB". Null: see offload.md.')
+    device_limit: values.Bytes | None = key(None, "Most device memory of one rank; on a CPU host_limit counts instead.")
 
 
 class CheckpointConfig(unread.CheckpointKeys):
     """``checkpoint``: saving and loading. The last six keys, and ``async``, are extensions."""
 
-    tag_validation: Annotated[Literal["WARN", "IGNORE", "FAIL"], UpperCase] = key(
-        "WARN", "When ranks save under different tags: WARN and take the first rank's, IGNORE, or FAIL."
-    )
-    load_universal: Flag = key(
-        False, "Load the universal format.", Support.INERT, "every kind is recognised by its files"
-    )
+    tag_validation: _OnTags = key("WARN", "When ranks save under different tags: WARN (rank 0's counts), IGNORE, FAIL.")
+    load_universal: Flag = key(False, "Load the universal format.", values.Support.INERT, "files tell their kind")
     keep_last: Positive | None = key(None, "Remove all but so many of the newest checkpoints after each save.")
-    rate_limit: Bytes | None = key(None, "Most bytes a second that a rank writes in the background; absent: no limit.")
+    rate_limit: values.Bytes | None = key(None, "Most bytes a second of a rank in the background; absent: no limit.")
     allow_pickle: Flag = key(False, "Save and load client state that needs pickle; loading it can run any code.")
     client_files: Flag = key(True, "Write small *_states.pt files for programs that look for them.")
     restore_rng: Flag = key(True, "load_checkpoint restores the random number generators of each rank.")

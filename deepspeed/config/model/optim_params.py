@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from deepspeed.config.explain.messages import UNFILLED, Judgement, nearest, unknown_key, wrong_value
-from deepspeed.config.model.removed import REMOVED_OPTIMIZERS, removed_key
+from deepspeed.config.model.spelling import REMOVED_OPTIMIZERS, removed_key
 from deepspeed.config.model.values import Block, Count, Flag, Int, Num, Positive, Support, is_auto, key, quoted_hint
 
 Part = Literal["optimizer", "scheduler"]
@@ -151,9 +151,7 @@ _SCHEDULES: Mapping[str, tuple[str, ...]] = {
 
 
 def accepts(part: Part, name: str) -> tuple[str, ...] | None:
-    """What the optimizer (in any case) or schedule takes, all that one of its classes takes for an optimizer; None for
-    one that checks its own settings, or is unknown.
-    """
+    """What any class of the optimizer (in any case) or schedule takes; None for an unknown one, or a class of torch."""
     if part == "optimizer":
         return _OPTIMIZERS.get(name.lower())
     heads = _SCHEDULES.get(name)

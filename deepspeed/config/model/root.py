@@ -1,7 +1,7 @@
 """The whole configuration as one immutable object, and the function that makes it."""
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import Field, SkipValidation, ValidationError
 
@@ -10,32 +10,16 @@ from deepspeed.config.explain.rules import rule_violations
 from deepspeed.config.model import blocks, unread
 from deepspeed.config.model.batch import BATCH_KEYS, TRAIN, resolve_batch
 from deepspeed.config.model.optim_params import PARAM_BLOCKS, check_params
-from deepspeed.config.model.removed import removed_key, removed_parts
 from deepspeed.config.model.settings import support_faults
-from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree
-from deepspeed.config.model.values import (
-    DtypeName,
-    Flag,
-    Int,
-    LowerCase,
-    Num,
-    OptionalDtype,
-    Period,
-    Positive,
-    key,
-)
+from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree, removed_key, removed_parts
+from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
 from deepspeed.config.model.zero import ZeroConfig
 from deepspeed.config.parse import ConfigSource, read_source
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.log import logger
 
-_Activations = blocks.ActivationCheckpointingConfig
-LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 _DEEPEST = 64  # levels; a dict that contains itself has no end
 _SCHEMA = "$schema"  # for editors: names the file that describes this format
-
-
-_MeanOrSum = Annotated[Literal["mean", "sum"], LowerCase]
 _ModelMeta: Any = type(ZeroConfig)
 
 
@@ -55,11 +39,10 @@ class _LoadsWhenCalled(_ModelMeta):
 
 
 class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
-    """Everything a training run is told, resolved and checked.
+    """Everything a training run is told, resolved and checked; ``load_config`` makes it.
 
-    Made by ``load_config``, or by ``DeepSpeedConfig(source)`` for as many ranks as WORLD_SIZE says. ``source`` is the
-    very dict the caller gave (or the parsed file). Batch sizes count samples; ``world_size`` counts data-parallel
-    ranks.
+    ``source`` is the very dict the caller gave (or the parsed file). Batch sizes count samples; ``world_size`` counts
+    data-parallel ranks.
     """
 
     source: SkipValidation[dict[str, Any]] = Field(repr=False, exclude=True)
@@ -73,13 +56,13 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     wall_clock_breakdown: Flag = key(False, "Time forward, backward and step, and log it with every progress line.")
     memory_breakdown: Flag = key(False, "Log memory in use after the start and after every forward, backward and step.")
     dump_state: Flag = key(False, "Log the engine's attributes and the whole configuration once at the start.")
-    log_level: Annotated[LogLevel, LowerCase] | None = key(None, "Level of this package's logger; null leaves it.")
+    log_level: blocks.LogLevel | None = key(None, "Level of this package's logger; null leaves it.")
     disable_python_gc: Flag = key(False, "No cyclic garbage collection while the engine lives.")
     vocabulary_size: Positive | None = key(None, "Rows of the embedding; warns about a size that is no multiple of 8.")
     gradient_clipping: Num = key(1.0, "Largest L2 norm of all gradients together; 0 switches clipping off.", ge=0)
     prescale_gradients: Flag = key(False, "Divide by all ranks before the reduction, not by a part of them.")
     gradient_predivide_factor: Num = key(1.0, "Divide by this before the reduction, by the rest after it.", gt=0)
-    gradient_allreduce_op: _MeanOrSum = key("mean", "Mean or sum of gradients over data-parallel ranks.")
+    gradient_allreduce_op: blocks.MeanOrSum = key("mean", "Mean or sum of gradients over data-parallel ranks.")
     communication_data_type: OptionalDtype = key(None, "Dtype of gradients between ranks; null follows the parameters.")
     optimizer: blocks.OptimizerConfig | None = None
     scheduler: blocks.SchedulerConfig | None = None
@@ -87,7 +70,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     bf16: blocks.Bf16Config = Field(default_factory=blocks.Bf16Config)
     torch_autocast: blocks.TorchAutocastConfig = Field(default_factory=blocks.TorchAutocastConfig)
     data_types: blocks.DataTypesConfig = Field(default_factory=blocks.DataTypesConfig)
-    activation_checkpointing: _Activations = Field(default_factory=blocks.ActivationCheckpointingConfig)
+    activation_checkpointing: blocks.Activations = Field(default_factory=blocks.ActivationCheckpointingConfig)
     zero: ZeroConfig = Field(default_factory=ZeroConfig, alias="zero_optimization")
     aio: blocks.AioConfig = Field(default_factory=blocks.AioConfig)
     checkpoint: blocks.CheckpointConfig = Field(default_factory=blocks.CheckpointConfig)
@@ -215,11 +198,10 @@ def load_config(
 
     ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, URL-safe base64 of
     JSON, or a configuration made earlier, which is resolved anew. ``lenient`` is for ``zero.Init``, which runs before
-    an integration has filled in "auto" and the batch sizes. ``check_support`` false accepts features that this release
-    does not have; only tools that describe a file want that.
+    an integration has filled in "auto" and the batch sizes. ``check_support`` false accepts what this release lacks.
 
-    Raises DeepSpeedConfigError (a ValueError) that lists every fault as a sentence with the key, the nearest valid name
-    and, for files, the line; BatchConfigError when the batch sizes do not fit together.
+    Raises DeepSpeedConfigError (a ValueError) with every fault, its key, the nearest valid name and, for files, the
+    line; BatchConfigError when the batch sizes do not fit together.
     """
     if world_size < 1:
         raise DeepSpeedConfigError(f"The data-parallel world size must be at least 1, not {world_size}.")

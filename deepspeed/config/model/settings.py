@@ -15,7 +15,7 @@ from deepspeed.config.model.batch import BATCH_KEYS
 from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.spelling import SPELLED, canonical_path
 from deepspeed.config.model.unread import UNREAD
-from deepspeed.config.model.values import Key, Support, is_auto, is_block
+from deepspeed.config.model.values import Key, Support, is_auto
 from deepspeed.config.parse import ConfigSource
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def declared_fields(block: type[BaseModel], prefix: str = "") -> Iterator[Declar
     """Every leaf that ``block`` (the root model) declares, depth first, and every block that may be absent."""
     for _, key, info in keys_of(block):
         inner, suffix = block_inside(info.annotation)
-        if inner is None or not (is_block(info.annotation) or suffix):
+        if inner is None or not (inner is info.annotation or suffix):
             yield Declared(prefix + key, info, block)
         if inner is not None:
             yield from declared_fields(inner, f"{prefix}{key}{suffix}.")
@@ -89,9 +89,7 @@ def written_paths(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, str, Any, FieldInfo | None, bool]]:
-    """(path, pattern, value, field, whether it is written) of every leaf below ``block``, and of the blocks whose
-    presence alone asks for something.
-    """
+    """(path, pattern, value, field, is it written) of every leaf, and of blocks whose presence asks for something."""
     for name, key, info in keys_of(type(block)):
         value, given = getattr(block, name), name in block.model_fields_set
         path, row, suffix = prefix + key, pattern + key, block_inside(info.annotation)[1]

@@ -78,11 +78,6 @@ def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
-def is_block(annotation: Any) -> bool:
-    """Whether the type of a field is a block, without alternatives."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
 class Block(BaseModel):
     """A strict, immutable block of the configuration. null for an inner block means: absent.
 
@@ -101,13 +96,11 @@ class Block(BaseModel):
     def _drop_absent(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        blocks = {field.alias or name for name, field in cls.model_fields.items() if is_block(field.annotation)}
+        kinds = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
+        blocks = [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)]
         no_auto = cls.auto_is_absent or bool(info.context and info.context["lenient"])
-        return {
-            name: item
-            for name, item in value.items()
-            if not (no_auto and is_auto(item)) and not (item is None and name in blocks)
-        }
+        absent = {name for name, item in value.items() if no_auto and is_auto(item) or item is None and name in blocks}
+        return {name: item for name, item in value.items() if name not in absent}
 
 
 class AutoBlock(Block):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from deepspeed.config.explain.check import Findings, examine
 from deepspeed.config.explain.show import as_json, dtypes_text, values_text
+from deepspeed.config.model.batch import BATCH_KEYS
 from deepspeed.config.parse import read_source, text_source
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.program import BAD_INPUT, guarded, say
@@ -69,7 +70,8 @@ def _examined(name: str, args: argparse.Namespace, *, resolved: bool = False) ->
 def _summary(findings: Findings) -> str:
     config, written = findings.config, [item for item in findings.settings.values() if item.origin in ("file", "auto")]
     sizes = f"{config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps} x {config.world_size}"
-    batch = "batch sizes open" if findings.batch_is_open else f"batch {config.train_batch_size} = {sizes}"
+    is_open = any(path in findings.autos for path in BATCH_KEYS)
+    batch = "batch sizes open" if is_open else f"batch {config.train_batch_size} = {sizes}"
     keys = f"{len(written)} key{'s' if len(written) != 1 else ''}"
     return f"ok ({keys}, ZeRO stage {config.zero_stage}, {config.compute_dtype}, {batch})"
 

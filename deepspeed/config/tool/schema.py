@@ -12,10 +12,9 @@ from pydantic_core import core_schema
 from deepspeed.config.explain.check import FILLED_BY_INTEGRATIONS
 from deepspeed.config.explain.messages import block_inside
 from deepspeed.config.model.optim_params import PARAM_BLOCKS
-from deepspeed.config.model.removed import REMOVED_KEYS
 from deepspeed.config.model.root import DeepSpeedConfig
 from deepspeed.config.model.settings import default_of, keys_of
-from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, SPELLED
+from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, REMOVED_KEYS, SPELLED
 from deepspeed.config.model.values import AUTO
 
 Schema = dict[str, Any]
