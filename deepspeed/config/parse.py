@@ -45,8 +45,7 @@ def _unique(pairs: list[tuple[str, Any]], text: str, name: str) -> dict[str, Any
 def parse_text(text: str, name: str) -> dict[str, Any]:
     """Parse JSON or relaxed JSON (comments, trailing commas, bare keys).
 
-    Raises DeepSpeedConfigError for empty text, repeated keys, broken syntax (with line and column) and for a
-    text whose top level is not an object.
+    Raises DeepSpeedConfigError for empty text, repeated keys, broken syntax (with its place) and what is no object.
     """
     if not text.strip():
         raise DeepSpeedConfigError(f"{name} is empty. Write at least {{}} with the batch size keys.")

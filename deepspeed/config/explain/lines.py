@@ -1,8 +1,7 @@
 """Where each key of a relaxed-JSON text stands.
 
-The JSON parsers give values without positions; error messages want the line. This scanner reads only
-the structure of the text (nesting, keys, comments) and never fails: on text it does not understand it
-simply knows fewer lines.
+The JSON parsers give values without positions; error messages want the line. This scanner reads only the structure of
+the text (nesting, keys, comments) and never fails: on text it does not understand it simply knows fewer lines.
 """
 
 import re

@@ -47,9 +47,7 @@ def unknown_key(path: str, names: Iterable[str], what: str = "unknown key", most
 
 
 def block_inside(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The block that a field holds, and what stands before it in paths: "", "[]", or for a map the type of its keys as
-    ".<metric>".
-    """
+    """The block that a field holds, and what stands before it in paths: "", "[]", or a map's ".<metric>"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, type) and not arguments:
         return (annotation, "") if issubclass(annotation, BaseModel) else (None, "")

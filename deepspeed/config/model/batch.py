@@ -30,9 +30,8 @@ def resolve_batch(
 ) -> tuple[int, int, int]:
     """Complete (train, micro, accumulation) for ``world_size`` data-parallel ranks; None is what is absent or "auto".
 
-    Absent accumulation means 1; "auto" in ``written`` counts as absent but is never guessed. With ``lenient`` nothing
-    is refused and what is missing becomes 1. Raises LookupError for an "auto" that nobody resolved, ValueError when the
-    triangle does not close.
+    Absent accumulation means 1; "auto" in ``written`` is never guessed. ``lenient`` refuses nothing: what is missing
+    becomes 1. Raises LookupError for an "auto" that nobody resolved, ValueError when the triangle does not close.
     """
     train, micro, steps = sizes
     if lenient:

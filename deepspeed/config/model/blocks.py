@@ -1,6 +1,4 @@
-"""The blocks beside ``zero_optimization``: optimizer, precision, activation checkpointing, IO, memory, checkpoints,
-monitors, timers.
-"""
+"""The blocks beside ``zero_optimization``, from the optimizer and precision to monitors and timers."""
 
 from typing import Annotated, Any, Literal
 

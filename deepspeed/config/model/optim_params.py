@@ -1,7 +1,4 @@
-"""``optimizer.params`` and ``scheduler.params``: the settings of each named optimizer and schedule.
-
-The names are those of the constructors in ``deepspeed.optim``, which a test compares: nothing here imports torch.
-"""
+"""The settings of each named optimizer and schedule, those of the constructors in ``deepspeed.optim``; no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal

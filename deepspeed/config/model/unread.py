@@ -1,4 +1,4 @@
-"""The keys that no code reads: those of features that this release does not have, and those without effect in it.
+"""The keys that no code reads: of features that this release lacks, and without effect in it.
 
 They are data, ``unread.json``: block -> key -> [type, default, meaning, further facts of ``Key``]. The row "" is about
 the block: ``holder`` says where it stands when it is not simply a block ("class": it goes on in a class in Python),

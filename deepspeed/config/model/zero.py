@@ -99,8 +99,7 @@ class LeafModuleConfig(AutoBlock):
 class ZeroConfig(unread.ZeroOptimizationKeys):
     """``zero_optimization``: what is sharded. Bucket sizes, thresholds and live limits count elements.
 
-    ``divergence`` is an extension: what to do when ranks take different branches ("tolerate" them, raise an
-    "error", or "assume_none" and skip the check).
+    ``divergence`` is an extension: "tolerate" that ranks take different branches, "error", or "assume_none" (no check).
     """
 
     stage: Int = key(0, "Shard: 1 optimizer states, 2 and gradients, 3 and parameters; 0 nothing.", ge=0, le=3)

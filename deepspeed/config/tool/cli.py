@@ -15,8 +15,7 @@ from deepspeed.config.parse import read_source, text_source
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.program import BAD_INPUT, guarded, say
 
-STARTERS = Path(__file__).parent / "starters"
-"""The files that ``ds_config init`` writes, one per goal: each is valid as it stands."""
+STARTERS = Path(__file__).parent / "starters"  # what ``ds_config init`` writes, one per goal
 
 
 def _world(text: str) -> int:

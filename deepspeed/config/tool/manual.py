@@ -23,10 +23,7 @@ from deepspeed.config.model.values import DTYPE_NAMES, Key, Support
 from deepspeed.config.tool.schema import PlainSchema, Schema, definitions, schema_text
 
 _MARK = "<!-- From here on made by `python -m deepspeed.config.tool.manual docs`; do not edit. -->\n"
-_SIMPLE: Mapping[str, str] = {
-    **{"integer": "int", "number": "float", "boolean": "bool"},
-    **{"string": "text", "object": "block", "array": "list"},
-}
+_SIMPLE = dict(integer="int", number="float", boolean="bool", string="text", object="block", array="list")
 _SIGNS: Mapping[str, str] = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 

@@ -28,11 +28,9 @@ class PlainSchema(GenerateJsonSchema):
     """What pydantic says, without titles and with every bound in the words of JSON Schema."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        """No title says more than the key."""
-        return False
+        return False  # none says more than the key
 
     def generate_inner(self, schema: Any) -> Schema:
-        """The schema of one type."""
         return {_BOUNDS.get(name, name): item for name, item in super().generate_inner(schema).items()}
 
 
@@ -40,7 +38,6 @@ class _EditorSchema(PlainSchema):
     """The same with what parsing accepts besides: null, false or "auto" for absent."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> Schema:
-        """The schema of one block."""
         out, block = super().model_schema(schema), schema["cls"]
         out.pop("title", None)
         for _, name, info in keys_of(block):
