@@ -14,11 +14,12 @@ from deepspeed.launcher.backend import run_backend
 from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name, exported, read_environment_files
 from deepspeed.launcher.fanout import run_over_ssh
 from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, load_hostfile, nearest_hint
-from deepspeed.launcher.job import COMMON_FLAGS, Flags, Job, add_flags, arguments_of_script, check_kind, finish, job_of
+from deepspeed.launcher.job import COMMON_FLAGS, Flags, Job, add_flags, arguments_of_script, check_kind, job_of
 from deepspeed.launcher.machine import check_programs, check_reachable, is_this_machine, local_devices, own_address
 from deepspeed.launcher.resources import Location, find_place, master_address, selected_by
 from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, describe, find_runner, split_arguments
 from deepspeed.observe.log import logger
+from deepspeed.observe.program import guarded
 
 BY_HAND_PORT = 29500
 # For runners that cannot be told a port later: below those from which Linux serves outgoing connections.
@@ -228,8 +229,7 @@ def _launch(options: argparse.Namespace) -> int:
     place = _find_place(options)
     job = make_job(options, place, runner.launcher)
     if options.dry_run:
-        # Values of variables may hold bytes that are no text.
-        sys.stdout.write(describe(job, place, options=runner).encode(errors="backslashreplace").decode())
+        sys.stdout.write(describe(job, place, options=runner))
         return 0
     if place.node_rank is None:
         return _run_elsewhere(job, runner, check=not options.no_ssh_check)
@@ -241,7 +241,7 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parse_args(args)
     logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
     # Clients call main() and go on after a good run, as they do with the reference launcher.
-    if (status := finish("deepspeed", lambda: _launch(options))) != 0:
+    if (status := guarded("deepspeed", lambda: _launch(options))) != 0:
         sys.exit(status)
 
 

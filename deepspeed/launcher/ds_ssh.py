@@ -18,15 +18,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.launcher.fanout import Connection
 from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, load_hostfile
-from deepspeed.launcher.job import INTERRUPTED, USAGE_STATUS
 from deepspeed.launcher.node.loop import EventLoop
 from deepspeed.launcher.node.verdict import shell_status
 from deepspeed.launcher.runners import RunnerOptions, split_arguments, ssh_prefix
+from deepspeed.observe.program import guarded
 
-BROKEN_PIPE = 141
 FANOUT = 64  # ssh processes at a time: each costs three file descriptors, and 1024 is a usual limit
 STOP_GRACE_S = 3.0
 # A command without a terminal goes on when its ssh dies. So its standard input stays with us, and the end of that ends
@@ -137,17 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not words:
         parser.error("no command to run; write it behind the options, for example: ds_ssh hostname")
-    try:
-        return _run(options, words)
-    except DeepSpeedError as error:
-        sys.stderr.write(f"ds_ssh: {error}\n")
-        return USAGE_STATUS
-    except KeyboardInterrupt:
-        sys.stderr.write("ds_ssh: interrupted; the commands were ended\n")
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while it ends
-        return BROKEN_PIPE
+    return guarded("ds_ssh", lambda: _run(options, words))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher.job import USAGE_STATUS, Job
+from deepspeed.launcher.job import Job
 from deepspeed.launcher.node.command import BEAT, MARK, PAUSE
 from deepspeed.launcher.node.loop import (
     SIGNAL_GRACE_S,
@@ -29,6 +29,7 @@ from deepspeed.launcher.node.loop import (
 )
 from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted, lost
 from deepspeed.launcher.runners import RunnerOptions, ssh_command
+from deepspeed.observe.program import BAD_INPUT
 
 _SSH_FAILED = 255  # what ssh itself ends with; every other status is the remote command's
 _FAREWELL_S = 3.0  # how long nodes may take to end by themselves after the verdict
@@ -213,7 +214,7 @@ class FanOut(EventLoop):
         else:
             what = "cannot be reached" if status == _SSH_FAILED else "could not start its launcher"
             # A launcher that refuses its command line or its port ends with the status for that, which stays so.
-            own_status = USAGE_STATUS if status == USAGE_STATUS else LOST_HOST_STATUS
+            own_status = BAD_INPUT if status == BAD_INPUT else LOST_HOST_STATUS
             self._decide(Verdict(own_status, f"deepspeed: host {node.host} (node {rank}) {what}: {why}\n"))
 
     def _decide(self, verdict: Verdict, *, hang_up: bool = True) -> None:

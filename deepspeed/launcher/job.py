@@ -5,14 +5,12 @@ import base64
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.errors import UsageError
 
-USAGE_STATUS = 2  # of a command line that cannot work
-INTERRUPTED = 130
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _NUMBERS = ("N", "P", "PID", "R")
 
@@ -151,14 +149,3 @@ def arguments_of_script(given: Sequence[str], script: str, parsed: Sequence[str]
     rest = len(parsed)
     dropped = list(given[len(given) - rest - 2 : len(given) - rest]) == [script, "--"]
     return ["--", *parsed] if dropped else list(parsed)
-
-
-def finish(prog: str, run: Callable[[], int]) -> int:
-    """The exit status of a command: what ``run`` returns, or that of what it raises, with a sentence for the user."""
-    try:
-        return run()
-    except DeepSpeedError as error:
-        sys.stderr.write(f"{prog}: {error}\n")
-        return USAGE_STATUS
-    except KeyboardInterrupt:
-        return INTERRUPTED  # before there was a rank

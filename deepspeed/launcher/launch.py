@@ -14,10 +14,10 @@ from deepspeed.launcher.job import (
     arguments_of_script,
     check_kind,
     decode_world,
-    finish,
     job_of,
 )
 from deepspeed.observe.log import logger
+from deepspeed.observe.program import guarded
 
 _FLAGS: Flags = {
     "--node_rank": (0, "N", "index of this node"),
@@ -86,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run this node's part of the job and end the process with the job's exit status (2: the command cannot work)."""
     options = parse_args(args)
     logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
-    sys.exit(finish("deepspeed", lambda: _run(options)))
+    sys.exit(guarded("deepspeed", lambda: _run(options)))
 
 
 if __name__ == "__main__":
