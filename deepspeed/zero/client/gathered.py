@@ -103,22 +103,18 @@ class GatheredParameters:
             self._saving = None
         try:
             if raised is None and not self._inside_forward:
-                self._settle()
+                for rank, text in self._failures(self._fault()).items():
+                    raise UsageError(
+                        f"rank {rank} failed inside GatheredParameters, so nothing is written back on any rank: {text}"
+                    )
+                for param in self._params if self._modifier is not None else ():
+                    self._write_back(param)
             elif isinstance(raised, Exception) and not self._inside_forward:  # not what ends a process or a generator
                 with suppress(Exception):  # what was raised inside says more
                     self._failures(raised)
         finally:
             self._pinned.close()
             self._units, self._marks = [], []
-
-    def _settle(self) -> None:
-        """What the modifier rank holds becomes the parameters; one rank's fault is raised on all. Collective."""
-        for rank, text in self._failures(self._fault()).items():
-            raise UsageError(
-                f"rank {rank} failed inside GatheredParameters, so nothing is written back on any rank: {text}"
-            )
-        for param in self._params if self._modifier is not None else ():
-            self._write_back(param)
 
     def _failures(self, fault: Exception | None) -> dict[int, str]:
         """Rank -> its fault. A rank that raised serves those still in contexts that it has left. Collective."""
@@ -140,8 +136,8 @@ class GatheredParameters:
                     "inside GatheredParameters; replace the Parameter object instead "
                     "(module.weight = nn.Parameter(...)) before deepspeed.initialize"
                 )
-            if self._modifier is not None and self._modifier not in unit.mesh.zero.ranks:
-                ranks = unit.mesh.zero.ranks
+            ranks = unit.mesh.zero.ranks
+            if self._modifier is not None and self._modifier not in ranks:
                 return UsageError(
                     f"modifier_rank {self._modifier} is not one of the ranks {ranks} that share {segment.name!r}"
                 )
@@ -151,9 +147,9 @@ class GatheredParameters:
         if not edited:
             return None
         return UsageError(
-            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither "
-            "the shards nor the "
-            "optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit a clone"
+            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither the "
+            "shards nor the optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit "
+            "a clone"
         )
 
     def _write_back(self, param: nn.Parameter) -> None:
