@@ -135,12 +135,15 @@ def test_a_folder_that_is_being_written_never_shows_half_of_itself(tmp_path: Pat
 def test_a_folder_that_cannot_appear_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, out = os.rename, tmp_path / "out"
 
-    def refused(*_: object) -> None:
-        raise PermissionError("no renaming here")
+    def refused(source: Path, target: Path) -> None:
+        if target == out:
+            raise PermissionError("no renaming here")
+        rename(source, target)
 
     def late(source: Path, target: Path) -> None:
-        out.mkdir()  # another process was faster
-        (out / "theirs").touch()
+        if target == out:
+            out.mkdir()  # another process was faster
+            (out / "theirs").touch()
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", refused)
@@ -150,7 +153,7 @@ def test_a_folder_that_cannot_appear_says_why(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "rename", late)
     with appearing(out) as hidden:
         (hidden / "file").write_text("whole")
-    assert sorted(p.name for p in out.iterdir()) == ["file", "theirs"]
+    assert sorted(p.name for p in out.iterdir()) == ["file", "theirs"] and list(tmp_path.iterdir()) == [out]
 
 
 class _Broken(Memory):
