@@ -29,7 +29,7 @@ def guarded(prog: str, run: Callable[[], int]) -> int:
         sys.stderr.write(f"{prog}: {error}\n")
         return BAD_INPUT
     except KeyboardInterrupt:
-        sys.stderr.write(f"{prog}: interrupted; nothing half-written is left\n")
+        sys.stderr.write(f"{prog}: interrupted\n")
         return INTERRUPTED
 
 

@@ -4,6 +4,7 @@ absent.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from math import prod
@@ -154,6 +155,19 @@ def test_a_folder_that_cannot_appear_says_why(tmp_path: Path, monkeypatch: pytes
     with appearing(out) as hidden:
         (hidden / "file").write_text("whole")
     assert sorted(p.name for p in out.iterdir()) == ["file", "theirs"] and list(tmp_path.iterdir()) == [out]
+
+
+def test_equal_weights_make_equal_files_wherever_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sample()
+    contents = set()
+    for host in ("one.example.org", "two"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        streams = [stream(source, k) for k in source.entries if k[0] == "master"]
+        (path,) = write_weights(streams, tmp_path / host, safetensors=False, max_shard_bytes=None)
+        contents.add(path.read_bytes())
+    assert len(contents) == 1 and b".saving-" not in contents.pop()
 
 
 class _Broken(Memory):

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.ds_to_universal import main as to_universal, parse_arg
 from deepspeed.checkpoint.save.client_files import SCRIPT_TEXT, copy_for_later
 from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.errors import CheckpointError
+from deepspeed.observe.log import logger
 from deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
@@ -170,7 +171,10 @@ def test_the_command_line_takes_every_option_of_the_original(tmp_path: Path) -> 
     assert "frozen.weight" not in index["weight_map"] and set(SHAPES) <= set(index["weight_map"])
 
 
-def test_wrong_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "setLevel", lambda _level: None)
     (tmp_path / "empty").mkdir()
     for args in (
         [str(tmp_path / "missing"), "o"],
@@ -179,6 +183,8 @@ def test_wrong_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     ):
         assert main(args) == 2
         assert capsys.readouterr().err.count("\n") == 1
+        with pytest.raises((CheckpointError, ValueError, OSError)):  # where it comes from
+            main([*args, "-d"])
     with pytest.raises(FileNotFoundError):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "missing")
     with pytest.raises(CheckpointError):

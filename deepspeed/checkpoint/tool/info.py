@@ -3,6 +3,7 @@
 import pickletools
 import zipfile
 from argparse import Namespace
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -75,28 +76,28 @@ def _tensors(source: Source, *, each: bool) -> list[str]:
 # -- audit -------------------------------------------------------------------------------------------------------------
 
 
-def scan(path: Path) -> list[str]:
-    """What each opcode of the pickles in a torch archive or bare stream names ("": nothing); they are never run.
+def scan(path: Path) -> Counter[str]:
+    """How many opcodes of the pickles in a torch archive or bare stream name what ("": nothing); they are never run.
 
     Without names nothing can be called.
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            pickles = [archive.read(name) for name in archive.namelist() if name.endswith(".pkl")]
-        return [name for content in pickles for name in _disassembled(content)]
+            pickles = (archive.read(name) for name in archive.namelist() if name.endswith(".pkl"))
+            return sum(map(_disassembled, pickles), Counter[str]())
     with path.open("rb") as file:
-        return _disassembled(file) if file.peek(1)[:1] == b"\x80" else []
+        return _disassembled(file) if file.peek(1)[:1] == b"\x80" else Counter()
 
 
-def _disassembled(stream: Any) -> list[str]:
-    names = []
+def _disassembled(stream: Any) -> Counter[str]:
+    names = Counter[str]()
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             hidden = opcode.name == "STACK_GLOBAL" or opcode.name.startswith("EXT")
             plain = str(argument) if opcode.name in ("GLOBAL", "INST") else ""
-            names.append("what its stack holds" if hidden else plain)
+            names["what its stack holds" if hidden else plain] += 1
     except Exception:  # it ends in the middle, or is something else that begins like a pickle
-        return names if any(names) else []
+        return names if any(names) else Counter()
     return names
 
 
@@ -115,7 +116,7 @@ def audit(args: Namespace) -> int:
     complete = folders.is_complete(folder)
     data = read_manifest(folder).files if complete else {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() or p.is_symlink()):
-        name, pickled = str(path.relative_to(folder)), scan(path) if path.is_file() else []
+        name, pickled = str(path.relative_to(folder)), scan(path) if path.is_file() else Counter[str]()
         if complete and name.endswith("_states.pt"):
             stubs += 1
             if pickled and (names := unsafe(path)):
@@ -130,10 +131,10 @@ def audit(args: Namespace) -> int:
             what = "of DeepSpeed's layout"
         else:
             what = "read only with allow_pickle" if name.startswith("pickled_client_state") else _UNREAD
-        executed += len(pickled) if what != _UNREAD else 0
+        executed += pickled.total() if what != _UNREAD else 0
         if pickled:
-            what += f"; names {', '.join(sorted(set(filter(None, pickled)))[:6]) or 'nothing'}"
-        say(f"{name:<44} {sized(path.lstat().st_size):>10}  {what}; pickle opcodes: {len(pickled)}")
+            what += f"; names {', '.join(sorted(filter(None, pickled))[:6]) or 'nothing'}"
+        say(f"{name:<44} {sized(path.lstat().st_size):>10}  {what}; pickle opcodes: {pickled.total()}")
     if stubs:
         plain = f"{odd} NOT PLAIN" if odd else "plain values, loadable with weights_only=True"
         say(f"for other programs, never read here: {stubs} files, {plain}")

@@ -29,13 +29,14 @@ def verify(folder: Path) -> list[str]:
 
 
 def _tensors(folder: Path, manifest: Manifest) -> list[str]:
-    """Every element exactly once, files as long as they were, and every byte as its checksum says."""
+    """Every element exactly once, files as long as they were, and every byte of one tensor and as its checksum says."""
     wrong = []
     for name, nbytes in manifest.files.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else nbytes
         if size != nbytes:
             wrong.append(f"{name}: has {size} bytes, not {nbytes}")
     boxes = [(box, entry) for entry in manifest.entries.values() for box in entry.boxes]
+    ends = dict.fromkeys(manifest.files, 0)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
     with (
         contextlib.closing(ChunkReader(folder)) as reader,
@@ -47,7 +48,11 @@ def _tensors(folder: Path, manifest: Manifest) -> list[str]:
                 text = f"{MANIFEST}: elements {gap.lo} to {gap.hi} of {entry.numel}: {what}"
                 wrong.append(f"{entry.state} of {entry.name}: {text}")
         for box, entry in sorted(boxes, key=lambda pair: (pair[0].file, pair[0].offset)):
-            what = f"{entry.state} of {entry.name}"
+            what, end = f"{entry.state} of {entry.name}", ends.get(box.file, box.offset)
+            if box.offset != end:
+                how = "overlaps" if box.offset < end else "leaves a gap to"
+                wrong.append(f"{what}: {box.file} at byte {box.offset}: {how} the tensor before it")
+            ends[box.file] = box.offset + box.extent
             try:
                 for start in range(0, box.extent, PIECE_BYTES):
                     piece = buffer[: min(PIECE_BYTES, box.extent - start)]
@@ -55,6 +60,9 @@ def _tensors(folder: Path, manifest: Manifest) -> list[str]:
                     advance(piece.numel())
             except CheckpointError as error:
                 wrong.append(f"{what}: {error}")
+    for name, nbytes in manifest.files.items():
+        if ends[name] != nbytes:
+            wrong.append(f"{name}: {nbytes} bytes, of which tensors use {ends[name]}")
     return wrong
 
 

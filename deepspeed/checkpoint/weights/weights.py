@@ -277,4 +277,5 @@ def _write_torch(path: Path, streams: Sequence[Stream], aliases: Mapping[str, st
     for s in streams:
         state[s.name] = s.whole()
         progress(s.nbytes)
-    torch.save(with_aliases(state, aliases), path)
+    with path.open("wb") as file:  # torch would write the name of a path into the archive, and this one passes
+        torch.save(with_aliases(state, aliases), file)

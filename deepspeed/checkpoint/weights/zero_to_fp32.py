@@ -182,15 +182,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--safe_serialization", action="store_true", help="safetensors; tied names are written once")
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint (default: what 'latest' names)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen weights out")
-    parser.add_argument("-d", "--debug", action="store_true", help="say more")
+    parser.add_argument("-d", "--debug", action="store_true", help="say more, and where an error comes from")
     options = vars(parser.parse_args(argv))
-    if options.pop("debug"):
-        logger.setLevel(logging.DEBUG)
+    debug = options.pop("debug")
 
     def run() -> int:
         convert_zero_checkpoint_to_fp32_state_dict(**options)
         return 0
 
+    if debug:
+        logger.setLevel(logging.DEBUG)
+        return run()
     return guarded("zero_to_fp32.py", run)
 
 
