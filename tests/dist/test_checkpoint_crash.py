@@ -32,7 +32,14 @@ POINTS: dict[str, tuple[str, str, str, int]] = {
     "before the old one is removed": ("rename", r"/step\d \S+\.removed-", "before", 2),
     "when the old one has lost its name": ("rename", r"/step\d \S+\.removed-", "after", 2),
 }
-# The same tag again and again.
+# The same tag again and again: the new one takes the old one's place in one step.
+EXCHANGE: dict[str, tuple[str, str, str, int]] = {
+    "before the exchange": ("_swap", r"/newest$", "before", 1),
+    "after the exchange": ("_swap", r"/newest$", "after", 2),
+    "before the old one is thrown away": ("discard", r"/\.newest\.saving-[^/]*$", "before", 2),
+    "before the files of the old one go": ("rmtree", r"/\.newest\.saving-[^/]*$", "before", 2),
+}
+# Or in two, where the filesystem has no such step.
 SAME_TAG: dict[str, tuple[str, str, str, int]] = {
     "before the first rename": ("rename", r"newest \S+\.replaced-", "before", 1),
     "between the two renames": ("rename", r"newest \S+\.replaced-", "after", 1),
@@ -62,6 +69,8 @@ def dying(real: Callable[..., Any], pattern: str, when: str, nth: int) -> Callab
 def arm(point: tuple[str, str, str, int], nth: int, rank: int) -> None:
     """Make the first rank die there."""
     if rank == 0:
+        if point in SAME_TAG.values():
+            folders._swap = lambda *_: False
         name, pattern, when, _ = point
         owner: Any = folders if hasattr(folders, name) else folders.shutil if name == "rmtree" else os
         setattr(owner, name, dying(getattr(owner, name), pattern, when, nth))
@@ -102,6 +111,11 @@ def test_killed_at_a_turning_point_of_a_background_save(where: str, tmp_path: Pa
 @pytest.mark.parametrize("where", SAME_TAG)
 def test_killed_while_a_tag_is_overwritten(where: str, tmp_path: Path) -> None:
     crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), SAME_TAG[where], nth=2 if "second" in where else 1)
+
+
+@pytest.mark.parametrize("where", EXCHANGE)
+def test_killed_while_a_tag_changes_places_with_the_next(where: str, tmp_path: Path) -> None:
+    crash_and_resume(SavingJob(str(tmp_path), 1, tag="newest"), EXCHANGE[where], nth=1)
 
 
 def test_killed_twice_in_a_row_while_a_tag_is_overwritten(tmp_path: Path) -> None:

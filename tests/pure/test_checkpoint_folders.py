@@ -60,6 +60,7 @@ def test_a_reader_that_comes_between_the_two_renames_disturbs_no_save(
             readers.pop()(tmp_path)
 
     monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(folders, "_swap", lambda *_: False)
     whole(tmp_path, "t")
     assert not readers and [p.name for p in tmp_path.iterdir()] == ["t"]
     assert [p.name for p in (tmp_path / "t").iterdir()] == ["manifest.json"]
@@ -69,6 +70,20 @@ def test_a_replacement_that_died_between_two_renames_gives_the_old_one_back(tmp_
     os.rename(whole(tmp_path, "t"), tmp_path / ".t.replaced-abc123")
     folders.write_latest(tmp_path, "t")
     assert folders.find_checkpoint(tmp_path) == tmp_path / "t"
+
+
+def test_a_tag_that_is_overwritten_has_its_name_at_every_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole(tmp_path, "t")
+    (tmp_path / "other").mkdir()
+    if not folders._swap(tmp_path / "t", tmp_path / "other"):
+        pytest.skip("this filesystem does not exchange names")
+    assert folders._swap(tmp_path / "t", tmp_path / "other")
+    (tmp_path / "other").rmdir()
+    monkeypatch.delattr(os, "rename")  # the one step is the exchange
+    whole(tmp_path, "t").joinpath("new").write_text("")
+    assert [p.name for p in tmp_path.iterdir()] == ["t"] and (tmp_path / "t" / "new").exists()
 
 
 @pytest.mark.parametrize("layout", ["manifest.json", "mp_rank_00_model_states.pt"])
@@ -87,6 +102,7 @@ def test_a_replacement_that_fails_leaves_the_old_one_its_name(
             raise error
         real(source, target)
 
+    monkeypatch.setattr(folders, "_swap", lambda *_: False)
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(type(error)):
         folders.publish(new, "t")

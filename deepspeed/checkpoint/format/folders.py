@@ -6,6 +6,7 @@ has left behind is ignored by readers and removed by the next save. Small files 
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -21,6 +22,7 @@ from deepspeed.observe.log import logger
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+_EXCHANGE, _AT_FDCWD = 2, -100  # RENAME_EXCHANGE of renameat2; paths are relative to the working folder
 _HIDDEN = re.compile(
     r"\.(?P<tag>.+)\.(?P<what>saving|replaced|removed)-((?P<host>[^-]*)-(?P<pid>\d+)-((?P<born>\d+)-)?)?[0-9a-f]+"
 )
@@ -59,18 +61,40 @@ def begin(save_dir: Path, tag: str) -> Path:
 
 
 def publish(folder: Path, tag: str) -> Path:
-    """Make the finished ``folder`` the checkpoint ``tag``; one of that name is replaced. The final path.
-
-    Between two renames only the old one exists, under its other name: readers look there too (``repair``).
-    """
+    """Make the finished ``folder`` the checkpoint ``tag``; one of that name is replaced. The final path."""
     final, old = folder.parent / tag, folder.with_name(f".{tag}.replaced-{_nonce()}")
     sync_folder(folder)
+    if os.path.lexists(final) and _swap(folder, final):
+        old = folder
+    else:
+        _rename_twice(folder, final, old)
+    sync_folder(folder.parent)
+    if os.path.lexists(old):
+        discard(old)
+    return final
+
+
+def _swap(a: Path, b: Path) -> bool:
+    """Exchange two names in one step; False where the kernel or the filesystem cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.ENOENT):
+        return False  # EPERM: sandboxes that do not know the call
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def _rename_twice(folder: Path, final: Path, old: Path) -> None:
+    """Between the two renames only the old one exists, under its other name: readers look there too (``repair``)."""
     while True:
         try:
             if os.path.lexists(final):
                 os.rename(final, old)
             os.rename(folder, final)
-            break
+            return
         except BaseException as error:
             back = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
             if back and not os.path.lexists(old):  # a reader gave the old one its name back
@@ -78,10 +102,6 @@ def publish(folder: Path, tag: str) -> Path:
             if os.path.lexists(old) and not os.path.lexists(final):
                 os.rename(old, final)
             raise
-    sync_folder(folder.parent)
-    if os.path.lexists(old):
-        discard(old)
-    return final
 
 
 def discard(path: Path) -> bool:
