@@ -83,44 +83,50 @@ class _Native:
 
 
 class _PythonThreads:
-    """The same calls without native code: Python threads, through the page cache."""
+    """The same calls without native code: Python threads, through the page cache, each with a block at a time."""
 
     name = "python"
 
-    def __init__(self, *, threads: int) -> None:
-        self._pid = os.getpid()
+    def __init__(self, *, block: int, threads: int) -> None:
+        self._block, self._pid = block, os.getpid()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ds-aio")
-        self._under_way: dict[int, Future[int]] = {}
+        self._under_way: dict[int, list[Future[int]]] = {}
         self._tickets = itertools.count(1)
 
-    def submit(self, *move: int) -> int:
+    def submit(self, write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
+        del direct
         ticket = next(self._tickets)
-        try:
-            self._under_way[ticket] = self._pool.submit(_move, *move)
-        except RuntimeError:  # the interpreter is ending, and pools take nothing more; a save still has to end
-            self._under_way[ticket] = Future()
-            self._under_way[ticket].set_result(_move(*move))
+        spans = [(at, min(self._block, nbytes - at)) for at in range(0, nbytes, self._block)]
+        self._under_way[ticket] = [self._begin(write, plain, offset + at, address + at, size) for at, size in spans]
         return ticket
 
+    def _begin(self, *move: int) -> "Future[int]":
+        try:
+            return self._pool.submit(_move, *move)
+        except RuntimeError:  # the interpreter is ending, and pools take nothing more; a save still has to end
+            done: Future[int] = Future()
+            done.set_result(_move(*move))
+            return done
+
     def wait(self, ticket: int) -> int:
-        code = self._under_way[ticket].result()
+        codes = [piece.result() for piece in self._under_way[ticket]]
         del self._under_way[ticket]
-        return code
+        return next(filter(None, codes), 0)
 
     def done(self, ticket: int) -> int:
-        return int(self._under_way[ticket].done())
+        return int(all(piece.done() for piece in self._under_way[ticket]))
 
     def free(self) -> None:
         if os.getpid() == self._pid:  # a forked child has no threads to wait for
             self._pool.shutdown()
 
 
-def _move(write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
-    del direct
+def _move(write: int, fd: int, offset: int, address: int, size: int) -> int:
     act, at = os.pwritev if write else os.preadv, 0
-    while at < nbytes:
+    memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+    while at < size:
         try:
-            count = act(plain, [(ctypes.c_char * (nbytes - at)).from_address(address + at)], offset + at)
+            count = act(fd, [memory[at:]], offset + at)
         except OSError as error:
             return -(error.errno or errno.EIO)
         if count == 0:
@@ -291,7 +297,7 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
         if not 1 <= queue_depth <= 4096 or not 1 <= threads <= 256:
             raise ValueError(f"queue_depth is 1 to 4096 and threads 1 to 256, not {queue_depth} and {threads}")
         if not 1 <= block_bytes <= 1 << 30:
-            raise ValueError(f"block_bytes is 1 to 1 GiB, not {block_bytes}")
+            raise ValueError(f"a block (block_size, block_bytes) is 1 byte to 1 GiB, not {block_bytes}")
         if backend == "auto":
             backend = os.environ.get("DS_AIO_BACKEND") or "auto"
         if backend not in _CODES:
@@ -302,7 +308,7 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
         self._calls = (
             _Native(library, backend=backend, depth=queue_depth, block=block, threads=threads)
             if library
-            else _PythonThreads(threads=threads)
+            else _PythonThreads(block=block, threads=threads)
         )
         self.backend = self._calls.name
         self._pid, self._closed = os.getpid(), False

@@ -259,3 +259,14 @@ def test_c_interface_checks_its_arguments() -> None:
         backend, depth, block, threads = arguments
         assert not library.ds_aio_new(backend, depth, ctypes.c_int64(block), threads, ctypes.byref(error))
         assert error.value == -errno.EINVAL
+
+
+def test_without_native_code_the_threads_share_a_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, move = threading.Barrier(2, timeout=60), aio._move
+    monkeypatch.setattr(aio, "try_load", lambda op: None)
+    monkeypatch.setattr(aio, "_move", lambda *what: (together.wait(), move(*what))[1])
+    data, out = noise(8192, seed=1, shift=0), noise(8192, seed=2, shift=0)
+    with aio.AioEngine(block_bytes=4096, threads=2) as engine, DirectFile(tmp_path / "f", create=True) as file:
+        engine.write(file, 0, data).wait()
+        engine.read(file, 0, out).wait()
+    assert torch.equal(out, data)

@@ -325,7 +325,7 @@ def test_settings() -> None:
         assert (odd.get_block_size(), odd.get_queue_depth(), odd.get_thread_count()) == (1000, 4, 3)
         assert odd.get_single_submit() is True and odd.get_overlap_events() is True
     for wrong in ({"block_size": 0}, {"queue_depth": 0}, {"intra_op_parallelism": 0}):
-        with pytest.raises(ValueError, match=r"block_bytes|queue_depth|threads"):
+        with pytest.raises(ValueError, match=r"block_size|queue_depth|threads"):
             aio_handle(**wrong)
 
 
