@@ -86,7 +86,7 @@ def _build_into(entry: cache.CachedLibrary, op: OpSpec, compiler: Compiler) -> N
         try:
             _compile_into(entry, op, compiler)
         except OSError as error:
-            raise BuildError(f"op {op.name}: cannot be built in {entry.folder}: {error}") from error
+            raise BuildError(f"op {op.name}: cannot be built in {entry.folder}: {error}; {cache.ELSEWHERE}") from error
         except BuildError as error:
             lock.write(stem=entry.stem, time=time.time(), failed=str(error))
             raise

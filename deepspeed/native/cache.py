@@ -21,7 +21,7 @@ LOCK_LIMIT_S = 600.0
 TELL_AFTER_S = 10.0
 POLL_S = 0.05
 FORGOTTEN_AFTER_S = 86400.0
-_ELSEWHERE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
+ELSEWHERE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
 
 
 def folder() -> Path:
@@ -33,7 +33,7 @@ def folder() -> Path:
     if not base:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         if not os.path.isabs(caches):
-            raise BuildError(f"this user has no home to keep libraries in; {_ELSEWHERE}")
+            raise BuildError(f"this user has no home to keep libraries in; {ELSEWHERE}")
         base = os.path.join(caches, "torch_extensions")
     return Path(base).absolute() / "deepspeed"
 
@@ -115,7 +115,7 @@ class BuildLock:
             mode = "r" if self.path.exists() and not os.access(self.path, os.W_OK) else "a"
             file = self.path.open(mode, encoding="utf-8")
         except OSError as error:
-            raise BuildError(f"op {self._name}: its lock file cannot be made ({error}); {_ELSEWHERE}") from error
+            raise BuildError(f"op {self._name}: its lock file cannot be made ({error}); {ELSEWHERE}") from error
         with file:
             self._acquire(file.fileno(), limit_s)
             yield

@@ -3,6 +3,7 @@ none.
 """
 
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -394,6 +395,19 @@ def test_a_user_without_a_home(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(BuildError, match="no home .*set TORCH_EXTENSIONS_DIR"):
         build.load(tiny)
     assert build.built(tiny) is None and "no home" in build.last_failure(tiny, compiler.find("cpp"))
+
+
+def test_a_folder_that_takes_no_more_says_the_way_out(tiny: OpSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is there already and can be had."""
+    library = build.build(tiny)
+
+    def refuse(**_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(cache.tempfile, "mkdtemp", refuse)
+    assert build.build(tiny) == library
+    with pytest.raises(BuildError, match="cannot be built in .*set TORCH_EXTENSIONS_DIR"):
+        build.build(replace(tiny, flags=("-DX",)))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
