@@ -1,5 +1,6 @@
 """How every command of this package ends: a failure is a sentence on standard error and an exit status."""
 
+import contextlib
 import io
 import os
 import sys
@@ -23,7 +24,8 @@ def guarded(prog: str, run: Callable[[], int]) -> int:
         return status
     except BrokenPipeError:
         for stream in (sys.stdout, sys.stderr):  # or the interpreter complains while it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with contextlib.suppress(io.UnsupportedOperation):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return BROKEN_PIPE
     except (DeepSpeedError, OSError, ValueError) as error:
         sys.stderr.write(f"{prog}: {error}\n")

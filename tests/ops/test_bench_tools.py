@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import torch
 
 from deepspeed.bench import ckpt, cli, common, cpu_adam
 from deepspeed.errors import BuildError
+from deepspeed.observe import program
 from deepspeed.observe.program import INTERRUPTED
 from tests.budget.source import ROOT
 
@@ -204,3 +206,12 @@ def test_a_fresh_copy_touches_new_pages() -> None:
     ]
     room[1].copy_(tensors[1])
     assert not room[0].any() and torch.equal(room[1], tensors[1])
+
+
+def test_a_reader_that_left_ends_a_command_with_closed_errors_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left() -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", None)
+    assert program.guarded("ds_io", left) == program.BROKEN_PIPE
