@@ -22,6 +22,7 @@ from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver
 from deepspeed.verify.ranks import enter_world, free_port, rank_context
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
+from tests.harness.plain_optim import PlainOptimizer
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 
@@ -98,6 +99,53 @@ def test_states_on_a_drive_are_saved_as_they_were_at_the_call(pool2: RankPool, t
     ours, other = find_and_open(tmp_path / "ck"), find_and_open(tmp_path / "now")
     tensors = [key for key in ours.entries if key[0] != "plain"]
     assert len(tensors) > 20 and all(torch.equal(whole(ours, key), whole(other, key)) for key in tensors)
+
+
+class Turned(PlainOptimizer):
+    """State with gaps: as factorizations return it, column by column."""
+
+    defaults_of = {"lr": 1e-2}
+
+    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["turned"] = g.reshape(g.shape[0], -1).t().clone(memory_format=torch.preserve_format).t()[:, ::2]
+        p.sub_(group["lr"] * g)
+
+
+def save_with_gaps(folder: str, behind: bool) -> list[str]:
+    torch.manual_seed(3)
+    model = Net().train()
+    config = make_config(1, optimizer=None, zero_allow_untested_optimizer=True, checkpoint={"async": behind})
+    engine, bad = start(model, config, optimizer=Turned(model.parameters())), []
+    train(engine, 1)
+    kept, content, save = list[int](), list[Content](), Saver.save
+
+    def noted(self: Saver, order: SaveOrder, what: Content, **options: Any) -> None:
+        content.append(what)
+        kept.extend(p.values.untyped_storage().data_ptr() for p in what.parts if p.state == "optim.turned")
+        save(self, order, what, **options)
+
+    with mock.patch.object(Saver, "save", noted), held() as gate:
+        gate.set() if not behind else None
+        engine.save_checkpoint(folder, tag="t")
+        if behind and content[0].parts:
+            bad.append("what was copied is kept in memory until the save ends")
+        gate.set()
+        engine.wait_for_checkpoint()
+    slots = {v.name: engine.basic_optimizer.state[v.param]["turned"] for v in engine._views if v.param.numel()}
+    if not kept or not {*kept} <= {slot.untyped_storage().data_ptr() for slot in slots.values()}:
+        bad.append("slots were copied before their turn")
+    source = find_and_open(Path(folder))
+    if not all(torch.equal(whole(source, ("optim.turned", name)), slot) for name, slot in slots.items()):
+        bad.append("other values were saved")
+    engine.destroy()
+    return bad
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_slots_with_gaps_are_saved_one_by_one_and_nothing_copied_is_kept(
+    pool2: RankPool, tmp_path: Path, behind: bool
+) -> None:
+    assert pool2.run(save_with_gaps, str(tmp_path), behind) == [[], []]
 
 
 def save_now(folder: str, stage: int, nvme: str) -> None:

@@ -207,6 +207,16 @@ def test_waiting_for_many_ranks_leaves_the_interpreter_to_training(tmp_path: Pat
     assert time.thread_time() - begun < 0.5
 
 
+def test_a_process_that_ends_waits_a_minute_at_most_for_a_rank_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (writer._PATIENCE_S, writer._LAST_PATIENCE_S) == (600, 60)
+    monkeypatch.setattr(writer, "_LAST_PATIENCE_S", 0.2)
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
+    with pytest.raises(CheckpointError, match="have written nothing"):
+        writer.wait_for_ranks(tmp_path, 2, threading.Event())
+
+
 def test_stand_ins_of_a_thousand_ranks_take_the_room_of_one(tmp_path: Path) -> None:
     facts = {"world": {"size": 1000}, "engine": {}, "shared": {}}
     client_files.write_client_files(

@@ -79,6 +79,7 @@ EXAMPLES = [
     complex(-0.0, math.nan),
     "",
     "a\x00b\U0001f600",
+    "\ud800 alone, and \U0001f600 whole",
     b"",
     b"\x00\xff" * 10,
     bytes(range(256)) * 100,
@@ -151,6 +152,12 @@ def test_empty_text_of_numpy_comes_back_also_from_dtypes_without_width(value: An
     assert same(through({"run": value}), {"run": value})
     written = {"$": "numpy.scalar", "dtype": value.dtype.str, "base64": ""}
     assert written["dtype"][1:] in ("U0", "S0") and same(decode(written, {}.__getitem__), value)
+
+
+def test_text_with_split_surrogates_is_not_joined_in_values_nor_keys() -> None:
+    half, joined = "\ud83d\ude00", "\U0001f600"
+    for value in (half, [half, joined], {half: 1, joined: 2}, {"a": {half: half}}, "\ud800"):
+        assert same(through(value), value)
 
 
 @pytest.mark.parametrize("value", EXAMPLES, ids=lambda v: type(v).__name__)

@@ -75,8 +75,11 @@ def encode(value: Any, *, name: str, allow_rest: bool = False) -> Encoded:
     encoder = _Encoder()
     encoded = Encoded(encoder.value(value, name), encoder.tensors, encoder.rest)
     if encoded.rest and not allow_rest:
-        kinds = [(path, type(item), getattr(item, "dtype", "")) for path, item in list(encoded.rest.items())[:LISTED]]
-        listed = [f"  {path}: {kind.__module__}.{kind.__qualname__} {dtype}".rstrip() for path, kind, dtype in kinds]
+        kinds = [(path, type(item), item) for path, item in list(encoded.rest.items())[:LISTED]]
+        listed = [
+            f"  {path}: {kind.__module__}.{kind.__qualname__}{f' {item.dtype}' if kind is np.ndarray else ''}"
+            for path, kind, item in kinds
+        ]
         more = [f"  and {len(encoded.rest) - LISTED} more"] if len(encoded.rest) > LISTED else []
         raise PlainStateError(
             f"{len(encoded.rest)} object(s) in the state to save cannot be stored without pickle:\n"
@@ -126,7 +129,13 @@ def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping
 def _key_name(key: Any, position: int) -> str:
     """How a path spells a key; one that no path can spell, or that is too long for one, by its position."""
     short = type(key) in (bool, float) or type(key) is int and abs(key) < 2**63
-    return str(key) if short or type(key) is str and len(key) <= LONGEST_NAME else f"key {position}"
+    spelled = short or type(key) is str and len(key) <= LONGEST_NAME and not _surrogates(key)
+    return str(key) if spelled else f"key {position}"
+
+
+def _surrogates(text: str) -> bool:
+    """JSON would join two halves of a surrogate pair into one character."""
+    return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _unused(name: str, used: Mapping[str, Any]) -> str:
@@ -148,8 +157,10 @@ class _Encoder:
 
     def value(self, value: Any, path: str, depth: int = 0) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, str):
+        if value is None or kind is bool or kind is str and not _surrogates(value):
             return value
+        if kind is str:
+            return {TAG: "str", **self._raw(value.encode("utf-8", "surrogatepass"), path)}
         if kind in _CONTAINERS:
             if depth >= DEEPEST:
                 raise PlainStateError(
@@ -193,7 +204,7 @@ class _Encoder:
     def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         names = [_key_name(key, i) for i, key in enumerate(value)]
         items = [self.value(item, f"{path}/{name}", depth) for name, item in zip(names, value.values(), strict=True)]
-        if type(value) is dict and all(type(key) is str and key != TAG for key in value):
+        if type(value) is dict and all(type(key) is str and key != TAG and not _surrogates(key) for key in value):
             return dict(zip(value, items, strict=True))
         keys = [self.value(key, f"{path}/key {i}", depth) for i, key in enumerate(value)]
         pairs = [list(pair) for pair in zip(keys, items, strict=True)]

@@ -31,7 +31,7 @@ _PART_NUMEL = 8 << 20  # elements that are in memory at once, for what comes fro
 
 
 class Elements(NamedTuple):
-    """Flat elements in memory. On a drive they are in ``store`` from that byte on, and ``values`` is on meta."""
+    """Elements in memory, of any shape. On a drive they are in ``store`` from that byte on, and ``values`` on meta."""
 
     values: torch.Tensor
     store: Stored | None = None
@@ -45,7 +45,10 @@ class Elements(NamedTuple):
         return cls(store.tensor.detach().view(torch.uint8)[start : start + like.nbytes].view(like.dtype))
 
     def part(self, lo: int, hi: int) -> "Elements":
-        return Elements(self.values[lo:hi], self.store, self.start + lo * self.values.dtype.itemsize)
+        """Elements [lo, hi). All of them stay as they are: what has gaps becomes flat only when its turn comes."""
+        if hi - lo == self.values.numel():
+            return self
+        return Elements(self.values.reshape(-1)[lo:hi], self.store, self.start + lo * self.values.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,6 @@ class TensorPart:
 
     @property
     def values(self) -> torch.Tensor:
-        """Flat."""
         return self.elements.values
 
 
@@ -93,7 +95,7 @@ class States:
                 if store is not None and name in places:
                     yield name, value, Elements.of(value, store, places[name])
                 else:
-                    yield name, value, Elements(value.detach().contiguous().view(-1))
+                    yield name, value, Elements(value.detach())
 
     @cached_property
     def views_of(self) -> dict[Unit, list[OptimView]]:
@@ -144,8 +146,9 @@ def owned(unit: Unit, kind: StateKind) -> Iterator[Owned]:
 
 def _pieces(state: str, segment: Segment, elements: Elements, lo: int, hi: int, *, base: int) -> Iterator[TensorPart]:
     """Flat indices [lo, hi) of a unit, of which ``elements`` are those from ``base`` on, in parts of bounded size."""
-    for at in range(lo, hi, _PART_NUMEL):
-        part = elements.part(at - base, min(hi, at + _PART_NUMEL) - base)
+    step = _PART_NUMEL if elements.values.is_contiguous() else max(1, hi - lo)
+    for at in range(lo, hi, step):
+        part = elements.part(at - base, min(hi, at + step) - base)
         yield TensorPart(state, segment.name, shape_of(segment), at - segment.offset, part, region_of(segment))
 
 

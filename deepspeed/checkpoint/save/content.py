@@ -53,6 +53,10 @@ class Content:
         """What is in memory."""
         return [part for part in self.parts if part.elements.store is None]
 
+    def forget_near(self) -> None:
+        """It has been copied: what training gives up meanwhile is not kept in memory."""
+        self.parts = [part for part in self.parts if part.elements.store is not None]
+
     def hold(self, hurry: Callable[[], None] = lambda: None) -> None:
         """From now on what is on drives is read as it is now; ``hurry`` is called when an update waits for that."""
         for store in (part.elements.store for part in self.parts):
@@ -182,4 +186,4 @@ def _buffer_parts(
 
 
 def _whole(state: str, name: str, tensor: torch.Tensor) -> TensorPart:
-    return TensorPart(state, name, tuple(tensor.shape), 0, Elements(tensor.detach().contiguous().view(-1)))
+    return TensorPart(state, name, tuple(tensor.shape), 0, Elements(tensor.detach()))

@@ -43,6 +43,7 @@ _LONG_S = 3.0  # a bar appears when it takes longer
 _GLANCE_S = 0.05  # between looks at the other ranks while this one waits
 _NAP_S = 0.005  # between looks of the first rank at their files, at least
 _PATIENCE_S = 600.0  # without a sign of life from another rank
+_LAST_PATIENCE_S = 60.0  # the same when this process wants to end
 
 
 @contextlib.contextmanager
@@ -83,7 +84,7 @@ class RankFile:
                 raise CheckpointError(_GIVEN_UP)
             span = Span(part.lo, part.lo + part.values.numel(), part.region)
             self._parts.append(((part.state, part.name), part.values.dtype, part.shape, span))
-            self._writer.append(part.values)
+            self._writer.append(part.values.contiguous().view(-1))
             report(part.values.nbytes)
 
     def limit(self, rate_bytes: int) -> None:
@@ -129,7 +130,7 @@ def wait_for_ranks(folder: Path, ranks: int, stop: threading.Event) -> None:
                 written += (folder / _DATA.format(rank)).stat().st_mtime_ns
         if written != last_write:
             begun, last_write = glance, written
-        if (idle := glance - begun) > _PATIENCE_S:
+        if (idle := glance - begun) > (_PATIENCE_S if threading.main_thread().is_alive() else _LAST_PATIENCE_S):
             raise CheckpointError(f"ranks {sorted(missing)} have written nothing for {idle:.0f} s; they may have died")
         # many ranks take long to look at, and training needs this interpreter and the filesystem too
         time.sleep(max(_NAP_S, min(1.0, 20 * (time.monotonic() - glance))))
@@ -264,10 +265,12 @@ class Saver:
             with self._together(order), _explained(folder):
                 file = undone.enter_context(self._file(folder, content))
                 content.hold(hurry := lambda: file.limit(0))
+                near, nbytes = content.near, content.nbytes
                 if behind:
                     file.limit(order.rate_bytes)
-                near = list(self._copies(content.near)) if behind else content.near
-            bar = progress(f"saving {order.tag}", content.nbytes, show=self._mesh.first and not behind)
+                    near = list(self._copies(near))
+                    content.forget_near()
+            bar = progress(f"saving {order.tag}", nbytes, show=self._mesh.first and not behind)
 
             def write(stop: threading.Event) -> None:
                 file.tells = behind
@@ -297,12 +300,12 @@ class Saver:
         Mapping new memory takes longer than the copy itself.
         """
         ends = list(itertools.accumulate(-(-part.values.nbytes // 64) * 64 for part in parts))
-        if parts and self._slab.numel() < ends[-1]:
+        if parts and not ends[-1] <= self._slab.numel() <= 2 * ends[-1]:
             self._slab = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
             self._slab = aligned_empty(ends[-1])
         for part, start in zip(parts, [0, *ends], strict=False):
             values = self._slab[start : start + part.values.nbytes].view(part.values.dtype)
-            yield replace(part, elements=Elements(values.copy_(part.values)))
+            yield replace(part, elements=Elements(values.copy_(part.values.reshape(-1))))
 
     def settle(self, *, wait: bool, alone: bool = False) -> None:
         """Bring a background save to its end (``wait``: until it has ended); raise on all ranks when some failed.
