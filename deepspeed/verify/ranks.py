@@ -111,6 +111,14 @@ class Processes:
         self.folder = Path(self._folder.name)
         self.processes: list[ForkServerProcess] = []
         self.connections: list[Connection] = []
+        try:
+            self._start(world, target, args)
+        except BaseException:  # also an interrupt that came meanwhile: nobody else knows of those that run
+            self.kill()
+            self.close()
+            raise
+
+    def _start(self, world: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         context, port = rank_context(), free_port()
         resource_tracker.ensure_running()  # which ends with interrupts let through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it

@@ -1,20 +1,24 @@
 """The harness itself: results in rank order, every traceback shown, hangs and crashes end fast, the pool recovers."""
 
 import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed.verify import ranks
 from tests.harness.faults import Faults, InjectedFault, modules_replaced
 from tests.harness.patience import slowdown, too_long
 from tests.harness.pool import RankFailure, RankPool
@@ -55,6 +59,30 @@ def test_a_traceback_names_its_rank_and_the_pool_recovers(pool2: RankPool) -> No
     assert failure.value.types == {1: "ValueError"}
     assert "rank 1 says no" in str(failure.value)
     assert pool2.run(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
+
+
+def _wait_for_its_end(rank: int, world: int, folder: str, port: int, connection: Any) -> None:
+    connection.recv()
+
+
+def test_an_interrupt_while_ranks_start_leaves_none_of_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = set(multiprocessing.active_children())
+    started: list[Any] = []
+    process = type(ranks.rank_context()).Process
+    begin = process.start
+
+    def start(self: Any) -> None:
+        begin(self)
+        started.append(self)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    monkeypatch.setattr(process, "start", start)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        ranks.Processes(2, _wait_for_its_end)
+    assert len(started) == 2 and set(multiprocessing.active_children()) <= before
+    assert not list(tmp_path.glob("dspool-*"))
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_hang_ends_within_its_limit_and_shows_the_stack() -> None:
