@@ -1,10 +1,12 @@
-"""Memory of this process and what it may still have, in bytes, from the kernel's files; and how glibc gives it back."""
+"""Memory of this process and what it may still have, in bytes; and how glibc gives it back."""
 
 import ctypes
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path("/")
 _BOOT = "proc/sys/kernel/random/boot_id"
@@ -30,13 +32,13 @@ def _numbers(file: Path) -> dict[str, int]:
 
 def rss_bytes() -> int:
     """Resident set size now."""
-    return _numbers(ROOT / "proc/self/status")["VmRSS"] << 10
+    return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
 def peak_rss_bytes() -> int:
     """Largest resident set since the process started or since ``reset_peak_rss`` last worked."""
-    status = _numbers(ROOT / "proc/self/status")
-    return status.get("VmHWM", status["VmRSS"]) << 10
+    peak = _numbers(ROOT / "proc/self/status").get("VmHWM", 0) << 10
+    return peak or rss_bytes()  # some kernels do not tell
 
 
 def reset_peak_rss() -> bool:
@@ -50,12 +52,12 @@ def reset_peak_rss() -> bool:
 
 def host_total_bytes() -> int:
     """Physical memory of the machine."""
-    return _numbers(ROOT / "proc/meminfo")["MemTotal"] << 10
+    return int(psutil.virtual_memory().total)
 
 
 def host_available_bytes() -> int:
     """Memory that could be given to processes without swapping."""
-    return _numbers(ROOT / "proc/meminfo")["MemAvailable"] << 10
+    return int(psutil.virtual_memory().available)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import io
 import logging
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +104,12 @@ def test_memory_numbers_are_this_process(cpu: Accelerator) -> None:
     assert cpu.max_memory_allocated() >= cpu.memory_allocated() - 2**20
     assert 0 < cpu.available_memory() <= cpu.total_memory()
     assert block.sum() > 0
+
+
+def test_memory_is_known_where_the_kernel_tells_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hostmem, "ROOT", tmp_path)
+    assert 0 < hostmem.rss_bytes() <= hostmem.host_total_bytes() and hostmem.peak_rss_bytes() > 0
+    assert 0 < hostmem.host_available_bytes() <= hostmem.host_total_bytes()
 
 
 def test_peak_can_be_reset(cpu: Accelerator) -> None:
