@@ -109,6 +109,8 @@ class Collective(Transfer):
     def done(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
+    is_completed = done  # the name in torch, for what ``deepspeed.comm`` hands out
+
 
 def _exchange(
     send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor], group: AxisGroup

@@ -1,5 +1,6 @@
 """The getters of ``deepspeed.utils.groups``: ``get_<family>_group``, ``_world_size`` and ``_rank``, with a leading
-underscore or without. An mpu's word comes first; without one the whole world is data parallel, and nothing else is.
+underscore or without; those of experts take a group name. An mpu's word comes first, then the registered topology;
+without either the whole world is data parallel.
 """
 
 import functools
@@ -10,24 +11,41 @@ import torch.distributed as dist
 
 from deepspeed.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
+from deepspeed.errors import UsageError
+from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology
 from deepspeed.pending import pending_function, raise_not_yet
 
-# What an mpu may call them.
+# Family: the axes of the topology that its groups span.
+_DENSE = {
+    "data_parallel": ("dp_outer", "dp"),
+    "tensor_model_parallel": ("tp",),
+    "model_parallel": ("tp",),
+    "sequence_parallel": ("sp",),
+    "sequence_data_parallel": ("dp_outer", "dp", "sp"),
+}
+_EXPERTS = {"expert_parallel": ("ep",), "expert_data_parallel": ("dp_outer", "edp")}
+# What else an mpu may call them.
 _ALIASES = {"tensor_model_parallel": "model_parallel", "sequence_data_parallel": "data_parallel"}
-_FAMILIES = (*_ALIASES, "data_parallel", "model_parallel", "sequence_parallel")
 _WHAT = ("group", "world_size", "rank")
 
 
 class _Registered:
-    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``. The getters are bare functions that clients
-    call without any engine in hand, so the last one has to be remembered here; engines keep their own."""
+    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``, and the topology. The getters are bare
+    functions that clients call without any engine in hand, so the last ones have to be remembered here; engines keep
+    their own."""
 
     mpu: Any = None
+    topology: Topology | None = None
 
 
 def register_mpu(mpu: Any) -> None:
     """Let the getters ask ``mpu`` first; None forgets it."""
     _Registered.mpu = mpu
+
+
+def register_topology(topology: Topology | None) -> None:
+    """Let the getters answer from ``topology`` (dense axes); None: data parallelism is the whole world."""
+    _Registered.topology = topology
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -37,24 +55,44 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     register_mpu(mpu)
 
 
-@functools.lru_cache(maxsize=1)
-def _alone(_world: Any, rank: int) -> Any:
+def _axis(family: str, group_name: str | None) -> Axis:
+    """``family`` as this rank sees it in the topology; ``group_name`` of experts is ``ep_size_<N>``."""
+    require_group("deepspeed.utils.groups")
+    topology = _Registered.topology or dense_topology(tuple(range(dist.get_world_size())))
+    if group_name is not None:
+        ways = group_name.removeprefix("ep_size_")
+        if not ways.isdigit() or ways == group_name:
+            raise UsageError(
+                f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}"
+            )
+        topology = expert_topology(topology, int(ways))
+    return topology.axis(dist.get_rank(), *(_DENSE if group_name is None else _EXPERTS)[family])
+
+
+@functools.lru_cache(maxsize=64)
+def _new_group(_world: Any, ranks: tuple[int, ...]) -> Any:
     # Local synchronisation: ranks outside the group need not make this call. Cached for the current world only.
-    return dist.new_group([rank], use_local_synchronization=True)
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
-def _answer(family: str, what: str) -> Any:
+def _answer(family: str, what: str, group_name: str | None = None) -> Any:
     """``what`` ("group", "world_size" or "rank") of ``family``, from the mpu where it knows it."""
     for name in (family, _ALIASES.get(family, family)):
         if (getter := getattr(_Registered.mpu, f"get_{name}_{what}", None)) is not None:
             return getter()
         if what != "group" and hasattr(_Registered.mpu, f"get_{name}_group"):
             return CALLS[f"get_{what}"](_answer(family, "group"))
-    require_group("deepspeed.utils.groups")
-    world, whole = dist.group.WORLD, family.endswith("data_parallel") or dist.get_world_size() == 1
+    axis = _axis(family, group_name)
     if what == "group":
-        return world if whole else _alone(world, dist.get_rank())
-    return CALLS[f"get_{what}"]() if whole else int(what == "world_size")
+        world = dist.group.WORLD
+        return world if axis.size == dist.get_world_size() else _new_group(world, axis.ranks)
+    return axis.size if what == "world_size" else axis.index
+
+
+def _getter(family: str, what: str) -> Callable[..., Any]:
+    if family in _DENSE:
+        return lambda: _answer(family, what)
+    return lambda group_name: _answer(family, what, group_name)
 
 
 def _first_of(family: str) -> int:
@@ -62,12 +100,11 @@ def _first_of(family: str) -> int:
     return int(CALLS["get_all_ranks_from_group"](_answer(family, "group"))[0])
 
 
-_PENDING = [f"get_{family}_{what}" for family in ("expert_parallel", "expert_data_parallel") for what in _WHAT]
 GETTERS: dict[str, Callable[..., Any]] = {
-    **{f"get_{family}_{what}": functools.partial(_answer, family, what) for family in _FAMILIES for what in _WHAT},
+    **{f"get_{family}_{what}": _getter(family, what) for family in (*_DENSE, *_EXPERTS) for what in _WHAT},
     "get_tensor_model_parallel_src_rank": functools.partial(_first_of, "tensor_model_parallel"),
     "get_broadcast_src_rank": functools.partial(_first_of, "sequence_data_parallel"),
-    **{n: pending_function(f"deepspeed.utils.groups._{n}") for n in (*_PENDING, "get_local_all_to_all_group")},
+    "get_local_all_to_all_group": pending_function("deepspeed.utils.groups._get_local_all_to_all_group"),
 }
 
 

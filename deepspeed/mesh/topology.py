@@ -1,8 +1,9 @@
 """Named mesh axes and their arithmetic. Pure: no process group, no torch.
 
-ZeRO shards over dp and sp together; MiCS (Zhang et al. 2022) and the hierarchical partitioning of ZeRO++ (Wang et al.
-2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks, one node or one shard group) and an
-*outer* axis ``dp_outer``, the replicas of the inner group.
+One set of ranks is factorised twice: for dense parameters into ``pp, dp_outer, dp, sp, tp``, for experts into
+``pp, dp_outer, edp, ep``. ZeRO shards over dp and sp together; MiCS (Zhang et al. 2022) and the hierarchical
+partitioning of ZeRO++ (Wang et al. 2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks,
+one node or one shard group) and an *outer* axis ``dp_outer``, the replicas of the inner group.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 from deepspeed.errors import DeepSpeedConfigError
 
 DENSE_AXES = ("pp", "dp_outer", "dp", "sp", "tp")
+EXPERT_AXES = ("pp", "dp_outer", "edp", "ep")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,20 @@ def dense_topology(
             f"data-parallel ranks; use a divisor of {data}"
         )
     return Topology(DENSE_AXES, (pp, data // inner, inner, sp, tp), ranks)
+
+
+def expert_topology(dense: Topology, ep: int) -> Topology:
+    """The same ranks for experts: ``ep`` ranks hold different experts, ``edp`` the same ones.
+
+    Raises DeepSpeedConfigError when ``ep`` does not divide the ranks of one pipeline stage and shard group.
+    """
+    pp, outer, *inner = dense.sizes
+    ways = prod(inner)
+    if ep < 1 or ways % ep:
+        raise DeepSpeedConfigError(
+            f"expert-parallel size {ep} does not divide the {ways} ranks of one pipeline stage; use a divisor"
+        )
+    return Topology(EXPERT_AXES, (pp, outer, ways // ep, ep), dense.ranks)
 
 
 def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:

@@ -7,8 +7,9 @@ import torch.distributed as dist
 import deepspeed
 import deepspeed.comm as comm
 from deepspeed.comm import group_getters as groups
-from deepspeed.errors import NotYetError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh
+from deepspeed.mesh.topology import dense_topology
 from tests.harness.pool import RankPool
 
 
@@ -42,7 +43,10 @@ def _every_call() -> dict[str, list]:
     comm.all_to_all_single(swapped, own)
     out["all_to_all"] = swapped.tolist()
     many = [own.clone(), own.clone()]
-    comm.all_reduce_coalesced(many, async_op=True).wait()
+    handle = comm.all_reduce_coalesced(many, async_op=True)
+    assert handle.is_completed() in (True, False)
+    handle.wait()
+    assert handle.is_completed()
     assert many[0].tolist() == many[1].tolist() == out["all_reduce"]
     inbox = fresh(2)
     ops = [comm.P2POp(comm.isend, own, 1 - rank), comm.P2POp(comm.irecv, inbox, 1 - rank)]
@@ -113,9 +117,46 @@ def test_group_getters(pool2: RankPool) -> None:
     assert pool2.run(_getters) == [[1, 1, 2, 0, 2, 0, 0], [1, 1, 2, 1, 2, 0, 1]]
 
 
-def test_groups_of_experts_come_later_and_say_so() -> None:
-    with pytest.raises(NotYetError, match="_get_expert_parallel_group"):
-        groups._get_expert_parallel_group("ep_size_2")
+def _getters_of_a_grid() -> list:
+    topology = dense_topology((0, 1, 2, 3), pp=1, tp=2)
+    groups.register_topology(topology)
+    try:
+        return [
+            comm.get_all_ranks_from_group(groups.get_data_parallel_group()),
+            comm.get_all_ranks_from_group(groups.get_tensor_model_parallel_group()),
+            comm.get_all_ranks_from_group(groups.get_expert_parallel_group("ep_size_2")),
+            comm.get_all_ranks_from_group(groups.get_expert_data_parallel_group("ep_size_2")),
+            [
+                groups.get_data_parallel_rank(),
+                groups.get_tensor_model_parallel_rank(),
+                groups.get_expert_parallel_world_size("ep_size_4"),
+            ],
+            [groups.get_tensor_model_parallel_src_rank(), groups.get_broadcast_src_rank()],
+        ]
+    finally:
+        groups.register_topology(None)
+
+
+def test_the_getters_answer_from_the_topology(pool4: RankPool) -> None:
+    expected = [
+        [[0, 2], [0, 1], [0, 1], [0, 2], [0, 0, 4], [0, 0]],
+        [[1, 3], [0, 1], [0, 1], [1, 3], [0, 1, 4], [0, 1]],
+        [[0, 2], [2, 3], [2, 3], [0, 2], [1, 0, 4], [2, 0]],
+        [[1, 3], [2, 3], [2, 3], [1, 3], [1, 1, 4], [2, 1]],
+    ]
+    assert [[list(members) for members in rank] for rank in pool4.run(_getters_of_a_grid)] == expected
+
+
+def _misnamed() -> str:
+    with pytest.raises(UsageError, match="ep_size_") as error:
+        groups.get_expert_parallel_group("experts")
+    with pytest.raises(DeepSpeedConfigError, match="3"):
+        groups.get_expert_parallel_group("ep_size_3")
+    return str(error.value)
+
+
+def test_unknown_expert_groups_are_refused(pool2: RankPool) -> None:
+    assert all("'experts'" in text for text in pool2.run(_misnamed))
 
 
 def _two_callers_groups() -> list:
@@ -138,10 +179,12 @@ def test_shard_groups_of_a_callers_own_group_join_its_members_only() -> None:
 
 
 class _SequenceHalves:
-    """An mpu whose sequence is split in two."""
+    """An mpu whose sequence is split in two and whose experts are in one group."""
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         return dist.group.WORLD
+
+    get_expert_parallel_group = get_data_parallel_group
 
     def get_sequence_parallel_world_size(self) -> int:
         return 2
@@ -156,11 +199,12 @@ def _told_by_the_mpu() -> list[int]:
     )[0]
     try:
         names = ("sequence_parallel_world_size", "model_parallel_rank", "data_parallel_world_size")
-        return [getattr(deepspeed.utils.groups, f"_get_{name}")() for name in names]
+        experts = deepspeed.utils.groups._get_expert_parallel_world_size("ep_size_1")
+        return [*(getattr(deepspeed.utils.groups, f"_get_{name}")() for name in names), experts]
     finally:
         groups.register_mpu(None)
         engine.destroy()
 
 
 def test_the_getters_ask_the_mpu_of_initialize(pool2: RankPool) -> None:
-    assert pool2.run(_told_by_the_mpu) == [[2, 7, 2]] * 2
+    assert pool2.run(_told_by_the_mpu) == [[2, 7, 2, 2]] * 2

@@ -1,4 +1,4 @@
-"""Mesh axes: the factorisation covers the ranks once; owned ranges of every rank tile the flat space."""
+"""Mesh axes: both factorisations cover the same ranks once; owned ranges of every rank tile the flat space."""
 
 from math import prod
 
@@ -7,7 +7,7 @@ import pytest
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, shard_axes
+from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
 from deepspeed.zero.facts import owned_range
 from deepspeed.zero.plan import Spread
 
@@ -84,6 +84,16 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart() -> None
     assert _groups(topology, "pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
+def test_experts_factorise_the_same_ranks() -> None:
+    dense = dense_topology(EIGHT, pp=2, tp=2)
+    experts = expert_topology(dense, 2)
+    assert _groups(experts, "ep") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert _groups(experts, "edp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert _groups(experts, "pp") == _groups(dense, "pp")
+    for rank in EIGHT:
+        assert set(experts.axis(rank, "edp", "ep").ranks) == set(dense.axis(rank, "dp", "sp", "tp").ranks)
+
+
 def test_sequence_ranks_are_further_ways_of_the_shard_axis() -> None:
     topology = dense_topology(EIGHT, sp=2, inner_size=2)
     inner, outer = shard_axes(topology, 5)
@@ -94,6 +104,12 @@ def test_sequence_ranks_are_further_ways_of_the_shard_axis() -> None:
 def test_sizes_that_do_not_multiply_to_the_ranks_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(DeepSpeedConfigError, match="8 ranks"):
         dense_topology(EIGHT, **sizes)
+
+
+@pytest.mark.parametrize("ep", [0, 3, 8])
+def test_expert_sizes_that_do_not_divide_a_stage_are_refused(ep: int) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=f"{ep}.*4"):
+        expert_topology(dense_topology(EIGHT, pp=2), ep)
 
 
 def test_groups_of_thousands_of_ranks_are_quick_arithmetic() -> None:
