@@ -123,9 +123,10 @@ class Accelerator:
         """``"cuda"``, or ``"cuda:1"`` with an index; always ``"cpu"`` on the CPU."""
         return self._name if self._is_cpu or device_index is None else f"{self._name}:{device_index}"
 
-    def device(self, device_index: int | None = None) -> Any:
+    def device(self, device_index: Any = None) -> Any:
         """Context that makes ``device_index`` current."""
-        return torch.accelerator.device_index(None if self._is_cpu else device_index)
+        none = self._is_cpu or device_index is None or not hasattr(self._module, "device")
+        return contextlib.nullcontext() if none else self._module.device(device_index)
 
     def current_device_name(self) -> str:
         """``"cuda:<current>"`` or ``"cpu"``."""
@@ -165,7 +166,8 @@ class Accelerator:
 
     Stream = _forwarded("Stream", lambda *_, **__: NullStream())
     Event = _forwarded("Event", NullEvent)
-    current_stream = default_stream = _forwarded("current_stream", lambda *_: NullStream())
+    current_stream = _forwarded("current_stream", lambda *_: NullStream())
+    default_stream = _forwarded("default_stream", lambda *_: NullStream())
 
     # memory, in bytes; on the CPU this process' resident memory
 
@@ -183,17 +185,20 @@ class Accelerator:
             return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak}
         return dict(getattr(self._module, "memory_stats", lambda _: {})(device_index))
 
-    _free_and_total = _forwarded(
-        "mem_get_info", lambda *_: (0, 0), on_cpu=lambda: (hostmem.host_available_bytes(), hostmem.host_total_bytes())
-    )
-
     def available_memory(self, device_index: Any = None) -> int:
         """Memory of the device that is still free, or of the machine on the CPU."""
-        return int(self._free_and_total(device_index)[0])
+        if self._is_cpu:
+            return hostmem.host_available_bytes()
+        return int(getattr(self._module, "mem_get_info", lambda _: (0, 0))(device_index)[0])
 
     def total_memory(self, device_index: Any = None) -> int:
-        """All of it."""
-        return int(self._free_and_total(device_index)[1])
+        """All of it; asking starts nothing on a device that this process does not use."""
+        if self._is_cpu:
+            return hostmem.host_total_bytes()
+        if not hasattr(self._module, "get_device_properties"):
+            return 0
+        index = self.current_device() if device_index is None else device_index
+        return int(self._module.get_device_properties(index).total_memory)
 
     # number formats; float16 arithmetic runs everywhere
 

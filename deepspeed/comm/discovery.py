@@ -177,7 +177,7 @@ def adopted(env: Mapping[str, str], rank: int, world_size: int, devices: Callabl
     return Rendezvous(rank, world_size, local_rank, env.get("MASTER_ADDR", ""), None, local_size)
 
 
-def _started(env: Mapping[str, str]) -> tuple[int, int] | None:
+def scheduled(env: Mapping[str, str]) -> tuple[int, int] | None:
     """Rank and number of ranks as MPI's or Slurm's variables state them; None when there are none.
 
     Raises DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE.
@@ -214,7 +214,7 @@ def discover(
     the variable, when variables are missing or contradict.
     """
     # some MPI launchers export WORLD_SIZE to all ranks and leave the rank to MPI's own variables
-    started = _started(env) if auto_mpi_discovery and not env.get("RANK") else None
+    started = scheduled(env) if auto_mpi_discovery and not env.get("RANK") else None
     missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
     if started is None and len(missing) == 2:
         return Rendezvous(0, 1, _optional(env, "LOCAL_RANK") or 0, env.get("MASTER_ADDR") or LOOPBACK, None)

@@ -14,7 +14,7 @@ import psutil
 import torch.distributed as dist
 
 from deepspeed.comm import trace
-from deepspeed.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure
+from deepspeed.comm.discovery import LOOPBACK, Rendezvous, adopted, discover, interface_with, is_azure, scheduled
 from deepspeed.constants import DEFAULT_PROCESS_GROUP_TIMEOUT, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.device import get_accelerator, take_device
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -47,7 +47,10 @@ def _publish(ranks: Rendezvous) -> None:
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's or Slurm's variables, without mpi4py."""
-    ranks = discover(os.environ, distributed_port, devices=get_accelerator().device_count)
+    env = dict(os.environ)
+    if scheduled(env) is not None:  # their word comes before RANK here
+        env.pop("RANK", None)
+    ranks = discover(env, distributed_port, devices=get_accelerator().device_count)
     _publish(ranks)
     if verbose:
         log_dist(f"discovered rank {ranks.rank} of {ranks.world_size}, meeting at {ranks.address}")

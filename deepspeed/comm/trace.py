@@ -137,10 +137,10 @@ def configure(
     block: Any = None
     if isinstance(deepspeed_config, Mapping):
         block = deepspeed_config.get("comms_logger")
-    elif deepspeed_config is not None and "comms_logger" in deepspeed_config.model_fields_set:
+    elif "comms_logger" in getattr(deepspeed_config, "model_fields_set", ()):
         parsed = deepspeed_config.comms_logger
         block = {k: v for k, v in parsed if k != "enabled" or k in parsed.model_fields_set}
-    stated = {} if block is None else {"enabled": True} | block  # a block without the key is a wish for the log
+    stated = {} if block is None else {"enabled": True, **block}  # a block without the key is a wish for the log
     stated |= {name: value for name, value in given.items() if value is not None}
     for name in given.keys() & stated.keys():
         setattr(LOG, name, list(stated[name]) if name == "prof_ops" else bool(stated[name]))

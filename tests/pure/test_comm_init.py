@@ -244,6 +244,16 @@ def test_what_was_found_is_published_where_nothing_stands(monkeypatch: pytest.Mo
     }
 
 
+@pytest.mark.parametrize("own", [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "2"}])
+def test_mpi_discovery_asks_the_scheduler_where_rank_is_set_too(
+    own: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init.os, "environ", environ := {**OMPI, **own})
+    ds_comm.mpi_discovery(verbose=False)
+    found = {name: environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    assert list(found.values()) == ["1", "2", "1", "127.0.0.1", "29500"]
+
+
 def test_signature_is_the_documented_one() -> None:
     names = list(inspect.signature(ds_comm.init_distributed).parameters)
     assert names == [
@@ -338,6 +348,7 @@ def test_configure_reads_a_block_and_arguments_win(monkeypatch: pytest.MonkeyPat
     assert trace.LOG.enabled and not trace.LOG.prof_all and trace.LOG.prof_ops == ["send"] and trace.LOG.verbose
     trace.configure(load_config({"train_batch_size": 1}, world_size=1))
     assert trace.LOG.enabled and trace.LOG.verbose, "a configuration without the block changes nothing"
+    trace.configure("ds_config.json")  # nothing to read a block from
     trace.configure({"train_batch_size": 1}, enabled=False)
     assert not trace.LOG.enabled
     trace.configure(load_config({"train_batch_size": 1, "comms_logger": {"debug": True}}, world_size=1))

@@ -210,6 +210,9 @@ def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
         synchronize=note("synchronize"),
         memory_allocated=note("memory_allocated", 7),
         mem_get_info=note("mem_get_info", (5, 9)),
+        get_device_properties=note("get_device_properties", SimpleNamespace(total_memory=9)),
+        device=note("device", "context"),
+        default_stream=note("default_stream", "default"),
         Stream=note("Stream", "stream"),
         manual_seed_all=note("manual_seed_all"),
     )
@@ -221,7 +224,9 @@ def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.current_device_name() == "fake:2" and fake.Stream(priority=-1) == "stream"
     assert (fake.memory_allocated(), fake.available_memory(1), fake.total_memory()) == (7, 5, 9)
     assert ("set_device", 1) in calls and ("synchronize",) in calls and ("mem_get_info", 1) in calls
-    assert ("Stream", ("priority", -1)) in calls and ("mem_get_info",) in calls
+    assert ("Stream", ("priority", -1)) in calls and ("get_device_properties", 2) in calls
+    assert fake.device("fake:1") == "context" and ("device", "fake:1") in calls  # an index, a name or a device
+    assert fake.default_stream() == "default"  # not the one that is current
     # what a backend lacks is replaced, not a crash
     fake.empty_cache()
     assert fake.memory_reserved() == 0 and isinstance(fake.Event(), NullEvent) and not fake.is_bf16_supported()
