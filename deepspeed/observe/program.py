@@ -15,7 +15,7 @@ def guarded(prog: str, run: Callable[[], int]) -> int:
     """The exit status: that of ``run``, or 2 for wrong input and failures, 130 for Ctrl-C, 141 when no one reads on."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the program
-            setattr(sys, name, io.StringIO())
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - a stream like any, with bytes
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
     try:

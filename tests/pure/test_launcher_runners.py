@@ -454,6 +454,14 @@ def test_unreachable_hosts_are_named_at_once(folder: Path, capsys: pytest.Captur
     assert tests == [f"-o BatchMode=yes -o ConnectTimeout=5 {host} true" for host in ("h1", "h2")]
 
 
+def test_hosts_are_reached_with_standard_output_closed(folder: Path) -> None:
+    install(folder, "ssh", "echo words; echo refused >&2; exit 7")
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *MULTI, "--no_ssh_check", "t.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["/bin/sh", "-c", '"$@" >&-', "sh", *command], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "could not start its launcher: its command ended with status 7" in done.stderr
+
+
 def test_ssh_program_can_be_named(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
