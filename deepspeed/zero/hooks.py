@@ -187,8 +187,8 @@ class ModuleHooks:
         for unit in self._runtime.units:
             unit.check_views()
         for module in self._touches if any(unit.trainable for unit in self._runtime.units) else ():
-            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-                if not param.requires_grad:
+            for name, param in module._parameters.items():
+                if param is None or not param.requires_grad:
                     continue
                 home = getattr(param, "_ds_unit", None)
                 if home is None:

@@ -105,7 +105,7 @@ class Turns:
 
     def _keep(self, name: str, now: dict[Any, Any]) -> None:
         before = self._after.setdefault(name, now)
-        if changed := [str(k) for k in now if k not in before or _shown(now[k]) != _shown(before[k])]:
+        if changed := [str(k) for k in now if k not in before or not _same(now[k], before[k])]:
             raise UsageError(
                 f"{type(self._optimizer).__name__} keeps {', '.join(changed)} of {name} over all parameters, so it "
                 "cannot update them piece by piece, and this update was cut short; use offload_optimizer.device "
@@ -124,7 +124,7 @@ def _numbers(holder: dict[Any, Any], *, depth: int = 1) -> dict[Any, Any]:
             copies[key] = _numbers(value, depth=depth - 1)
         few = value if isinstance(value, (list, tuple)) and 0 < len(value) <= 16 else [value]
         if all(isinstance(v, (int, float, torch.Tensor)) for v in few):
-            copies[key] = copy.deepcopy(value)
+            copies[key] = _copy(value)
     return copies
 
 
@@ -139,15 +139,23 @@ def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any], *, depth: int = 1
         elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == value.shape:
             now.detach().copy_(value)
         else:
-            holder[key] = copy.deepcopy(value)
+            holder[key] = _copy(value)
 
 
-def _shown(value: Any) -> str:
-    """A text that is the same for equal numbers, not-a-number too."""
-    if isinstance(value, dict):
-        return repr({key: _shown(inside) for key, inside in value.items()})
-    few = value if isinstance(value, (list, tuple)) else [value]
-    return repr([v.tolist() if isinstance(v, torch.Tensor) else v for v in few])
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether the numbers are equal, not-a-number too."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        alike = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(key in b and _same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b or (a != a and b != b))
 
 
 @dataclass(frozen=True)

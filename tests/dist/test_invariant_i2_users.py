@@ -1,5 +1,7 @@
 """I2, users are counted: a unit is freed only when no active module uses it; pins are a second count."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,21 @@ class Pinning(Stack):
         self.layers[1] = PinsInside(HIDDEN, HIDDEN)
 
 
+class ListsItsOwnWay(nn.Linear):
+    """Overrides what lists its parameters, with fewer arguments than torch's."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+
+class Listing(Stack):
+    """Its middle layer is one of those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = ListsItsOwnWay(HIDDEN, HIDDEN)
+
+
 def _loss_outside(model: nn.Module, batch: tuple[Tensor, Tensor], place: MicroBatch) -> list[Tensor]:
     """The model's forward, then its submodules called one by one from outside it, in another order."""
     x, y = batch
@@ -80,6 +97,8 @@ def _case(name: str) -> Case:
         return Case(name, seeded(Nested), regression_batch, case_named("plain").loss)
     if name == "pinning":
         return Case(name, seeded(Pinning), regression_batch, case_named("plain").loss)
+    if name == "listing":
+        return Case(name, seeded(Listing), regression_batch, case_named("plain").loss)
     if name == "outside":
         return Case(name, seeded(Stack), regression_batch, _loss_outside)
     return case_named(name)
@@ -93,6 +112,12 @@ def run_case(name: str, stage: int) -> tuple[float, str]:
 @pytest.mark.parametrize("name", ["tied", "functional_tied", "shared_module", "used_twice", "nested", "outside"])
 def test_invariant_i2_every_use_is_counted(pool2: RankPool, name: str, stage: int) -> None:
     for error, worst in pool2.run(run_case, name, stage):
+        assert error <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_may_list_its_parameters_its_own_way(pool2: RankPool, stage: int) -> None:
+    for error, worst in pool2.run(run_case, "listing", stage):
         assert error <= TOLERANCE, worst
 
 

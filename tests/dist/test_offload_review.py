@@ -19,6 +19,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.optim import host
 from deepspeed.tier.drive import Drive
 from deepspeed.verify.models import case_named
+from deepspeed.zero.optim_tiles import Turns
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 
@@ -100,6 +101,35 @@ def _counted(place: str) -> list[str]:
 @pytest.mark.parametrize("place", ["dict", "list", "state"])
 def test_a_count_goes_up_once_a_step_wherever_it_is_kept(place: str, pool1: RankPool) -> None:
     assert pool1.run(_counted, place) == [[]]
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (lambda: torch.tensor([float("nan"), 1.0]), lambda: torch.tensor([float("nan"), 1.0])),
+        (lambda: 1, lambda: 1.0),
+        (lambda: torch.ones(1, requires_grad=True) * 2, lambda: torch.ones(1, requires_grad=True) * 2),
+    ],
+    ids=["not a number", "a count that becomes a float", "with a graph"],
+)
+def test_what_is_equal_after_every_turn_is_no_fault(first: Any, second: Any) -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.kept = 0
+    turns, values = Turns(optimizer), iter([first, second])
+    optimizer.step = lambda: setattr(optimizer, "kept", next(values)())
+    turns.take([])
+    turns.take([])
+
+
+@pytest.mark.parametrize("second", [torch.zeros(3), torch.ones(2), 0.0], ids=["shape", "values", "no tensor"])
+def test_what_differs_between_turns_is_said(second: Any) -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.kept = 0
+    turns, values = Turns(optimizer), iter([torch.zeros(2), second])
+    optimizer.step = lambda: setattr(optimizer, "kept", next(values))
+    turns.take([])
+    with pytest.raises(UsageError, match="keeps kept of the optimizer"):
+        turns.take([])
 
 
 class Configured(torch.optim.SGD):
