@@ -55,8 +55,9 @@ def parse_text(text: str, name: str) -> dict[str, Any]:
             data = json.loads(text, object_pairs_hook=unique)
         except json.JSONDecodeError:
             data = hjson.loads(text, object_pairs_hook=unique)
-    except hjson.HjsonDecodeError:
+    except (hjson.HjsonDecodeError, IndexError) as relaxed:  # IndexError: a comment that does not end
         # The relaxed parser reads far past a missing comma before it stops; the strict one stops where the mistake is.
+        error: Any = relaxed
         try:
             json.loads(plain_json(text))
         except json.JSONDecodeError as strict:

@@ -124,6 +124,8 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ('{\n  // note\n  "train_batch_size": 8,\n  "fp16": {"enabled": true\n', 5, 1),
         ('{\n  "fp16": {"enabled": true}}\n}', 3, 1),
         ('{\n  "a": [1, 2\n}', 3, 1),
+        ('{"a": NaN /* the relaxed parser takes the rest of the line for a text */}', 1, 74),
+        ('{"a": 1, /* a comment without an end', 1, 10),
     ],
 )
 def test_broken_json_has_line_and_column(tmp_path: Path, content: str, line: int, column: int) -> None:
