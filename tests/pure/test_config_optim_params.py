@@ -15,6 +15,8 @@ from pydantic import ValidationError
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
 from deepspeed.config.model.optim_params import (
+    NOT_ON_DEVICE,
+    NOT_ON_HOST,
     OPTIMIZER_NAMES,
     PARAM_BLOCKS,
     PARAM_FIELDS,
@@ -302,12 +304,24 @@ def test_accepted(part: str, name: str, params: dict[str, Any]) -> None:
         assert lr_schedules.build_scheduler(name, found, torch.optim.Adam(groups)).get_last_lr()
 
 
-@pytest.mark.parametrize(("offload", "key"), [(False, "fp32_optimizer_states"), (True, "set_grad_none")])
-def test_offload_changes_the_settings(offload: bool, key: str) -> None:
-    """A setting of the class for the other case is refused when the optimizer is built."""
-    params = load("optimizer", "Lion", zero=CPU if offload else None, **{key: False}).optimizer.params
-    with pytest.raises(OptimizerConfigError, match=rf"does not know the key optimizer\.params\.{key}"):
-        build_optimizer("Lion", params, parameters=[torch.nn.Parameter(torch.ones(2))], offload=offload)
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_setting_of_the_class_for_the_other_case_is_found_when_the_file_is_read(name: str, offload: bool) -> None:
+    taken, weights = accepts("optimizer", name), [torch.nn.Parameter(torch.ones(2))]
+    zero, how = (CPU, "with") if offload else (None, "without")
+    values = {key: PARAM_BLOCKS["optimizer"].model_fields[key].default for key in taken}
+    values = {key: value for key, value in values.items() if isinstance(value, bool | float)}
+    refused = {key for key in (NOT_ON_HOST if offload else NOT_ON_DEVICE).get(name.lower(), ())}
+    for key, value in values.items():
+        if key in refused:
+            (text,) = faults("optimizer", name, zero=zero, **{key: value})
+            assert text.endswith(f".{key} is not a setting of {name} {how} zero_optimization.offload_optimizer.")
+            with pytest.raises(OptimizerConfigError, match=rf"does not know the key optimizer\.params\.{key}"):
+                build_optimizer(name, {key: value}, parameters=weights, offload=offload)
+        else:
+            params = load("optimizer", name, zero=zero, **{key: value}).optimizer.params
+            build_optimizer(name, params, parameters=weights, offload=offload)
+    assert refused <= set(values)
 
 
 def test_lenient_waits_for_integrations() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config
 from deepspeed.config.model.optim_params import (
+    NOT_ON_DEVICE,
     OPTIMIZER_NAMES,
     PARAM_FIELDS,
     REQUIRED,
@@ -114,6 +115,8 @@ def document(path: str, value: Any) -> dict[str, Any]:
         taken = accepts(part, name)
         beside = [f"{part}.params.{key}" for key in taken]
         flat |= {key: 1 for key in beside if key in PARAM_FIELDS and PARAM_FIELDS[key].default == REQUIRED}
+        if path.rpartition(".")[2] in NOT_ON_DEVICE.get(name.lower(), ()):
+            flat |= {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 1}
     block = re.match(r"zero_optimization\.(offload_\w+|zenflow)\.", path)
     if block is not None:
         flat |= {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"}

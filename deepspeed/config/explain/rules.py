@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from deepspeed.config.model.optim_params import NOT_ON_DEVICE, NOT_ON_HOST
 from deepspeed.config.model.zero import OffloadDeviceEnum
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ def _offload_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     yield optimizer is not None and stage == 0, f"{_ZERO}.offload_optimizer", text
     text = f"needs stage 3; the stage is {stage}."
     yield zero.pipeline_loading_checkpoint and stage != 3, f"{_ZERO}.pipeline_loading_checkpoint", text
+    if cfg.optimizer is not None:
+        absent = (NOT_ON_DEVICE if optimizer is None else NOT_ON_HOST).get(cfg.optimizer.type.lower(), ())
+        how = "without" if optimizer is None else "with"
+        text = f"is not a setting of {cfg.optimizer.type} {how} {_ZERO}.offload_optimizer."
+        for name in absent:
+            yield name in cfg.optimizer.params, f"optimizer.params.{name}", text
 
 
 def _group_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:

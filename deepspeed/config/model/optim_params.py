@@ -135,6 +135,11 @@ _OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "lamb": (*_COMMON, "eps_inside_sqrt", "max_coeff", "min_coeff"),
     "muon": (*_MUON, "torch_adam", "adam_w_mode", "foreach"),
 }
+# Settings that only the class for the host, or only the one for the device, takes.
+NOT_ON_DEVICE = {"adagrad": ("amsgrad", "fp32_optimizer_states"), "lion": ("fp32_optimizer_states",)}
+NOT_ON_HOST = {"adagrad": ("lr_decay", "initial_accumulator_value")} | dict.fromkeys(
+    ("adam", "adamw", "lion"), ("set_grad_none",)
+)
 _RATES = ("warmup_min_lr", "warmup_max_lr")
 _WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
 _SCHEDULES: Mapping[str, tuple[str, ...]] = {
