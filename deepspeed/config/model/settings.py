@@ -1,5 +1,6 @@
 """A configuration as a flat list: which keys exist, which value each ended up with and why, what it asks for."""
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -50,12 +51,13 @@ class Setting:
     idle: str = ""
 
 
-def keys_of(block: type[BaseModel]) -> list[tuple[str, str, FieldInfo]]:
+@functools.cache
+def keys_of(block: type[BaseModel]) -> tuple[tuple[str, str, FieldInfo], ...]:
     """(field name, key in the file, field) of ``block``; what is honoured comes first, what no code reads last."""
-
     fields = [(name, info.alias or name, info) for name, info in block.model_fields.items() if name not in _HIDDEN]
     ranks, unread = list(Support), list(UNREAD.values())
-    return sorted(fields, key=lambda field: (ranks.index(Key.of(field[2]).support), field[2].annotation in unread))
+    order = sorted(fields, key=lambda field: (ranks.index(Key.of(field[2]).support), field[2].annotation in unread))
+    return tuple(order)
 
 
 def default_of(info: FieldInfo) -> Any:
@@ -92,12 +94,12 @@ def _walk(block: BaseModel, prefix: str, pattern: str) -> Iterator[tuple[str, st
     """(path, pattern, value, field, is it written) of every leaf, and of blocks whose presence asks for something."""
     for name, key, info in keys_of(type(block)):
         value, given = getattr(block, name), name in block.model_fields_set
-        path, row, suffix = prefix + key, pattern + key, block_inside(info.annotation)[1]
+        path, row = prefix + key, pattern + key
         if isinstance(value, BaseModel):
             if Key.of(info).support is Support.NOT_YET:
                 yield path, row, value, info, given
             yield from _walk(value, f"{path}.", f"{row}.")
-        elif suffix:
+        elif isinstance(value, tuple | Mapping) and (suffix := block_inside(info.annotation)[1]):
             for free, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 yield from _walk(item, f"{path}.{free}.", f"{row}{suffix}.")
         elif row in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping):

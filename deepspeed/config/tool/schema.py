@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -38,7 +38,7 @@ class _EditorSchema(PlainSchema):
     """The same with what parsing accepts besides: null, false or "auto" for absent."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> Schema:
-        out, block = super().model_schema(schema), schema["cls"]
+        out, block = super().model_schema(schema), cast("type[BaseModel]", schema["cls"])
         out.pop("title", None)
         for _, name, info in keys_of(block):
             out["properties"][name] = _completed(block, name, info, out["properties"][name])
