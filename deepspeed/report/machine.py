@@ -12,7 +12,6 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-from deepspeed.observe import hostmem
 from deepspeed.report.rows import Row, size
 
 ROOT = Path("/")
@@ -70,6 +69,8 @@ def cpu_rows(root: Path = ROOT) -> list[Row]:
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """Cores' worth of time that the control group allows (second kind only); None without a limit."""
+    from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
+
     files = [folder / "cpu.max" for folder, first in hostmem.groups(root, "cpu") if not first]
     allowed = [file.read_text().split() for file in files if file.is_file()]
     return min((int(fields[0]) / int(fields[1]) for fields in allowed if fields[0] != "max"), default=None)
@@ -86,6 +87,8 @@ def cores_row(root: Path = ROOT) -> Row:
 
 def memory_rows(root: Path = ROOT) -> list[Row]:
     """Memory of the machine, and the control group's limit."""
+    from deepspeed.observe import hostmem  # noqa: PLC0415 - needs psutil, whose absence is a row and not the end
+
     total = hostmem.host_total_bytes()
     rows = [Row("memory", f"{size(total)}, available {size(hostmem.host_available_bytes())}")]
     if (root / "proc/self/cgroup").exists():

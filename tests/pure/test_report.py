@@ -122,6 +122,11 @@ def test_a_failing_probe_is_a_row() -> None:
     assert gather({"a": broken, "b": lambda: Row("b", "1")}) == [Row("a", "unknown (RuntimeError: no)"), Row("b", "1")]
 
 
+def test_without_psutil_the_report_goes_on() -> None:
+    code = "import sys; sys.modules['psutil'] = None; from deepspeed.report import machine; print(machine.cpu_rows())"
+    assert "vector instructions" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+
+
 def test_processor(tmp_path: Path) -> None:
     root = _tree(
         tmp_path,
