@@ -215,3 +215,4 @@ def test_a_reader_that_left_ends_a_command_with_closed_errors_quietly(monkeypatc
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", None)
     assert program.guarded("ds_io", left) == program.BROKEN_PIPE
+    sys.stderr.close()  # the stream that stands for the closed one
