@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def recursive_getattr(obj: Any, path: str) -> Any:
@@ -16,7 +16,15 @@ def recursive_setattr(obj: Any, path: str, value: Any) -> None:
     setattr(recursive_getattr(obj, parent) if parent else obj, last, value)
 
 
+class _Answer(NamedTuple):
+    read: Callable[[Any], Any]
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        answer = lambda holder: self.read(holder)  # noqa: E731 - it gets its name here
+        answer.__name__, answer.__qualname__ = name, f"{owner.__qualname__}.{name}"
+        setattr(owner, name, answer)
+
+
 def answers(what: str | Callable[[Any], Any]) -> Any:
     """A method that answers with what its object holds at the path ``what``, or with that function of it."""
-    read = operator.attrgetter(what) if isinstance(what, str) else what
-    return lambda self: read(self)
+    return _Answer(operator.attrgetter(what) if isinstance(what, str) else what)

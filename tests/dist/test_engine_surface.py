@@ -56,6 +56,11 @@ def breakdown() -> list[str]:
     return lines
 
 
+def test_readers_have_the_names_that_help_and_tracebacks_show() -> None:
+    for name in ("train_batch_size", "loss_scale", "current_loss_scale", "get_global_grad_norm"):
+        assert getattr(deepspeed.DeepSpeedEngine, name).__name__ == name
+
+
 def test_wall_clock_breakdown_logs_every_phase(pool1: RankPool) -> None:
     (lines,) = pool1.run(breakdown)
     (said,) = [line for line in lines if "time (ms)" in line]
