@@ -7,7 +7,7 @@ FUNCTION_LINES = 60
 # Lines of the package, in three rings. A number that is reached is a question about the design; raising one takes a
 # commit of its own that says why. They are on their way down, to 28,000 together (the core was to have 15,000).
 CORE_LINES = 14_580
-SURFACE_LINES = 10_340
+SURFACE_LINES = 10_345
 TOOLS_LINES = 5_150
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
