@@ -1,10 +1,9 @@
-"""Data loaders of the engine: a distributed ``DataLoader`` and an endless wrapper, both with a position that can be
-saved.
-"""
+"""Data loaders of the engine: a distributed and an endless one, both with a position that can be saved."""
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,17 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed.comm import get_rank, get_world_size, is_initialized
-from deepspeed.data.position import (
-    Position,
-    ResumableSampler,
-    SharedOrder,
-    SourceOrder,
-    check_position,
-    drop_batches,
-    is_stateful,
-    refuse_drawn,
-    worker_seed,
-)
+from deepspeed.data.position import Order, Position, ResumableSampler, drop_batches, is_stateful, refuse_drawn
 from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 
@@ -38,8 +27,7 @@ class RepeatingLoader:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader: Any = loader
-        self._round = 0
-        self._batches = 0  # handed out of the running round
+        self._round = self._batches = 0  # those handed out of the running round
         self._skip = 0  # of them, still to be read past
         self._iterator: Iterator[Any] | None = None
 
@@ -139,11 +127,8 @@ class DeepSpeedDataLoader:
     ) -> None:
         if batch_size < 1:
             raise DeepSpeedConfigError(f"DeepSpeedDataLoader: batch_size is {batch_size}; it must be at least 1.")
-        self.dataset = dataset
-        self.batch_size = batch_size
+        self.dataset, self.batch_size, self.tput_timer, self.collate_fn = dataset, batch_size, tput_timer, collate_fn
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
-        self.tput_timer = tput_timer
-        self.collate_fn = collate_fn
         self.deepspeed_dataloader_config = deepspeed_dataloader_config or {}
         # Two processes an accelerator were the original default; forked workers and device contexts do not mix.
         workers = num_local_io_workers or 0
@@ -151,42 +136,27 @@ class DeepSpeedDataLoader:
         rank = (get_rank() if is_initialized() else 0) if data_parallel_rank is None else data_parallel_rank
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = ResumableSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
-        self.data_sampler: Any = data_sampler
-        self._world_size, self._rank = world_size, rank
-        self._order = self._order_of(workers)
+        self.sampler: Any = data_sampler  # None for an iterable dataset
+        self.data_sampler, self._world_size, self._rank = data_sampler, world_size, rank
+        self._order = Order(data_sampler, dataset, workers=workers, world_size=world_size, batch_size=batch_size)
         self._seed = torch.initial_seed()
         # of its own, so that beginning a pass (anew, after loading) never draws from the global generator
         self._generator = torch.Generator()
-        self._next = Position()
+        self._next, self._loads = Position(), 0
         self._running: Position | None = None
-        self._loads = 0
         # A user's state between two epochs may mean "nothing left": an empty first pass is then made again.
         self._maybe_spent = False
         self._stream: Iterator[Any] | None = None
         self.dataloader = DataLoader(
             dataset,
             batch_size=batch_size,
-            sampler=self._order if data_sampler is not None and isinstance(self._order, SourceOrder) else data_sampler,
+            sampler=data_sampler if data_sampler is None or self._order.shared else self._order,
             num_workers=workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory and get_accelerator().device_name() != "cpu",
             drop_last=dataloader_drop_last,
             generator=self._generator,
         )
-
-    def _order_of(self, workers: int) -> SharedOrder | SourceOrder:
-        sampler, layout = self.data_sampler, {"world_size": self._world_size, "batch_size": self.batch_size}
-        if isinstance(sampler, ResumableSampler):
-            return SharedOrder(sampler, self.batch_size)
-        if sampler is None:
-            return SourceOrder(self.dataset, {"kind": "stream", "workers": workers}, **layout)
-        length = len(self.dataset) if isinstance(self.dataset, Sized) else None
-        return SourceOrder(sampler, {"kind": "sampler", "samples": length}, **layout)
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler in use, None for an iterable dataset."""
-        return self.data_sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Number of the epoch that the next pass begins; it decides the shuffle. A loaded position of it stays."""
@@ -222,7 +192,11 @@ class DeepSpeedDataLoader:
     def _begin(self) -> tuple[Position, Iterator[Any]]:
         self._running = position = self._next
         self._next = Position(position.epoch + 1)
-        self._generator.manual_seed(worker_seed(self._seed, position, self._rank))
+        # workers have seeds of their own for each epoch, rank and place where the pass begins
+        text = f"{self._seed} {position.epoch} {position.samples} {self._rank}"
+        # 32 bits, since torch's CPU generator is seeded by no more
+        digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+        self._generator.manual_seed(int.from_bytes(digest, "little"))
         drop = self._order.begin(position)
         batches = self._fetch()
         drop_batches(batches, drop)
@@ -235,8 +209,7 @@ class DeepSpeedDataLoader:
 
     def __next__(self) -> Any:
         """Next batch of one running epoch, for clients that call ``next`` on the loader itself."""
-        if self._stream is None:
-            self._stream = iter(self)
+        self._stream = self._stream or iter(self)
         try:
             return next(self._stream)
         except StopIteration:
@@ -268,11 +241,10 @@ class DeepSpeedDataLoader:
         nothing, when the rest cannot be exact: another dataset or sampler, or another layout where only the user's code
         knows how data are split.
         """
-        check_position(state, self._order)
+        self._order.check(state)
         self._order.load(state)
         self._seed = state["seed"]
-        self._next = Position(state["epoch"], state["samples"])
-        self._running = None
+        self._next, self._running = Position(state["epoch"], state["samples"]), None
         self._maybe_spent = state["inner"] is not None and not state["samples"]
         self._loads += 1
 

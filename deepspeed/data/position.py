@@ -1,20 +1,14 @@
-"""Where a data loader stands, and what it takes to go on there, perhaps with another number of ranks.
-
-A position is an epoch and the number of its samples that all ranks together have handed out. What can be done with it
-depends on who decides the order of the samples: our sampler (``SharedOrder``), or a sampler or iterable dataset of the
-user's (``SourceOrder``).
-"""
+"""Where a data loader stands, and what it takes to go on there, perhaps with another number of ranks."""
 
 import copy
-import hashlib
 import random
-import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -22,7 +16,6 @@ from torch.utils.data.distributed import DistributedSampler
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.log import log_dist
 
-_DRAWN_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KEYS = {"epoch", "samples", "seed", "world_size", "batch_size", "order", "inner"}
 
 
@@ -63,54 +56,24 @@ class ResumableSampler(DistributedSampler[Any]):
         return iter(rest[self.rank :: ranks].tolist())
 
 
-class SharedOrder:
-    """Our sampler: what was handed out is a prefix of an order without ranks; any number of ranks can take the rest."""
+class Order(Sampler[int]):
+    """Who decides the order of the samples, and how a pass begins in the middle of it.
 
-    def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
-        self.sampler = sampler
-        self.step = sampler.num_replicas * batch_size  # samples of one batch on all ranks together
-
-    def facts(self) -> dict[str, Any]:
-        """What must be the same where the position is loaded."""
-        length = len(self.sampler.dataset)  # type: ignore[arg-type]
-        return {"kind": "shared", "samples": length, "shuffle": self.sampler.shuffle, "seed": self.sampler.seed}
-
-    def begin(self, position: Position) -> int:
-        """Prepare the pass that starts at ``position``; the number of batches to drop from it."""
-        self.sampler.set_epoch(position.epoch)
-        self.sampler.start = position.samples
-        return 0
-
-    def handed_out(self, position: Position) -> None:
-        """Count one more batch on every rank. The last one may be short or padded."""
-        position.samples = min(position.samples + self.step, len(self.sampler.dataset))  # type: ignore[arg-type]
-
-    def state(self, *, running: bool) -> Any:
-        """What the user's own code says of its place; here nothing."""
-        return None
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave."""
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError when ``state`` cannot be continued exactly."""
-
-
-class SourceOrder(Sampler[int]):
-    """A sampler or iterable dataset of the user's: restored by its own state; without one it is read past what was
-    handed out.
-
-    Of a sampler it is what the ``DataLoader`` sees: workers fetch ahead, so the state is noted after each batch that is
-    drawn.
+    Of our sampler any number of ranks can take the rest. A sampler or iterable dataset of the user's is restored by its
+    own state; without one it is read past what was handed out. The ``DataLoader`` sees such a sampler through this one:
+    workers fetch ahead, so the state is noted after each batch that is drawn.
     """
 
-    def __init__(self, source: Any, facts: dict[str, Any], *, world_size: int, batch_size: int) -> None:
-        self.source, self.world_size, self.batch_size = source, world_size, batch_size
-        self.step = world_size * batch_size
-        self._facts = facts
-        self._sampler = facts["kind"] == "sampler"
+    def __init__(self, sampler: Any, dataset: Any, *, workers: int, world_size: int, batch_size: int) -> None:
+        self.source, self.world_size, self.batch_size = dataset if sampler is None else sampler, world_size, batch_size
+        self.shared, self._sampler = isinstance(sampler, ResumableSampler), sampler is not None
+        # samples of one batch on all ranks together
+        self.step = (sampler.num_replicas if isinstance(sampler, ResumableSampler) else world_size) * batch_size
+        self._facts: dict[str, Any] = {"kind": "stream", "workers": workers}
+        if self._sampler:
+            self._facts = {"kind": "sampler", "samples": len(dataset) if isinstance(dataset, Sized) else None}
         # a worker process iterates over its own copy of a dataset, whose state is out of reach
-        self._stateful = is_stateful(source) and not facts.get("workers")
+        self._stateful = is_stateful(self.source) and not self.shared and (self._sampler or not workers)
         self._skip = 0  # indices of a sampler that are left out
         self._drawn: deque[Any] = deque()  # states after batches that were not yet handed out, oldest first
         self._last: Any = None  # state after the last batch handed out
@@ -130,19 +93,27 @@ class SourceOrder(Sampler[int]):
 
     def facts(self) -> dict[str, Any]:
         """What must be the same where the position is loaded."""
-        return self._facts
+        if not self.shared:
+            return self._facts
+        sampler = self.source
+        return {"kind": "shared", "samples": len(sampler.dataset), "shuffle": sampler.shuffle, "seed": sampler.seed}
 
     def begin(self, position: Position) -> int:
         """Prepare the pass that starts at ``position``; the number of batches to drop from it."""
         if (isinstance(self.source, DistributedSampler) or not self._sampler) and hasattr(self.source, "set_epoch"):
             self.source.set_epoch(position.epoch)
+        if self.shared:
+            self.source.start = position.samples
+            return 0
         self._last, self._loaded = self.state(running=False), None
         self._skip = position.samples // self.world_size if self._sampler and not self._stateful else 0
         return 0 if self._sampler or self._stateful else position.samples // self.step
 
     def handed_out(self, position: Position) -> None:
-        """Count one more batch on every rank; a short last one counts as whole, since nothing comes after it."""
+        """Count one more batch on every rank; the last one may be short or padded, and nothing comes after it."""
         position.samples += self.step
+        if self.shared:
+            position.samples = min(position.samples, len(self.source.dataset))
         if self._drawn:
             self._last = self._drawn.popleft()
 
@@ -153,19 +124,34 @@ class SourceOrder(Sampler[int]):
         return self._last if running and self._sampler else self.source.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave."""
+        """Take over what ``state`` gave."""
         self._loaded = state["inner"] if self._stateful else None
         if self._loaded is not None:
             self.source.load_state_dict(self._loaded)
-        elif state["samples"]:
-            log_dist(
-                f"The data position reads past the first samples of {_name(self.source)}: its order must be the saved "
-                "one."
-            )
+        elif state["samples"] and not self.shared:
+            log_dist(f"The data position reads past the first samples of {_name(self.source)}: keep its order the same")
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError when ``state`` cannot be continued exactly."""
-        name = _name(self.source)
+        """Raise CheckpointError, before anything was changed, when ``state`` cannot be continued exactly.
+
+        At the beginning of an epoch nothing was handed out, and every loader can begin there.
+        """
+        if missing := _KEYS - set(state):
+            raise CheckpointError(
+                f"This is no data position of DeepSpeedDataLoader: it lacks {', '.join(sorted(missing))}."
+            )
+        if not state["samples"]:
+            return
+        saved, ours, name = state["order"], self.facts(), _name(self.source)
+        if names := [key for key in sorted({*saved, *ours}) if saved.get(key) != ours.get(key)]:
+            differences = ", ".join(f"{key} {saved.get(key)!r} (here {ours.get(key)!r})" for key in names)
+            raise CheckpointError(
+                f"The data position is that of other data: saved after {state['samples']} samples of epoch "
+                f"{state['epoch']} with {differences}. Load it with the same dataset and sampler, or start its epoch "
+                "anew."
+            )
+        if self.shared:
+            return
         refuse_drawn(self.source)
         if self._stateful and state["inner"] is None:
             raise CheckpointError(f"The data position holds no state for {name}; it was saved with one that has none.")
@@ -184,32 +170,9 @@ class SourceOrder(Sampler[int]):
             )
 
 
-def check_position(state: dict[str, Any], order: SharedOrder | SourceOrder) -> None:
-    """Raise CheckpointError, before anything was changed, when ``state`` cannot be continued by a loader with
-    ``order``.
-
-    At the beginning of an epoch nothing was handed out, and every loader can begin there.
-    """
-    if missing := _KEYS - set(state):
-        raise CheckpointError(
-            f"This is no data position of DeepSpeedDataLoader: it lacks {', '.join(sorted(missing))}."
-        )
-    if not state["samples"]:
-        return
-    saved, ours = state["order"], order.facts()
-    names = [name for name in sorted({*saved, *ours}) if saved.get(name) != ours.get(name)]
-    if names:
-        differences = ", ".join(f"{name} {saved.get(name)!r} (here {ours.get(name)!r})" for name in names)
-        raise CheckpointError(
-            f"The data position is that of other data: saved after {state['samples']} samples of epoch "
-            f"{state['epoch']} with {differences}. Load it with the same dataset and sampler, or start its epoch anew."
-        )
-    order.check(state)
-
-
 def refuse_drawn(sampler: Any) -> None:
     """Raise CheckpointError for a sampler of torch's that draws a new order each time, which cannot be replayed."""
-    if isinstance(sampler, _DRAWN_SAMPLERS) and not is_stateful(sampler):
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) and not is_stateful(sampler):
         raise CheckpointError(
             f"The data position cannot be restored: {_name(sampler)} draws a new order each time. Give it state_dict "
             "and load_state_dict, or use the loader's own sampler."
@@ -225,23 +188,14 @@ def _name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def worker_seed(seed: int, position: Position, rank: int) -> int:
-    """Seed of the worker processes of one pass: its own for each epoch, rank and place where the pass begins."""
-    text = f"{seed} {position.epoch} {position.samples} {rank}"
-    # 32 bits, since torch's CPU generator is seeded by no more
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
-
-
 def drop_batches(batches: Iterator[Any], count: int) -> None:
     """Read ``count`` batches and forget them; the random numbers of torch (host), Python and numpy stay."""
     if not count:
         return
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    array = numpy.random.get_state() if numpy is not None else None
+    python, array = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             deque(islice(batches, count), maxlen=0)
     finally:
         random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(array)
+        np.random.set_state(array)

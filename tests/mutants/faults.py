@@ -131,8 +131,8 @@ _PURE = (
     Mutant(
         "D1",
         "deepspeed/data/position.py",
-        "self.sampler.start = position.samples",
-        "self.sampler.start = -(-position.samples // self.step) * self.step",
+        "self.source.start = position.samples",
+        "self.source.start = -(-position.samples // self.step) * self.step",
         _POSITION,
         "after a resize no sample is left out",
     ),
