@@ -10,12 +10,12 @@ import functools
 import importlib
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed.attrs import answers
@@ -90,15 +90,21 @@ def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | Non
     return method
 
 
+def _process_stats() -> dict[str, int]:
+    return {"allocated_bytes.all.current": hostmem.rss_bytes(), "allocated_bytes.all.peak": hostmem.peak_rss_bytes()}
+
+
 class Accelerator:
     """One kind of device. ``device_index`` arguments take an int, a device, a string or None (the current device).
 
     Constructing it and asking for names touches no device. What only hands on to ``torch.<device>`` is a row below.
     """
 
+    # What ``set_accelerator`` chose: a fact about the process, whose public setter has no handle to hang it on.
+    _chosen: "Accelerator | None" = None
+
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._is_cpu = name == "cpu"
+        self._name, self._is_cpu = name, name == "cpu"
         self._communication_backend_name = _BACKENDS.get(name, "gloo")
 
     def __repr__(self) -> str:
@@ -109,7 +115,6 @@ class Accelerator:
         return torch.get_device_module(self._name)
 
     # names and selection
-
     def is_available(self) -> bool:
         """True when this kind of device can be used here."""
         return bool(self._module.is_available())
@@ -143,7 +148,6 @@ class Accelerator:
     synchronize = _forwarded("synchronize")
 
     # random numbers
-
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """Generator of device ``device_index``."""
         if hasattr(self._module, "init"):  # the list of generators is empty until the device is initialised
@@ -158,7 +162,6 @@ class Accelerator:
     initial_seed = _forwarded("initial_seed", torch.initial_seed)
 
     # streams and events
-
     def stream(self, stream: Any) -> Any:
         """Context in which work goes to ``stream``; None and stand-ins are ignored."""
         ignored = self._is_cpu or stream is None or isinstance(stream, NullStream)
@@ -170,20 +173,13 @@ class Accelerator:
     default_stream = _forwarded("default_stream", lambda *_: NullStream())
 
     # memory, in bytes; on the CPU this process' resident memory
-
     empty_cache = _forwarded("empty_cache")
     memory_allocated = _forwarded("memory_allocated", 0, on_cpu=hostmem.rss_bytes)
     max_memory_allocated = _forwarded("max_memory_allocated", 0, on_cpu=hostmem.peak_rss_bytes)
     memory_reserved = _forwarded("memory_reserved", 0, on_cpu=hostmem.rss_bytes)
     max_memory_reserved = _forwarded("max_memory_reserved", 0, on_cpu=hostmem.peak_rss_bytes)
     reset_peak_memory_stats = _forwarded("reset_peak_memory_stats", on_cpu=hostmem.reset_peak_rss)
-
-    def memory_stats(self, device_index: Any = None) -> dict[str, Any]:
-        """The allocator's own counters."""
-        if self._is_cpu:
-            now, peak = hostmem.rss_bytes(), hostmem.peak_rss_bytes()
-            return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak}
-        return dict(getattr(self._module, "memory_stats", lambda _: {})(device_index))
+    memory_stats = _forwarded("memory_stats", lambda *_: {}, on_cpu=_process_stats)
 
     def available_memory(self, device_index: Any = None) -> int:
         """Memory of the device that is still free, or of the machine on the CPU."""
@@ -201,16 +197,13 @@ class Accelerator:
         return int(self._module.get_device_properties(index).total_memory)
 
     # number formats; float16 arithmetic runs everywhere
-
     is_bf16_supported = _forwarded("is_bf16_supported", lambda: False, on_cpu=lambda: True)
     is_fp16_supported = _forwarded("is_fp16_supported", lambda: True)
-
     supported_dtypes = answers(
         lambda self: [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
     )
 
     # processes: variables that restrict which devices one sees; prefixes of variables that other machines need too
-
     visible_devices_envs = answers(lambda self: list(_VISIBLE_DEVICES.get(self._name, [])))
     export_envs = answers(lambda self: list(_EXPORT_ENVS.get(self._name, [])))
 
@@ -219,7 +212,6 @@ class Accelerator:
         current_env |= dict.fromkeys(self.visible_devices_envs(), ",".join(map(str, local_accelerator_ids)))
 
     # compilation, profiler ranges and graph capture
-
     get_compile_backend = answers(lambda self: "inductor")
     range_push, range_pop = _forwarded("nvtx.range_push"), _forwarded("nvtx.range_pop")
     create_graph = _forwarded("CUDAGraph")  # None where there are none
@@ -233,7 +225,6 @@ class Accelerator:
             graph.replay()
 
     # page-locked memory
-
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """Copy of ``tensor`` in page-locked memory; the tensor itself on the CPU, where pinning buys nothing."""
         return tensor if self._is_cpu or not self.is_available() else tensor.pin_memory()
@@ -243,7 +234,6 @@ class Accelerator:
         return not self._is_cpu and tensor.is_pinned()
 
     # kernels; by name, because builders are above the device layer
-
     def create_op_builder(self, class_name: str) -> Any:
         """Instance of ``get_op_builder``'s class."""
         builder = self.get_op_builder(class_name)
@@ -252,13 +242,6 @@ class Accelerator:
     def get_op_builder(self, class_name: str) -> Any:
         """Class of the kernel builder of that name; None where there is no such class."""
         return getattr(importlib.import_module("deepspeed.ops.op_builder"), class_name, None)
-
-
-class _Chosen:
-    """What ``set_accelerator`` chose. The accelerator is a fact about the process, not about an engine, and its public
-    setter has no handle to hang it on, so one module-level cell is unavoidable."""
-
-    accelerator: Accelerator | None = None
 
 
 @functools.cache
@@ -276,12 +259,12 @@ def _detect(requested: str | None) -> Accelerator:
 
 def get_accelerator() -> Accelerator:
     """The device layer: ``set_accelerator``'s choice, else ``DS_ACCELERATOR``, else what PyTorch finds."""
-    return _Chosen.accelerator or _detect(os.environ.get("DS_ACCELERATOR") or None)
+    return Accelerator._chosen or _detect(os.environ.get("DS_ACCELERATOR") or None)
 
 
 def set_accelerator(accel_obj: Accelerator | None) -> None:
     """Use ``accel_obj`` from now on; None goes back to detection."""
-    _Chosen.accelerator = accel_obj
+    Accelerator._chosen = accel_obj
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -303,10 +286,9 @@ def take_device(local_rank: int) -> torch.device:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed ``random``, ``numpy`` where it is loaded, torch's CPU generator and every device of this process."""
+    """Seed ``random``, ``numpy``, torch's CPU generator and every device of this process."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     get_accelerator().manual_seed_all(seed)
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,11 +122,6 @@ def memory_pools(root: Path = ROOT) -> list[Pool]:
     return pools
 
 
-def _libc(name: str) -> Callable[..., int]:
-    """A function of the C library; one that does nothing where the library has none of that name."""
-    return getattr(_LIBC, name, lambda *_: 0)
-
-
 def return_large_blocks() -> None:
     """Have glibc serve blocks of 4 MiB and more by mmap, so that a freed gather buffer goes back to the system at once.
 
@@ -136,30 +131,29 @@ def return_large_blocks() -> None:
     """
     tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     if not tuned and "malloc" not in os.environ.get("LD_PRELOAD", ""):
-        _libc("mallopt")(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        _libc("mallopt")(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+        _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        _LIBC.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
 class HeapTrimmer:
-    """Gives freed heap memory back to the system after every ``every_bytes`` that went through it.
+    """Gives freed heap memory back to the system after every 64 MiB that went through it.
 
     glibc up to 2.37 does not find a freed aligned block again when the same size is asked for with alignment, as torch
     does, so a loop over the tensors of a model leaves a heap as large as the model behind it, all of it free.
     """
 
-    def __init__(self, every_bytes: int = 64 << 20) -> None:
-        self._every, self._passed = every_bytes, 0
+    _passed = 0
 
     def passed(self, nbytes: int) -> None:
         """Note that ``nbytes`` were allocated and freed."""
         self._passed += nbytes
-        if self._passed >= self._every:
+        if self._passed >= 64 << 20:
             self.trim()
 
     def trim(self) -> None:
         """Give back now."""
         self._passed = 0
-        _libc("malloc_trim")(0)
+        _LIBC.malloc_trim(0)
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:

@@ -6,21 +6,12 @@ import os
 import sys
 
 logger = logging.getLogger("DeepSpeed")
-
-
-def _configure() -> None:
-    if logger.handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed:%(filename)s:%(lineno)d] %(message)s", "%H:%M:%S")
-    )
-    logger.addHandler(handler)
+if not logger.handlers:
+    _FORMAT = "[%(asctime)s] [%(levelname)s] [deepspeed:%(filename)s:%(lineno)d] %(message)s"
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    logger.handlers[0].setFormatter(logging.Formatter(_FORMAT, "%H:%M:%S"))
     logger.setLevel(os.environ.get("DS_LOG_LEVEL", "INFO").upper())
     logger.propagate = False
-
-
-_configure()
 
 
 def rank() -> int:

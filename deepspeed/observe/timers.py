@@ -35,19 +35,17 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         get_accelerator().reset_peak_memory_stats()
 
 
-def trimmed_mean(values: list[float], share: float = 0.1) -> float:
-    """Mean without the lowest and the highest ``share`` of the values; 0 of none."""
-    cut = int(len(values) * share)
-    kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / max(1, len(kept))
+def trimmed_mean(values: list[float]) -> float:
+    """Mean without the lowest and the highest tenth of the values; 0 of none."""
+    cut = len(values) // 10
+    return sum(sorted(values)[cut : len(values) - cut]) / max(1, len(values) - 2 * cut)
 
 
 class PhaseTimer:
     """One phase. Times are milliseconds. Starting and stopping wait for the device first."""
 
     def __init__(self, name: str) -> None:
-        self.name_ = name
-        self.started_ = False
+        self.name_, self.started_ = name, False
         self._start = self._elapsed_ms = 0.0
         self._records: list[float] = []
 
@@ -77,15 +75,13 @@ class PhaseTimer:
         """Milliseconds so far; a running timer is stopped for the reading and goes on."""
         if running := self.started_:
             self.stop()
-        elapsed = self._elapsed_ms
-        if reset:
-            self._elapsed_ms = 0.0
+        elapsed, self._elapsed_ms = self._elapsed_ms, 0.0 if reset else self._elapsed_ms
         if running:
             self.start()
         return elapsed
 
     def mean(self) -> float:
-        """Mean of the recorded spans without the lowest and highest tenth, in milliseconds."""
+        """Mean of the recorded spans without the lowest and highest tenth, in milliseconds; 0 of none."""
         return trimmed_mean(self._records)
 
 
@@ -138,18 +134,11 @@ class NoopTimer:
     class Timer:
         """Each of them."""
 
-        def start(self, *_args: Any, **_kwargs: Any) -> None:
-            """Nothing."""
-
-        stop = reset = start
-
-        def elapsed(self, reset: bool = True) -> float:
-            """Zero."""
+        def start(self, *_args: Any, **_kwargs: Any) -> float:
+            """Zero milliseconds."""
             return 0.0
 
-        mean = elapsed
-
-    log = Timer.start
+        stop = reset = elapsed = mean = start
 
     def __call__(self, name: str) -> Timer:
         return self.Timer()
@@ -162,7 +151,7 @@ class NoopTimer:
         """None."""
         return {}
 
-    get_mean = get_timers
+    log = get_mean = get_timers
 
 
 class ThroughputTimer:
@@ -218,8 +207,8 @@ class ThroughputTimer:
             return
         self.global_step_count += 1
         self.total_elapsed_time += self.step_elapsed_time
-        due = counted and report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0
-        if due:
+        every = self.steps_per_output
+        if counted and report_speed and every and self.global_step_count % every == 0:
             now = self.batch_size / max(self.step_elapsed_time, 1e-9)
             memory = f", {memory_report()}" if self.monitor_memory else ""
             self.logging(
