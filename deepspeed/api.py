@@ -32,11 +32,10 @@ from deepspeed.optim.registry import build_optimizer, granularity
 from deepspeed.zero.build import BuildRules, build, group_index
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
-from deepspeed.zero.facts import UnitFacts, castable
 from deepspeed.zero.hooks import hold_clipping
 from deepspeed.zero.layout import Granularity
 from deepspeed.zero.optim_view import OptimView, attach, build_views, check_fresh
-from deepspeed.zero.partition import statistics_dtypes
+from deepspeed.zero.partition import UnitFacts, castable, statistics_dtypes
 from deepspeed.zero.plan import make_plan
 from deepspeed.zero.runtime import Runtime
 

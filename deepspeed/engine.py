@@ -27,12 +27,9 @@ from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.precision.loss_scale import build_loss_scaler
 from deepspeed.zero.build import ZeroParts, dismantle
 from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_optimizer
-from deepspeed.zero.client.consolidate import consolidated_state_dict
-from deepspeed.zero.client.gathered import GatheredParameters
-from deepspeed.zero.client.offload_states import leave_device
+from deepspeed.zero.client.gathered import GatheredParameters, consolidated_state_dict, leave_device
 from deepspeed.zero.hooks import inside_backward
-from deepspeed.zero.optim_tiles import OptimTiles
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.step import take_step
 
 

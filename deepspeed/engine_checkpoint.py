@@ -18,7 +18,7 @@ from deepspeed.checkpoint.weights.weights import torch_file
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.observe.log import log_dist, logger
-from deepspeed.zero.client.consolidate import state_names, whole_weights
+from deepspeed.zero.client.gathered import state_names, whole_weights
 from deepspeed.zero.hooks import inside_backward
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ its intermediate values (Chen et al. 2016, "Training Deep Nets with Sublinear Me
 """
 
 import contextlib
-import dataclasses
 import functools
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,21 +32,13 @@ _CONFIG_KEYS = {
     "synchronize": "synchronize_checkpoint_boundary",
     "profile": "profile",
 }
-_PARTITION_IS_INERT = "partition_activations has no effect: there are no tensor-parallel ranks to split over."
 
 
-@dataclasses.dataclass
-class _Settings:
-    """What ``configure`` set."""
+class _Settings(types.SimpleNamespace):
+    """What ``configure`` set: its arguments, ``mpu``, and whether it was called."""
 
-    mpu: Any = None
-    configured: bool = False
-    partition_activations: bool = False
-    contiguous_checkpointing: bool = False
-    num_checkpoints: int | None = None
-    checkpoint_in_cpu: bool = False
-    synchronize: bool = False
-    profile: bool = False
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"mpu": None, "configured": False, **dict.fromkeys(_CONFIG_KEYS), **values})
 
 
 class RNGStatesTracker:
@@ -162,31 +154,30 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             f"checkpoint({_name(function)}): the tensor {needing[0]!r} needs a gradient; pass it by position."
         )
     reentrant = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
-    bound = functools.partial(function, **kwargs) if kwargs else function
-    return _run(bound, args, name=_name(function), reentrant=reentrant)
+    return _run(function, args, kwargs, reentrant=reentrant)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """``checkpoint`` without an inner backward pass: recomputation happens when a saved value is asked for."""
-    return _run(function, args, name=_name(function), reentrant=False)
+    return _run(function, args, {}, reentrant=False)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], *, name: str, reentrant: bool) -> Any:
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, reentrant: bool) -> Any:
+    bound = functools.partial(function, **kwargs) if kwargs else function
     # Streams can only differ when somebody added one.
-    replayed = _replayed(function) if _CUDA_RNG_STATE_TRACKER.states_ else function
-    with _boundary(name):
+    replayed = _replayed(bound) if _CUDA_RNG_STATE_TRACKER.states_ else bound
+    with _boundary(_name(function)):
         return torch_checkpoint.checkpoint(replayed, *args, use_reentrant=reentrant)
 
 
-def _block(deepspeed_config: Any) -> dict[str, Any]:
-    if deepspeed_config is None:
-        return {}
-    if isinstance(deepspeed_config, str | dict):
-        deepspeed_config = read_config_source(deepspeed_config)
-    if isinstance(deepspeed_config, Mapping):
-        return dict(deepspeed_config.get("activation_checkpointing") or {})
-    block = getattr(deepspeed_config, "activation_checkpointing", None)
-    return {} if block is None else {key: getattr(block, key) for key in _CONFIG_KEYS.values() if hasattr(block, key)}
+def _block(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, str | dict):
+        config = read_config_source(config)
+    of = config.get if isinstance(config, Mapping) else functools.partial(getattr, config)
+    block = of("activation_checkpointing", None)
+    if isinstance(block, Mapping):
+        return block
+    return {key: getattr(block, key) for key in _CONFIG_KEYS.values() if hasattr(block, key)}
 
 
 def configure(
@@ -207,8 +198,8 @@ def configure(
     """
     given, block = locals(), _block(deepspeed_config)
     merged = {name: block.get(key) if given[name] is None else given[name] for name, key in _CONFIG_KEYS.items()}
-    changes: dict[str, Any] = {name: value for name, value in merged.items() if value is not None}
-    settings = dataclasses.replace(_settings, mpu=mpu_, configured=True, **changes)
+    changes = {name: value for name, value in merged.items() if value is not None}
+    settings = _Settings(**{**vars(_settings), "mpu": mpu_, "configured": True, **changes})
     if settings.partition_activations and mpu_ is not None and not hasattr(mpu_, "get_model_parallel_rank"):
         raise UsageError("partition_activations: mpu_ has no get_model_parallel_rank(); pass an mpu that has it.")
     if settings.contiguous_checkpointing and not settings.partition_activations:
@@ -237,7 +228,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Change ``partition_activations`` alone."""
     _settings.partition_activations = partition_activation
     if partition_activation:
-        warning_once(_PARTITION_IS_INERT)
+        warning_once("partition_activations has no effect: there are no tensor-parallel ranks to split over.")
 
 
 def get_cuda_rng_tracker() -> RNGStatesTracker:

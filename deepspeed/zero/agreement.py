@@ -5,12 +5,10 @@ invariant I7): *by message*, of requests that differ the smallest one, which oth
 interval that all foretell from the common past. docs/architecture.md, section 6, has the rules.
 
 Why no rank waits for a collective that another one never issues: a rank has executed the interval to its end before it
-takes part in a message, so what is decided between two messages is one list everywhere, in one order. In the list a
-rank waits only for ranks further back in it, and these go on, because whatever their code does next either is in the
-rest or makes them execute it, the end of the backward at the latest. Of the requests in a message the smallest is
-served, so some rank goes on. An error leaves the rest to be executed at the next request. The code outside must not
-wait for other ranks within an interval; where a forward ends without a message, the runtime watches for that
-(``Runtime.meet``). A rank that alone leaves out a step is not waited for.
+takes part in a message, so what is decided between two messages is one list everywhere, in one order. In it a rank
+waits only for ranks further back, and these go on, because whatever their code does next is in the rest or makes them
+execute it. Of the requests in a message the smallest is served, so some rank goes on. The code outside must not wait
+for other ranks within an interval (``Runtime.meet`` watches for that).
 """
 
 from collections.abc import Callable, Iterator
@@ -36,9 +34,9 @@ class Kind(IntEnum):
 class Request:
     """``units[0]`` is needed; further ones (gathers only) are wished for.
 
-    ``pending`` lists units with local gradients (FLUSH, STEP). ``reduces`` are reductions that travel with another
-    request, to save a message; they come before it. ``path`` lists the units used since the last meeting point, where
-    divergence is an error; ``marks`` is what else must be equal to learn from the interval: of both a digest travels.
+    ``pending`` lists units with local gradients (FLUSH, STEP). ``reduces`` travel with another request, to save a
+    message; they come before it. ``path`` lists the units used since the last meeting point, where divergence is an
+    error; ``marks`` is what else must be equal to learn from the interval: of both a digest travels.
     """
 
     kind: Kind

@@ -14,8 +14,8 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
-from deepspeed.zero.facts import GradState
 from deepspeed.zero.param import gradient_like, local_of, take_gradient, written_gradients
+from deepspeed.zero.partition import GradState
 from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier
 from deepspeed.zero.unit import Unit
 
@@ -95,10 +95,6 @@ class Gradients:
     def _accum_dtype(self, unit: Unit) -> torch.dtype:
         """Of the rest gradient; float64 parameters keep their precision."""
         return torch.float64 if unit.full.dtype is torch.float64 else self._accum
-
-    def complete(self, unit: Unit) -> bool:
-        """Whether every parameter of the unit has contributed in the running backward, whatever earlier ones left."""
-        return len(unit.arrived) == len(unit.params)
 
     # -- reduction ------------------------------------------------------------------------------------------------
     def reduce(self, unit: Unit) -> None:

@@ -94,37 +94,27 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def element_layout(items: list[Item], shards: int) -> FlatLayout:
-    """Pack (name, shape, group) items back to back, padded so that ``shards`` equal aligned shards result."""
-    segments, offset = [], 0
-    for name, shape, group in items:
-        segments.append(Segment(name, shape, offset, group))
-        offset = _round_up(segments[-1].stop, ALIGNMENT_NUMEL)
-    return FlatLayout(tuple(segments), _round_up(max(offset, 1), ALIGNMENT_NUMEL * shards), shards)
+def build_layout(items: list[Item], shards: int, granularity: Granularity) -> FlatLayout:
+    """The layout of (name, shape, group) ``items`` in ``shards`` equal aligned shards.
 
-
-def parameter_layout(items: list[Item], shards: int) -> FlatLayout:
-    """Give each (name, shape, group) item to the currently least filled shard, largest first (greedy balance)."""
-    fill = [0] * shards
-    inside: list[list[int]] = [[] for _ in range(shards)]
-    for i in sorted(range(len(items)), key=lambda i: (-prod(items[i][1]), i)):
+    ELEMENT: ordered by group, so groups are contiguous, and packed back to back. PARAMETER: each goes to the currently
+    least filled shard, largest first (greedy balance).
+    """
+    whole = granularity is Granularity.PARAMETER
+    numels = [prod(shape) for _, shape, _ in items]
+    fill = [0] * (shards if whole else 1)
+    inside: list[list[int]] = [[] for _ in fill]
+    for i in sorted(range(len(items)), key=lambda i: (-numels[i], i)):
         owner = fill.index(min(fill))
         inside[owner].append(i)
-        fill[owner] += _round_up(prod(items[i][1]), ALIGNMENT_NUMEL)
-    size = max(*fill, ALIGNMENT_NUMEL)
+        fill[owner] += _round_up(numels[i], ALIGNMENT_NUMEL)
+    numel = shards * max(*fill, ALIGNMENT_NUMEL) if whole else _round_up(max(*fill, 1), ALIGNMENT_NUMEL * shards)
     segments = []
     for shard, those in enumerate(inside):
-        offset = shard * size
+        offset = shard * (numel // shards)
         # Empty tensors come first in their shard: behind a full one they would start in the next shard.
-        for i in sorted(those, key=lambda i: (prod(items[i][1]) > 0, items[i][2], i)):
+        for i in sorted(those, key=lambda i: (whole and numels[i] > 0, items[i][2], i)):
             name, shape, group = items[i]
             segments.append(Segment(name, shape, offset, group))
-            offset += _round_up(prod(shape), ALIGNMENT_NUMEL)
-    return FlatLayout(tuple(segments), size * shards, shards, Granularity.PARAMETER)
-
-
-def build_layout(items: list[Item], shards: int, granularity: Granularity) -> FlatLayout:
-    """The layout of ``items``; under ELEMENT they are ordered by group, so groups are contiguous."""
-    if granularity is Granularity.PARAMETER:
-        return parameter_layout(items, shards)
-    return element_layout(sorted(items, key=lambda item: item[2]), shards)
+            offset += _round_up(numels[i], ALIGNMENT_NUMEL)
+    return FlatLayout(tuple(segments), numel, shards, granularity)

@@ -3,22 +3,37 @@
 ELEMENT granularity gives 1-D views; PARAMETER granularity gives every owned parameter in its logical shape. The
 optimizer object, its ``param_groups`` list and its group dicts stay the caller's own; only the ``params`` entries
 change.
+
+What rests on a drive is updated tile by tile: read the next, update this, write the last. A tile is one view: its fp32
+weights and every optimizer slot as large as they are. While it is away the tensors the optimizer knows show their
+shapes and read as not-a-number. The optimizer runs unchanged, with one tile's views at a time.
 """
 
+import contextlib
+import copy
+import functools
 import itertools
-from collections.abc import Iterator
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from deepspeed.errors import OptimizerConfigError
+from deepspeed.errors import OptimizerConfigError, UsageError
+from deepspeed.tier.aligned import ALIGN
+from deepspeed.tier.staging import Staging
+from deepspeed.tier.store import TierStore, nothing
+from deepspeed.tier.transfer import Several, Transfer
 from deepspeed.zero.layout import Granularity
+from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
 
 _PAGE_NUMEL = 4096  # tiles end where pages do, in any dtype
+_TORCHS = re.compile("params|state|defaults|param_groups|_optimizer.*")  # what torch keeps in groups and optimizers
 
 
 @dataclass
@@ -43,9 +58,8 @@ class OptimView:
         So it is with PARAM elsewhere, and where a parameter frozen after ``initialize`` is put back behind it.
         """
         unit, resting = self.unit, self.unit.shard
-        if unit.master_is_param or unit.on_drive(StateKind.PARAM) or resting.device != self.param.device:
-            return None
-        if not all(p.requires_grad for p in unit.params):
+        elsewhere = unit.master_is_param or unit.on_drive(StateKind.PARAM) or resting.device != self.param.device
+        if elsewhere or not all(p.requires_grad for p in unit.params):
             return None
         return unit.within(StateKind.PARAM, resting, self.start, self.stop)
 
@@ -120,9 +134,9 @@ def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Raise OptimizerConfigError when ``optimizer`` has already taken steps.
+    """One parameter's state per group of an optimizer that fills it at construction (torch's Adagrad).
 
-    Returns one parameter's state per group of an optimizer that fills it at construction (torch's Adagrad).
+    Raises OptimizerConfigError when ``optimizer`` has already taken steps.
     """
     if not optimizer.state:
         return {}
@@ -138,8 +152,366 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 def _like(value: Any, param: nn.Parameter) -> Any:
     """An initial slot for ``param``: scalars are copied, constant tensors are spread over its shape."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dim() == 0:
-        return value.clone()
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return _copy(value)
     return torch.full_like(param, value.reshape(-1)[0].item(), requires_grad=False)
+
+
+def run_step(
+    optimizer: torch.optim.Optimizer,
+    views: list[OptimView],
+    step: Callable[[], object],
+    factor: float,
+    *,
+    source: torch.Tensor | None = None,
+) -> list[OptimView]:
+    """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
+    returns those whose PARAM at rest the optimizer has written in the same pass.
+    """
+    # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
+    writing = getattr(type(optimizer), "writing_outputs", None)
+    outputs = {v.param: out for v in views if (out := v.output()) is not None} if writing is not None else {}
+    still: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for view in views:
+            view.param.grad = view.gradient(factor, source=source)
+            still += view.frozen_parts()
+        with writing(optimizer, outputs) if writing is not None and outputs else contextlib.nullcontext(()) as written:
+            step()
+    finally:
+        for part, values in still:
+            part.copy_(values)
+        for view in views:
+            view.param.grad = None
+    return [v for v in views if v.param in written]
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Turns:
+    """Lets an optimizer take one step in several turns, each over some of its tensors.
+
+    Every turn begins with the numbers of the groups and of the optimizer itself (a step count, say) as they were before
+    the step, and must leave the same: an optimizer that gathers something over all parameters cannot work in turns.
+    Raises UsageError for such.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = {name: _numbers(holder) for name, holder in self._holders().items()}
+        self._after: dict[str, dict[Any, Any]] = {}
+
+    def take(self, views: list[OptimView]) -> None:
+        """One call of ``step`` that sees the parameters of ``views`` only; what it leaves must be what others left."""
+        groups = self._optimizer.param_groups
+        lists = [group["params"] for group in groups]
+        self._restore(self._before)
+        for index, group in enumerate(groups):
+            group["params"] = [v.param for v in views if v.group == index]
+        try:
+            self._optimizer.step()
+        finally:
+            for group, params in zip(groups, lists, strict=True):
+                group["params"] = params
+        idle = {f"group {i}" for i in range(len(groups))} - {f"group {v.group}" for v in views}
+        for name, holder in self._holders().items():
+            if name in idle:
+                continue
+            now = _numbers(holder)
+            before = self._after.setdefault(name, now)
+            if changed := [str(k) for k in now if k not in before or not _same(now[k], before[k])]:
+                raise UsageError(
+                    f"{type(self._optimizer).__name__} keeps {', '.join(changed)} of {name} over all parameters, so it "
+                    "cannot update them piece by piece, and this update was cut short; use offload_optimizer.device "
+                    '"cpu", or another optimizer'
+                )
+            self._after[name] = now
+        self._restore(self._after)
+
+    def _holders(self) -> dict[str, dict[Any, Any]]:
+        """What may hold numbers of its own: the groups, the optimizer's attributes, state that is no parameter's."""
+        groups = {f"group {i}": group for i, group in enumerate(self._optimizer.param_groups)}
+        return {**groups, "the optimizer": vars(self._optimizer), "its state": self._optimizer.state}
+
+    def _restore(self, numbers: dict[str, dict[Any, Any]]) -> None:
+        for name, holder in self._holders().items():
+            if name in numbers:
+                _put_back(holder, numbers[name])
+
+
+def _numbers(holder: dict[Any, Any], *, depth: int = 1) -> dict[Any, Any]:
+    """Copies of the numbers (tensors, short lists) in ``holder`` and the dicts in it, but for single tensors' own."""
+    copies: dict[Any, Any] = {}
+    for key, value in holder.items():
+        if isinstance(key, torch.Tensor) or _TORCHS.fullmatch(str(key)):
+            continue
+        if isinstance(value, dict) and depth and not any(isinstance(k, torch.Tensor) for k in value):
+            copies[key] = _numbers(value, depth=depth - 1)
+        few = value if isinstance(value, (list, tuple)) and 0 < len(value) <= 16 else [value]
+        if all(isinstance(v, (int, float, torch.Tensor)) for v in few):
+            copies[key] = _copy(value)
+    return copies
+
+
+def _put_back(holder: dict[Any, Any], numbers: dict[Any, Any], *, depth: int = 1) -> None:
+    """Make the numbers of ``holder``, as deep as ``_numbers`` copied them, the old ones: in the same tensors."""
+    for key in _numbers(holder, depth=depth).keys() - numbers.keys():
+        del holder[key]
+    for key, value in numbers.items():
+        now = holder.get(key)
+        if isinstance(value, dict) and isinstance(now, dict):
+            _put_back(now, value, depth=depth - 1)
+        elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.shape == value.shape:
+            now.detach().copy_(value)
+        else:
+            holder[key] = _copy(value)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether the numbers are equal, not-a-number too."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (a.shape, a.dtype) == (b.shape, b.dtype) and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(key in b and _same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return not any(isinstance(x, torch.Tensor) for x in (a, b)) and bool(a == b or (a != a and b != b))
+
+
+class _Slot(NamedTuple):
+    """One optimizer slot inside a tile's region of bytes; ``void`` is what the optimizer sees while it is away."""
+
+    key: str
+    void: torch.Tensor
+    start: int
+
+    def of(self, region: torch.Tensor) -> torch.Tensor:
+        """The slot in the bytes of its region."""
+        piece = region[self.start : self.start + self.void.numel() * self.void.dtype.itemsize]
+        return piece.view(self.void.dtype).view(self.void.shape)
+
+
+class _Tile:
+    """One view: what of it rests where, and between ``read`` and ``leave`` the staging buffer that it is in."""
+
+    def __init__(self, view: OptimView, optimizer: torch.optim.Optimizer, staging: Staging) -> None:
+        self.view = view
+        self.slots: list[_Slot] = []
+        self.region: TierStore | None = None
+        self.grad: torch.Tensor | None = None
+        self._optimizer, self._staging = optimizer, staging
+        self._buffer = self._master = self._inside = torch.empty(0)
+        self._transfers: list[Transfer] = []
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """What the optimizer keeps for the view."""
+        return self._optimizer.state.get(self.view.param, {})
+
+    def read(self, *, gradient: bool) -> None:
+        """Begin to read weights, slots and gradient, each as far behind a page's start as it is on the drive."""
+        self.forget_gone()
+        unit, numel = self.view.unit, self.view.stop - self.view.start
+        kinds = [StateKind.OPTIM, *([StateKind.GRAD] if gradient and unit.on_drive(StateKind.GRAD) else [])]
+        sources = [(unit.rest[kind], self.view.start - unit.range_of(kind)[0], numel) for kind in kinds]
+        if self.region is not None:
+            sources.append((self.region, 0, self.region.tensor.numel()))
+        places, end = [], 0
+        for store, at, count in sources:
+            width = store.tensor.dtype.itemsize
+            start = _round_up(end) + at * width % ALIGN
+            end = start + count * width
+            places.append(slice(start, end))
+        buffer = self._buffer = self._staging.take(_round_up(end))
+        pieces = [buffer[place].view(store.tensor.dtype) for place, (store, _, _) in zip(places, sources, strict=True)]
+        self._master, self.grad = pieces[0], pieces[1] if len(kinds) > 1 else None
+        self._inside = pieces[-1] if self.region is not None else buffer[:0]
+        self._transfers = []
+        with self._given_back_on_error():
+            for piece, (store, at, _) in zip(pieces, sources, strict=True):
+                self._transfers.append(store.get(piece, start=at))
+
+    def show(self) -> None:
+        """Let the optimizer see what was read."""
+        with self._given_back_on_error():
+            for transfer in self._transfers:
+                transfer.wait()
+        point(self.view.param, self._master.view(self.view.param.shape))
+        for slot in self.slots:
+            point(self._state[slot.key], slot.of(self._inside))
+
+    def leave(self, *, write: bool, publish: bool) -> None:
+        """Give the buffer back. With ``write`` weights and slots are stored, with ``publish`` weights in PARAM too."""
+        view, transfers = self.view, []
+        try:
+            if write:
+                place = view.unit.rest[StateKind.OPTIM]
+                start = view.start - view.unit.range_of(StateKind.OPTIM)[0]
+                transfers.append(place.put(self._master, start=start, lent=True))
+                for slot in self.slots if self.region is not None else ():
+                    inside, now = slot.of(self._inside), self._state[slot.key]
+                    if now.data_ptr() != inside.data_ptr():  # the optimizer put a new tensor there
+                        inside.copy_(now)
+                if self.region is not None:
+                    transfers.append(self.region.put(self._inside, lent=True))
+            if publish:
+                transfers.append(view.unit.publish_part(view.start, self._master))
+        finally:
+            point(view.param, nothing(view.param.shape, self._master.dtype))
+            self._void_slots()
+            self._staging.give(self._buffer, after=Several(transfers) if transfers else None)
+        if write and not self.slots:
+            self.make_slots()
+
+    def let_go(self) -> None:
+        """Give back the buffer of what was read for nothing."""
+        for transfer in self._transfers:
+            with contextlib.suppress(OSError):
+                transfer.wait()
+        self._staging.give(self._buffer)
+
+    @contextlib.contextmanager
+    def _given_back_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.let_go()
+            raise
+
+    def make_slots(self) -> None:
+        """Give the slots that the optimizer holds in memory their place on the drive."""
+        state, numel, start = self._state, self.view.stop - self.view.start, 0
+        self.slots.clear()
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == numel and value.is_contiguous():
+                self.slots.append(_Slot(key, nothing(tuple(value.shape), value.dtype), start))
+                start += _round_up(value.nbytes)
+        if self.region is not None and self.region.tensor.numel() != start:
+            self.region.drop()
+            self.region = None
+        if not self.slots:
+            return
+        self.region = self.region or self.view.unit.rest[StateKind.OPTIM].beside(start)
+        buffer = self._staging.take(start)
+        for slot in self.slots:
+            slot.of(buffer).copy_(state[slot.key])
+        self._staging.give(buffer, after=self.region.put(buffer[:start], lent=True))
+        self._void_slots()
+
+    def forget_gone(self) -> None:
+        """Slots that the optimizer has no more (cleared, or a checkpoint without them loaded) need no place either."""
+        self.slots = [s for s in self.slots if s.key in self._state]
+        if self.region is not None and not self.slots:
+            self.region.drop()
+            self.region = None
+
+    def _void_slots(self) -> None:
+        for slot in self.slots:
+            point(self._state[slot.key], slot.void)
+
+
+class OptimTiles:
+    """The views of one engine that are updated one by one, each in a buffer of ``staging``, wherever they rest."""
+
+    def __init__(self, views: Iterable[OptimView], optimizer: torch.optim.Optimizer, staging: Staging) -> None:
+        self._optimizer = optimizer
+        self._tiles = {id(view): _Tile(view, optimizer, staging) for view in views}
+        self._staging = staging
+        self.torn = self._whole_state = False  # an update was cut short, here or on another rank: nobody can go on
+        self._guards = [
+            optimizer.register_state_dict_pre_hook(self._guard),
+            optimizer.register_load_state_dict_pre_hook(self._guard),
+        ]
+        for tile in self._tiles.values():
+            tile.view.unit.update_in_tiles()
+        self.adopt_state()
+
+    def step(self, factor: float, turns: Turns) -> None:
+        """Update every tile with its gradient times ``factor``, and the parameters with it."""
+        self.check_whole()
+        self.torn = True
+        waiting, ahead = deque(self._tiles.values()), deque[_Tile]()
+        try:
+            while waiting or ahead:
+                while waiting and (not ahead or self._staging.room):
+                    waiting[0].read(gradient=True)
+                    ahead.append(waiting.popleft())
+                self._update(ahead.popleft(), factor, turns)
+        finally:
+            for tile in ahead:
+                tile.let_go()
+        self.torn = False
+
+    def _update(self, tile: _Tile, factor: float, turns: Turns) -> None:
+        tile.show()
+        written: list[OptimView] | None = None
+        try:
+            turn = functools.partial(turns.take, [tile.view])
+            written = run_step(self._optimizer, [tile.view], turn, factor, source=tile.grad)
+        finally:
+            tile.leave(write=written is not None, publish=written == [])
+
+    def _guard(self, *_: Any) -> None:
+        if not self._whole_state:
+            raise UsageError(
+                "this optimizer's state rests on a drive, and its own state_dict() and load_state_dict() see nothing "
+                "of it; call them on the optimizer that deepspeed.initialize returned"
+            )
+
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Inside, the optimizer's own state_dict and load_state_dict work: the caller sees to what is on the drive."""
+        self._whole_state = True
+        try:
+            yield
+        finally:
+            self._whole_state = False
+
+    def close(self) -> None:
+        """Let go of the optimizer."""
+        for guard in self._guards:
+            guard.remove()
+
+    def check_whole(self) -> None:
+        """Raise UsageError when an earlier update was cut short: some parameters have moved, others have not."""
+        if self.torn:
+            raise UsageError(
+                "the last update failed half way through the tiles on the drive, so parameters and optimizer state do "
+                "not belong to one step any more; start again from a checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[None]:
+        """Inside, weights and slots of ``view``, if it is one of the tiles, are in memory.
+
+        With ``write`` they are stored at the end, with ``publish`` in PARAM too.
+        """
+        tile = self._tiles.get(id(view))
+        if tile is None:
+            yield
+            return
+        tile.read(gradient=False)
+        tile.show()
+        try:
+            yield
+        finally:
+            tile.leave(write=write, publish=publish)
+
+    def region_of(self, view: OptimView) -> tuple[TierStore | None, dict[str, int]]:
+        """Where the slots of ``view`` rest, and the byte at which each begins; None and nothing for no tile."""
+        tile = self._tiles.get(id(view))
+        if tile is None:
+            return None, {}
+        tile.forget_gone()
+        return tile.region, {s.key: s.start for s in tile.slots}
+
+    def adopt_state(self) -> None:
+        """Bring slots that the optimizer has made, or loaded, to the drive."""
+        for tile in self._tiles.values():
+            tile.make_slots()

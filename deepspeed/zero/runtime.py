@@ -18,10 +18,9 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
-from deepspeed.zero.facts import GradState, UnitState
 from deepspeed.zero.gradients import Gradients
-from deepspeed.zero.optim_tiles import OptimTiles
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimTiles, OptimView
+from deepspeed.zero.partition import GradState, UnitState
 from deepspeed.zero.plan import InFlight, Spread, StateKind, ZeroPlan
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.unit import Unit
@@ -80,7 +79,9 @@ class Runtime:
         # The last forward has been passed without a message, and no backward has come yet.
         self._unanswered = False
         self._trains = any(u.trainable for u in units)
-        self._saves_memory = device.type == "cpu" and any(u.drives for u in units)
+        # Where memory is the point, the heap gives back what it keeps of it.
+        saves_memory = device.type == "cpu" and any(u.drives for u in units)
+        self._trim: Callable[[], object] = hostmem.HeapTrimmer().trim if saves_memory else lambda: None
         # The running (or last) backward keeps a graph of its own: its units stay until a backward that does not.
         self.second_order = False
         for unit in units:
@@ -206,8 +207,13 @@ class Runtime:
             wrote = self.gradients.written and 1 + self.mesh.job.index
             request = Request(kind, units, pending, (), tuple(self._path), (local, self._foreign, wrote, void))
         decision = None
+        wanted = units[0] if units and kind < Kind.LEAVE else None
         for decision in self.agreement.ask(request, urgent=urgent):
-            self._execute(decision, wanted=units[0] if units and kind < Kind.LEAVE else None)
+            for index in decision.reduced:
+                self._reduce(self.units[index])
+            for position, index in enumerate(decision.units if decision.kind is Kind.GATHER else ()):
+                guest = index != wanted and (position == 0 or wanted not in decision.units)
+                self._gather(self.units[index], guest=guest)
             if decision.kind >= Kind.FLUSH or decision.closes:
                 self._path.clear()
             if decision.closes:
@@ -221,14 +227,6 @@ class Runtime:
                 self._contributed = self._foreign = False
         self._complete = [i for i in self._complete if self.units[i].partial is not None]
         return decision
-
-    def _execute(self, decision: Decision, *, wanted: int | None) -> None:
-        for index in decision.reduced:
-            self._reduce(self.units[index])
-        if decision.kind is Kind.GATHER:
-            for position, index in enumerate(decision.units):
-                guest = index != wanted and (position == 0 or wanted not in decision.units)
-                self._gather(self.units[index], guest=guest)
 
     def _gather(self, unit: Unit, *, guest: bool) -> None:
         self.counters.gathers += 1
@@ -281,20 +279,18 @@ class Runtime:
     def gradient_ready(self, unit: Unit, position: int, *, task: int) -> None:
         """Autograd has finished the gradient of one parameter in graph task ``task``."""
         self.gradients.pack(unit, position)
-        if self.gradients.complete(unit) and self.gradients.reduces_now(unit):
+        # whatever earlier backwards have left of it
+        if len(unit.arrived) == len(unit.params) and self.gradients.reduces_now(unit):
             if unit.index not in self._complete:
                 self._complete.append(unit.index)
-            if not unit.movable or not self.plan.overlap or len(self._complete) >= _TRAVEL_TOGETHER:
-                self._reduce_complete()
+            go = not unit.movable or not self.plan.overlap or len(self._complete) >= _TRAVEL_TOGETHER
+            while self._complete and go:
+                overdue = len(self._complete) > 2 * _TRAVEL_TOGETHER
+                go = self._ask(Kind.REDUCE, (self._complete[0],), urgent=overdue) is not None
+                if not go:
+                    del self._complete[: int(overdue)]  # its turn is over; the flush will reduce it
         if unit.all_done(position, task):
             self.backward_done(unit)
-
-    def _reduce_complete(self) -> None:
-        while self._complete:
-            overdue = len(self._complete) > 2 * _TRAVEL_TOGETHER
-            if self._ask(Kind.REDUCE, (self._complete[0],), urgent=overdue) is None:
-                del self._complete[: int(overdue)]  # its turn is over; the flush will reduce it
-                break
 
     def _reduce(self, unit: Unit) -> None:
         self.counters.reductions += 1
@@ -334,11 +330,6 @@ class Runtime:
         self._trim()
         if self.gradients.final and not self.gradients.hold:
             self.gradients.show()
-
-    def _trim(self) -> None:
-        """Where memory is the point, give back what the heap keeps of it."""
-        if self._saves_memory:
-            hostmem.HeapTrimmer().trim()
 
     def _forget_ahead(self) -> None:
         for unit in self.units if self._reads_ahead else ():

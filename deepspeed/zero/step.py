@@ -14,8 +14,7 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
-from deepspeed.zero.optim_tiles import Turns, run_step
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimView, Turns, run_step
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -74,8 +73,7 @@ def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor:
     written: list[OptimView] = []
     try:
         turns = Turns(optimizer)
-        resident = [v for v in views if v not in tiles]
-        if resident:
+        if resident := [v for v in views if not v.unit.tiled]:
             written = run_step(optimizer, resident, functools.partial(turns.take, resident), factor)
         tiles.step(factor, turns)
     except Exception as error:
@@ -84,7 +82,7 @@ def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor:
     if failure is not None:
         raise failure
     for rank, text in failed.items():
-        tiles.tear()
+        tiles.torn = True
         raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
     return written
 

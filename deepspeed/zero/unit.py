@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,10 +13,10 @@ from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
 from deepspeed.tier.store import Memory, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Transfer
-from deepspeed.zero.facts import GradState, UnitFacts, UnitState, View, check_move, owned_range, square_sum
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, hide, local_of, point, shrinkable, storage_uses, unmark_zero_parameter
+from deepspeed.zero.partition import GradState, UnitFacts, UnitState, check_move, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 
 
@@ -33,15 +33,13 @@ class Keeper(Protocol):
 
 
 class Unit:
-    """Parameters with one dtype and one plan, in one flat layout.
+    """Parameters with one dtype and one plan, in one flat layout. Attributes are written by methods of this class only.
 
     ``full`` is the flat compute-dtype buffer every parameter is a view of, for the whole run; under a sharded PARAM its
     storage is shrunk to nothing while released and the values rest in ``shard``. ``master`` is this rank's range of
     OPTIM in fp32 (the very same memory as the parameter when dtypes and ranges agree). ``grad`` is the rest gradient in
-    the accumulation dtype, ``partial`` the local sum before reduction.
-
-    ``rest`` says where each state rests; ``shard``, ``master`` and ``grad`` are its tensors, which read as not-a-number
-    for what is on a drive. Attributes are written by methods of this class only.
+    the accumulation dtype, ``partial`` the local sum before reduction. ``rest`` says where each state rests; ``shard``,
+    ``master`` and ``grad`` are its tensors, which read as not-a-number for what is on a drive.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Unit:
         self.full = torch.empty(0)
         self.partial: torch.Tensor | None = None
         self.rest: dict[StateKind, TierStore] = {}
-        self.views: list[View] = []
+        self.views: list[Any] = []  # the OptimViews of it
         self.tiers: Tiers | None = None
         # Sum of the squares of a rest gradient that is on the drive.
         self.grad_square: torch.Tensor | None = None
@@ -76,7 +74,7 @@ class Unit:
         self.grad_filled = False
         self._done: set[int] = set()
         self._done_task = -1
-        self._keeper: Callable[[], Keeper | None] = _nobody
+        self._keeper: Callable[[], Keeper | None] = lambda: None
         self._transfer = ARRIVED
         self._views: list[torch.Tensor] = []
         self._void: torch.Tensor | None = None
@@ -138,7 +136,7 @@ class Unit:
             self.rest[StateKind.GRAD] = place or Memory(collectives.fresh(stop - start, dtype, self.device))
         return self.rest[StateKind.GRAD]
 
-    def add_view(self, view: View) -> None:
+    def add_view(self, view: Any) -> None:
         """``view`` is part of what an optimizer sees of this unit."""
         self.views.append(view)
 
@@ -175,7 +173,6 @@ class Unit:
 
     def values(self, kind: StateKind, *, write: bool = False) -> contextlib.AbstractContextManager[torch.Tensor]:
         """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
-        assert kind in self.rest, f"unit {self.name} holds no {kind.value}"
         return self.rest[kind].open(write=write)
 
     @property
@@ -333,12 +330,11 @@ class Unit:
 
     def arrive(self) -> None:
         """FETCHING -> READY, when everything is here; parameters show their own class again."""
-        if self.state is not UnitState.FETCHING:
-            return
-        self._transfer.wait()
-        self._transfer = ARRIVED
-        self._move(UnitState.READY)
-        self._expose()
+        if self.state is UnitState.FETCHING:
+            self._transfer.wait()
+            self._transfer = ARRIVED
+            self._move(UnitState.READY)
+            self._expose()
 
     def release(self) -> None:
         """READY -> ABSENT: the storage keeps no bytes, or is left to whom it was lent and the next fetch makes one."""
@@ -515,7 +511,7 @@ class Unit:
         self.drop_rest(StateKind.GRAD, StateKind.OPTIM)
         self.clear_grad()
         self.abandon()
-        self.views, self.pins, self._keeper = [], 0, _nobody
+        self.views, self.pins, self._keeper = [], 0, lambda: None
         self.master_is_param = self.tiled = False
         if self.state is UnitState.READY:
             self.release()
@@ -526,7 +522,7 @@ class Unit:
         self.drop_rest(*self.rest)
         self.full = torch.empty(0)
         self.rest[StateKind.PARAM] = Memory(self.full)
-        self.partial, self._keeper = None, _nobody
+        self.partial, self._keeper = None, lambda: None
 
     # -- the keeper -----------------------------------------------------------------------------------------------
     def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:
@@ -543,10 +539,6 @@ class Unit:
 
     def fetch_on_demand(self) -> bool:
         return (keeper := self.keeper) is not None and keeper.fetch_on_demand(self)
-
-
-def _nobody() -> None:
-    return None
 
 
 def _settled(place: TierStore | None, values: torch.Tensor, dtype: torch.dtype) -> TierStore:

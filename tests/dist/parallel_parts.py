@@ -28,9 +28,9 @@ from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.mesh.groups import Mesh
 from deepspeed.mesh.topology import Axis
-from deepspeed.zero.facts import UnitFacts
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.optim_view import OptimView, build_views
+from deepspeed.zero.partition import UnitFacts
 from deepspeed.zero.plan import Spread, StateKind, StatePlan, UnitPlan
 from deepspeed.zero.unit import Unit
 

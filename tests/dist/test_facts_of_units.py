@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed import api
 from deepspeed.zero.build import build
-from deepspeed.zero.facts import UnitFacts
+from deepspeed.zero.partition import UnitFacts
 from tests.harness.pool import RankPool
 from tests.harness.training import full_parameters, make_config, start
 

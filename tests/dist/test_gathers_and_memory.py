@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.observe.log import logger
 from deepspeed.verify.models import case_named
-from deepspeed.zero.facts import UnitState
+from deepspeed.zero.partition import UnitState
 from deepspeed.zero.unit import Unit
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start, train_step

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from deepspeed.config import load_config
 from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, Case, Stack, case_named, regression_batch, seeded
-from deepspeed.zero.facts import UnitState
-from deepspeed.zero.partition import partition
+from deepspeed.zero.partition import UnitState, partition
 from deepspeed.zero.plan import make_plan
 from tests.harness.lockstep import TOLERANCE, lockstep
 from tests.harness.pool import RankPool

@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.verify.grads import scaled_error
 from deepspeed.verify.reference import trainable
-from deepspeed.zero.facts import GradState
+from deepspeed.zero.partition import GradState
 from tests.harness.cases import case_named
 from tests.harness.lockstep import TOLERANCE, Lockstep, lockstep
 from tests.harness.pool import RankPool

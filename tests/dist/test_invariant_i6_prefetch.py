@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import Case, MicroBatch, Stack, case_named, regression_batch, seeded
-from deepspeed.zero.facts import UnitState
+from deepspeed.zero.partition import UnitState
 from tests.harness.lockstep import equal
 from tests.harness.pool import RankPool
 from tests.harness.training import here, make_config, start

@@ -5,7 +5,7 @@ import torch
 
 from deepspeed.tier.staging import Staging
 from deepspeed.verify.models import case_named
-from deepspeed.zero.optim_tiles import OptimTiles
+from deepspeed.zero.optim_view import OptimTiles
 from tests.harness.pool import RankPool
 from tests.harness.training import full_parameters, make_config, start, train_step
 

@@ -32,7 +32,7 @@ from deepspeed.observe import log
 from deepspeed.observe.log import logger
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
-from deepspeed.zero.facts import UnitState
+from deepspeed.zero.partition import UnitState
 from tests.harness.faults import modules_replaced
 
 STEPS = 4

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.reference import gate_optimizer, trainable
-from deepspeed.zero.facts import GradState, UnitState
 from deepspeed.zero.param import is_released
+from deepspeed.zero.partition import GradState, UnitState
 from tests.harness.training import here, start
 
 TOLERANCE = 1e-6

@@ -339,7 +339,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "U2",
-        "deepspeed/zero/facts.py",
+        "deepspeed/zero/partition.py",
         "in zip(spread, mesh.axes, strict=True)",
         "in reversed(list(zip(spread, mesh.axes, strict=True)))",
         (f"{_TWO_LEVELS}[plain-secondary_shards]",),

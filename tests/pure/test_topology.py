@@ -8,7 +8,7 @@ from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology, shard_axes
-from deepspeed.zero.facts import owned_range
+from deepspeed.zero.partition import owned_range
 from deepspeed.zero.plan import Spread
 
 S, R = Spread.SHARDED, Spread.REPLICATED

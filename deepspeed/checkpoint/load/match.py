@@ -15,7 +15,7 @@ from deepspeed.checkpoint.save.collect import States, names_of
 from deepspeed.errors import CheckpointError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
-from deepspeed.zero.client.consolidate import persistent_buffers
+from deepspeed.zero.client.gathered import persistent_buffers
 from deepspeed.zero.layout import Granularity
 
 WEIGHTS = ("master", "param")

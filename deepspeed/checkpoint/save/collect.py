@@ -20,8 +20,7 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.tier.drive import Stored
 from deepspeed.tier.store import TierStore
 from deepspeed.zero.layout import ALIGNMENT_NUMEL, Granularity, Segment
-from deepspeed.zero.optim_tiles import OptimTiles
-from deepspeed.zero.optim_view import OptimView
+from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.unit import Unit
 

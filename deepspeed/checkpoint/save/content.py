@@ -23,7 +23,7 @@ from deepspeed.checkpoint.save.collect import Elements, States, TensorPart
 from deepspeed.tier.aligned import ALIGN, aligned_empty
 from deepspeed.tier.drive import Held
 from deepspeed.version import __version__
-from deepspeed.zero.client.consolidate import persistent_buffers
+from deepspeed.zero.client.gathered import persistent_buffers
 
 
 @dataclass

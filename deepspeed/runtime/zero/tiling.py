@@ -1,1 +1,1 @@
-from deepspeed.zero.client.tiling import TiledLinear, TiledLinearReturnBias
+from deepspeed.precision.legacy import TiledLinear, TiledLinearReturnBias

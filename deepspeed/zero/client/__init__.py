@@ -1,1 +1,0 @@
-"""What users and clients call: gathering, reading and editing, building sharded, lending memory."""

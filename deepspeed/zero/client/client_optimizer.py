@@ -20,10 +20,7 @@ def _of(holder: str, name: str) -> Any:
 
 
 class DeepSpeedOptimizer:
-    """Base of what clients get; ``.optimizer`` is their own object, kept alive with its ``param_groups`` list.
-
-    ``engine`` is the engine, whose methods do the work.
-    """
+    """Base of what clients get; ``.optimizer`` is their own object, and the methods of ``engine`` do the work."""
 
     param_groups: list[dict[str, Any]] = _of("optimizer", "param_groups")
     state: Any = _of("optimizer", "state")
@@ -122,26 +119,19 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     single_partition_of_fp32_groups = ZeROOptimizer._masters
 
 
-class ParamCoordinator:
-    """Clients invalidate the fetch trace through this; here traces heal themselves, so there is nothing to do."""
-
-    def is_invalid_trace(self) -> bool:
-        return False
-
-    def _invalidate_trace(self) -> None:
-        return None
-
-
 class DeepSpeedZeRoOffload:
-    """The hooks of a sharded model as clients manage them: lists of removable handles and a way to put them back."""
+    """The hooks of a sharded model as clients manage them: lists of removable handles and a way to put them back.
+
+    It is its own ``param_coordinator``, through which clients invalidate the fetch trace; here traces heal themselves.
+    """
 
     forward_hooks: list[Any] = _of("_hooks", "forward_handles")
     backward_hooks: list[Any] = _of("_hooks", "backward_handles")
+    param_coordinator = property(lambda self: self)
 
     def __init__(self, module: nn.Module, hooks: ModuleHooks) -> None:
         self.module = module
         self._hooks = hooks
-        self.param_coordinator = ParamCoordinator()
         for part in module.modules():  # uses by other modules are found as they happen
             part.ds_external_parameters = tuple  # type: ignore[assignment]
 
@@ -150,8 +140,14 @@ class DeepSpeedZeRoOffload:
         for part in self.module.modules():
             part.__dict__.pop("ds_external_parameters", None)
 
-    def get_param_coordinator(self) -> ParamCoordinator:
-        return self.param_coordinator
+    def get_param_coordinator(self) -> "DeepSpeedZeRoOffload":
+        return self
+
+    def is_invalid_trace(self) -> bool:
+        return False
+
+    def _invalidate_trace(self) -> None:
+        return None
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
         self._hooks.install()

@@ -1,9 +1,10 @@
-"""GatheredParameters: whole values of sharded parameters for a while; and generation with all of them."""
+"""Values that come and go: whole ones of sharded parameters for a while, all of a model's for a file or for generation,
+and states that leave the device to somebody else.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,8 +12,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from deepspeed.comm import collectives
+from deepspeed.config.model.zero import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
+from deepspeed.zero.memory.tiers import host_empty
 from deepspeed.zero.param import local_of, point
+from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
@@ -64,7 +68,7 @@ class GatheredParameters:
         self._units: list[Unit] = []
         self._pinned = ExitStack()
         self._inside_forward = False
-        self._marks: list[_Mark] = []
+        self._marks: dict[Unit, tuple[int, torch.Tensor]] = {}  # version and sums of the values as a reader got them
         self._saving: saved_tensors_hooks | None = None
 
     def __enter__(self) -> None:
@@ -77,7 +81,8 @@ class GatheredParameters:
             self._pinned = pinned.pop_all()
         # Another rank may skip the module whose forward this is: such a reader must not wait for it.
         self._inside_forward = self._modifier is None and any(u.may_fetch_on_demand() for u in self._units)
-        self._marks = [_Mark.of(u) for u in self._units] if self._modifier is None and not self._inside_forward else []
+        marked = self._units if self._modifier is None and not self._inside_forward else []
+        self._marks = {u: (u.version, _sums(u)) for u in marked}
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
         # forward the module's own hooks gather for the backward, so they are not needed there.
         if torch.is_grad_enabled() and any(
@@ -114,7 +119,7 @@ class GatheredParameters:
                     self._failures(raised)
         finally:
             self._pinned.close()
-            self._units, self._marks = [], []
+            self._units, self._marks = [], {}
 
     def _failures(self, fault: Exception | None) -> dict[int, str]:
         """Rank -> its fault. A rank that raised serves those still in contexts that it has left. Collective."""
@@ -126,7 +131,9 @@ class GatheredParameters:
 
     def _fault(self) -> UsageError | None:
         """What is wrong with the parameters as this rank leaves them."""
-        edited = [mark.unit.title for mark in self._marks if mark.outdated()]
+        # By something else than a step or a context with a modifier rank.
+        same = {u: u.version != version or torch.equal(_sums(u), sums) for u, (version, sums) in self._marks.items()}
+        edited = [unit.title for unit in same if not same[unit]]
         for param in self._params:
             unit, segment = param._ds_unit, param._ds_unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
             values, inside = local_of(param), unit.view(unit.full, segment)
@@ -168,26 +175,12 @@ class GatheredParameters:
             unit.absorb(position)
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """The values of a gathered unit as a reader got them, in a few thousandths of their size."""
-
-    unit: Unit
-    version: int
-    sums: torch.Tensor
-
-    @classmethod
-    def of(cls, unit: Unit) -> "_Mark":
-        """Row and column sums over the bits: an edit that leaves all of them as they were was made to."""
-        data = unit.full.detach().view(torch.uint8)
-        cut = data.numel() // _ROW_BYTES * _ROW_BYTES
-        rows = data[:cut].view(torch.int64).view(-1, _ROW_BYTES // 8)
-        return cls(unit, unit.version, torch.cat([rows.sum(1), rows.sum(0), data[cut:]]))
-
-    def outdated(self) -> bool:
-        """True when the values were edited, by something else than a step or a context with a modifier rank."""
-        now = _Mark.of(self.unit)
-        return now.version == self.version and not torch.equal(now.sums, self.sums)
+def _sums(unit: Unit) -> torch.Tensor:
+    """Row and column sums over the bits of the values: an edit that leaves all of them as they were was made to."""
+    data = unit.full.detach().view(torch.uint8)
+    cut = data.numel() // _ROW_BYTES * _ROW_BYTES
+    rows = data[:cut].view(torch.int64).view(-1, _ROW_BYTES // 8)
+    return torch.cat([rows.sum(1), rows.sum(0), data[cut:]])
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -220,3 +213,100 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
             yield model.module
         finally:
             offload._hooks.install()
+
+
+def consolidated_state_dict(module: nn.Module, *, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+    """Parameters and persistent buffers by name as CPU tensors, tied names sharing one; None without ``keep``.
+
+    Collective over the units' ranks. One unit is gathered at a time.
+    """
+    tensors, aliases = state_names(module, exclude_frozen=exclude_frozen)
+    kept: dict[str, torch.Tensor] = {}
+    for name, values in whole_weights(module, tensors):
+        if keep:
+            kept[name] = values.detach().to("cpu", copy=True)
+    return {**{n: kept[n] for n in tensors}, **{n: kept[real] for n, real in aliases.items()}} if keep else None
+
+
+def state_names(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by name, each once, and the further names of tied ones."""
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if exclude_frozen and not param.requires_grad:
+            continue
+        if id(param) in first:
+            aliases[name] = first[id(param)]
+        else:
+            first[id(param)], tensors[name] = name, param
+    return tensors | persistent_buffers(module), aliases
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a module's state, by their names there."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, child in module.named_modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set
+    }
+
+
+def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each of ``tensors`` (of ``state_names``) with its whole values, valid until the next unit's. Collective."""
+    names = {id(t): n for n, t in tensors.items()}
+    units: dict[Unit, None] = dict.fromkeys(p._ds_unit for p in module.parameters() if hasattr(p, "_ds_unit"))
+    for unit in sorted(units, key=lambda unit: unit.index):
+        unit.pin()
+        try:
+            for param in unit.params:
+                if id(param) in names:
+                    yield names.pop(id(param)), param
+        finally:
+            unit.unpin()
+    for name in names.values():
+        yield name, tensors[name]
+
+
+def leave_device(
+    back: ExitStack,
+    units: list[Unit],
+    optimizer: torch.optim.Optimizer | None,
+    include: Iterable[State] | State | str | None,
+    *,
+    pin: bool,
+) -> None:
+    """Move the named states (None: all) as they are to host memory; ``back.close()`` is the way home, bit for bit.
+
+    Parameters that are whole on every rank stay. Raises UsageError while the model is in use.
+    """
+    if any(not unit.idle for unit in units):
+        raise UsageError(
+            "offload_states() was called inside a forward or backward, or inside GatheredParameters; call it "
+            "between steps"
+        )
+    # a single state may stand alone, by name or as the enum
+    wanted = {State(s) for s in ([include] if isinstance(include, str) else State if include is None else include)}
+
+    def home(tensor: torch.Tensor) -> torch.Tensor:
+        return host_empty(tuple(tensor.shape), tensor.dtype, pin=pin).copy_(tensor)
+
+    for unit in units:
+        master = State.hp_params in wanted
+        if unit.movable and (State.lp_params in wanted or (unit.master_is_param and master)):
+            unit.leave_device(StateKind.PARAM, home, back)
+        if master and not unit.master_is_param:
+            unit.leave_device(StateKind.OPTIM, home, back)
+        if wanted & {State.lp_grads, State.contiguous_grad_buffer}:
+            unit.leave_device(StateKind.GRAD, home, back)
+        states = optimizer.state if State.optim_states in wanted and optimizer is not None else {}
+        for view in unit.views:
+            for value in states.get(view.param, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device.type != "cpu":
+                    back.callback(_bring_back, value, value.device)
+                    point(value, home(value.data))
+
+
+def _bring_back(tensor: torch.Tensor, device: torch.device) -> None:
+    point(tensor, tensor.data.to(device))

@@ -30,12 +30,11 @@ from deepspeed.mesh.groups import plain_mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.zero.build import memory_of_ranks
-from deepspeed.zero.facts import UnitFacts, UnitState, castable
-from deepspeed.zero.layout import element_layout
+from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import limits_present
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import mark_zero_parameter
-from deepspeed.zero.partition import statistics_dtypes
+from deepspeed.zero.partition import UnitFacts, UnitState, castable, statistics_dtypes
 from deepspeed.zero.plan import TIERS, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, make_plan
 from deepspeed.zero.unit import Unit
 
@@ -221,7 +220,7 @@ class Init:
 
     def _cut(self, param: nn.Parameter, name: str, dtype: torch.dtype) -> None:
         """Turn one whole parameter into this rank's shard of it, in ``dtype``."""
-        layout = element_layout([(name, tuple(param.shape), 0)], self._mesh.zero.size)
+        layout = build_layout([(name, tuple(param.shape), 0)], self._mesh.zero.size, Granularity.ELEMENT)
         # A drive transfers pages: what is smaller than a few of them stays in memory.
         tier = self._tier if param.numel() >= _LEAST_AWAY else Tier.DEVICE
         plan = UnitPlan(StatePlan((Spread.SHARDED,), tier), None, None)

@@ -8,7 +8,6 @@ getter answers None, and a setter does nothing, where there is no such state.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.zero.client.gathered import runtime_of
 from deepspeed.zero.layout import Segment
-from deepspeed.zero.optim_view import OptimView
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.unit import Unit
 
@@ -54,34 +52,30 @@ class _Opened:
 def _opened(param: nn.Parameter, what: object, *, write: bool = False) -> Iterator[_Opened | None]:
     """A state of ``param`` in memory for a while, wherever it rests; None where there is none."""
     unit: Unit | None = getattr(param, "_ds_unit", None)
+    runtime = runtime_of(unit) if unit is not None else None
     with torch.no_grad():
-        if unit is None or (unit.master is None if what is not _GRAD else runtime_of(unit) is None):
+        if unit is None or (unit.master is None if what is not _GRAD else runtime is None):
             yield None
             return
-        segment = unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
+        segment, kind, factor = unit.layout.segments[param._ds_position], StateKind.OPTIM, 1.0  # type: ignore[attr-defined]
         if what not in (_GRAD, _MASTER):
             with ExitStack() as attached:
                 yield _slots(unit, segment, str(what), attached, write=write)
             return
-        kind, factor = (StateKind.GRAD, _landed(unit)) if what is _GRAD else (StateKind.OPTIM, 1.0)
-        memory = write and unit.grad is not None and not unit.on_drive(StateKind.GRAD)  # may be written to while empty
-        if what is _GRAD and not (unit.grad_filled or memory):
-            yield None
-            return
+        if what is _GRAD and runtime is not None:
+            runtime.gradients.settle()
+            # What makes of a rest gradient the averaged, unscaled one.
+            kind, factor = StateKind.GRAD, runtime.gradients.after(unit) / float(runtime.client().current_loss_scale())
+            memory = write and unit.grad is not None and not unit.on_drive(kind)  # may be written to while empty
+            if not (unit.grad_filled or memory):
+                yield None
+                return
         start = max(0, unit.range_of(kind)[0] - segment.offset)
         with unit.values(kind, write=write) as flat:
             part = unit.part(kind, segment, flat.detach())
             yield _Opened(unit, segment, kind, [(start, part)], torch.promote_types(flat.dtype, torch.float32), factor)
             if write and what is _GRAD:
                 unit.note_gradient(flat)
-
-
-def _landed(unit: Unit) -> float:
-    """Wait for reductions; what a rest gradient must then be multiplied by to be the averaged, unscaled gradient."""
-    runtime = runtime_of(unit)
-    assert runtime is not None
-    runtime.gradients.settle()
-    return runtime.gradients.after(unit) / float(runtime.client().current_loss_scale())
 
 
 def _slots(unit: Unit, segment: Segment, key: str, attached: ExitStack, *, write: bool) -> _Opened:
@@ -91,7 +85,7 @@ def _slots(unit: Unit, segment: Segment, key: str, attached: ExitStack, *, write
     for view in unit.views:
         lo, hi = max(view.start, segment.offset), min(view.stop, segment.stop)
         if lo < hi:
-            slot = attached.enter_context(runtime.attached(cast(OptimView, view), write=write)).get(key)
+            slot = attached.enter_context(runtime.attached(view, write=write)).get(key)
             if isinstance(slot, torch.Tensor):
                 present = True
                 if write or slot.numel() == view.stop - view.start:

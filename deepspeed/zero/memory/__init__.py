@@ -1,1 +1,0 @@
-"""Memory planned before the first step."""
