@@ -7,53 +7,102 @@ Answers within seconds, asks nothing of the network, and always exits with 0: wh
 import argparse
 import json
 import os
+import platform
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from deepspeed.report import machine, software
-from deepspeed.report.rows import VERDICT, Probe, Report, Row, as_text, doubts, gather
+from deepspeed.report import probes
+from deepspeed.report.probes import LAUNCH_TOOLS, OPTIONAL, Row, first_line, installed
+
+WIDTH = 110
+VERDICT = "missing or doubtful"
+
+Probe = Callable[[], Row | list[Row]]
+Report = Mapping[str, list[Row]]
+
+
+def gather(named: Mapping[str, Probe]) -> list[Row]:
+    """The rows of the ``named`` probes; one that fails becomes a row ``unknown (reason)``, whatever it raised."""
+    rows: list[Row] = []
+    for name, probe in named.items():
+        try:
+            answer = probe()
+        except Exception as error:
+            answer = Row(name, f"unknown ({first_line(error)})")
+        rows += [answer] if isinstance(answer, Row) else answer
+    return rows
+
+
+def _found(uses: Mapping[str, str], find: Callable[[str], str | None], missing: str) -> list[Row]:
+    return [Row(name, f"{find(name) or missing}: {use}") for name, use in uses.items()]
 
 
 def collect(*, operators: bool = True) -> Report:
     """Everything that is to be said, in order. Never raises."""
-    torch, reason = software.load_torch()
+    torch, reason = probes.load_torch()
     devices: dict[str, Probe] = {"accelerator": lambda: Row("accelerator", "unknown (torch cannot be imported)")}
     if torch is not None:
         devices = {
-            "accelerator": partial(machine.device_rows, torch),
-            "NCCL": partial(machine.nccl_row, torch),
-            "backends": machine.backends_row,
+            "accelerator": partial(probes.device_rows, torch),
+            "NCCL": partial(probes.nccl_row, torch),
+            "backends": probes.backends_row,
         }
     sections: dict[str, dict[str, Probe]] = {
         "versions": {
-            "deepspeed": software.package_row,
-            "torch": partial(software.torch_rows, torch, reason),
-            "required packages": software.required_rows,
+            "deepspeed": probes.package_row,
+            "torch": partial(probes.torch_rows, torch, reason),
+            "required packages": probes.required_rows,
         },
         "platform": {
-            "system": machine.system_row,
-            "CPU": machine.cpu_rows,
-            "cores": machine.cores_row,
-            "memory": machine.memory_rows,
-            "/dev/shm": machine.shm_row,
-            "limits": machine.limit_rows,
+            "system": lambda: Row("system", " ".join(platform.platform().split())),
+            "CPU": probes.cpu_rows,
+            "cores": probes.cores_row,
+            "memory": probes.memory_rows,
+            "/dev/shm": probes.shm_row,
+            "limits": probes.limit_rows,
         },
         "device and communication": devices,
-        "launch tools": {"launch tools": software.launch_rows},
+        "launch tools": {"launch tools": partial(_found, LAUNCH_TOOLS, shutil.which, "not on PATH")},
         "build tools": {
-            "C++ compiler": software.compiler_row,
-            "ninja": software.ninja_row,
-            "nvcc": partial(software.cuda_rows, getattr(getattr(torch, "version", None), "cuda", None)),
+            "C++ compiler": probes.compiler_row,
+            "ninja": probes.ninja_row,
+            "nvcc": partial(probes.cuda_rows, getattr(getattr(torch, "version", None), "cuda", None)),
         },
-        "operators": {"operators": software.operator_rows},
-        "optional packages": {"optional packages": software.optional_rows},
+        "operators": {"operators": probes.operator_rows},
+        "optional packages": {"optional packages": partial(_found, OPTIONAL, installed, "missing")},
         "environment": {
-            "this process": partial(software.identity_row, os.environ),
-            "variables": partial(software.variable_rows, os.environ),
+            "this process": partial(probes.identity_row, os.environ),
+            "variables": partial(probes.variable_rows, os.environ),
         },
     }
-    return {title: gather(probes) for title, probes in sections.items() if operators or title != "operators"}
+    return {title: gather(named) for title, named in sections.items() if operators or title != "operators"}
+
+
+def doubts(report: Report) -> dict[str, str]:
+    """Name -> doubt of the rows that carry one, in order."""
+    return {row.name: row.doubt for rows in report.values() for row in rows if row.doubt}
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    clean = text.encode("ascii", "backslashreplace").decode()
+    lines = textwrap.wrap(clean, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+    return lines or [head.rstrip()]
+
+
+def as_text(report: Report, *, verdict: bool = True) -> str:
+    """The report as lines of at most 110 columns: a title and aligned rows per section; last the doubts."""
+    column = min(34, max((len(row.name) for rows in report.values() for row in rows), default=0))
+    parts = {
+        title: [line for row in rows for line in _wrapped(f"{row.name:<{column}}  ", row.value)]
+        for title, rows in report.items()
+    }
+    if verdict:
+        wrong = [line for name, doubt in doubts(report).items() for line in _wrapped("  ", f"{name}: {doubt}")]
+        parts[VERDICT] = wrong or ["  nothing"]
+    return "\n\n".join("\n".join([title, "-" * len(title), *lines]) for title, lines in parts.items()) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,8 +17,9 @@ import torch
 from deepspeed.native import compiler
 from deepspeed.native.builders import ALL_OPS
 from deepspeed.observe import hostmem
-from deepspeed.report import cli, machine, rows, software
-from deepspeed.report.rows import Report, Row, doubts, gather, size
+from deepspeed.report import cli, probes
+from deepspeed.report.cli import Report, doubts, gather
+from deepspeed.report.probes import Row, size
 from tests.budget.source import ROOT, imports, modules
 from tests.harness.patience import too_long
 
@@ -73,9 +74,7 @@ def test_required_packages_are_those_of_the_project() -> None:
     listed = re.search(r"\ndependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
     assert listed is not None
     requirements = re.findall(r'"([A-Za-z-]+)([^"]*)"', listed.group(1))
-    assert {name: (f">={first}" if first else "") for name, (first, _) in software.REQUIRED.items()} == dict(
-        requirements
-    )
+    assert {name: (f">={first}" if first else "") for name, (first, _) in probes.REQUIRED.items()} == dict(requirements)
 
 
 @pytest.mark.parametrize(
@@ -91,15 +90,15 @@ def test_required_packages_are_those_of_the_project() -> None:
     ],
 )
 def test_version_ranges(name: str, version: str, said: str) -> None:
-    doubt = software.range_doubt(name, version)
+    doubt = probes.range_doubt(name, version)
     assert said in doubt and bool(said) == bool(doubt)
 
 
 def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    module, reason = software.load_torch()
+    module, reason = probes.load_torch()
     assert module is None and "torch" in reason
-    row = software.torch_rows(module, reason)[0]
+    row = probes.torch_rows(module, reason)[0]
     assert row.value.startswith(torch.__version__) and "cannot be imported" in row.value and "reinstall" in row.doubt
     assert cli.collect(operators=False)["device and communication"][0].value.startswith("unknown")
 
@@ -123,7 +122,7 @@ def test_a_failing_probe_is_a_row() -> None:
 
 
 def test_without_psutil_the_report_goes_on() -> None:
-    code = "import sys; sys.modules['psutil'] = None; from deepspeed.report import machine; print(machine.cpu_rows())"
+    code = "import sys; sys.modules['psutil'] = None; from deepspeed.report import probes; print(probes.cpu_rows())"
     assert "vector instructions" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
 
 
@@ -132,13 +131,13 @@ def test_processor(tmp_path: Path) -> None:
         tmp_path,
         {"proc/cpuinfo": CPUINFO, "sys/devices/system/node/node0/x": "", "sys/devices/system/node/node1/x": ""},
     )
-    rows = _named(machine.cpu_rows(root))
+    rows = _named(probes.cpu_rows(root))
     assert rows["CPU"].value == "Fast 9000" and rows["vector instructions"] == Row(
         "vector instructions", "avx2 fma avx512f amx_bf16"
     )
     assert rows["sockets, NUMA nodes"].value == "2, 2"
     _tree(tmp_path, {"proc/cpuinfo": CPUINFO.replace("avx2", "")})
-    assert "AVX2" in _named(machine.cpu_rows(root))["vector instructions"].doubt
+    assert "AVX2" in _named(probes.cpu_rows(root))["vector instructions"].doubt
 
 
 def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
@@ -152,9 +151,9 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
             "sys/fs/cgroup/a/cpu.max": "max 100000\n",
         },
     )
-    assert hostmem.memory_groups(new)[0].limit == 1 << 30 and machine.cpu_quota(new) == 1.5
-    assert "time for 1.5" in machine.cores_row(new).value
-    assert "killed beyond" in _named(machine.memory_rows(new))["memory limit (control group)"].doubt
+    assert hostmem.memory_groups(new)[0].limit == 1 << 30 and probes.cpu_quota(new) == 1.5
+    assert "time for 1.5" in probes.cores_row(new).value
+    assert "killed beyond" in _named(probes.memory_rows(new))["memory limit (control group)"].doubt
     # in a container the path is the host's and the tree begins at the container's own group
     old = _tree(
         tmp_path / "old",
@@ -163,9 +162,9 @@ def test_control_groups_of_both_kinds(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 << 30}\n",
         },
     )
-    assert hostmem.memory_groups(old)[0].limit == 2 << 30 and machine.cpu_quota(old) is None
+    assert hostmem.memory_groups(old)[0].limit == 2 << 30 and probes.cpu_quota(old) is None
     _tree(old, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
-    assert _named(machine.memory_rows(old))["memory limit (control group)"] == Row(
+    assert _named(probes.memory_rows(old))["memory limit (control group)"] == Row(
         "memory limit (control group)", "none"
     )
 
@@ -177,7 +176,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         stat = SimpleNamespace(f_frsize=1, f_blocks=shm, f_bavail=shm)
         monkeypatch.setattr(os, "statvfs", lambda path: stat)
-        return [*machine.limit_rows(), machine.shm_row(str(tmp_path))]
+        return [*probes.limit_rows(), probes.shm_row(str(tmp_path))]
 
     locked, files, shm = limits(8 << 20, 1024, 64 << 20)
     assert "ulimit -l unlimited" in locked.doubt and "ulimit -n" in files.doubt
@@ -205,33 +204,33 @@ def _fake_torch(*, devices_seen: int, cuda: str | None = "12.8", says: str = "")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_two = _named(machine.device_rows(_fake_torch(devices_seen=2)))
+    with_two = _named(probes.device_rows(_fake_torch(devices_seen=2)))
     assert with_two["accelerator"].value == "cuda, 2 visible"
     assert with_two["cuda:1"].value == "H200, 140.0 GiB, compute capability 9.0"
-    assert machine.nccl_row(_fake_torch(devices_seen=2)).value == "2.27.3"
+    assert probes.nccl_row(_fake_torch(devices_seen=2)).value == "2.27.3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    none = machine.device_rows(_fake_torch(devices_seen=0, says="The NVIDIA driver is too old"))[0]
+    none = probes.device_rows(_fake_torch(devices_seen=0, says="The NVIDIA driver is too old"))[0]
     assert none.value.startswith("none: ranks run on the CPU")
     assert "CUDA 12.8" in none.doubt and "driver is too old" in none.doubt and "CUDA_VISIBLE_DEVICES=''" in none.doubt
-    monkeypatch.setattr(machine, "_DEVICE_FILES", {})
-    assert machine.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt == ""
-    monkeypatch.setattr(machine, "_DEVICE_FILES", {"/dev/null": "NVIDIA"})
-    assert "CPU build" in machine.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt
+    monkeypatch.setattr(probes, "_DEVICE_FILES", {})
+    assert probes.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt == ""
+    monkeypatch.setattr(probes, "_DEVICE_FILES", {"/dev/null": "NVIDIA"})
+    assert "CPU build" in probes.device_rows(_fake_torch(devices_seen=0, cuda=None))[0].doubt
 
 
 def test_backends() -> None:
-    assert "gloo" in machine.backends_row().value
+    assert "gloo" in probes.backends_row().value
 
 
 def test_a_processor_that_the_kernel_does_not_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpuinfo.get_cpu_info", lambda: {"brand_raw": "Neoverse-V2"})
     _tree(tmp_path, {"proc/cpuinfo": "processor\t: 0\nFeatures\t: asimd sve2\n"})
-    rows = _named(machine.cpu_rows(tmp_path))
+    rows = _named(probes.cpu_rows(tmp_path))
     assert rows["CPU"].value == "Neoverse-V2" and rows["vector instructions"].value == "asimd sve2"
 
 
 def test_operators_say_what_runs_instead() -> None:
-    rows = _named(software.operator_rows())
+    rows = _named(probes.operator_rows())
     assert set(rows) == set(ALL_OPS)
     assert rows["gds"].value.startswith("fallback: async_io") and "does not have it" in rows["gds"].value
 
@@ -241,14 +240,15 @@ def test_build_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin/nvcc").chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "/nowhere")
-    row = software.cuda_rows("12.8")[1]
+    row = probes.cuda_rows("12.8")[1]
     assert row.value.startswith("11.8, ") and "does not fit torch, built for CUDA 12.8" in row.doubt
-    assert software.cuda_rows("11.6")[1].doubt == ""
+    assert probes.cuda_rows("11.6")[1].doubt == ""
     monkeypatch.delenv("CUDA_HOME")
-    assert software.cuda_rows(None)[1].value.startswith("none") and software.compiler_row().doubt
+    monkeypatch.setattr(compiler, "NVCC_FOLDERS", ())
+    assert probes.cuda_rows(None)[1].value.startswith("none") and probes.compiler_row().doubt
     monkeypatch.setattr(compiler, "find_ninja", lambda: None)
-    assert "side by side" in software.ninja_row().doubt
-    assert all("not on PATH" in row.value for row in software.launch_rows())
+    assert "side by side" in probes.ninja_row().doubt
+    assert all("not on PATH" in row.value for row in cli.collect(operators=False)["launch tools"])
 
 
 def test_variables_are_chosen_and_secrets_hidden() -> None:
@@ -260,7 +260,7 @@ def test_variables_are_chosen_and_secrets_hidden() -> None:
         "RANK": "0",
         "HF_TOKEN": "t",
     }
-    assert software.variable_rows(env)[1:] == [
+    assert probes.variable_rows(env)[1:] == [
         Row("DS_API_KEY", "(hidden)"),
         Row("DS_HUB", "https://(hidden)@host/x"),
         Row("NCCL_DEBUG", "INFO"),
@@ -269,41 +269,41 @@ def test_variables_are_chosen_and_secrets_hidden() -> None:
 
 
 def test_identity_and_threads() -> None:
-    assert software.identity_row({}).value == "alone (rank 0 of 1)"
+    assert probes.identity_row({}).value == "alone (rank 0 of 1)"
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}
-    assert software.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
-    assert software.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith("The environment variable RANK='x'")
-    assert "cores / ranks" in software.variable_rows({})[0].doubt
-    assert software.variable_rows({"OMP_NUM_THREADS": "1"}) == [Row("OMP_NUM_THREADS", "1")]
+    assert probes.identity_row(launched).value == "rank 1 of 2, local rank 1, meeting at n0:9"
+    assert probes.identity_row({"RANK": "x", "WORLD_SIZE": "2"}).doubt.startswith("The environment variable RANK='x'")
+    assert "cores / ranks" in probes.variable_rows({})[0].doubt
+    assert probes.variable_rows({"OMP_NUM_THREADS": "1"}) == [Row("OMP_NUM_THREADS", "1")]
 
 
 def test_text_is_aligned_and_narrow() -> None:
     report = {"one": [Row("a", "word " * 60), Row("longer", "2", "It matters. " * 20)]}
-    text = rows.as_text(report)
+    text = cli.as_text(report)
     lines = text.splitlines()
     assert (
-        max(map(len, lines)) <= rows.WIDTH
+        max(map(len, lines)) <= cli.WIDTH
         and lines[2].startswith("a       word")
         and lines[3].startswith("        word")
     )
     assert "missing or doubtful" in text and "  longer: It matters." in text
-    assert "missing or doubtful" not in rows.as_text(report, verdict=False)
-    assert rows.as_text({"t": [Row("a", "b")]}).endswith("  nothing\n")
-    assert rows.as_text({"t": [Row("a", "caf\xe9")]}, verdict=False).isascii()
+    assert "missing or doubtful" not in cli.as_text(report, verdict=False)
+    assert cli.as_text({"t": [Row("a", "b")]}).endswith("  nothing\n")
+    assert cli.as_text({"t": [Row("a", "caf\xe9")]}, verdict=False).isascii()
 
 
 def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--hide_operator_status", "--hide_errors_and_warnings"]) == 0
     text = capsys.readouterr().out
-    assert "cpu_adam" not in text and rows.VERDICT not in text
+    assert "cpu_adam" not in text and cli.VERDICT not in text
 
 
 def test_json_has_the_same_content(capsys: pytest.CaptureFixture[str], report: Report) -> None:
     assert cli.main(["--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert list(content) == [*report, rows.VERDICT]
+    assert list(content) == [*report, cli.VERDICT]
     assert content["versions"]["numpy"] == _named(report["versions"])["numpy"].value
-    assert content[rows.VERDICT] == doubts(report)
+    assert content[cli.VERDICT] == doubts(report)
 
 
 def test_it_takes_less_than_five_seconds() -> None:
@@ -323,9 +323,9 @@ def test_every_requirement_is_used_by_the_package() -> None:
     imported = {name.partition(".")[0] for module in modules() for name in imports(module)}
     programs = {"ninja"} if callable(compiler.find_ninja) else set()
     imports_of = {"py-cpuinfo": "cpuinfo"}
-    assert not {name for name in software.REQUIRED if imports_of.get(name, name) not in imported | programs}
+    assert not {name for name in probes.REQUIRED if imports_of.get(name, name) not in imported | programs}
 
 
 def test_every_monitor_that_is_there_has_its_package_in_the_report() -> None:
     for name in ("tensorboard", "wandb", "comet_ml"):
-        assert "metrics" in software.OPTIONAL[name] and "not in this release" not in software.OPTIONAL[name]
+        assert "metrics" in probes.OPTIONAL[name] and "not in this release" not in probes.OPTIONAL[name]
