@@ -47,25 +47,19 @@ _SUBMODULES = (
 __all__ = ["__version__", "version", *_FUNCTIONS, *_CLASSES, *_LAZY, *_SUBMODULES]
 
 
-def _load(name: str) -> Any:
-    if name in _LAZY:
-        module, colon, attribute = _LAZY[name].partition(":")
-        return getattr(import_module(module), attribute or name) if colon else import_module(module)
-    try:
-        return import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{name}":  # a dependency of the submodule is missing: that is the news
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-
-
 def __getattr__(name: str) -> Any:
     """A public name or a submodule at its first use; AttributeError for everything else."""
+    path, colon, attribute = _LAZY.get(name, f"{__name__}.{name}").partition(":")
     # Tools probe modules for many special names; none of them is worth a look at the file system.
     if not name.isidentifier() or name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    value = _load(name)
-    globals()[name] = value
+    try:
+        module = import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":  # a dependency of the submodule is missing: that is the news
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name) from None
+    value = globals()[name] = getattr(module, attribute or name) if colon else module
     return value
 
 

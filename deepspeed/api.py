@@ -143,7 +143,11 @@ def _assemble(
     lasting.callback(hold_clipping().give_back)
     monitor = MonitorMaster(cfg)
     lasting.callback(monitor.close)
-    _mention(cfg)
+    if notes := inert_notes(cfg):
+        log_dist("configuration keys without effect here: " + "; ".join(notes))
+    if (size := cfg.vocabulary_size) is not None and size % 8:
+        text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
+        log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
     _check_model(model)
     base = choose_optimizer(cfg, model, optimizer, model_parameters)
     plan = make_plan(cfg, probe.zero.size)
@@ -151,7 +155,11 @@ def _assemble(
     follow_collectives(cfg, mesh)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
-    _mark_leaves(cfg, model)
+    if "leaf_module" in cfg.zero.model_fields_set:
+        leaf = cfg.zero.leaf_module
+        set_z3_leaf_modules(model, list(leaf.classes), raise_if_not_found=False)
+        set_z3_leaf_modules_by_name(model, list(leaf.names), raise_if_not_found=False)
+        set_z3_leaf_modules_by_suffix(model, list(leaf.name_suffixes), raise_if_not_found=False)
     groups = base.param_groups if base is not None else []
     order, place = names_by_group(model, groups), group_index(groups) if base is not None else None
     if base is not None:
@@ -177,18 +185,6 @@ def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[
     """Names of the parameters of each optimizer group, in the caller's order, which files of DeepSpeed go by."""
     names = {p: n for n, p in model.named_parameters()}
     return [[names[p] for p in group["params"]] for group in groups]
-
-
-def _mention(cfg: DeepSpeedConfig) -> None:
-    if notes := inert_notes(cfg):
-        log_dist("configuration keys without effect here: " + "; ".join(notes))
-    if cfg.vocabulary_size is not None and cfg.vocabulary_size % 8:
-        padded = -(-cfg.vocabulary_size // 8) * 8
-        log_dist(
-            f"vocabulary_size {cfg.vocabulary_size} is no multiple of 8; matrix units are faster with {padded} (pad the"
-            " embedding)",
-            level=logging.WARNING,
-        )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -311,16 +307,6 @@ def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
         early = cfg.gradient_predivide_factor
     wire = dtype_policy(cfg).reduction
     return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None)
-
-
-def _mark_leaves(cfg: DeepSpeedConfig, model: nn.Module) -> None:
-    leaf, given = cfg.zero.leaf_module, "leaf_module" in cfg.zero.model_fields_set
-    if given and leaf.classes:
-        set_z3_leaf_modules(model, list(leaf.classes), raise_if_not_found=False)
-    if given and leaf.names:
-        set_z3_leaf_modules_by_name(model, list(leaf.names), raise_if_not_found=False)
-    if given and leaf.name_suffixes:
-        set_z3_leaf_modules_by_suffix(model, list(leaf.name_suffixes), raise_if_not_found=False)
 
 
 def _choose_scheduler(cfg: DeepSpeedConfig, base: torch.optim.Optimizer | None, client: Any) -> Any:

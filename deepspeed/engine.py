@@ -151,18 +151,16 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         if self._syncing_off:
             raise UsageError("step() was called inside no_sync(); leave the context first")
         self._step_applied = False
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary:
+        if boundary := self.is_gradient_accumulation_boundary():
             with self._clock("step"):
                 self.update()
             if self._step_applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            every = self._config.steps_per_print
-            if every and self.global_steps % every == 0:
+            if (every := self._config.steps_per_print) and self.global_steps % every == 0:
                 self.timers.log(PHASES)
                 rates = f"lr={self.get_lr()}, mom={self.get_mom()}"
                 log_dist(f"step={self.global_steps}, skipped={self.skipped_steps}, {rates}")
-            self._write_metrics(self.global_samples, self.loss_scale() if self.fp16_enabled() else None)
+            self._write_metrics()
         self.tput_timer.stop(global_step=boundary)
         self.micro_steps += 1
         if boundary:
@@ -174,24 +172,21 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             raise UsageError("step() was called before backward(): there are no gradients. Call that first")
         assert self.basic_optimizer is not None
         config = self._config
-        skip = config.bf16.check_grad_overflow or not self.bfloat16_enabled()
         try:
             result = take_step(
                 self.runtime,
                 self._views,
                 clip=config.gradient_clipping,
                 need_norm=config.zero.compute_grad_norm,
-                skip_nonfinite=skip,
+                skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
                 loss_scale=self._scaler.loss_scale,
             )
         except BaseException:
             self._recover()
             raise
         samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
-        self._backwards = 0
-        self._norm = result.norm
-        self.optimizer.overflow = result.overflow
-        self._step_applied = not result.overflow
+        self._backwards, self._norm = 0, result.norm
+        self.optimizer.overflow, self._step_applied = result.overflow, not result.overflow
         self.global_steps += 1
         self.global_samples += samples
         self.skipped_steps += result.overflow
@@ -293,14 +288,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
-        except AttributeError:
-            pass
-        config = self.__dict__.get("_config")
+        config, module = self.__dict__.get("_config"), self.__dict__.get("_modules", {}).get("module")
         if config is not None and name.startswith("zero_") and name[5:] in type(config.zero).model_fields:
             return lambda: getattr(config.zero, name[5:])
-        module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and name != "module":
             return getattr(module, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -363,10 +355,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     ) -> dict[str, Any]:
         """``module.state_dict()``; sharded entries show their shape and refuse to be read or saved."""
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if not exclude_frozen_parameters:
-            return state
         frozen = {prefix + name for name, p in self.module.named_parameters() if not p.requires_grad}
-        return {name: value for name, value in state.items() if name not in frozen}
+        return {n: v for n, v in state.items() if n not in frozen} if exclude_frozen_parameters else state
 
     def load_module_state_dict(
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None

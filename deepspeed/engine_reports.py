@@ -139,18 +139,19 @@ class EngineReports:
             self._spent_ms[name] = self._spent_ms.get(name, 0.0) + timer.elapsed(reset=False) - before
         see_memory_usage(f"memory after {name}", force=self._config.memory_breakdown)
 
-    def _write_metrics(self, samples: int, loss_scale: float | None) -> None:
-        """The metrics of one update, at ``samples`` samples: learning rate, mean loss here, loss scale, times."""
+    def _write_metrics(self) -> None:
+        """The metrics of one update: learning rate, mean loss here, loss scale, times."""
         spent, self._spent_ms = self._spent_ms, {}
         if not self.monitor.enabled:
             return
-        values = {"lr": next(iter(self.get_lr()), None), "loss_scale": loss_scale}
+        scale = self.loss_scale() if self.fp16_enabled() else None
+        values = {"lr": next(iter(self.get_lr()), None), "loss_scale": scale}
         if self._losses:
             values["train_loss"] = float(torch.stack([loss.float() for loss in self._losses]).mean())
             self._losses.clear()
         values |= {f"elapsed_time_ms_{phase}": time for phase, time in spent.items() if time > 0}
-        known = [(name, value) for name, value in values.items() if value is not None]
-        self.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in known])
+        known = {f"Train/Samples/{name}": value for name, value in values.items() if value is not None}
+        self.monitor.write_events([(name, value, self.global_samples) for name, value in known.items()])
 
 
 def _rest(state: StatePlan | None) -> str:

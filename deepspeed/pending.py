@@ -25,10 +25,6 @@ def pending_function(name: str, instead: str = "") -> Callable[..., Any]:
 
 def pending_class(name: str, instead: str = "") -> type:
     """A class for ``isinstance`` and annotations; nothing is an instance of it, as its construction raises."""
-
-    def refuse(_self: object, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise_not_yet(name, instead)
-
     doc = f"Not in this release: constructing it raises NotYetError. {instead}".rstrip()
     module, _, short = name.rpartition(".")
-    return type(short, (), {"__init__": refuse, "__doc__": doc, "__module__": module})
+    return type(short, (), {"__init__": pending_function(name, instead), "__doc__": doc, "__module__": module})

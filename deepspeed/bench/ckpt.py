@@ -30,9 +30,9 @@ from torch import nn
 import deepspeed
 from deepspeed import comm
 from deepspeed.bench.common import CommandLine, check_folder, check_memory, columns, count_of, params_of, spread
-from deepspeed.checkpoint.tool.common import sized
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.report.rows import size
 from deepspeed.verify.ranks import RankFailure, RankPool
 
 _LAYERS = 8
@@ -245,7 +245,7 @@ def _as_text(facts: dict[str, Any]) -> str:
     how = "in the background" if facts["background"] else "while training waits"
     return "\n".join([
         f"{facts['folder']}: {facts['params']:,} parameters on {facts['ranks']} ranks, ZeRO-3, bf16, AdamW",
-        f"{len(holds['all'])} saves of {sized(facts['bytes'])}, one after every {facts['every']} steps, {how}",
+        f"{len(holds['all'])} saves of {size(facts['bytes'])}, one after every {facts['every']} steps, {how}",
         "",
         *lines,
         "",

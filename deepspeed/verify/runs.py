@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed
+from deepspeed.comm.collectives import gather_objects
 from deepspeed.data.move import map_tensors
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.verify.grads import full_parameters
@@ -197,17 +198,11 @@ def snapshot(engine: Any) -> dict[str, Digests]:
     }
 
 
-def _everyone(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
 def full_states(engine: Any) -> Digests:
     """Digests of every parameter, fp32 master and optimizer slot, whole. Collective."""
     states = [state for key, state in engine.basic_optimizer.state.items() if isinstance(key, Tensor)]
     mine = {slot for state in states for slot, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
-    digests, slots = _params(engine), sorted(set().union(*_everyone(mine)))
+    digests, slots = _params(engine), sorted(set().union(*gather_objects(mine, engine.mesh.job)))
     for name, param in engine.module.named_parameters():
         full = {slot: safe_get_full_optimizer_state(param, slot) for slot in slots}
         digests |= {f"{name} ({slot})": digest(value) for slot, value in full.items() if value is not None}
@@ -221,7 +216,7 @@ def whole_state(engine: Any) -> Digests:
         for slot, value in engine.basic_optimizer.state.get(view.param, {}).items():
             if isinstance(value, (int, float)) or isinstance(value, Tensor) and not value.dim():
                 numbers |= {f"{slot} of {name}": _text(value) for name, _, _ in _spans(view)}
-    merged = {name: text for theirs in _everyone(numbers) for name, text in theirs.items()}
+    merged = {name: text for theirs in gather_objects(numbers, engine.mesh.job) for name, text in theirs.items()}
     return dict(
         sorted({**full_states(engine), **merged, **_groups(engine), **_rates(engine), **_counts(engine)}.items())
     )

@@ -22,10 +22,10 @@ from pathlib import Path
 from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.tool import diff, export, info, verify
-from deepspeed.checkpoint.tool.common import sized
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import guarded, say
+from deepspeed.report.rows import size
 
 _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the first) or extra (only in the second).
 
@@ -121,7 +121,7 @@ def _prune(args: argparse.Namespace) -> int:
     for what in [*tags, *(f"{path.name}, left behind by a save that died" for path in left)]:
         say(f"{verb} {what}")
     kept = [path.name for path in complete if path.name not in tags]
-    say(f"{verb} {sized(total)}; kept: {', '.join(kept) or 'none'}")
+    say(f"{verb} {size(total)}; kept: {', '.join(kept) or 'none'}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: opening what was named, folders that appear whole, and sizes for people."""
+"""What the commands share: opening what was named, and folders that appear whole."""
 
 import contextlib
 import os
@@ -34,12 +34,3 @@ def appearing(out: Path) -> Iterator[Path]:
                 shutil.rmtree(target)
             os.replace(path, target)
         folders.sync_folder(out)
-
-
-def sized(nbytes: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"

@@ -10,7 +10,7 @@ from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.tool import reference_layout
-from deepspeed.checkpoint.tool.common import appearing, opened, sized
+from deepspeed.checkpoint.tool.common import appearing, opened
 from deepspeed.checkpoint.weights.weights import (
     Stream,
     open_facts,
@@ -24,6 +24,7 @@ from deepspeed.checkpoint.weights.weights import (
 from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import say
+from deepspeed.report.rows import size
 
 FORMATS = ("hf", "fp32", "dcp", "deepspeed", "torch")
 CHOICES = {**DTYPES, "keep": None}
@@ -55,7 +56,7 @@ def run(args: Namespace) -> int:
         with progress("export", total) as advance:
             paths = write_weights(streams, out, safetensors=hf, max_shard_bytes=limit, shared=shared, progress=advance)
     ends = paths if len(paths) < 4 else [paths[0], paths[-1]]
-    say(f"wrote {len(streams)} tensors, {sized(total)}, to {', '.join(map(str, ends))}")
+    say(f"wrote {len(streams)} tensors, {size(total)}, to {', '.join(map(str, ends))}")
     return 0
 
 

@@ -14,10 +14,11 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.manifest import MANIFEST
 from deepspeed.checkpoint.load.reader import located, read_manifest
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.tool.common import opened, sized
+from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, open_facts, shared_names
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import say
+from deepspeed.report.rows import size
 
 _UNREAD = "not part of the checkpoint, never read"
 
@@ -69,7 +70,7 @@ def _tensors(source: Source, *, each: bool) -> list[str]:
         lines.append(f"{row} {'x'.join(map(str, shape)) or 'scalar':<20} {name}")
     sums["total"] = sums.pop("total")  # the last
     head = f"{'state':<24} {'dtype':<9} {'tensors':>8} {'elements':>15} {'bytes':>10}"
-    rows = [f"{row:<34} {n:>8} {numel:>15,} {sized(nbytes):>10}" for row, (n, numel, nbytes) in sums.items()]
+    rows = [f"{row:<34} {n:>8} {numel:>15,} {size(nbytes):>10}" for row, (n, numel, nbytes) in sums.items()]
     return [head, *rows, "", *lines] if each else [head, *rows]
 
 
@@ -134,7 +135,7 @@ def audit(args: Namespace) -> int:
         executed += pickled.total() if what != _UNREAD else 0
         if pickled:
             what += f"; names {', '.join(sorted(filter(None, pickled))[:6]) or 'nothing'}"
-        say(f"{name:<44} {sized(path.lstat().st_size):>10}  {what}; pickle opcodes: {pickled.total()}")
+        say(f"{name:<44} {size(path.lstat().st_size):>10}  {what}; pickle opcodes: {pickled.total()}")
     if stubs:
         plain = f"{odd} NOT PLAIN" if odd else "plain values, loadable with weights_only=True"
         say(f"for other programs, never read here: {stubs} files, {plain}")

@@ -12,10 +12,10 @@ from deepspeed.checkpoint.format.files import ChunkReader, Wanted
 from deepspeed.checkpoint.format.manifest import MANIFEST, PIECE_BYTES, Manifest
 from deepspeed.checkpoint.load.reader import OwnSource, located, open_checkpoint, read_manifest
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.tool.common import sized
 from deepspeed.checkpoint.weights.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import say
+from deepspeed.report.rows import size
 
 _LISTED = 50
 
@@ -113,6 +113,6 @@ def run(args: Namespace) -> int:
     if folders.is_complete(folder):
         manifest = read_manifest(folder)
         total, tensors = sum(manifest.files.values()), len(manifest.entries)
-        what = f"{tensors} tensors, {len(manifest.files)} files, {sized(total)}, every checksum matches"
+        what = f"{tensors} tensors, {len(manifest.files)} files, {size(total)}, every checksum matches"
     say(f"ok {folder}: {what}")
     return 0
