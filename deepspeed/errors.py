@@ -4,6 +4,16 @@ Each class keeps a built-in base that existing client code already catches, so a
 against ``ValueError`` or ``AssertionError`` goes on working.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def nearest_hint(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """``", did you mean 'AdamW'?"``, the candidate that resembles ``name`` most in any case; empty where none does."""
+    spelt = {candidate.lower(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(name.lower(), spelt, 1, cutoff)
+    return f", did you mean {spelt[close[0]]!r}?" if close else ""
+
 
 class DeepSpeedError(Exception):
     """Base of all errors raised on purpose by this package."""

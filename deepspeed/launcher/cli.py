@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import NoReturn
 
-from deepspeed.errors import NotYetError, UsageError
+from deepspeed.errors import NotYetError, UsageError, nearest_hint
 from deepspeed.launcher.backend import run_backend
 from deepspeed.launcher.environment import EXPORT_ENVS, environment_file_name, exported, read_environment_files
 from deepspeed.launcher.fanout import run_over_ssh
-from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, load_hostfile, nearest_hint
+from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, load_hostfile
 from deepspeed.launcher.job import COMMON_FLAGS, Flags, Job, add_flags, arguments_of_script, check_kind, job_of
 from deepspeed.launcher.machine import check_programs, check_reachable, is_this_machine, local_devices, own_address
 from deepspeed.launcher.resources import Location, find_place, master_address, selected_by
@@ -87,8 +87,7 @@ class _Parser(argparse.ArgumentParser):
         rest = message.partition("unrecognized arguments: ")[2]
         flags = [flag for action in self._actions for flag in action.option_strings]
         mistyped = next((word.partition("=")[0] for word in rest.split() if word.startswith("-")), None)
-        hint = nearest_hint(mistyped, flags) if mistyped else ""
-        super().error(f"{message}; {hint}" if hint.startswith("did you") else message)
+        super().error(message + (nearest_hint(mistyped, flags) if mistyped else ""))
 
 
 def build_parser() -> argparse.ArgumentParser:

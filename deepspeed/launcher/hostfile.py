@@ -4,25 +4,15 @@ A hostfile has one ``name slots=N`` per line; blank lines and lines starting wit
 text behind the slot count is ignored. A filter is ``NODE[@NODE...]`` with ``NODE = name[:slot[,slot...]]``.
 """
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, nearest_hint
 
 # A leading minus would be an option of ssh, and a comma separates hosts there.
 _LINE = re.compile(r"^([^\s,-][^\s,]*)\s+slots=(\d+)")
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-_LISTED = 10  # hosts named in a message
-
-
-def nearest_hint(name: str, candidates: Iterable[str]) -> str:
-    """The end of a message about the unknown ``name``: the candidate that resembles it, or the first few of them."""
-    known = list(candidates)
-    close = difflib.get_close_matches(name, known, n=1)
-    listed = f"known: {', '.join(known[:_LISTED])}{', ...' * (len(known) > _LISTED)}"
-    return f"did you mean {close[0]!r}?" if close else listed
 
 
 def read_entries(path: str, what: str) -> list[tuple[str, str]]:
@@ -91,7 +81,8 @@ def filter_hosts(hosts: Mapping[str, Sequence[int]], *, include: str = "", exclu
     chosen = parse_filter(include or exclude) if include or exclude else {}
     for host, wanted in chosen.items():
         if host not in hosts:
-            what = f"which is not one of the {len(hosts)} host(s) of this job; {nearest_hint(host, hosts)}"
+            hint = nearest_hint(host, hosts) or f"; known: {', '.join(list(hosts)[:10])}{', ...' * (len(hosts) > 10)}"
+            what = f"which is not one of the {len(hosts)} host(s) of this job{hint}"
             raise DeepSpeedConfigError(f"the filter names host {host!r}, {what}")
         if missing := [slot for slot in wanted or () if slot not in hosts[host]]:
             what = f"slot {missing[0]} of host {host!r}, which has slots {list(hosts[host])}"

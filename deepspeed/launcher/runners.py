@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, nearest_hint
 from deepspeed.launcher.environment import masked
-from deepspeed.launcher.hostfile import nearest_hint
 from deepspeed.launcher.job import Job, encode_world
 from deepspeed.launcher.node.loop import silence_limit
 from deepspeed.launcher.resources import Location
@@ -244,7 +243,8 @@ RUNNERS: Mapping[str, Runner] = {
 def find_runner(name: str) -> str:
     """Canonical name of a runner. Raises UsageError, with the nearest one, for an unknown name."""
     if name.lower() not in RUNNERS:
-        raise UsageError(f"--launcher {name!r} is unknown; {nearest_hint(name.lower(), RUNNERS)}")
+        hint = nearest_hint(name, RUNNERS) or f"; known: {', '.join(RUNNERS)}"
+        raise UsageError(f"--launcher {name!r} is unknown{hint}")
     return name.lower()
 
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, nearest_hint
 from deepspeed.observe.log import logger
 from deepspeed.optim.base import constructor
-from deepspeed.optim.registry import check_numbers, class_of_torch, construct, nearest_hint
+from deepspeed.optim.registry import check_numbers, class_of_torch, construct
 
 PerGroup = float | Sequence[float]
 Settings = dict[str, Any]

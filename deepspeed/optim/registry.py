@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from deepspeed.config.explain.messages import nearest
-from deepspeed.errors import OptimizerConfigError
+from deepspeed.errors import OptimizerConfigError, nearest_hint
 from deepspeed.observe.log import logger
 from deepspeed.optim.adam import can_fuse
 from deepspeed.optim.muon import MuonWithAuxAdam
@@ -87,8 +86,8 @@ def construct(part: str, name: str, factory: Callable[..., Any], first: Any, set
     any_key = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     unknown = [key for key in settings if key not in valid]
     if unknown and not any_key:
-        what = f"does not know the key {part}.params.{unknown[0]}{nearest_hint(unknown[0], valid)}"
-        raise OptimizerConfigError(f'{part} "{name}" {what}. Valid keys: {", ".join(valid)}')
+        what = f"does not know the key {part}.params.{unknown[0]}{nearest_hint(unknown[0], valid) or '.'}"
+        raise OptimizerConfigError(f'{part} "{name}" {what} Valid keys: {", ".join(valid)}')
     missing = [key for key, p in valid.items() if p.default is p.empty and key not in settings]
     if missing:
         what = f"needs {part}.params.{missing[0]}; all missing keys: {', '.join(missing)}"
@@ -139,13 +138,6 @@ def check_numbers(where: str, settings: Mapping[str, Any]) -> None:
             except ValueError:
                 continue
             raise OptimizerConfigError(f'{where}.{key} is the text "{item}"; write the number without quotes: {number}')
-
-
-def nearest_hint(name: str, candidates: Iterable[str]) -> str:
-    """' (did you mean "AdamW"?)' or an empty string."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    guess = nearest(name.lower(), by_lower, 0.5)
-    return f' (did you mean "{by_lower[guess]}"?)' if guess else ""
 
 
 def _clean_parameters(type_name: str, parameters: Iterable[Any]) -> list[Any]:
@@ -224,7 +216,7 @@ def class_of_torch(part: str, name: str, module: Any, base: type, ours: Iterable
     theirs.pop(base.__name__)
     if name not in theirs:
         raise OptimizerConfigError(
-            f'{part}.type "{name}" is unknown{nearest_hint(name, [*theirs, *ours])}. '
+            f'{part}.type "{name}" is unknown{nearest_hint(name, [*theirs, *ours]) or "."} '
             f"Known: {', '.join(ours)}, or a class of {module.__name__} by its exact name"
         )
     return theirs[name]

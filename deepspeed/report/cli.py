@@ -36,7 +36,7 @@ def gather(named: Mapping[str, Probe]) -> list[Row]:
     return rows
 
 
-def _found(uses: Mapping[str, str], find: Callable[[str], str | None], missing: str) -> list[Row]:
+def _listed(uses: Mapping[str, str], find: Callable[[str], str | None], missing: str) -> list[Row]:
     return [Row(name, f"{find(name) or missing}: {use}") for name, use in uses.items()]
 
 
@@ -65,14 +65,14 @@ def collect(*, operators: bool = True) -> Report:
             "limits": probes.limit_rows,
         },
         "device and communication": devices,
-        "launch tools": {"launch tools": partial(_found, LAUNCH_TOOLS, shutil.which, "not on PATH")},
+        "launch tools": {"launch tools": partial(_listed, LAUNCH_TOOLS, shutil.which, "not on PATH")},
         "build tools": {
             "C++ compiler": probes.compiler_row,
             "ninja": probes.ninja_row,
             "nvcc": partial(probes.cuda_rows, getattr(getattr(torch, "version", None), "cuda", None)),
         },
         "operators": {"operators": probes.operator_rows},
-        "optional packages": {"optional packages": partial(_found, OPTIONAL, installed, "missing")},
+        "optional packages": {"optional packages": partial(_listed, OPTIONAL, installed, "missing")},
         "environment": {
             "this process": partial(probes.identity_row, os.environ),
             "variables": partial(probes.variable_rows, os.environ),

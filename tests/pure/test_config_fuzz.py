@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.config import DeepSpeedConfigError, load_config
-from deepspeed.config.explain.messages import nearest
 from deepspeed.config.model.root import TOP_LEVEL_KEYS, DeepSpeedConfig
 from deepspeed.config.model.settings import Setting, all_keys, settings as flat
 from deepspeed.config.model.spelling import LEGACY_OFFLOAD, REMOVED_KEYS, ZERO_ALIASES
 from deepspeed.config.model.values import DTYPE_NAMES
 from deepspeed.config.parse import parse_text
+from deepspeed.errors import nearest_hint
 from deepspeed.observe.log import logger
 
 # The same cases at every run, so more of them find nothing new; a search for counterexamples takes more.
@@ -174,7 +174,7 @@ def excused(path: str, value: Any, document: dict[str, Any], found: dict[str, Se
     if head == "bfloat16" and "bf16" in document:
         return True  # bf16 wins, as documented
     if head not in TOP_LEVEL_KEYS:
-        return nearest(head, TOP_LEVEL_KEYS, 0.8) is None or "." in head  # a program's own key; warned about
+        return not nearest_hint(head, TOP_LEVEL_KEYS, 0.8) or "." in head  # a program's own key; warned about
     if path.startswith("zero_optimization.offload_") and found.get(".".join(path.split(".")[:2])) is not None:
         return found[".".join(path.split(".")[:2])].value is None  # device "none"
     if head in ("optimizer", "scheduler") and found.get(head) is not None:

@@ -272,7 +272,7 @@ def test_restrictions_are_sentences(launchers: str, fields: dict, options: dict,
 
 def test_names_and_words() -> None:
     assert find_runner("OpenMPI") == "openmpi" and " ".join(RUNNERS) == "ssh pdsh openmpi mpich impi mvapich slurm"
-    with pytest.raises(UsageError, match="--launcher 'slrum' is unknown; did you mean 'slurm'"):
+    with pytest.raises(UsageError, match="--launcher 'slrum' is unknown, did you mean 'slurm'"):
         find_runner("slrum")
     assert split_arguments("-x 'a b'") == ("-x", "a b")
     with pytest.raises(UsageError, match="cannot be split"):

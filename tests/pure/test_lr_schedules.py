@@ -261,7 +261,7 @@ def test_torch_schedulers_by_name_act_on_the_base_optimizer():
 def test_unknown_scheduler(name, near):
     with pytest.raises(OptimizerConfigError, match=f'"{name}" is unknown') as info:
         build_scheduler(name, {}, adam())
-    assert f'did you mean "{near}"' in str(info.value) or not near
+    assert f"did you mean '{near}'" in str(info.value) or not near
 
 
 @pytest.mark.parametrize(

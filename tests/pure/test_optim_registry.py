@@ -105,7 +105,7 @@ def test_adam_defaults():
 def test_unknown_name(name, near):
     with pytest.raises(OptimizerConfigError, match=f'"{name}" is unknown') as info:
         build(name)
-    assert f'did you mean "{near}"' in str(info.value) or not near
+    assert f"did you mean '{near}'" in str(info.value) or not near
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
@@ -118,7 +118,7 @@ def test_unknown_key_names_optimizer_key_and_valid_keys():
     with pytest.raises(OptimizerConfigError, match="weight_decy") as info:
         build("AdamW", {"weight_decy": 0.1})
     assert (
-        '"AdamW"' in str(info.value) and 'did you mean "weight_decay"' in str(info.value) and "betas" in str(info.value)
+        '"AdamW"' in str(info.value) and "did you mean 'weight_decay'" in str(info.value) and "betas" in str(info.value)
     )
     with pytest.raises(OptimizerConfigError, match="momentum"):
         build("SGD", {"momentumm": 0.9})

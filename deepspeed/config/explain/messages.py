@@ -1,6 +1,5 @@
 """Turning everything that can be wrong with a configuration into sentences."""
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pydantic.fields import FieldInfo
 from deepspeed.config.explain.lines import enclosing, line_of
 from deepspeed.config.model.values import is_auto
 from deepspeed.config.parse import ConfigSource
-from deepspeed.errors import BatchConfigError, DeepSpeedConfigError
+from deepspeed.errors import BatchConfigError, DeepSpeedConfigError, nearest_hint
 
 RESEMBLES = 0.8  # from here on a foreign key counts as a misspelt one
 UNFILLED = (
@@ -32,18 +31,11 @@ _KINDS = {
 }
 
 
-def nearest(key: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name most similar to ``key``, or None when nothing resembles it."""
-    return next(iter(difflib.get_close_matches(key, list(names), n=1, cutoff=cutoff)), None)
-
-
 def unknown_key(path: str, names: Iterable[str], what: str = "unknown key", most: int = _LISTABLE) -> str:
     """Sentence for a key that does not exist, with the nearest valid one."""
     valid = sorted(set(names))
-    guess = nearest(path.rpartition(".")[2], valid)
-    if guess is not None:
-        return f"{path}: {what}, did you mean {guess!r}?"
-    return f"{path}: {what}. " + (f"Valid here: {', '.join(valid)}." if len(valid) <= most else "Delete it.")
+    instead = f". Valid here: {', '.join(valid)}." if len(valid) <= most else ". Delete it."
+    return f"{path}: {what}{nearest_hint(path.rpartition('.')[2], valid) or instead}"
 
 
 def block_inside(annotation: Any) -> tuple[type[BaseModel] | None, str]:

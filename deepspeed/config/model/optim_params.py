@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.explain.messages import UNFILLED, Judgement, nearest, unknown_key, wrong_value
+from deepspeed.config.explain.messages import UNFILLED, Judgement, unknown_key, wrong_value
 from deepspeed.config.model.spelling import REMOVED_OPTIMIZERS, removed_key
 from deepspeed.config.model.values import Block, Count, Flag, Int, Num, Positive, Support, is_auto, key, quoted_hint
+from deepspeed.errors import nearest_hint
 
 Part = Literal["optimizer", "scheduler"]
 OPTIMIZER_DEFAULT, REQUIRED = "the optimizer's own", "required"  # how a parameter without one default says so
@@ -167,9 +168,7 @@ def _unknown_type(part: Part, name: str) -> str:
         return f"{name!r} was removed with compressed communication. Use {REMOVED_OPTIMIZERS[name.lower()]!r}."
     if name in (*ours, *torchs) or (part == "optimizer" and name.lower() in map(str.lower, ours)):
         return ""
-    by_lower = {item.lower(): item for item in (*torchs, *ours)}
-    guess = nearest(name.lower(), by_lower, 0.5)
-    hint = f", did you mean {by_lower[guess]!r}?" if guess else "."
+    hint = nearest_hint(name, (*torchs, *ours)) or "."
     return f"{name!r} is unknown{hint} Known: {', '.join(ours)}, and the classes of {module} by their exact names."
 
 

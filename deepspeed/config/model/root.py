@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, SkipValidation, ValidationError
 
-from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, nearest, unknown_key
+from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, unknown_key
 from deepspeed.config.explain.rules import rule_violations
 from deepspeed.config.model import blocks, unread
 from deepspeed.config.model.batch import BATCH_KEYS, TRAIN, resolve_batch
@@ -15,7 +15,7 @@ from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, 
 from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
 from deepspeed.config.model.zero import ZeroConfig
 from deepspeed.config.parse import ConfigSource, read_source
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, nearest_hint
 from deepspeed.observe.log import logger
 
 _DEEPEST = 64  # levels; a dict that contains itself has no end
@@ -116,7 +116,7 @@ def _unknown(report: Judgement) -> None:
                 report.fault(part, str(removed_key(part)))
             if not asked and value is not None:
                 report.notes.append(f"{report.at_line(path, removed)} It only says that the feature is off here.")
-        elif source.from_program and ("." in path or nearest(path, TOP_LEVEL_KEYS, RESEMBLES) is None):
+        elif source.from_program and ("." in path or not nearest_hint(path, TOP_LEVEL_KEYS, RESEMBLES)):
             foreign.append(path)
         else:
             report.fault(path, unknown_key(path, TOP_LEVEL_KEYS))
@@ -125,7 +125,7 @@ def _unknown(report: Judgement) -> None:
     pipeline = source.data.get("pipeline")  # the one block that may hold keys of the client's own
     for name in pipeline if isinstance(pipeline, dict) else ():
         stages = unread.UNREAD["pipeline"].model_fields
-        if name not in stages and nearest(str(name), stages, RESEMBLES) is not None:
+        if name not in stages and nearest_hint(str(name), stages, RESEMBLES):
             report.fault(f"pipeline.{name}", unknown_key(f"pipeline.{name}", stages))
 
 
