@@ -5,16 +5,16 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.agree import gather, through, together
+from deepspeed.checkpoint.agree import through, together
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.load import restore
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.rng import restore_rng
 from deepspeed.checkpoint.save.client_files import copy_for_later, write_client_files
 from deepspeed.checkpoint.save.collect import States
-from deepspeed.checkpoint.save.content import content_of
+from deepspeed.checkpoint.save.content import content_of, restore_rng
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.checkpoint.weights.weights import torch_file
+from deepspeed.comm.collectives import gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.observe.log import log_dist, logger
@@ -104,7 +104,7 @@ class EngineCheckpoint:
 
     def _common_tag(self, tag: str | None) -> str:
         """One tag for all ranks."""
-        tags = gather(self.mesh, str(tag) if tag is not None else f"global_step{self.global_steps}")
+        tags = gather_objects(str(tag) if tag is not None else f"global_step{self.global_steps}", self.mesh.talk)
         if len(set(tags)) > 1 and self._config.checkpoint.tag_validation != "IGNORE":
             text = f"ranks save under different tags ({', '.join(dict.fromkeys(tags))})"
             if self._config.checkpoint.tag_validation == "FAIL":
@@ -125,9 +125,8 @@ class EngineCheckpoint:
         return None
 
     def _states(self) -> States:
-        optimizer, attached = self.basic_optimizer, self.attached
-        units, groups = self.runtime.units, self._group_names
-        return States(self.module, self.mesh, units, self._views, optimizer, attached, groups, self.tiles)
+        units, optimizer = self.runtime.units, self.basic_optimizer
+        return States(self.module, self.mesh, units, self._views, optimizer, self._group_names, self.tiles)
 
     def _facts(self, client_state: dict[str, Any], tag: str) -> dict[str, Any]:
         """What ``content_of`` is given."""
@@ -242,7 +241,10 @@ class EngineCheckpoint:
         rng = restore.of_rank(source, self.mesh.job.index, "rng") if config.restore_rng else None
         if rng is not None:
             restore_rng(rng)
-        data = restore.data_position(source, self.mesh) if config.restore_data else None
+        world, everyone = facts.get("world") or {}, self.mesh.job.size
+        same = int(world.get("size", 0)) == everyone and int(world.get("data", everyone)) == self.mesh.data.size
+        position_of = self.mesh.job.index if same else 0  # the first rank's after a change of their number
+        data = restore.of_rank(source, position_of, "data") if config.restore_data else None
         try:
             if data is not None and hasattr(self.training_dataloader, "load_state_dict"):
                 self.training_dataloader.load_state_dict(data)

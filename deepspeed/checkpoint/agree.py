@@ -1,7 +1,9 @@
 """All ranks or none: what one rank fails at is an error on every rank, so that nobody waits for one that gave up."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from deepspeed.comm import collectives
@@ -11,40 +13,29 @@ from deepspeed.mesh.groups import Mesh
 _Named = TypeVar("_Named", bound=Hashable)
 
 
+@dataclass
 class Shared:
     """``mine``: what this rank tells the others; ``all``: what every rank told, in rank order, after the body."""
 
-    def __init__(self) -> None:
-        self.mine: Any = None
-        self.all: list[Any] = []
-
-
-def gather(mesh: Mesh, value: Any) -> list[Any]:
-    """What every rank of the job says, in rank order. Collective."""
-    return collectives.gather_objects(value, mesh.talk)
+    mine: Any = None
+    all: Sequence[Any] = ()
 
 
 @contextlib.contextmanager
 def together(mesh: Mesh, what: str) -> Iterator[Shared]:
-    """Every rank of the job runs the body; an error on one is raised on all. Collective unless interrupted.
-
-    A rank's CheckpointError is raised there as it is, other errors as a CheckpointError that names rank and ``what``.
-    """
+    """Every rank of the job runs the body; an error on one is raised on all, by rank and ``what``. Collective."""
     shared, error = Shared(), None
     try:
         yield shared
     except Exception as failure:  # whatever it is, the other ranks wait for the answer
         error = failure
     kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-    answers = gather(mesh, (None, shared.mine) if error is None else ((kind, str(error)), None))
-    shared.all = [value for _, value in answers]
-    failed = [(rank, *bad) for rank, (bad, _) in zip(mesh.job.ranks, answers, strict=True) if bad is not None]
-    if not failed:
-        return
+    mine = (None, shared.mine) if error is None else ((kind, str(error)), None)
+    bad, shared.all = zip(*collectives.gather_objects(mine, mesh.talk), strict=True)
     if isinstance(error, CheckpointError):
         raise error
-    rank, kind, text = failed[0]
-    raise kind(f"{what} failed on rank {rank}: {text}") from error
+    for rank, (kind, text) in ((rank, each) for rank, each in zip(mesh.job.ranks, bad, strict=True) if each):
+        raise kind(f"{what} failed on rank {rank}: {text}") from error
 
 
 def first_to_name(of_ranks: Iterable[Iterable[_Named]]) -> dict[_Named, int]:
@@ -61,12 +52,10 @@ def in_no_model(extra: Sequence[Sequence[_Named]]) -> list[_Named]:
 
 def through(items: Iterable[tuple[Any, ...]], each: Callable[..., None]) -> None:
     """Call ``each`` for every item; an error is raised after the last one, as other ranks take part in making them."""
-    error: Exception | None = None
-    for item in items:
-        try:
-            if error is None:
-                each(*item)
-        except Exception as failure:
-            error = failure
-    if error is not None:
-        raise error
+    rest = iter(items)
+    try:
+        for item in rest:
+            each(*item)
+    except Exception:
+        deque(rest, maxlen=0)
+        raise

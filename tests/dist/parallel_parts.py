@@ -164,9 +164,8 @@ class Rank:
 
     @property
     def states(self) -> States:
-        none = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
         names = [[s.name for s in self.unit.layout.segments]]
-        return States(self.module, self.mesh, [self.unit], self.views, self.optimizer, none, names)
+        return States(self.module, self.mesh, [self.unit], self.views, self.optimizer, names)
 
     def flat(self, state: str) -> Tensor:
         """What the flat buffer of the unit must hold of a state."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.format import files, folders
+from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.save.content import Content
@@ -209,7 +210,7 @@ def test_the_rate_is_kept(tmp_path: Path) -> None:
     fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
     with mock.patch.object(files, "time", fake), files.ChunkWriter(tmp_path / "x", rate_bytes=4 * MIB) as writer:
         for _ in range(6):
-            writer.append(torch.zeros(4 * MIB, dtype=torch.uint8))
+            writer.append(torch.zeros(4 * MIB, dtype=torch.uint8), Span(0, 4 * MIB))
     assert 4.5 <= clock[0] <= 6.5 and len(naps) >= 40 and max(naps) <= 0.11
 
 

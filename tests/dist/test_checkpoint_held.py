@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.files import ChunkWriter
 from deepspeed.checkpoint.load.reader import find_and_open, read_manifest
 from deepspeed.checkpoint.load.source import whole
@@ -270,10 +271,10 @@ def full_disk(folder: str, drive: str, background: bool) -> list[str]:  # noqa: 
     train(engine, 0)
     append, calls = ChunkWriter.append, itertools.count()
 
-    def full(self: ChunkWriter, values: Tensor) -> None:
+    def full(self: ChunkWriter, values: Tensor, span: Span) -> None:
         if next(calls) == 3:
             raise OSError(28, "No space left on device")
-        append(self, values)
+        append(self, values, span)
 
     with mock.patch.object(ChunkWriter, "append", full) if dist.get_rank() == 1 else contextlib.nullcontext():
         try:

@@ -409,14 +409,14 @@ _CHECKPOINTS = (
         "K3",
         "deepspeed/checkpoint/save/writer.py",
         "final = folders.publish(",
-        "if order.latest:\n            folders.write_latest(order.save_dir, order.tag)\n        "
+        "if order.latest:\n                folders.write_latest(order.save_dir, order.tag)\n            "
         "final = folders.publish(",
         ("tests/dist/test_checkpoint_crash.py::test_killed_at_a_turning_point_of_a_save",),
         "latest names whole checkpoints only",
     ),
     Mutant(
         "K5",
-        "deepspeed/checkpoint/rng.py",
+        "deepspeed/checkpoint/save/content.py",
         "np.random.set_state(",
         "tuple(",
         ("tests/dist/test_checkpoint_resume.py::test_every_stage_and_precision[stage 0 fp32]",),

@@ -16,7 +16,7 @@ from deepspeed.errors import CheckpointError
 
 
 def example() -> Manifest:
-    part = Box("rank_00001.bin", 64, 128, 2, 10, (0, 0xFFFFFFFF), Region((0, 1), (5, 2)))
+    part = Box("rank_00001.bin", 64, (4 << 20) + 1, 2, 10, (0, 0xFFFFFFFF), Region((0, 1), (5, 2)))
     entries = [
         Entry("master", "a.weight", torch.float32, (4, 3), (Box("rank_00000.bin", 0, 64, 0, 12, (7,)),)),
         Entry("optim.exp_avg", 'odd "name"\n/../\u00e9', torch.bfloat16, (5, 4), (part, part)),
@@ -66,6 +66,13 @@ def test_another_version_is_refused_by_its_number() -> None:
 @pytest.mark.parametrize("file", ["../x", "/etc/passwd", ".hidden", "a/b"])
 def test_a_box_outside_the_folder_is_refused(file: str) -> None:
     bad = Manifest({("master", "w"): Entry("master", "w", torch.float32, (1,), (Box(file, 0, 64, 0, 1, (0,)),))})
+    with pytest.raises(CheckpointError, match="not a manifest"):
+        parse(bad.to_bytes(crc32c))
+
+
+@pytest.mark.parametrize("box", [(64, 0, 1, ()), (64, 0, 1, (0, 0)), (-64, 0, 1, ()), (64, -1, 1, (0,))])
+def test_a_place_that_cannot_be_is_refused(box: tuple[int, int, int, tuple[int, ...]]) -> None:
+    bad = Manifest({("master", "w"): Entry("master", "w", torch.float32, (1,), (Box("a", 0, *box),))})
     with pytest.raises(CheckpointError, match="not a manifest"):
         parse(bad.to_bytes(crc32c))
 

@@ -8,9 +8,10 @@ import torch
 
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
 from deepspeed.checkpoint.format import folders
+from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter
-from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Manifest
+from deepspeed.checkpoint.format.manifest import MANIFEST, Entry, Manifest
 from deepspeed.checkpoint.format.plain import Collected
 from deepspeed.checkpoint.load.compare import in_memory
 from deepspeed.checkpoint.load.source import Source
@@ -59,13 +60,13 @@ def _write(source: Source, folder: Path, advance: Progress) -> Manifest:
     streams |= {("plain", name): in_memory(name, tensor) for name, tensor in plain.tensors.items()}
     with ChunkWriter(folder / _DATA) as writer:
         for values in streams.values():
-            writer.append(values.chunks())
+            writer.append(values.chunks(), Span(0, values.numel))
             advance(values.nbytes)
-        places = writer.close()
-    entries = {}
-    for (key, values), place in zip(streams.items(), places, strict=True):
-        box = Box(_DATA, place.offset, place.extent, 0, values.numel, tuple(place.crcs))
-        entries[key] = Entry(*key, values.dtype, values.shape, (box,))
+        boxes = writer.close()
+    entries = {
+        key: Entry(*key, values.dtype, values.shape, (box,))
+        for (key, values), box in zip(streams.items(), boxes, strict=True)
+    }
     return Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, facts)
 
 

@@ -1,9 +1,4 @@
-"""Parts of global tensors as spans of flat elements. Pure.
-
-A span holds elements [lo, hi), in row-major order, of a rectangular region of a global tensor (of the whole tensor when
-it has none). Sharded state of any layout is a set of spans: a flat cut of a parameter is a span of the whole, what ZeRO
-cuts of a tensor-parallel slice is a span of a region.
-"""
+"""Spans: flat elements, row-major, of a rectangular region of a global tensor; state of any layout is a set of them."""
 
 import bisect
 import itertools

@@ -1,22 +1,18 @@
-"""Chunk files: the bytes of a checkpoint's boxes, streamed to and from the drive, with checksums on the way.
-
-docs/checkpoint-format.md describes the files. Which tensor a box belongs to is the manifest's matter.
-"""
+"""Chunk files: the bytes of boxes, to and from the drive, with checksums; described in docs/checkpoint-format.md."""
 
 import contextlib
 import errno
 import itertools
 import os
-import stat
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import copy_with_crc32c, crc32c
 from deepspeed.checkpoint.format.manifest import ALIGN_BYTES, PIECE_BYTES, Box
 from deepspeed.errors import CheckpointError
@@ -45,53 +41,35 @@ _READING = {
 }
 
 
-@dataclass
-class Placement:
-    """Where a box went: its first byte, its bytes up to the next box, the checksum of every PIECE_BYTES of them."""
-
-    offset: int
-    extent: int = 0
-    crcs: list[int] = field(default_factory=list)
-
-
-def unwritable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file or folder that cannot be written, with advice."""
-    return _explained(f"{path} cannot be written", error, _WRITING)
-
-
-def _explained(what: str, error: OSError, advice: dict[int, str]) -> CheckpointError:
-    code = error.errno or errno.EIO
-    return CheckpointError(f"{what}: {os.strerror(code)}{f'; {advice[code]}' if code in advice else ''}")
-
-
-def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    if values.layout is not torch.strided or not values.is_contiguous() or values.is_conj() or values.is_neg():
-        shape, strides = tuple(values.shape), values.stride()
-        raise ValueError(f"chunk files take contiguous tensors, not {shape} {values.dtype} of strides {strides}")
-    return values.detach().reshape(-1).view(torch.uint8)
+@contextlib.contextmanager
+def explained(path: Path, what: str = "") -> Iterator[None]:
+    """An OSError of the body says with advice that ``path`` cannot be written, or, where ``what`` lies, not be read."""
+    try:
+        yield
+    except OSError as error:
+        code, advice = error.errno or errno.EIO, _READING if what else _WRITING
+        verb = f", where {what} lies, cannot be read" if what else " cannot be written"
+        more = f"; {advice[code]}" if code in advice else ""
+        raise CheckpointError(f"{path}{verb}: {os.strerror(code)}{more}") from error
 
 
 class ChunkWriter:
-    """A new file of boxes, written from front to back through a few staging buffers.
+    """A new file of boxes, written from front to back through a few staging buffers, by one thread at a time.
 
-    ``path`` must not exist. ``rate_bytes``: at most so many bytes a second (0: no limit); may be changed while writing.
-    ``expect_bytes``: room for so many bytes is reserved at once, which tells of a full disk early; the file may become
-    longer or shorter. One thread at a time may use it.
-
-    Every method raises CheckpointError with the path and what to do when the file cannot be written; ``abort`` is all
-    that is left then. As a context manager it closes, or aborts on an exception.
+    ``rate_bytes``: at most so many a second (0: no limit). ``expect_bytes``: room reserved at once, to hear early of a
+    full disk. Methods raise CheckpointError with advice when the file cannot be written; then only ``abort`` is left.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rate_bytes: int = 0, expect_bytes: int = 0) -> None:
         self.path = Path(path)
         self.rate_bytes = rate_bytes
         self.nbytes = 0  # written so far, padding included
-        self._boxes: list[Placement] = []
+        self._boxes: list[tuple[int, Span, list[int]]] = []  # where each begins, what it holds, its checksums
         self._buffer: torch.Tensor | None = None
         self._used = 0
         self._due = 0.0
         self._staging = Staging(_BUFFERS)
-        with self._named(), contextlib.ExitStack() as undone:
+        with explained(self.path), contextlib.ExitStack() as undone:
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
             undone.callback(self.path.unlink)
             self._file = undone.enter_context(DirectFile(self.path))
@@ -99,20 +77,20 @@ class ChunkWriter:
             self._engine: AioEngine | None = AioEngine(queue_depth=2 * _BUFFERS)
             undone.pop_all()
 
-    def append(self, values: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """A box of the bytes of ``values`` (contiguous, on the host or a device), which may also come in parts."""
+    def append(self, values: torch.Tensor | Iterable[torch.Tensor], span: Span) -> None:
+        """A box of the bytes of ``values``, on any device, which may also come in parts; ``span``: of what."""
         self._check_open()
         self._pad(ALIGN_BYTES)
-        self._boxes.append(Placement(self.nbytes))
+        self._boxes.append((self.nbytes, span, []))
         for part in [values] if isinstance(values, torch.Tensor) else values:
-            self._put(_as_bytes(part))
+            self._put(part.detach().contiguous().view(-1).view(torch.uint8))
 
-    def close(self) -> list[Placement]:
+    def close(self) -> list[Box]:
         """Pad the file to whole pages and bring it to the disk; the boxes in order. On failure the file is removed."""
         self._check_open()
         try:
             self._pad(ALIGN)
-            with self._named():
+            with explained(self.path):
                 self._send()
                 self._staging.settle()
                 with self.path.open("r+b") as file:  # fsync covers the file, whoever wrote it
@@ -122,7 +100,11 @@ class ChunkWriter:
             self.abort()
             raise
         self._release()
-        return self._boxes
+        ends = [*(start for start, _, _ in self._boxes[1:]), self.nbytes]
+        return [
+            Box(self.path.name, start, end - start, lo, hi, tuple(crcs), region)
+            for (start, (lo, hi, region), crcs), end in zip(self._boxes, ends, strict=False)
+        ]
 
     def abort(self) -> None:
         """Remove the file, when what is under way has ended; does nothing after :meth:`close` or twice."""
@@ -150,23 +132,21 @@ class ChunkWriter:
 
     def _put(self, data: torch.Tensor) -> None:
         """Into the staging buffers, and into the checksums of the last box."""
-        at, box = 0, self._boxes[-1]
+        at, (start, _, crcs) = 0, self._boxes[-1]
         while at < data.numel():
             if self._buffer is None:
-                with self._named():
+                with explained(self.path):
                     self._buffer = self._staging.take(_BUFFER_BYTES)
                 self._used = 0
-            inside = box.extent % PIECE_BYTES  # of the piece that is not complete yet
+            inside = (self.nbytes - start) % PIECE_BYTES  # of the piece that is not complete yet
             size = min(data.numel() - at, _BUFFER_BYTES - self._used, PIECE_BYTES - inside)
             target, source = self._buffer[self._used : self._used + size], data[at : at + size]
-            crc = box.crcs.pop() if inside else 0
+            crc = crcs.pop() if inside else 0
             on_host = source.device.type == "cpu"
-            crc = copy_with_crc32c(target, source, crc) if on_host else crc32c(target.copy_(source), crc)
-            box.crcs.append(crc)
-            box.extent += size
+            crcs.append(copy_with_crc32c(target, source, crc) if on_host else crc32c(target.copy_(source), crc))
             at, self._used, self.nbytes = at + size, self._used + size, self.nbytes + size
             if self._used == _BUFFER_BYTES:
-                with self._named():
+                with explained(self.path):
                     self._send()
 
     def _send(self) -> None:
@@ -186,13 +166,6 @@ class ChunkWriter:
         finally:
             self._staging.give(buffer, after=transfer)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise unwritable(self.path, error) from error
-
     def __enter__(self) -> "ChunkWriter":
         return self
 
@@ -205,7 +178,7 @@ class ChunkWriter:
 
 
 class Wanted(NamedTuple):
-    """Bytes of a box from ``lo`` on, for ``out`` (uint8, contiguous, on any device); ``what`` names them in errors."""
+    """Bytes of a box from ``lo`` on, for ``out`` (flat uint8, on any device); ``what`` names them in errors."""
 
     box: Box
     lo: int
@@ -223,26 +196,25 @@ class _Piece(NamedTuple):
 
 
 class ChunkReader:
-    """Reads parts of boxes from the chunk files of a folder, whole pieces at a time, and lets no byte out unchecked.
-
-    One thread at a time may use it.
-    """
+    """Reads parts of boxes, whole pieces at a time, and lets no byte out unchecked; for one thread at a time."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._open: OrderedDict[str, int] = OrderedDict()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def read_many(self, wanted: Iterable[tuple[Box, int, torch.Tensor, str]]) -> None:
-        """Fill many tensors, in the order of the files. Each is (box, first byte, uint8 tensor, name for errors).
+    def read_many(self, wanted: Iterable[Wanted]) -> None:
+        """Fill many tensors, in the order of the files, with bytes that were checked.
 
-        Raises CheckpointError that names file, offset and ``what`` when a file is missing, cut, unreadable or damaged;
-        tensors may be filled in part then, but only with bytes that were checked. Raises ValueError for a tensor that
-        cannot be filled.
+        Raises CheckpointError that names file, offset and ``what`` when a file is missing, cut, unreadable or damaged.
         """
         readers: dict[_Piece, list[Wanted]] = {}  # parts of one piece may go to several tensors
-        for each in itertools.starmap(Wanted, wanted):
-            for piece in self._pieces(each):
+        for each in wanted:
+            box, lo, out, _ = each
+            hi = lo + out.numel()
+            for index in range(lo // PIECE_BYTES, -(-hi // PIECE_BYTES) if lo < hi else 0):
+                start, end = index * PIECE_BYTES, min((index + 1) * PIECE_BYTES, box.extent)
+                piece = _Piece(box.file, box.offset + start, box.offset + end, box.crcs[index])
                 readers.setdefault(piece, []).append(each)
         ahead = iter(pieces := sorted(readers))
         if pieces and not self._buffer.numel():
@@ -256,30 +228,13 @@ class ChunkReader:
             for box, lo, out, _ in readers[piece]:
                 begin, end = max(lo, piece.start - box.offset), min(lo + out.numel(), piece.end - box.offset)
                 at = box.offset - piece.start
-                out.view(-1)[begin - lo : end - lo].copy_(values[begin + at : end + at])
+                out[begin - lo : end - lo].copy_(values[begin + at : end + at])
 
     def close(self) -> None:
         """Close the files; may be called again."""
         while self._open:
             os.close(self._open.popitem()[1])
         self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def _pieces(self, wanted: Wanted) -> Iterator[_Piece]:
-        box, lo, out, what = wanted
-        hi = lo + out.numel()
-        if out.dtype is not torch.uint8 or not out.is_contiguous():
-            raise ValueError(f"{what}: bytes go to contiguous uint8 tensors, not {tuple(out.shape)} {out.dtype}")
-        if os.path.basename(box.file) != box.file or box.offset < 0 or len(box.crcs) != -(-box.extent // PIECE_BYTES):
-            raise CheckpointError(
-                f"{what}: the manifest in {self.folder} gives it an impossible place ({box.file!r} at {box.offset})"
-            )
-        if not 0 <= lo <= hi <= box.extent:
-            raise CheckpointError(
-                f"{what}: bytes {lo} to {hi} are not in its box of {box.extent} bytes in {self.folder / box.file}"
-            )
-        for index in range(lo // PIECE_BYTES, -(-hi // PIECE_BYTES) if lo < hi else 0):
-            start, end = index * PIECE_BYTES, min((index + 1) * PIECE_BYTES, box.extent)
-            yield _Piece(box.file, box.offset + start, box.offset + end, box.crcs[index])
 
     def _load(self, piece: _Piece, what: str) -> torch.Tensor:
         """The bytes of ``piece``, checked; valid until the next call."""
@@ -288,7 +243,7 @@ class ChunkReader:
         array: Any = values.numpy()
         memory, at, again = memoryview(array), 0, "fetch it again from where the checkpoint was saved"
         while at < len(memory):
-            with self._named(path, what):
+            with explained(path, what):
                 count = os.preadv(fd, [memory[at:]], start + at)
             if not count:
                 raise CheckpointError(
@@ -307,18 +262,9 @@ class ChunkReader:
         """A descriptor of the file, of which a few stay open."""
         fd, path = self._open.pop(name, None), self.folder / name
         if fd is None:
-            with self._named(path, what):  # opening a pipe would wait for somebody who writes
+            with explained(path, what):  # opening a pipe would wait for somebody who writes
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._open[name] = fd
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path} is not a regular file; fetch it again from where the checkpoint was saved")
         if len(self._open) > _OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
         return fd
-
-    @contextlib.contextmanager
-    def _named(self, path: Path, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise _explained(f"{path}, where {what} lies, cannot be read", error, _READING) from error

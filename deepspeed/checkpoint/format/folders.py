@@ -1,8 +1,7 @@
 """Where checkpoints lie: tags, the one that ``latest`` names, and how a new one takes its place in one step.
 
-A save fills ``.TAG.saving-HOST-PID-BORN-NONCE`` beside the final folder and renames it when every byte is on the disk,
-so a folder with a manifest is complete. What is to be removed becomes ``.TAG.removed-NONCE`` first. What a dead process
-has left behind is ignored by readers and removed by the next save. Small files are replaced in the same way.
+A save fills ``.TAG.saving-HOST-PID-BORN-NONCE`` and renames it when every byte is on the disk: a folder with a manifest
+is complete. What goes is ``.TAG.removed-NONCE`` first. What a dead process has left is removed by the next save.
 """
 
 import contextlib
@@ -62,13 +61,13 @@ def begin(save_dir: Path, tag: str) -> Path:
 
 def publish(folder: Path, tag: str) -> Path:
     """Make the finished ``folder`` the checkpoint ``tag``; one of that name is replaced. The final path."""
-    final, old = folder.parent / tag, folder.with_name(f".{tag}.replaced-{_nonce()}")
-    sync_folder(folder)
+    final, old = folder.parent / tag, folder.with_name(f".{tag}.replaced-{uuid.uuid4().hex[:12]}")
+    sync(folder)
     if os.path.lexists(final) and _swap(folder, final):
         old = folder
     else:
         _rename_twice(folder, final, old)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     if os.path.lexists(old):
         discard(old)
     return final
@@ -77,7 +76,7 @@ def publish(folder: Path, tag: str) -> Path:
 def _swap(a: Path, b: Path) -> bool:
     """Exchange two names in one step; False where the kernel or the filesystem cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
+    if call is None:  # an older C library
         return False
     if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) == 0:
         return True
@@ -109,7 +108,7 @@ def discard(path: Path) -> bool:
     match = _HIDDEN.fullmatch(path.name)
     with contextlib.suppress(OSError):
         if match is None or match["what"] == "replaced":
-            gone = path.with_name(f".{path.name.strip('.')[:99]}.removed-{_nonce()}")
+            gone = path.with_name(f".{path.name.strip('.')[:99]}.removed-{uuid.uuid4().hex[:12]}")
             os.rename(path, gone)
             path = gone
         if path.is_dir() and not path.is_symlink():
@@ -123,9 +122,10 @@ def discard(path: Path) -> bool:
 def repair(save_dir: Path) -> None:
     """Give a checkpoint its name back whose replacement died between two renames."""
     for path, match in _hidden(save_dir):
-        if match["what"] == "replaced" and is_any(path) and not (save_dir / match["tag"]).exists():
+        final = save_dir / match["tag"]
+        if match["what"] == "replaced" and is_any(path) and not final.exists():
             with contextlib.suppress(OSError):
-                os.rename(path, save_dir / match["tag"])
+                os.rename(path, final)
 
 
 def unfinished(save_dir: Path) -> list[Path]:
@@ -161,19 +161,12 @@ def _hidden(save_dir: Path) -> list[tuple[Path, re.Match[str]]]:
 def _hidden_name(path: Path) -> Path:
     """A temporary name that tells whose it is, and is never the same twice."""
     pid = os.getpid()
-    return path.with_name(f".{path.name}.saving-{_host()}-{pid}-{_began(pid)}-{_nonce()}")
-
-
-def _nonce() -> str:
-    return uuid.uuid4().hex[:12]
+    return path.with_name(f".{path.name}.saving-{_host()}-{pid}-{_began(pid)}-{uuid.uuid4().hex[:12]}")
 
 
 @contextlib.contextmanager
 def temporary_for(path: Path) -> Iterator[Path]:
-    """A hidden name beside ``path`` for what is renamed when it is complete; what has it at the end is removed.
-
-    So is, before, what dead processes of this host have left of ``path``.
-    """
+    """A hidden name beside ``path``, removed at the end if it exists; what dead processes have left goes before."""
     for left in left_behind(path.parent):
         if left.name.startswith(f".{path.name}.saving-"):
             discard(left)
@@ -197,21 +190,27 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())
 
 
+@contextlib.contextmanager
+def finished(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes ``path`` when the body ends well and its bytes are on the disk."""
+    with temporary_for(path) as partial:
+        yield partial
+        sync(partial)
+        os.replace(partial, path)
+    sync(path.parent)
+
+
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replace ``path`` by a file with ``content`` that is on the disk when this returns."""
-    with temporary_for(path) as temporary:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with finished(path) as partial:
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(fd, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -250,9 +249,9 @@ def _saved_at(folder: Path) -> int:
 
 
 def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
-    """The folder to load: ``tag``, else what ``latest`` names, else (there is no such file) the newest complete one.
+    """The folder to load: ``tag``, else what ``latest`` names, without that file the newest complete one or None.
 
-    None when there is no checkpoint either. Raises CheckpointError when what is named is not there or unfinished.
+    Raises CheckpointError when what is named is not there or unfinished.
     """
     repair(load_dir)
     waiting = unfinished(load_dir)

@@ -1,8 +1,4 @@
-"""``manifest.json``: what a checkpoint holds and where its bytes lie. Pure; specified in docs/checkpoint-format.md.
-
-The first line has the format's name, its version and the crc32c of every byte after that line, so that no byte of the
-file can change unnoticed. Tensors are identified by (state, name).
-"""
+"""``manifest.json``: what a checkpoint holds and where; pure, specified in docs/checkpoint-format.md."""
 
 import json
 from collections.abc import Callable
@@ -143,7 +139,10 @@ def _box(file: str, offset: int, extent: int, lo: int, hi: int, crcs: str, start
     region = None if start is None else Region(_sizes(start), _sizes(shape))
     for number in (offset, extent, lo, hi):
         _sizes([number])
-    return Box(_file(file), offset, extent, lo, hi, tuple(int(c, 16) for c in crcs.split()), region)
+    sums = tuple(int(c, 16) for c in crcs.split())
+    if len(sums) != -(-extent // PIECE_BYTES):
+        raise ValueError(f"{len(sums)} checksums for {extent} bytes")
+    return Box(_file(file), offset, extent, lo, hi, sums, region)
 
 
 def _file(name: Any) -> str:

@@ -1,8 +1,6 @@
 """Plain Python state as JSON and tensors, exactly and without pickle. Specified in docs/checkpoint-format.md.
 
-None, bool, int, float, str, lists and str-keyed dicts stay readable JSON. Everything else is ``{"$": tag, ...}``; a
-dict that has the key ``$`` itself is written as pairs. Types are compared exactly: a subclass may carry what JSON would
-lose, so it is refused.
+What is not readable JSON is ``{"$": tag, ...}``. Types are compared exactly: a subclass may carry what that would lose.
 """
 
 import base64
@@ -13,9 +11,9 @@ import re
 import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,39 +53,29 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": Order
 _CONTAINERS = (list, Namespace, *_SERIES.values(), *_MAPPINGS.values())
 
 
-class Encoded(NamedTuple):
-    """``json``: what ``json.dumps`` takes. ``tensors``: on the host, contiguous; may share memory with the state.
+def encode(value: Any, *, name: str, allow_rest: bool = False) -> "Encoded":
+    """``value`` as JSON and tensors named ``name/key/index``.
 
-    ``rest``: what cannot be stored, by the path that marks it in ``json``.
+    Raises PlainStateError with the places for cycles, deep nesting and, unless ``allow_rest``, what is no plain state.
     """
-
-    json: Any
-    tensors: dict[str, torch.Tensor]
-    rest: dict[str, Any]
-
-
-def encode(value: Any, *, name: str, allow_rest: bool = False) -> Encoded:
-    """``value`` as JSON and tensors; tensors are named ``name/key/index``.
-
-    Raises PlainStateError for cycles and too deep nesting, and, unless ``allow_rest``, for what is no plain state, with
-    a list of the places.
-    """
-    encoder = _Encoder()
-    encoded = Encoded(encoder.value(value, name), encoder.tensors, encoder.rest)
+    encoded = Encoded(value, name)
     if encoded.rest and not allow_rest:
-        kinds = [(path, type(item), item) for path, item in list(encoded.rest.items())[:LISTED]]
-        listed = [
-            f"  {path}: {kind.__module__}.{kind.__qualname__}{f' {item.dtype}' if kind is np.ndarray else ''}"
-            for path, kind, item in kinds
+        lines = [
+            f"{path}: {type(v).__module__}.{type(v).__qualname__}{f' {v.dtype}' if isinstance(v, np.ndarray) else ''}"
+            for path, v in encoded.rest.items()
         ]
-        more = [f"  and {len(encoded.rest) - LISTED} more"] if len(encoded.rest) > LISTED else []
         raise PlainStateError(
-            f"{len(encoded.rest)} object(s) in the state to save cannot be stored without pickle:\n"
-            + "\n".join([*listed, *more])
-            + "\nStore plain values instead (numbers, str, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, "
+            f"{len(lines)} object(s) in the state to save cannot be stored without pickle:{_listed(lines)}\n"
+            "Store plain values instead (numbers, str, bytes, lists, tuples, sets, dicts, tensors, numpy arrays, "
             f'dates, Namespace, Path; for example obj.state_dict()), or set "{OPT_IN}" in the configuration.'
         )
     return encoded
+
+
+def _listed(lines: Sequence[str]) -> str:
+    """Below each other, but not all of very many."""
+    more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+    return "".join(f"\n  {line}" for line in [*lines[:LISTED], *more])
 
 
 class Collected:
@@ -104,9 +92,9 @@ class Collected:
 
 
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
-    """What ``encode`` was given, types included. ``tensor``: returns an entry of ``tensors`` by name.
+    """What ``encode`` was given, types included. ``tensor``: gives one by name; ``pickled``: the ``rest``.
 
-    ``pickled``: the ``rest``. Raises CheckpointError when one of it is missing, or for malformed JSON.
+    Raises CheckpointError when one of these is missing, or for malformed JSON.
     """
     decoder = _Decoder(tensor, pickled or {})
     try:
@@ -118,10 +106,10 @@ def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"stored state is malformed: {type(error).__name__}: {error}") from error
     if decoder.missing:
-        listed = "\n".join(f"  {path}" for path in sorted(decoder.missing)[:LISTED])
         raise CheckpointError(
-            f"{len(decoder.missing)} object(s) of this checkpoint were stored with pickle and are not loaded:\n"
-            f'{listed}\nIf you trust whoever wrote the checkpoint, set "{OPT_IN}" in the configuration.'
+            f"{len(decoder.missing)} object(s) of this checkpoint were stored with pickle and are not loaded:"
+            f"{_listed(sorted(decoder.missing))}\nIf you trust whoever wrote the checkpoint, set "
+            f'"{OPT_IN}" in the configuration.'
         )
     return value
 
@@ -147,15 +135,19 @@ def _unused(name: str, used: Mapping[str, Any]) -> str:
     return free
 
 
-class _Encoder:
-    """One walk over a value. ``rest``: what cannot be encoded, by path."""
+class Encoded:
+    """A value as ``json``, which ``json.dumps`` takes, and ``tensors``: on the host, contiguous; may share its memory.
 
-    def __init__(self) -> None:
+    ``rest``: what cannot be stored, by the path that marks it in ``json``.
+    """
+
+    def __init__(self, value: Any, name: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.rest: dict[str, Any] = {}
         self._known: dict[tuple[Any, ...], str] = {}
+        self.json = self._value(value, name)
 
-    def value(self, value: Any, path: str, depth: int = 0) -> Any:
+    def _value(self, value: Any, path: str, depth: int = 0) -> Any:
         kind = type(value)
         if value is None or kind is bool or kind is str and not _surrogates(value):
             return value
@@ -177,7 +169,7 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {TAG: "float", "bits": struct.pack(">d", value).hex()}
         if kind is complex:
-            return {TAG: "complex", "value": [self.value(part, path) for part in (value.real, value.imag)]}
+            return {TAG: "complex", "value": [self._value(part, path) for part in (value.real, value.imag)]}
         if kind in (bytes, bytearray):
             return {TAG: kind.__name__, **self._raw(value, path)}
         if kind is torch.Size:
@@ -193,7 +185,7 @@ class _Encoder:
             return self._mapping(value, path, depth)
         if isinstance(value, Namespace):
             return {TAG: "Namespace", "value": self._mapping(vars(value), path, depth)}
-        items = [self.value(item, f"{path}/{i}", depth) for i, item in enumerate(value)]
+        items = [self._value(item, f"{path}/{i}", depth) for i, item in enumerate(value)]
         if type(value) is list:
             return items
         if isinstance(value, (set, frozenset)):
@@ -203,14 +195,14 @@ class _Encoder:
 
     def _mapping(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         names = [_key_name(key, i) for i, key in enumerate(value)]
-        items = [self.value(item, f"{path}/{name}", depth) for name, item in zip(names, value.values(), strict=True)]
+        items = [self._value(item, f"{path}/{name}", depth) for name, item in zip(names, value.values(), strict=True)]
         if type(value) is dict and all(type(key) is str and key != TAG and not _surrogates(key) for key in value):
             return dict(zip(value, items, strict=True))
-        keys = [self.value(key, f"{path}/key {i}", depth) for i, key in enumerate(value)]
+        keys = [self._value(key, f"{path}/key {i}", depth) for i, key in enumerate(value)]
         pairs = [list(pair) for pair in zip(keys, items, strict=True)]
         # Module.state_dict() returns an OrderedDict with an attribute, and load_state_dict() reads it.
         attributes = dict(getattr(value, "__dict__", {}))
-        extra = {"attributes": self.value(attributes, f"{path}/attributes", depth)} if attributes else {}
+        extra = {"attributes": self._value(attributes, f"{path}/attributes", depth)} if attributes else {}
         return {TAG: type(value).__name__, "items": pairs, **extra}
 
     def _left_out(self, value: Any, path: str) -> Any:
@@ -241,10 +233,8 @@ class _Encoder:
         if type(value) not in (np.ndarray, value.dtype.type) or value.dtype.kind not in NUMPY_KINDS:
             return self._left_out(value, path)
         shape = {"shape": list(value.shape)} if isinstance(value, np.ndarray) else {}
-        if not shape and not value.dtype.itemsize:  # of text; numpy has no such dtype but in values
-            return {TAG: "numpy.str", "value": ""} if value.dtype.kind == "U" else {TAG: "numpy.bytes", "base64": ""}
         tag = "numpy.ndarray" if shape else "numpy.scalar"
-        return {TAG: tag, "dtype": value.dtype.str, **shape, **self._raw(value.tobytes(), path)}
+        return {TAG: tag, "dtype": value.dtype.str, **shape, **self._raw(value.tobytes()[: value.nbytes], path)}
 
 
 class _Decoder:

@@ -22,9 +22,7 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor. ``verdict``: "equal", "fits" (the same shape, values not compared), "different", "missing" (only in
-    the first) or "extra" (only in the second).
-    """
+    """``verdict``: "equal", "fits" (values not compared), "different", "missing" (only in the first) or "extra"."""
 
     name: str
     verdict: str

@@ -1,7 +1,4 @@
-"""What a checkpoint has for an engine: names, shapes and slots of both sides, before a byte of the engine has changed.
-
-Complete or refused: a missing, extra or mis-shaped tensor is an error that lists names.
-"""
+"""What a checkpoint has for an engine: names, shapes and slots of both sides; all of it, or an error with names."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -33,8 +30,7 @@ _SLOTS = {
 class Comparison:
     """What a checkpoint has for an engine: keys by parameter or buffer, those of slots by parameter and slot.
 
-    ``opaque``: slots of which only the same layout takes the state; ``parts``: those of which only the same part of a
-    parameter does, by parameter.
+    ``opaque``: slots that only the same layout takes; ``parts``, by parameter: what only the same part of it takes.
     """
 
     keys: dict[str, Key] = field(default_factory=dict)
@@ -58,8 +54,7 @@ def paired(
 ) -> tuple[dict[str, Key | None], list[str]]:
     """Where each weight and buffer is, and the names of those in ``entries`` that are none of them.
 
-    ``aliases`` and ``stored``: further names of tied weights in the model and in the checkpoint. ``prefer``: the state
-    for buffers, rather than that for all ranks (of ``buffer_state``).
+    ``aliases``, ``stored``: names of tied weights in the model and there. ``prefer``: the first state for buffers.
     """
     keys: dict[str, Key | None] = {}
     for name in weights:

@@ -1,7 +1,4 @@
-"""Opening a checkpoint folder, whoever wrote it, and reading this package's own format without a process group.
-
-Any range of any tensor can be read; its checksums are verified.
-"""
+"""Opening a checkpoint folder, whoever wrote it; reading any range of this package's own, with checksums verified."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -16,7 +13,7 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.boxes import Region, Span, runs
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkReader, Wanted
-from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
+from deepspeed.checkpoint.format.manifest import MANIFEST, Key, Manifest
 from deepspeed.checkpoint.format.plain import decode
 from deepspeed.checkpoint.load.source import Described, Source, Wish, outside, whole
 from deepspeed.checkpoint.save.collect import unpack_scalar
@@ -24,10 +21,7 @@ from deepspeed.errors import CheckpointError
 
 
 def open_checkpoint(folder: Path, *, rank: int = 0, allow_pickle: bool = False) -> Source:
-    """The checkpoint in ``folder`` (a tag's folder). Raises CheckpointError when it is none, incomplete or damaged.
-
-    ``rank``, ``allow_pickle``: as of ``OwnSource``.
-    """
+    """The one in a tag's folder, as of ``OwnSource``. Raises CheckpointError when it is none, incomplete or damaged."""
     if folders.is_complete(folder):
         return OwnSource(folder, rank=rank, allow_pickle=allow_pickle)
     if folders.is_any(folder):
@@ -64,10 +58,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class OwnSource:
-    """A checkpoint of this package. ``rank``: whose client state ``facts`` shows, where ranks saved different ones.
-
-    ``allow_pickle``: load what the saver chose to pickle; else needing it is an error.
-    """
+    """A checkpoint of this package, as ``rank`` sees it; needing pickle is an error unless ``allow_pickle``."""
 
     kind = "deepspeed-checkpoint"
 
@@ -75,7 +66,6 @@ class OwnSource:
         self.path = folder
         self.manifest = read_manifest(folder)
         self._rank, self._allow_pickle = rank, allow_pickle
-        self._of_ranks: dict[tuple[int, str], Any] = {}
         self._check_files()
         self._reader = ChunkReader(folder)
 
@@ -119,16 +109,23 @@ class OwnSource:
                     f"{path} {f'has {size} bytes, not {nbytes}' if size >= 0 else 'is missing'}; it holds "
                     f"{', '.join(inside[:4])} ({len(inside)} tensors); fetch it again, or use another checkpoint"
                 )
+        place = self.path / MANIFEST
+        for entry, box in ((e, box) for e in self.manifest.entries.values() for box in e.boxes):
+            end, nbytes = self.manifest.files.get(box.file, -1), (box.hi - box.lo) * entry.dtype.itemsize
+            if box.offset + box.extent > end or not 0 <= nbytes <= box.extent:
+                raise CheckpointError(f"{place} places {entry.state} of {entry.name} outside of {box.file}")
+            values = torch.empty(box.hi - box.lo, dtype=entry.dtype, device="meta")
+            wrong = box.region and outside(Wish(entry.key, values, box.lo, box.region), entry.dtype, entry.shape)
+            if wrong:
+                raise CheckpointError(f"{place} has a part outside of its tensor: {wrong}")
         for entry in self.manifest.entries.values():
-            for box in entry.boxes:
-                _check_box(entry, box, self.manifest.files, self.path)
             for gap in entry.faults():
                 what = f"{'several places' if gap.times else 'no bytes'} for elements {gap.lo} to {gap.hi}"
-                raise CheckpointError(f"{self.path / MANIFEST} has {what} of {entry.state} of {entry.name}")
+                raise CheckpointError(f"{place} has {what} of {entry.state} of {entry.name}")
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Decoded; see ``Source``. Raises CheckpointError when they are not what this release writes."""
+        """Decoded, of the ranks the first's and this one's. Raises CheckpointError for what no release writes."""
         raw = self.manifest.facts
         try:
             ranks = raw.get("ranks") or []
@@ -136,31 +133,22 @@ class OwnSource:
             client = mine if "client_state" in mine or not ranks else ranks[0]
             known = client.get("pickled")
             pickled = load_pickled(self.path, known, allow=self._allow_pickle) if known else None
-            facts = {
+            return {
                 **{k: raw.get(k) for k in ("saved", "engine", "config", "world", "lr_scheduler_type")},
                 "shared": raw.get("shared") or {},
                 "optimizer": self._optimizer(raw.get("optimizer")),
                 **{name: self._plain(raw.get(name)) for name in ("lr_scheduler", "loss_scaler", "extra_state")},
                 "client_state": self._plain(client.get("client_state"), pickled) or {},
-                "ranks": ranks,
+                "ranks": {
+                    rank: {name: self._plain(ranks[rank].get(name)) for name in ("rng", "data", "odd")}
+                    for rank in {0, self._rank} & set(range(len(ranks)))
+                },
             }
-            # Read now: what is damaged here must be refused before anything has changed, while ranks compare errors.
-            for rank in {0, self._rank}:
-                for name in ("rng", "data", "odd"):
-                    self.rank_fact(rank, name)
-            return facts
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             what = f"has facts this release does not understand: {type(error).__name__}: {error}"
             raise CheckpointError(f"{self.path / MANIFEST} {what}") from error
-
-    def rank_fact(self, rank: int, name: str) -> Any:
-        """What one rank saved under ``name`` ("rng", "data"), decoded; None when there is none."""
-        if (rank, name) not in self._of_ranks:
-            ranks = self.manifest.facts.get("ranks") or []
-            self._of_ranks[rank, name] = self._plain(ranks[rank].get(name)) if rank < len(ranks) else None
-        return self._of_ranks[rank, name]
 
     def _optimizer(self, raw: dict[str, Any] | None) -> dict[str, Any]:
         if raw is None:
@@ -178,12 +166,3 @@ class OwnSource:
 
     def close(self) -> None:
         self._reader.close()
-
-
-def _check_box(entry: Entry, box: Box, files: dict[str, int], folder: Path) -> None:
-    nbytes = (box.hi - box.lo) * entry.dtype.itemsize
-    if box.file not in files or box.offset + box.extent > files[box.file] or nbytes > box.extent or box.lo > box.hi:
-        raise CheckpointError(f"{folder / MANIFEST} places {entry.state} of {entry.name} outside of {box.file}")
-    values = torch.empty(box.hi - box.lo, dtype=entry.dtype, device="meta")
-    if wrong := box.region and outside(Wish(entry.key, values, box.lo, box.region), entry.dtype, entry.shape):
-        raise CheckpointError(f"{folder / MANIFEST} has a part outside of its tensor: {wrong}")

@@ -1,5 +1,6 @@
 """From a checkpoint into an engine: every rank reads what its own ranges overlap with; one that fails tells all."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -12,7 +13,7 @@ from deepspeed.checkpoint.foreign.legacy import ReferenceSource
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.boxes import Region
 from deepspeed.checkpoint.load.match import WEIGHTS, Comparison, check_optimizer, compare, verdict
-from deepspeed.checkpoint.load.reader import OwnSource, open_checkpoint
+from deepspeed.checkpoint.load.reader import open_checkpoint
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill, whole
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.client_files import names_and_shapes
@@ -103,14 +104,7 @@ def client_state(source: Source) -> dict[str, Any]:
 
 def of_rank(source: Source, rank: int, name: str) -> Any:
     """What one rank saved under ``name``; None when there is none."""
-    return source.rank_fact(rank, name) if isinstance(source, OwnSource) else None
-
-
-def data_position(source: Source, mesh: Mesh) -> Any:
-    """This rank's position in the data; the first rank's after a change of their number."""
-    world = source.facts.get("world") or {}
-    same = int(world.get("size", 0)) == mesh.job.size and int(world.get("data", mesh.job.size)) == mesh.data.size
-    return of_rank(source, mesh.job.index if same else 0, "data")
+    return (source.facts.get("ranks") or {}).get(rank, {}).get(name)
 
 
 def state_dict(source: Source) -> dict[str, torch.Tensor]:
@@ -181,7 +175,8 @@ def _fill_optimizer(
             optimizer.state.pop(view.param, None)
         if not fresh and not scalars:
             continue
-        with torch.no_grad(), states.attached(view, write=True):
+        attached = contextlib.nullcontext() if states.tiles is None else states.tiles.attached(view, write=True)
+        with torch.no_grad(), attached:
             state = optimizer.state.get(view.param, {})
             _fill_view(view, state, fresh, source, scalars)
             optimizer.state[view.param] = state
@@ -282,10 +277,7 @@ def _fill_view(
 
 # -- an open accumulation window ----------------------------------------------------------------------------------
 def fill_gradients(states: States, source: Source, gradients: Gradients, *, factor: float) -> None:
-    """Reduced gradients, and the sums of other ranks dealt out to those there are now.
-
-    ``factor`` is what a saved gradient must be multiplied by: the mean over another number of ranks.
-    """
+    """Reduced gradients, and sums of ranks dealt out anew, times ``factor``: the mean over another number of ranks."""
     parts: dict[str, list[Key]] = {}
     for state, name in source.entries:
         if state.startswith("grad_partial@"):

@@ -1,8 +1,7 @@
 """Small files for programs that look into a checkpoint folder by the names DeepSpeed uses. Nothing here reads them.
 
-They hold plain values and, where it is small, the client state: ``torch.load(..., weights_only=True)`` opens them, so
-what that refuses (paths, dates, namespaces) is not in them, and everything round it is. Neither are the weights: the
-recovery script, ``ds_checkpoint export`` and ``deepspeed.utils.zero_to_fp32`` get those out.
+They hold plain values and, where it is small, the client state, as far as ``torch.load(..., weights_only=True)`` opens
+it, but no weights: the recovery script, ``ds_checkpoint export`` and ``deepspeed.utils.zero_to_fp32`` get those out.
 """
 
 import contextlib

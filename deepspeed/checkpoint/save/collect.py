@@ -1,14 +1,9 @@
-"""What one rank writes of an engine's state: parts of global tensors under their own names, each written by one rank.
-
-Nothing here depends on the optimizer's class: every tensor slot it keeps is saved by its own name.
-"""
+"""What one rank writes of an engine's state: parts of global tensors by name, and any slot an optimizer keeps."""
 
 import base64
 import bisect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -68,17 +63,13 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class States:
-    """The state of one engine, wherever it rests. ``attached(view)`` brings a view's optimizer state into memory.
-
-    ``groups``: names of the parameters of every optimizer group, in the user's order. ``tiles``: what is on a drive.
-    """
+    """The state of one engine. ``groups``: names of parameters in the user's order; ``tiles``: what is on a drive."""
 
     module: nn.Module
     mesh: Mesh
     units: list[Unit]
     views: list[OptimView]
     optimizer: torch.optim.Optimizer | None
-    attached: Callable[..., AbstractContextManager[None]]
     groups: list[list[str]]
     tiles: OptimTiles | None = None
 
@@ -95,13 +86,6 @@ class States:
                     yield name, value, Elements.of(value, store, places[name])
                 else:
                     yield name, value, Elements(value.detach())
-
-    @cached_property
-    def views_of(self) -> dict[Unit, list[OptimView]]:
-        views: dict[Unit, list[OptimView]] = {unit: [] for unit in self.units}
-        for view in self.views:
-            views[view.unit].append(view)
-        return views
 
 
 def region_of(segment: Segment) -> Region | None:
@@ -160,6 +144,9 @@ def range_parts(unit: Unit, kind: StateKind, state: str, ours: Iterable[Owned]) 
 
 def weight_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
     """Weights and optimizer slots of every unit, but for the parameters ``without``."""
+    views: dict[Unit, list[OptimView]] = {}
+    for view in states.views:
+        views.setdefault(view.unit, []).append(view)
     for unit in states.units:
         kind, state = weights_of(unit)
         ours = [o for o in owned(unit, kind) if o[0].name not in without]
@@ -169,7 +156,7 @@ def weight_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
             for segment in unit.layout.segments:
                 if not prod(shape_of(segment)) and segment.name not in without:
                     yield TensorPart(state, segment.name, shape_of(segment), 0, nothing, region_of(segment))
-        for view in states.views_of[unit] if kind is StateKind.OPTIM else ():
+        for view in views.get(unit, ()) if kind is StateKind.OPTIM else ():
             first = bisect.bisect_right(ours, view.start, key=lambda o: o[2])  # a unit may have a thousand of both
             last = bisect.bisect_left(ours, view.stop, key=lambda o: o[1])
             yield from _slot_parts(states, view, ours[first:last])
@@ -265,9 +252,7 @@ def unpack_scalar(packed: Any) -> Any:
 
 
 def gradient_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
-    """Gradients of an accumulation window that is open: reduced ones, then this rank's sums that are not reduced yet,
-    by its number among the ranks that will reduce them.
-    """
+    """Of an open window: reduced gradients, then this rank's sums, by its number among those to reduce them."""
     for unit in (u for u in states.units if u.grad_filled):
         ours = (o for o in owned(unit, StateKind.GRAD) if o[0].name not in without)
         yield from range_parts(unit, StateKind.GRAD, "grad", ours)

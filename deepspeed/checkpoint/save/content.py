@@ -1,25 +1,27 @@
 """Everything one rank puts into a checkpoint: tensors as parts, the rest as JSON.
 
-Nothing of a drive is copied to be saved: whoever wants to write over it waits until it has been read (``Stored.hold``).
-As a save reads in the order of the next update, and has the next forward and backward for that, nobody waits as a rule.
+Nothing of a drive is copied: whoever wants to write over it waits until it has been read (``Stored.hold``), in the
+order of the next update, so that nobody waits as a rule.
 """
 
 import functools
 import itertools
 import json
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed.checkpoint.agree import first_to_name, together
 from deepspeed.checkpoint.format.checksum import crc32c
-from deepspeed.checkpoint.format.plain import Collected, Encoded, encode
-from deepspeed.checkpoint.rng import capture_rng
+from deepspeed.checkpoint.format.plain import Collected, encode
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.collect import Elements, States, TensorPart
+from deepspeed.device import get_accelerator
 from deepspeed.tier.aligned import ALIGN, aligned_empty
 from deepspeed.tier.drive import Held
 from deepspeed.version import __version__
@@ -28,10 +30,9 @@ from deepspeed.zero.client.gathered import persistent_buffers
 
 @dataclass
 class Content:
-    """What one rank saves. Parts of memory are given as they are: copy them before training.
+    """What one rank saves. Parts of memory, which ``collect`` makes, are as they are: copy them before training.
 
     ``facts``: this rank's, ``common``: the first rank's for all. ``pickled``: client state to be pickled, by path.
-    ``collect``: makes the parts; an error of that is for the save to tell to all.
     """
 
     collect: Callable[[], Iterable[TensorPart]] = tuple
@@ -58,7 +59,7 @@ class Content:
         self.parts = [part for part in self.parts if part.elements.store is not None]
 
     def hold(self, hurry: Callable[[], None] = lambda: None) -> None:
-        """From now on what is on drives is read as it is now; ``hurry`` is called when an update waits for that."""
+        """From now on what is on drives is read as it is now; an update that waits for that calls ``hurry``."""
         for store in (part.elements.store for part in self.parts):
             if store is not None and id(store) not in self._holds:
                 self._holds[id(store)] = store.hold(hurry)
@@ -91,8 +92,7 @@ def content_of(
 ) -> Content:
     """This rank's content. Collective: ranks compare buffers and client states, and an error of one is raised on all.
 
-    ``given``: what the engine adds by the names of facts in docs/checkpoint-format.md, this rank's "data" and
-    "client_state" and the "tag" among them. Raises PlainStateError for state that cannot be stored without pickle.
+    ``given``: what the engine adds by the names of facts. Raises PlainStateError for what cannot go without pickle.
     """
     rank, plain, content = states.mesh.job.index, Collected(), Content()
     buffers = persistent_buffers(states.module)
@@ -110,7 +110,8 @@ def content_of(
         extra = _extra_states(states) if adds else {}
         encode(extra, name="extra_state")  # what cannot be stored is an error now
         client = encode(facts["client_state"], name="client_state", allow_rest=allow_pickle)
-        digest = rank if client.rest else _digest(client)  # what is pickled is never equal
+        text = json.dumps(client.json, sort_keys=True).encode()
+        digest = rank if client.rest else [crc32c(text), *map(crc32c, client.tensors.values())]  # pickled: never equal
         digests = {name: crc32c(b.detach().cpu().contiguous()) for name, b in buffers.items()}
         shared.mine = (digest, digests, collect.sites(states), list(collect.extra_modules(states.module)))
     clients, of_buffers, of_sites, extra_paths = zip(*shared.all, strict=True)
@@ -133,12 +134,6 @@ def content_of(
         (_whole("plain", name, tensor) for name, tensor in plain.tensors.items()),
     )
     return content
-
-
-def _digest(client: Encoded) -> list[int]:
-    """Equal for equal client states."""
-    text = json.dumps(client.json, sort_keys=True)
-    return [crc32c(text.encode()), *(crc32c(tensor.contiguous()) for tensor in client.tensors.values())]
 
 
 def _common_facts(states: States, given: dict[str, Any], plain: Collected) -> dict[str, Any]:
@@ -187,3 +182,35 @@ def _buffer_parts(
 
 def _whole(state: str, name: str, tensor: torch.Tensor) -> TensorPart:
     return TensorPart(state, name, tuple(tensor.shape), 0, Elements(tensor.detach()))
+
+
+def capture_rng() -> dict[str, Any]:
+    """State of Python's, numpy's (the global one) and torch's generators, and of the device's where there is one."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if get_accelerator().device_name() != "cpu":
+        state["device"] = get_accelerator().get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """The inverse; a device state is ignored where there is no device."""
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    numpy = state["numpy"]
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if "device" in state and get_accelerator().device_name() != "cpu":
+        get_accelerator().set_rng_state(state["device"])

@@ -1,11 +1,11 @@
 """One save: every rank streams its parts into a file of its own; the first joins the lists and publishes the folder.
 
-Ranks tell each other where their bytes lie through small files in the folder itself, so that a save can end in the
-background without a collective. Nothing has its final name before every byte is on the disk.
+Ranks tell where their bytes lie through files in the folder, so that a save can end without a collective.
 """
 
 import atexit
 import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from deepspeed.checkpoint.agree import gather, together
+from deepspeed.checkpoint.agree import together
 from deepspeed.checkpoint.foreign.pickled import save_pickled
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import crc32c
-from deepspeed.checkpoint.format.files import ChunkWriter, unwritable
+from deepspeed.checkpoint.format.files import ChunkWriter, explained
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
 from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.collect import Elements, TensorPart, in_rows
 from deepspeed.checkpoint.save.content import Content
+from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
@@ -47,13 +48,13 @@ _LAST_PATIENCE_S = 60.0  # the same when this process wants to end
 
 
 @contextlib.contextmanager
-def progress(label: str, nbytes: int, *, show: bool = True) -> Iterator[Callable[[int], None]]:
+def progress(label: str, nbytes: int, *, show: bool = True) -> Iterator[Callable[[int], Any]]:
     """A bar over bytes, on a terminal, for what takes long."""
     if not (show and sys.stderr.isatty()):  # tqdm takes semaphores even for a bar that is never shown
         yield lambda _: None
         return
     with tqdm(desc=label, total=nbytes, unit="B", unit_scale=True, delay=_LONG_S) as bar:
-        yield lambda n: None if bar.update(n) is None else None
+        yield bar.update
 
 
 @contextlib.contextmanager
@@ -64,54 +65,57 @@ def _explained(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, DeepSpeedError):
             raise
-        raise unwritable(Path(error.filename) if isinstance(error.filename, str) else path, error) from error
+        with explained(Path(error.filename) if isinstance(error.filename, str) else path):
+            raise
 
 
-class RankFile:
+class RankFile(ChunkWriter):
     """The file one rank writes, and the list of what is in it."""
 
     def __init__(self, folder: Path, rank: int, content: Content) -> None:
-        self.folder, self.rank = folder, rank
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder.parent} is not shared: the folder that the first rank made in it is not there; use a shared "
+                "one"
+            )
+        if content.pickled:
+            content.facts["pickled"] = save_pickled(folder, rank, content.pickled)
+        super().__init__(folder / _DATA.format(rank), expect_bytes=content.nbytes)
+        self.rank = rank
         self.tells = False  # of an error, by a file: where no answer of all ranks is waited for
         self._facts = {"rank": content.facts, "common": content.common}
-        self._writer = ChunkWriter(folder / _DATA.format(rank), expect_bytes=content.nbytes)
-        self._parts: list[tuple[Key, torch.dtype, tuple[int, ...], Span]] = []
+        self._tensors: list[tuple[str, str, torch.dtype, tuple[int, ...]]] = []
 
-    def write(self, parts: Iterable[TensorPart], stop: threading.Event, report: Callable[[int], None]) -> None:
+    def write(self, parts: Iterable[TensorPart], stop: threading.Event, report: Callable[[int], Any]) -> None:
         """Append ``parts``. Raises CheckpointError (disk full, ...), also once ``stop`` is set."""
         for part in parts:
             if stop.is_set():
                 raise CheckpointError(_GIVEN_UP)
-            span = Span(part.lo, part.lo + part.values.numel(), part.region)
-            self._parts.append(((part.state, part.name), part.values.dtype, part.shape, span))
-            self._writer.append(part.values.contiguous().view(-1))
+            self._tensors.append((part.state, part.name, part.values.dtype, part.shape))
+            self.append(part.values, Span(part.lo, part.lo + part.values.numel(), part.region))
             report(part.values.nbytes)
 
     def limit(self, rate_bytes: int) -> None:
         """At most so many bytes a second from here on; 0 for no limit."""
-        self._writer.rate_bytes = rate_bytes
+        self.rate_bytes = rate_bytes
 
-    def close(self) -> None:
+    def close(self) -> list[Box]:
         """Bring everything to the disk and leave the list for the first rank."""
-        name = _DATA.format(self.rank)
         entries: dict[Key, Entry] = {}
-        for (key, dtype, shape, (lo, hi, region)), place in zip(self._parts, self._writer.close(), strict=True):
-            box = Box(name, place.offset, place.extent, lo, hi, tuple(place.crcs), region)
-            _add(entries, Entry(*key, dtype, shape, (box,)), self.rank)
-        content = Manifest(entries, {name: self._writer.nbytes}, self._facts).to_bytes(crc32c)
-        folders.write_atomically(self.folder / _LIST.format(self.rank), content)
-
-    def __enter__(self) -> "RankFile":
-        return self
+        for tensor, box in zip(self._tensors, boxes := super().close(), strict=True):
+            _add(entries, Entry(*tensor, (box,)), self.rank)
+        content = Manifest(entries, {self.path.name: self.nbytes}, self._facts).to_bytes(crc32c)
+        folders.write_atomically(self.path.with_name(_LIST.format(self.rank)), content)
+        return boxes
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """After an error drop the file and, if it ``tells``, tell the first rank, as far as that is still possible."""
         if error is not None:
             with contextlib.suppress(OSError, CheckpointError):
-                self._writer.abort()
+                self.abort()
             with contextlib.suppress(OSError):
                 if self.tells:
-                    (self.folder / _FAILED.format(self.rank)).write_text(str(error), encoding="utf-8")
+                    self.path.with_name(_FAILED.format(self.rank)).write_text(str(error), encoding="utf-8")
 
 
 def wait_for_ranks(folder: Path, ranks: int, stop: threading.Event) -> None:
@@ -182,10 +186,7 @@ def join_facts(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Background:
-    """A save that goes on in a thread. ``finished`` and ``error`` are this rank's.
-
-    ``hurry`` is called when somebody waits: no limit on the rate any more. ``raised``: somebody knows of the error.
-    """
+    """A save that goes on in a thread. ``hurry``: lifts the limit on its rate; ``raised``: its error is known of."""
 
     def __init__(
         self, tag: str, folder: Path, acts: Iterable[Callable[[threading.Event], None]], hurry: Callable[[], None]
@@ -263,7 +264,8 @@ class Saver:
         self.settle(wait=True)
         with self._begin(order, content) as folder, contextlib.ExitStack() as undone:
             with self._together(order), _explained(folder):
-                file = undone.enter_context(self._file(folder, content))
+                file = RankFile(folder, self._mesh.job.index, content)
+                undone.push(file)
                 content.hold(hurry := lambda: file.limit(0))
                 near, nbytes = content.near, content.nbytes
                 if behind:
@@ -282,23 +284,17 @@ class Saver:
                     file.write(near, stop, report)
                     file.close()
 
-            def finish(stop: threading.Event) -> None:
-                with _explained(folder):
-                    self._finish(folder, order, stop)
-
+            acts = (write, functools.partial(self._finish, folder, order))
             if behind:
-                self._running = Background(order.tag, folder, (write, finish), hurry)
+                self._running = Background(order.tag, folder, acts, hurry)
             else:
-                for act in (write, finish):
+                for act in acts:
                     with self._together(order):
                         act(threading.Event())
             undone.pop_all()
 
     def _copies(self, parts: list[TensorPart]) -> Iterator[TensorPart]:
-        """Copies of ``parts``, valid until the next call, in memory that is kept from save to save.
-
-        Mapping new memory takes longer than the copy itself.
-        """
+        """Copies, valid until the next call, in memory that is kept: mapping new one takes longer than the copy."""
         ends = list(itertools.accumulate(-(-part.values.nbytes // 64) * 64 for part in parts))
         if parts and not ends[-1] <= self._slab.numel() <= 2 * ends[-1]:
             self._slab = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
@@ -310,21 +306,20 @@ class Saver:
     def settle(self, *, wait: bool, alone: bool = False) -> None:
         """Bring a background save to its end (``wait``: until it has ended); raise on all ranks when some failed.
 
-        Collective while one is running, which every rank knows of; nothing otherwise. ``alone``: of this rank's part
-        only, without the others.
+        Collective while one is running. ``alone``: of this rank's part only, without the others.
         """
         while (save := self._running) is not None:
             finished = save.finished  # looked at before the error, which is final then
             error = None if save.error is None else str(save.error)
             mine = self._mesh.job.ranks[self._mesh.job.index], finished, error
-            states = [mine] if alone else gather(self._mesh, mine)
+            states = [mine] if alone else gather_objects(mine, self._mesh.talk)
             failed = [(rank, text) for rank, _, text in states if text is not None]
             if failed:
                 save.raised = True
                 save.wait(give_up=True)
                 self._running = None
                 if not alone:
-                    gather(self._mesh, None)  # nobody writes any more
+                    gather_objects(None, self._mesh.talk)  # nobody writes any more
                 if self._mesh.first:
                     shutil.rmtree(save.folder, ignore_errors=True)
                 raise CheckpointError(
@@ -360,33 +355,22 @@ class Saver:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _file(self, folder: Path, content: Content) -> RankFile:
-        """This rank's file in ``folder``."""
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder.parent} is not shared: the folder that the first rank made in it is not there; use a shared "
-                "one"
-            )
-        if content.pickled:
-            content.facts["pickled"] = save_pickled(folder, self._mesh.job.index, content.pickled)
-        return RankFile(folder, self._mesh.job.index, content)
-
     def _finish(self, folder: Path, order: SaveOrder, stop: threading.Event) -> None:
         """The first rank's end of a save: one manifest, the name, ``latest``, old ones away. Nothing on the others."""
         if not self._mesh.first:
             return
-        wait_for_ranks(folder, self._mesh.job.size, stop)
-        manifest = join_lists(folder, self._mesh.job.size)
-        if order.extra is not None:
-            order.extra(folder, manifest)
-        folders.write_atomically(folder / MANIFEST, manifest.to_bytes(crc32c))
-        final = folders.publish(folder, order.tag)
-        if order.latest:
-            folders.write_latest(order.save_dir, order.tag)
-        with contextlib.suppress(OSError):
-            write_script(order.save_dir)
-        if order.keep_last is not None:
-            removed = folders.prune(order.save_dir, order.keep_last, protect=(order.tag,))
-            if removed:
+        with _explained(folder):
+            wait_for_ranks(folder, self._mesh.job.size, stop)
+            manifest = join_lists(folder, self._mesh.job.size)
+            if order.extra is not None:
+                order.extra(folder, manifest)
+            folders.write_atomically(folder / MANIFEST, manifest.to_bytes(crc32c))
+            final = folders.publish(folder, order.tag)
+            if order.latest:
+                folders.write_latest(order.save_dir, order.tag)
+            with contextlib.suppress(OSError):
+                write_script(order.save_dir)
+            keep = order.keep_last
+            if keep is not None and (removed := folders.prune(order.save_dir, keep, protect=(order.tag,))):
                 logger.info("removed older checkpoints: %s", ", ".join(removed))
-        logger.info("saved checkpoint %s", final)
+            logger.info("saved checkpoint %s", final)

@@ -33,4 +33,4 @@ def appearing(out: Path) -> Iterator[Path]:
             if (target := out / path.name).is_dir():
                 shutil.rmtree(target)
             os.replace(path, target)
-        folders.sync_folder(out)
+        folders.sync(out)

@@ -18,14 +18,13 @@ import torch
 from deepspeed.checkpoint.foreign import cuts
 from deepspeed.checkpoint.foreign.cuts import Slice
 from deepspeed.checkpoint.format import names
-from deepspeed.checkpoint.format.folders import check_tag, write_latest
+from deepspeed.checkpoint.format.folders import check_tag, finished, write_latest
 from deepspeed.checkpoint.load.source import Source, whole
 from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.weights.weights import (
     block_of,
     compute_dtype,
-    finished,
     shared_names,
     stream,
     weight_keys,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.format.folders import sync_folder, temporary_for, write_atomically
+from deepspeed.checkpoint.format.folders import finished, sync, temporary_for, write_atomically
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
@@ -149,21 +149,6 @@ def _as_bytes(flat: torch.Tensor) -> memoryview:
 
 
 @contextlib.contextmanager
-def finished(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes ``path`` when the body ends well and its bytes are on the disk."""
-    with temporary_for(path) as partial:
-        yield partial
-        _sync(partial)
-        os.replace(partial, path)
-    sync_folder(path.parent)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
 def torch_file(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, aliases: Mapping[str, str]
 ) -> Iterator[Callable[..., None]]:
@@ -236,7 +221,7 @@ def write_weights(
                 _write_safetensors(path, shard, progress)
             else:
                 _write_torch(path, shard, aliases, progress)
-            _sync(path)
+            sync(path)
         pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?{re.escape(suffix)}(\.index\.json)?")
         stale = [p for p in out.iterdir() if pattern.fullmatch(p.name) and p.name not in names]
         for path, name in zip(temporary, names, strict=True):
@@ -249,7 +234,7 @@ def write_weights(
         index = {"metadata": {"total_size": total_bytes(streams)}, "weight_map": dict(sorted(where.items()))}
         written.append(out / f"{stem}{suffix}.index.json")
         write_atomically(written[-1], (json.dumps(index, indent=2) + "\n").encode())
-    sync_folder(out)
+    sync(out)
     return written
 
 
