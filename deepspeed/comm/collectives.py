@@ -32,8 +32,8 @@ class AxisGroup:
     index: int
     ranks: tuple[int, ...]
     backend: str
-    # Called as listener(op, numel, dtype, group size) for every collective: tests and traces listen here.
-    # A listener may return a function, which is called when the collective has ended.
+    # Called as listener(op, numel, dtype, group size) for every collective, by tests and traces; what it returns, if
+    # anything, is called when the collective has ended.
     ledger: list[Callable[[str, int, torch.dtype, int], Callable[[], None] | None]] = field(
         default_factory=list, compare=False
     )
@@ -44,9 +44,8 @@ class AxisGroup:
         answers = [listener(op, tensor.numel(), tensor.dtype, self.size) for listener in self.ledger]
 
         def end() -> None:
-            for answer in answers:
-                if answer is not None:
-                    answer()
+            for answer in filter(None, answers):
+                answer()
 
         return end
 
@@ -62,11 +61,9 @@ def require_group(what: str) -> None:
 
 
 def issued() -> int:
-    """A number that grows by one from call to call, and by more if this process has communicated in between.
-
-    Counted are the collectives of this package, and those of anybody on a process group; where a group does not count
-    them, it counts as busy. (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)
-    """
+    """A number that grows by one from call to call, and by more if this process has communicated in between. Counted
+    are the collectives of this package, and those of anybody on a process group; where a group does not count them, it
+    counts as busy. (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)"""
     groups = dist.distributed_c10d._world.pg_map
     try:
         return next(_odometer) + sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
@@ -125,10 +122,8 @@ def _exchange(
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Collective:
-    """Fill ``full`` (numel = size * shard.numel()) with every member's ``shard``, in member order.
-
-    ``shard`` may be this rank's slice of ``full`` itself. Asynchronous on every backend.
-    """
+    """Fill ``full`` (numel = size * shard.numel()) with every member's ``shard``, in member order. ``shard`` may be
+    this rank's slice of ``full`` itself. Asynchronous on every backend."""
     end = group.note("all_gather", full)
     full, shard = _bytes(full), _bytes(shard)
     piece = shard.numel()
@@ -142,11 +137,9 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
 
 
 def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Collective:
-    """Sum ``full`` over the members and put (or, with ``accumulate``, add) this rank's piece into ``out``.
-
-    ``out`` has numel full/size and any floating dtype: on gloo the members' pieces are added one after the other, in
-    member order, in the dtype of ``out``. ``full`` must stay untouched until ``wait``.
-    """
+    """Sum ``full`` over the members and put (or, with ``accumulate``, add) this rank's piece into ``out``. ``out`` has
+    numel full/size and any floating dtype: on gloo the members' pieces are added one after the other, in member order,
+    in the dtype of ``out``. ``full`` must stay untouched until ``wait``."""
     piece = full.numel() // group.size
     end = group.note("reduce_scatter", full)
     mine = full[group.index * piece : (group.index + 1) * piece]
@@ -204,11 +197,8 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
 
 
 def all_equal(value: int, group: AxisGroup) -> bool:
-    """Whether every member passed the same ``value`` (0 <= value < 2^62): ceil(log2(size)) exchanges of 16 bytes.
-
-    A maximum may meet the same value twice, so passing it on over doubling distances reaches all, also when size is no
-    power of two.
-    """
+    """Whether all passed the same ``value`` (0 <= value < 2^62): ceil(log2(size)) exchanges of 16 bytes, over doubling
+    distances; a maximum may meet the same value twice, also when size is no power of two."""
     extremes = torch.tensor([value, -value])
     for distance in (1 << k for k in range((group.size - 1).bit_length())):
         theirs = torch.empty_like(extremes)
@@ -241,14 +231,10 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
 
 
 def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[], int] = lambda: 0) -> dict[int, str]:
-    """Rank -> what went wrong there, of the members with a ``fault``. Collective: what one rank raises alone, the
-    others wait for.
-
-    ``depth``: called before each exchange, how deep this rank is in nested calls. The outer ones repeat theirs until
-    all are out.
-    """
-    named = f"{type(fault).__name__}: {fault}"
-    text = None if fault is None else str(fault) if isinstance(fault, DeepSpeedError) else named
+    """Rank -> what went wrong there. Collective: what one rank raises alone, the others wait for. ``depth``: how deep
+    this rank is in nested calls, of which the outer ones repeat theirs until all are out."""
+    named = str(fault) if isinstance(fault, DeepSpeedError) else f"{type(fault).__name__}: {fault}"
+    text = None if fault is None else named
     while True:
         deep = depth()
         depths, texts = zip(*gather_objects((deep, text), group), strict=True)

@@ -21,11 +21,8 @@ AZURE_PORT, AZURE_ONE_NODE_PORT = 6105, 54965
 
 
 class Rendezvous(NamedTuple):
-    """Who this process is and where the ranks meet.
-
-    ``port`` None: the process is alone and needs no meeting point. Where unknown, ``local_size``, ranks on this
-    machine, is None, and ``address`` is empty.
-    """
+    """Who this process is and where the ranks meet. ``port`` None: the process is alone and needs no meeting point.
+    Where unknown, ``local_size``, ranks on this machine, is None, and ``address`` is empty."""
 
     rank: int
     world_size: int
@@ -35,50 +32,42 @@ class Rendezvous(NamedTuple):
     local_size: int | None = None
 
     @property
-    def one_machine(self) -> bool:
-        """Whether all ranks are known to be on this machine."""
+    def one_machine(self) -> bool:  # all ranks are known to be here
         return self.world_size in (1, self.local_size) or _leads_here(self.address)
 
 
 class _Scheduler(NamedTuple):
-    """Variables in which a scheduler states what it started; of several, the first that is set counts.
-
-    ``nodes`` list the machines, rank 0's first; ``machines`` counts them. The digits of ``job`` tell jobs apart and are
-    the same on all ranks.
-    """
+    """Variables in which a scheduler states what it started; of several, the first that is set counts."""
 
     name: str
     rank: str
     world_size: str
     local_rank: str = ""
     local_size: str = ""
-    job: str = ""
-    nodes: str = "SLURM_JOB_NODELIST"
-    machines: str = ""
-
-
-def _mpi(name: str, prefix: str, job: str = "") -> _Scheduler:
-    rank, size, local_rank, local_size = (f"{prefix}_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    return _Scheduler(name, rank, size, local_rank, local_size, job)
+    job: str = ""  # their digits tell jobs apart and are the same on all ranks
+    nodes: str = "SLURM_JOB_NODELIST"  # the machines, rank 0's first
+    machines: str = ""  # how many there are
 
 
 # Slurm comes behind MPI because mpirun starts its helpers through srun, whose variables the ranks then inherit: they
 # count the helpers, differ between the first node and the others, and so lend MPI only the node list of the whole job.
 # The Slurm row asks for a STEP variable, which exists only under srun: a batch script run once has SLURM_PROCID=0 and
 # the job's SLURM_NTASKS, and would wait for ranks that never come. PMIx states no size; WORLD_SIZE must.
-_SCHEDULERS = (
-    _mpi("Open MPI", "OMPI_COMM_WORLD", "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid"),
-    _mpi("MVAPICH", "MV2_COMM_WORLD"),
-    _Scheduler(
+_MPI = ("COMM_WORLD_RANK", "COMM_WORLD_SIZE", "COMM_WORLD_LOCAL_RANK", "COMM_WORLD_LOCAL_SIZE")
+_ROWS: list[list[str]] = [
+    ["Open MPI", *(f"OMPI_{what}" for what in _MPI), "PMIX_NAMESPACE OMPI_MCA_ess_base_jobid"],
+    ["MVAPICH", *(f"MV2_{what}" for what in _MPI)],
+    [
         *("MPI (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK PALS_LOCAL_RANKID"),
         *("MPI_LOCALNRANKS PMI_LOCAL_SIZE PALS_LOCAL_SIZE", "PMI_JOBID PALS_APID"),
-    ),
-    _Scheduler(
+    ],
+    [
         *("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID SLURM_STEP_ID"),
         *("SLURM_STEP_NODELIST SLURM_JOB_NODELIST", "SLURM_STEP_NUM_NODES"),
-    ),
-    _Scheduler("PMIx", "PMIX_RANK", "WORLD_SIZE", job="PMIX_NAMESPACE"),
-)
+    ],
+    ["PMIx", "PMIX_RANK", "WORLD_SIZE", "", "", "PMIX_NAMESPACE"],
+]
+_SCHEDULERS = [_Scheduler(*row) for row in _ROWS]
 
 
 def _integer(env: Mapping[str, str], name: str, *, least: int = 0, most: float = math.inf) -> int:
@@ -92,8 +81,12 @@ def _integer(env: Mapping[str, str], name: str, *, least: int = 0, most: float =
     raise DeepSpeedConfigError(f"the environment variable {name}={env[name]!r} {whole}; correct it, or unset it")
 
 
+def _first(env: Mapping[str, str], *names: str) -> str:
+    return next((name for name in " ".join(names).split() if env.get(name)), "")
+
+
 def _optional(env: Mapping[str, str], *names: str, least: int = 0) -> int | None:
-    return next((_integer(env, name, least=least) for name in names if env.get(name)), None)
+    return _integer(env, name, least=least) if (name := _first(env, *names)) else None
 
 
 def _leads_here(address: str) -> bool:
@@ -135,14 +128,15 @@ def _speaking(env: Mapping[str, str], rank: int, world_size: int) -> list[_Sched
 
 def _address(env: Mapping[str, str], scheduler: _Scheduler | None, *, one_machine: bool) -> str | None:
     """Where rank 0 is; None when nothing says so."""
-    if env.get("MASTER_ADDR"):
-        return env["MASTER_ADDR"]
+    azure = env if is_azure(env) else {}
+    if address := env.get("MASTER_ADDR"):
+        return address
     if one_machine:
-        return (env.get("AZ_BATCHAI_MPI_MASTER_NODE") if is_azure(env) else None) or LOOPBACK
-    if nodes := next((env[name] for name in (scheduler.nodes if scheduler else "").split() if env.get(name)), None):
-        return first_host(nodes)
-    if is_azure(env) and env.get("AZ_BATCH_MASTER_NODE"):
-        return env["AZ_BATCH_MASTER_NODE"].partition(":")[0]
+        return azure.get("AZ_BATCHAI_MPI_MASTER_NODE") or LOOPBACK
+    if nodes := _first(env, scheduler.nodes if scheduler else ""):
+        return first_host(env[nodes])
+    if node := azure.get("AZ_BATCH_MASTER_NODE"):
+        return node.partition(":")[0]
     with contextlib.suppress(ValueError, LookupError, TypeError):  # SageMaker: a JSON list of machines
         return str(json.loads(env["SM_HOSTS"])[0]) if env.get("SM_TRAINING_ENV") else None
     return None
@@ -164,40 +158,35 @@ def adopted(env: Mapping[str, str], rank: int, world_size: int, devices: Callabl
     """What ``env`` says of a rank whose process group was started by others. Where LOCAL_RANK, MPI and Slurm are
     silent, ranks are counted round those of this machine, or round its ``devices``, which are counted only then."""
     speaking = _speaking(env, rank, world_size)
-    local_rank = _optional(env, "LOCAL_RANK", *(name for row in speaking for name in row.local_rank.split()))
+    local_rank = _optional(env, "LOCAL_RANK", *(row.local_rank for row in speaking))
     if world_size == 1:  # what a launcher left of other ranks is not about this process
         local_size: int | None = 1
     elif any(env.get(row.machines) == "1" for row in speaking):
         local_size = world_size
     else:
-        names = [name for row in speaking for name in row.local_size.split()]
-        local_size = _optional(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *names, least=1)
+        local_size = _optional(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", *(row.local_size for row in speaking), least=1)
     if local_rank is None:
         local_rank = rank % (local_size or max(1, devices()))
     return Rendezvous(rank, world_size, local_rank, env.get("MASTER_ADDR", ""), None, local_size)
 
 
 def scheduled(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """Rank and number of ranks as MPI's or Slurm's variables state them; None when there are none.
-
-    Raises DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE.
-    """
+    """Rank and number of ranks as MPI's or Slurm's variables state them; None when there are none. Raises
+    DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE."""
     # Slurm's rank without a size is no sign of anything but a batch script.
     rows = [row for row in _SCHEDULERS if env.get(row.rank) and (env.get(row.world_size) or row.name != "Slurm")]
     if not rows:
         return None
     row = min(rows, key=lambda row: not env.get(row.world_size))
     if not env.get(row.world_size):
-        raise DeepSpeedConfigError(
-            f"{row.rank}={env[row.rank]} says that {row.name} started this process, but {row.world_size} is not"
-            f" set, so the number of ranks is unknown; set it on every rank, or unset {row.rank} to run alone"
-        )
+        what = f"{row.rank}={env[row.rank]} says that {row.name} started this process, but {row.world_size} is not set"
+        hint = f"set it on every rank, or unset {row.rank} to run alone"
+        raise DeepSpeedConfigError(f"{what}, so the number of ranks is unknown; {hint}")
     world_size = _integer(env, row.world_size, least=1)
     if _optional(env, "WORLD_SIZE", least=1) not in (None, world_size):
-        raise DeepSpeedConfigError(
-            f"WORLD_SIZE={env['WORLD_SIZE']}, but {row.name} started {world_size} ranks ({row.world_size});"
-            " unset WORLD_SIZE, or set RANK too when the ranks are counted in another way"
-        )
+        what = f"WORLD_SIZE={env['WORLD_SIZE']}, but {row.name} started {world_size} ranks ({row.world_size})"
+        hint = "unset WORLD_SIZE, or set RANK too when the ranks are counted in another way"
+        raise DeepSpeedConfigError(f"{what}; {hint}")
     return _integer(env, row.rank), world_size
 
 
@@ -208,41 +197,34 @@ def discover(
     auto_mpi_discovery: bool = True,
     devices: Callable[[], int] = lambda: 1,
 ) -> Rendezvous:
-    """Identity of this process from ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
-
-    ``port`` is used when nothing names another; ``devices`` as in ``adopted``. Raises DeepSpeedConfigError, which names
-    the variable, when variables are missing or contradict.
-    """
+    """Identity of this process from ``env``. ``port`` is used when nothing names another; ``devices`` as in
+    ``adopted``. DeepSpeedConfigError, which names the variable, when variables are missing or contradict."""
     # some MPI launchers export WORLD_SIZE to all ranks and leave the rank to MPI's own variables
     started = scheduled(env) if auto_mpi_discovery and not env.get("RANK") else None
     missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
     if started is None and len(missing) == 2:
         return Rendezvous(0, 1, _optional(env, "LOCAL_RANK") or 0, env.get("MASTER_ADDR") or LOOPBACK, None)
     if started is None and missing:
-        raise DeepSpeedConfigError(
-            f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set; set both or neither"
-        )
+        what = f"the environment has only one of RANK and WORLD_SIZE: {missing[0]} is not set"
+        raise DeepSpeedConfigError(f"{what}; set both or neither")
     rank, world_size = started or (_integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1))
     if rank >= world_size:
-        raise DeepSpeedConfigError(
-            f"RANK={rank} does not fit WORLD_SIZE={world_size}; ranks go from 0 to WORLD_SIZE - 1"
-        )
+        what = f"RANK={rank} does not fit WORLD_SIZE={world_size}"
+        raise DeepSpeedConfigError(f"{what}; ranks go from 0 to WORLD_SIZE - 1")
     process = adopted(env, rank, world_size, devices)
     if world_size == 1:
         return process._replace(address=process.address or LOOPBACK)
     local_size = process.local_size
     if local_size is not None and not process.local_rank < local_size <= world_size:
-        raise DeepSpeedConfigError(
-            f"local rank {process.local_rank} does not fit {local_size} ranks on this machine and"
-            f" WORLD_SIZE={world_size} in all; correct LOCAL_RANK and LOCAL_WORLD_SIZE (or what MPI or Slurm states)"
-        )
+        what = f"local rank {process.local_rank} does not fit {local_size} ranks on this machine and"
+        hint = "correct LOCAL_RANK and LOCAL_WORLD_SIZE (or what MPI or Slurm states)"
+        raise DeepSpeedConfigError(f"{what} WORLD_SIZE={world_size} in all; {hint}")
     scheduler = next(iter(_speaking(env, rank, world_size)), None)
     one_machine = local_size == world_size
     address = _address(env, scheduler, one_machine=one_machine)
     if address is None:
         who = f"{scheduler.name} started {world_size} ranks" if scheduler else f"WORLD_SIZE={world_size}"
-        raise DeepSpeedConfigError(
-            f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set; set it to that machine's name"
-            " on every rank (for example mpirun -x MASTER_ADDR=host0 ...)"
-        )
+        what = f"{who}, but nothing says which machine holds rank 0: MASTER_ADDR is not set"
+        hint = "set it to that machine's name on every rank (for example mpirun -x MASTER_ADDR=host0 ...)"
+        raise DeepSpeedConfigError(f"{what}; {hint}")
     return process._replace(address=address, port=_port(env, scheduler, port, one_machine=one_machine))

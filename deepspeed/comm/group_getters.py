@@ -1,6 +1,6 @@
 """The getters of ``deepspeed.utils.groups``: ``get_<family>_group``, ``_world_size`` and ``_rank``, with a leading
-underscore or without; those of experts take a group name. An mpu's word comes first, then the registered topology;
-without either the whole world is data parallel.
+underscore or without; those of experts take a group name. An mpu's word comes first; without one the whole world is
+data parallel.
 """
 
 import functools
@@ -12,40 +12,28 @@ import torch.distributed as dist
 from deepspeed.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
 from deepspeed.errors import UsageError
-from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology
+from deepspeed.mesh.topology import Axis, dense_topology, expert_topology
 from deepspeed.pending import pending_function, raise_not_yet
 
-# Family: the axes of the topology that its groups span.
-_DENSE = {
-    "data_parallel": ("dp_outer", "dp"),
-    "tensor_model_parallel": ("tp",),
-    "model_parallel": ("tp",),
-    "sequence_parallel": ("sp",),
-    "sequence_data_parallel": ("dp_outer", "dp", "sp"),
-}
-_EXPERTS = {"expert_parallel": ("ep",), "expert_data_parallel": ("dp_outer", "edp")}
+# Family: the axis of the topology that its groups span; those of experts cut the same ranks in another way.
+_DENSE = {"data_parallel": "dp", "tensor_model_parallel": "tp", "model_parallel": "tp"}
+_DENSE |= {"sequence_parallel": "sp", "sequence_data_parallel": "dp"}
+_EXPERTS = {"expert_parallel": "ep", "expert_data_parallel": "edp"}
 # What else an mpu may call them.
 _ALIASES = {"tensor_model_parallel": "model_parallel", "sequence_data_parallel": "data_parallel"}
 _WHAT = ("group", "world_size", "rank")
 
 
 class _Registered:
-    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``, and the topology. The getters are bare
-    functions that clients call without any engine in hand, so the last ones have to be remembered here; engines keep
-    their own."""
+    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``. The getters are bare functions that clients
+    call without any engine in hand, so the last one has to be remembered here; engines keep their own."""
 
     mpu: Any = None
-    topology: Topology | None = None
 
 
 def register_mpu(mpu: Any) -> None:
     """Let the getters ask ``mpu`` first; None forgets it."""
     _Registered.mpu = mpu
-
-
-def register_topology(topology: Topology | None) -> None:
-    """Let the getters answer from ``topology`` (dense axes); None: data parallelism is the whole world."""
-    _Registered.topology = topology
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -56,17 +44,16 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def _axis(family: str, group_name: str | None) -> Axis:
-    """``family`` as this rank sees it in the topology; ``group_name`` of experts is ``ep_size_<N>``."""
+    """``family`` as this rank sees it; ``group_name`` of experts is ``ep_size_<N>``."""
     require_group("deepspeed.utils.groups")
-    topology = _Registered.topology or dense_topology(tuple(range(dist.get_world_size())))
-    if group_name is not None:
-        ways = group_name.removeprefix("ep_size_")
-        if not ways.isdigit() or ways == group_name:
-            raise UsageError(
-                f"expert groups are named 'ep_size_<number of ranks that hold different experts>', not {group_name!r}"
-            )
-        topology = expert_topology(topology, int(ways))
-    return topology.axis(dist.get_rank(), *(_DENSE if group_name is None else _EXPERTS)[family])
+    topology = dense_topology(tuple(range(dist.get_world_size())))
+    if group_name is None:
+        return topology.axis(dist.get_rank(), _DENSE[family])
+    ways = group_name.removeprefix("ep_size_")
+    if not ways.isdigit() or ways == group_name:
+        name = "ep_size_<number of ranks that hold different experts>"
+        raise UsageError(f"expert groups are named {name!r}, not {group_name!r}")
+    return expert_topology(topology, int(ways)).axis(dist.get_rank(), _EXPERTS[family])
 
 
 @functools.lru_cache(maxsize=64)
@@ -96,8 +83,7 @@ def _getter(family: str, what: str) -> Callable[..., Any]:
 
 
 def _first_of(family: str) -> int:
-    """The global rank of the first member of ``family``'s group."""
-    return int(CALLS["get_all_ranks_from_group"](_answer(family, "group"))[0])
+    return int(CALLS["get_all_ranks_from_group"](_answer(family, "group"))[0])  # a global rank
 
 
 GETTERS: dict[str, Callable[..., Any]] = {

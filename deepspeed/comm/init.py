@@ -32,14 +32,11 @@ def _publish(ranks: Rendezvous) -> None:
     """Write the identity where ``torch.distributed`` and other libraries look; never over an existing value."""
     port = os.environ.get("MASTER_PORT") or ranks.port
     if port is None:
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
+        with socket.create_server((LOOPBACK, 0)) as probe:
             port = probe.getsockname()[1]
     values: dict[str, object] = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world_size, "LOCAL_RANK": ranks.local_rank}
     values |= {"LOCAL_WORLD_SIZE": ranks.local_size, "MASTER_ADDR": ranks.address, "MASTER_PORT": port}
-    for name, value in values.items():
-        if value is not None and not os.environ.get(name):
-            os.environ[name] = str(value)
+    os.environ.update({k: str(v) for k, v in values.items() if v is not None and not os.environ.get(k)})
     if is_azure(os.environ):
         # NCCL would choose docker's bridge, which leads to no other machine
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "^docker0,lo")
@@ -76,8 +73,7 @@ def _source_address(host: str) -> str:
 
 def _prepare(backend: str, ranks: Rendezvous) -> None:
     """What must stand before groups are made: the device, and the network for gloo, which carries the control messages
-    of nccl jobs too and, left to itself, listens where this machine's own name points to, often the loopback.
-    """
+    of nccl jobs too and, left to itself, listens where this machine's own name points to, often the loopback."""
     # torch's device_id stays unset: with it every later new_group of some ranks only, such as those that carry weights
     # to inference engines, is a split that all ranks would have to take part in.
     if backend != "gloo":
@@ -100,12 +96,9 @@ def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str
 
 
 def _leave_at_exit(limit_s: float = 20.0) -> None:
-    """Let gloo's worker threads, which carry the control messages of nccl jobs too, end before the interpreter does.
-
-    A worker that drops the last reference to a tensor needs the interpreter; one that asks for it during finalization
-    ends the process with SIGABRT after a successful run. A backend that waits for ranks that are gone is left alone
-    after ``limit_s``.
-    """
+    """Let gloo's worker threads, which carry nccl's control messages too, end before the interpreter does: one that
+    asks for it during finalization, to drop a tensor, ends the process with SIGABRT. A backend that waits for ranks
+    that are gone is left alone after ``limit_s``."""
     asked, left, owner = threading.Event(), threading.Event(), os.getpid()
 
     def leave() -> None:
@@ -160,18 +153,16 @@ def init_distributed(
         _prepare(dist.get_backend(), ranks)
         return
     if dist_init_required is False:
-        raise UsageError(
-            "dist_init_required=False, but there is no process group; start one before, or leave the argument out."
-        )
+        what = "dist_init_required=False, but there is no process group"
+        raise UsageError(f"{what}; start one before, or leave the argument out.")
     env: dict[str, str] = dict(os.environ)
     if rank >= 0 and world_size > 0:
         env.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if init_method is not None and not init_method.startswith("env:"):
         # The meeting point is in the method; a file's is on no machine, and may be shared by several.
         env["MASTER_ADDR"] = urlsplit(init_method).hostname or env.get("MASTER_ADDR") or socket.gethostname()
-    ranks = discover(
-        env, distributed_port, auto_mpi_discovery=auto_mpi_discovery, devices=get_accelerator().device_count
-    )
+    count = get_accelerator().device_count
+    ranks = discover(env, distributed_port, auto_mpi_discovery=auto_mpi_discovery, devices=count)
     _publish(ranks)
     backend = dist_backend or get_accelerator().communication_backend_name()
     if verbose:

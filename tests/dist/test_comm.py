@@ -9,7 +9,6 @@ import deepspeed.comm as comm
 from deepspeed.comm import group_getters as groups
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh
-from deepspeed.mesh.topology import dense_topology
 from tests.harness.pool import RankPool
 
 
@@ -117,34 +116,24 @@ def test_group_getters(pool2: RankPool) -> None:
     assert pool2.run(_getters) == [[1, 1, 2, 0, 2, 0, 0], [1, 1, 2, 1, 2, 0, 1]]
 
 
-def _getters_of_a_grid() -> list:
-    topology = dense_topology((0, 1, 2, 3), pp=1, tp=2)
-    groups.register_topology(topology)
-    try:
-        return [
-            comm.get_all_ranks_from_group(groups.get_data_parallel_group()),
-            comm.get_all_ranks_from_group(groups.get_tensor_model_parallel_group()),
-            comm.get_all_ranks_from_group(groups.get_expert_parallel_group("ep_size_2")),
-            comm.get_all_ranks_from_group(groups.get_expert_data_parallel_group("ep_size_2")),
-            [
-                groups.get_data_parallel_rank(),
-                groups.get_tensor_model_parallel_rank(),
-                groups.get_expert_parallel_world_size("ep_size_4"),
-            ],
-            [groups.get_tensor_model_parallel_src_rank(), groups.get_broadcast_src_rank()],
-        ]
-    finally:
-        groups.register_topology(None)
-
-
-def test_the_getters_answer_from_the_topology(pool4: RankPool) -> None:
-    expected = [
-        [[0, 2], [0, 1], [0, 1], [0, 2], [0, 0, 4], [0, 0]],
-        [[1, 3], [0, 1], [0, 1], [1, 3], [0, 1, 4], [0, 1]],
-        [[0, 2], [2, 3], [2, 3], [0, 2], [1, 0, 4], [2, 0]],
-        [[1, 3], [2, 3], [2, 3], [1, 3], [1, 1, 4], [2, 1]],
+def _getters_of_experts() -> list:
+    return [
+        comm.get_all_ranks_from_group(groups.get_expert_parallel_group("ep_size_2")),
+        comm.get_all_ranks_from_group(groups.get_expert_data_parallel_group("ep_size_2")),
+        groups.get_expert_parallel_rank("ep_size_2"),
+        groups.get_expert_data_parallel_rank("ep_size_2"),
+        groups.get_expert_parallel_world_size("ep_size_4"),
     ]
-    assert [[list(members) for members in rank] for rank in pool4.run(_getters_of_a_grid)] == expected
+
+
+def test_the_getters_of_experts_cut_the_world(pool4: RankPool) -> None:
+    expected = [
+        [[0, 1], [0, 2], 0, 0, 4],
+        [[0, 1], [1, 3], 1, 0, 4],
+        [[2, 3], [0, 2], 0, 1, 4],
+        [[2, 3], [1, 3], 1, 1, 4],
+    ]
+    assert pool4.run(_getters_of_experts) == expected
 
 
 def _misnamed() -> str:
