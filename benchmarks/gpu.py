@@ -82,7 +82,7 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
     """GB/s of a device copy, of our FusedAdam and of torch's fused AdamW, alternating."""
     import torch
 
-    from deepspeed.native.ops import FUSED_ADAM
+    from deepspeed.native.spec import FUSED_ADAM
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.optim import cuda
 

@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.observe import program
 from deepspeed.observe.hostmem import host_available_bytes
 from deepspeed.observe.program import say
-from deepspeed.tier.aligned import ALIGN
+from deepspeed.tier.staging import ALIGN
 
 _POWERS = {"K": "e3", "M": "e6", "G": "e9", "B": "e9"}
 

@@ -18,10 +18,9 @@ import torch
 from deepspeed.bench.common import CommandLine, check_memory, columns, count_of, params_of, spread
 from deepspeed.errors import BuildError
 from deepspeed.native.build import load
-from deepspeed.native.ops import CPU_ADAM
-from deepspeed.native.spec import OpSpec
+from deepspeed.native.spec import CPU_ADAM, OpSpec
 from deepspeed.optim.host import usable
-from deepspeed.optim.named import DeepSpeedCPUAdam
+from deepspeed.optim.rules import DeepSpeedCPUAdam
 
 BYTES = 28
 ROUNDS = 9

@@ -24,7 +24,7 @@ import torch
 from deepspeed.bench.common import CommandLine, block_of, check_folder, columns, count_of, guarded, size_of, spread
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.tier.aio import AioEngine, DirectFile
-from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.staging import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
 
 PIECE_BYTES = 64 << 20  # memory used, whatever the size of the file: it holds the same bytes over and over

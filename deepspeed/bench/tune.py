@@ -28,7 +28,7 @@ from deepspeed.bench.io import Load, Target, speed, through_engine
 from deepspeed.checkpoint.format.folders import write_atomically
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.tier.aligned import ALIGN
+from deepspeed.tier.staging import ALIGN
 
 CLOSE = 0.98  # of the best: measured again, either could be ahead
 LEAST_BYTES = 16 << 20

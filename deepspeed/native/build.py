@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deepspeed.errors import BuildError, CUDAMismatchException
 from deepspeed.native import cache, compiler as tools
-from deepspeed.native.compiler import Compiler, find, first_error
+from deepspeed.native.compiler import Compiler
 from deepspeed.native.spec import Kind, OpSpec, short_hash
 from deepspeed.observe.log import logger
 
@@ -35,97 +35,92 @@ def _stem(op: OpSpec, compiler: Compiler) -> str:
     return f"{op.stem()}-{short_hash([compiler.identity(), torch.get('version'), torch.get('git_version'), libc])}"
 
 
-def _compile(op: OpSpec, compiler: Compiler, work: Path) -> Path:
-    """Compile ``op`` in the folder ``work``, MAX_JOBS sources or one per core at once; the library's path there."""
+def _compile(op: OpSpec, compiler: Compiler, library: Path) -> None:
+    """Compile ``op``, by ninja several sources at once (MAX_JOBS), and put it and its note in their place."""
 
-    def run(commands: list[list[str]], sign: str = "") -> None:
-        for status, output in tools.run_tools(commands, limit_s=tools.COMPILE_LIMIT_S):
-            if status != 0 and sign in output:
-                what = f"{compiler.command[0]} fails with status {status}: {first_error(output)}"
-                raise BuildError(f"op {op.name}: {what}")
+    def run(command: list[str], sign: str = "") -> None:
+        status, output = tools.run_tool(command, limit_s=tools.COMPILE_LIMIT_S)
+        if status != 0 and sign in output:
+            what = f"{compiler.command[0]} fails with status {status}: {tools.first_error(output)}"
+            raise BuildError(f"op {op.name}: {what}")
 
-    wish = os.environ.get("MAX_JOBS", "")
-    jobs = (int(wish) if wish.isdecimal() else 0) or os.cpu_count() or 1
-    commands = {
-        work / f"{index}.o": compiler.object_command(op, source, work / f"{index}.o")
-        for index, source in enumerate(op.files())
-    }
-    if ninja := tools.find_ninja():
-        plan = work / "build.ninja"
-        plan.write_text(tools.ninja_plan(commands, work), encoding="utf-8")
-        # without the sign of a failed command ninja itself is broken, which need not end the build
-        run([[ninja, "-f", str(plan), "-j", str(jobs)]], sign="FAILED: ")
-    lines = [command for target, command in commands.items() if not target.is_file()]
-    for first in range(0, len(lines), jobs):
-        run(lines[first : first + jobs])
-    library = work / f"{op.name}.so"
-    run([compiler.link_command(op, list(commands), library)])
-    if not library.is_file():
-        what = "ended well but made no library; CXX must name a C++ compiler"
-        raise BuildError(f"op {op.name}: {compiler.command[0]} {what}")
-    return library
-
-
-def _compile_into(entry: cache.CachedLibrary, op: OpSpec, compiler: Compiler) -> None:
-    with cache.work_folder(entry.folder, op.name) as work:
-        library = _compile(op, compiler, work)
-        entry.publish(library, {"op": op.name, "compiler": list(compiler.command), "version": compiler.version})
+    with cache.work_folder(library.parent, op.name) as work:
+        targets = [(source, work / f"{index}.o") for index, source in enumerate(op.files())]
+        commands = {target: compiler.object_command(op, source, target) for source, target in targets}
+        if ninja := tools.find_ninja():
+            plan = work / "build.ninja"
+            plan.write_text(tools.ninja_plan(commands, work), encoding="utf-8")
+            jobs = os.environ.get("MAX_JOBS", "")
+            # without the sign of a failed command ninja itself is broken, which need not end the build
+            run([ninja, "-f", str(plan), *(["-j", jobs] if jobs.strip("0").isdecimal() else [])], sign="FAILED: ")
+        for target, command in commands.items():
+            if not target.is_file():
+                run(command)
+        built = work / f"{op.name}.so"
+        run(compiler.link_command(op, list(commands), built))
+        if not built.is_file():
+            what = "ended well but made no library; CXX must name a C++ compiler"
+            raise BuildError(f"op {op.name}: {compiler.command[0]} {what}")
+        origin = {"op": op.name, "compiler": list(compiler.command), "version": compiler.version}
+        cache.publish(built, library, origin)
 
 
-def _build_into(entry: cache.CachedLibrary, op: OpSpec, compiler: Compiler) -> None:
-    """Make ``entry`` good: by waiting for another process that builds it, else by building it."""
-    begin, lock = time.time(), cache.BuildLock(entry.folder, op.name)
+def _build_into(library: Path, op: OpSpec, compiler: Compiler) -> None:
+    """Make ``library`` good: by waiting for another process that builds it, else by building it."""
+    begin, lock, what = time.time(), cache.BuildLock(library.parent, op.name), {"stem": library.stem}
     with lock.owned():
-        if entry.is_good():
+        if cache.is_good(library):
             return
         last = lock.read()
-        if last.get("failed") and last.get("stem") == entry.stem and float(last.get("time", 0)) > begin:
+        if last.get("failed") and last.get("stem") == library.stem and float(last.get("time", 0)) > begin:
             raise BuildError(str(last["failed"]))
         begin = time.time()
-        lock.write(stem=entry.stem, time=begin)
+        lock.write(**what, time=begin)
         try:
-            _compile_into(entry, op, compiler)
+            _compile(op, compiler, library)
         except OSError as error:
-            raise BuildError(f"op {op.name}: cannot be built in {entry.folder}: {error}; {cache.ELSEWHERE}") from error
+            where = f"op {op.name}: cannot be built in {library.parent}"
+            raise BuildError(f"{where}: {error}; {cache.ELSEWHERE}") from error
         except BuildError as error:
-            lock.write(stem=entry.stem, time=time.time(), failed=str(error))
+            lock.write(**what, time=time.time(), failed=str(error))
             raise
-        logger.info("op %s: built in %.1f s, kept in %s", op.name, time.time() - begin, entry.library)
+        logger.info("op %s: built in %.1f s, kept in %s", op.name, time.time() - begin, library)
 
 
 def ship(op: OpSpec, folder: Path) -> Path:
     """Compile ``op`` into ``folder``, the future ``cache.SHIPPED`` of an installation; BuildError when that fails."""
-    entry = cache.CachedLibrary(folder, op.stem())
-    if not entry.is_good():
+    library = folder / f"{op.stem()}.so"
+    if not cache.is_good(library):
         folder.mkdir(parents=True, exist_ok=True)
-        _compile_into(entry, op, find(op.kind))
-    return entry.library
+        _compile(op, tools.find(op.kind), library)
+    return library
 
 
 def shipped(op: OpSpec) -> Path | None:
     """The library that was built when this package was installed, if it was built from these sources."""
-    entry = cache.CachedLibrary(cache.SHIPPED, op.stem())
-    return entry.library if entry.is_good() else None
+    library = cache.SHIPPED / f"{op.stem()}.so"
+    return library if cache.is_good(library) else None
 
 
 def built(op: OpSpec) -> Path | None:
     """A good library of ``op`` that exists already, shipped or cached, whatever compiler made it; nothing is run."""
-    with contextlib.suppress(BuildError):
-        return shipped(op) or next(iter(cache.good_libraries(cache.folder(), f"{op.stem()}-")), None)
+    with contextlib.suppress(BuildError, FileNotFoundError):
+        if library := shipped(op):
+            return library
+        every = sorted(cache.folder().glob(f"{op.stem()}-*.so"), key=os.path.getmtime, reverse=True)
+        return next(filter(cache.is_good, every), None)
     return None
 
 
 def checked_compiler(kind: Kind, *, limit_s: float = tools.PROBE_LIMIT_S) -> Compiler:
     """The compiler for ``kind``; BuildError when none answers in ``limit_s`` seconds, or it does not fit torch."""
-    compiler = find(kind, limit_s=limit_s)
+    compiler = tools.find(kind, limit_s=limit_s)
     ours, theirs = re.search(r"cuda_(\d+)", compiler.version), torch_build().get("cuda", "").partition(".")[0]
     # the driver is only known to be as new as torch needs it; an older toolkit's libraries run on any newer driver
     if ours and theirs and int(ours[1]) > int(theirs) and os.environ.get("DS_SKIP_CUDA_CHECK") != "1":
-        raise CUDAMismatchException(
-            f"{compiler.command[0]} is CUDA {ours[1]}, torch is built for CUDA {theirs}: what it compiles may need a "
-            f"newer driver; set CUDA_HOME to a toolkit of CUDA {theirs}, or DS_SKIP_CUDA_CHECK=1 if the driver is "
-            "new enough"
-        )
+        what = f"{compiler.command[0]} is CUDA {ours[1]}, torch is built for CUDA {theirs}"
+        hint = f"set CUDA_HOME to a toolkit of CUDA {theirs}, or DS_SKIP_CUDA_CHECK=1 if the driver is new enough"
+        raise CUDAMismatchException(f"{what}: what it compiles may need a newer driver; {hint}")
     return compiler
 
 
@@ -147,18 +142,16 @@ def build(op: OpSpec) -> Path:
         if (library := built(op)) is None:
             raise
         return library
-    entry = cache.CachedLibrary(cache.folder(), _stem(op, compiler))
-    if not entry.is_good():
-        _build_into(entry, op, compiler)
-    return entry.library
+    library = cache.folder() / f"{_stem(op, compiler)}.so"
+    if not cache.is_good(library):
+        _build_into(library, op, compiler)
+    return library
 
 
 @functools.cache
 def load(op: OpSpec) -> ctypes.CDLL:
-    """The op's library; the one shipped with the package where it fits, else the cached one, built if need be.
-
-    Calls release the GIL. The result is kept for the process. Raises BuildError with the first cause.
-    """
+    """The op's library, shipped, cached or built now, kept for the process; BuildError with the first cause. Calls
+    release the GIL."""
     last: OSError | None = None
     for get in (shipped, build, build):
         path = get(op)

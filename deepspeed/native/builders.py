@@ -1,6 +1,5 @@
 """Builders of the native ops, one class per op: can it be built here, why not, build it, load it."""
 
-import copy
 import functools
 import importlib
 import shlex
@@ -12,10 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from deepspeed.attrs import answers
 from deepspeed.errors import BuildError
-from deepspeed.native import build, compiler, ops
+from deepspeed.native import build, compiler, spec as ops
 from deepspeed.native.compiler import Compiler
-from deepspeed.native.spec import Kind, OpSpec, source_root
+from deepspeed.native.spec import Kind, OpSpec
 from deepspeed.observe.log import logger
 
 _SOURCE_FOLDER = "csrc/"
@@ -35,14 +35,6 @@ def _ask(kind: Kind, limit_s: float = compiler.PROBE_LIMIT_S) -> Compiler | str:
         return str(error)
 
 
-def _always(value: Any, text: str) -> Callable[..., Any]:
-    def method(self: "OpBuilder") -> Any:
-        return copy.copy(value)
-
-    method.__doc__ = text
-    return method
-
-
 class OpBuilder:
     """Builder of one op. A subclass sets NAME, BUILD_VAR and SPEC, or overrides ``sources`` and the other lists.
 
@@ -57,33 +49,17 @@ class OpBuilder:
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
 
-    def absolute_name(self) -> str:
-        """Dotted name of the op."""
-        return f"deepspeed.ops.{self.name}"
-
-    def sources(self) -> list[str]:
-        """Source files, as ``csrc/...`` or absolute."""
-        return [_SOURCE_FOLDER + source for source in self.SPEC.sources]
-
-    include_paths = _always([], "Folders for ``#include`` besides ``csrc``.")
-    cpu_arch = _always("", "No flag: libraries are built for every machine of this kind, and choose when they run.")
-    simd_width = cpu_arch
-
-    def cxx_args(self) -> list[str]:
-        """Flags of the C++ compiler besides the common ones."""
-        return list(self.SPEC.flags) if self.SPEC.kind == "cpp" else []
-
-    def nvcc_args(self) -> list[str]:
-        """Flags of nvcc besides the common ones."""
-        return list(self.SPEC.flags) if self.SPEC.kind == "cuda" else []
-
-    def extra_ldflags(self) -> list[str]:
-        """Libraries, as ``-l...``."""
-        return [f"-l{name}" for name in self.SPEC.libraries]
+    absolute_name = answers(lambda self: f"deepspeed.ops.{self.name}")
+    sources = answers(lambda self: [_SOURCE_FOLDER + source for source in self.SPEC.sources])  # or absolute names
+    include_paths = answers(lambda self: [])  # folders for ``#include`` besides ``csrc``
+    cpu_arch = simd_width = answers(lambda self: "")  # no flag: libraries run everywhere, and choose when they run
+    cxx_args = answers(lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cpp" else [])
+    nvcc_args = answers(lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cuda" else [])
+    extra_ldflags = answers(lambda self: [f"-l{name}" for name in self.SPEC.libraries])
 
     def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
         """Without the empty flags."""
-        return [arg for arg in args if arg]
+        return list(filter(None, args))
 
     def spec(self) -> OpSpec:
         """What is built: SPEC with the lists above."""
@@ -173,14 +149,14 @@ class OpBuilder:
             source = Path(folder) / "probe.cpp"
             source.write_text(f'extern "C" void {funcname}(void);\nint main() {{ {funcname}(); }}\n', encoding="utf-8")
             command = [*compiler.locate("cpp"), str(source), "-o", str(source.with_suffix("")), *links]
-            ((status, output),) = compiler.run_tools([command], limit_s=compiler.PROBE_LIMIT_S)
+            status, output = compiler.run_tool(command, limit_s=compiler.PROBE_LIMIT_S)
         if status and verbose:
             self.warning(f"{shlex.join(command)}: {compiler.first_error(output)}")
         return status == 0
 
     def deepspeed_src_path(self, code_path: str | Path) -> str:
         """Absolute path of ``csrc/...``; absolute paths stay."""
-        return str(source_root() / str(code_path).removeprefix(_SOURCE_FOLDER))
+        return str(ops.source_root() / str(code_path).removeprefix(_SOURCE_FOLDER))
 
     def warning(self, msg: str) -> None:
         """Log a warning."""

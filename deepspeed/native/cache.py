@@ -25,10 +25,7 @@ ELSEWHERE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
 
 
 def folder() -> Path:
-    """``TORCH_EXTENSIONS_DIR``, else ``~/.cache/torch_extensions``, and in it this package's folder.
-
-    Raises BuildError for a user without a home.
-    """
+    """Where libraries are kept, by TORCH_EXTENSIONS_DIR or in ~/.cache; BuildError for a user without a home."""
     base = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not base:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -51,44 +48,26 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-class CachedLibrary:
-    """One library and the note beside it with its size and hash; the library is good only while both agree."""
-
-    def __init__(self, folder: Path, stem: str) -> None:
-        self.folder, self.stem = folder, stem
-        self.library, self.note = folder / f"{stem}.so", folder / f"{stem}.json"
-
-    def is_good(self) -> bool:
-        """Whether the library is there and is what was built: loading a truncated one can kill the process."""
-        note = _read_json(self.note)
-        try:
-            return self.library.stat().st_size == note.get("size") and _sha256(self.library) == note.get("sha256")
-        except OSError:
-            return False
-
-    def publish(self, built: Path, origin: dict[str, Any]) -> None:
-        """Move ``built`` (on the same file system) into place, and the note, whose hash tells what is not whole."""
-        note = built.with_suffix(".json")
-        content = {"size": built.stat().st_size, "sha256": _sha256(built), **origin}
-        note.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(built, self.library)
-        os.replace(note, self.note)
+def is_good(library: Path) -> bool:
+    """Whether it is there and as its note says it was built: loading a truncated one can kill the process."""
+    try:
+        return _sha256(library) == _read_json(library.with_suffix(".json")).get("sha256")
+    except OSError:
+        return False
 
 
-def good_libraries(folder: Path, prefix: str) -> list[Path]:
-    """Good libraries whose names start with ``prefix``, newest first."""
-    notes = [path for path in folder.glob(f"{prefix}*.json") if path.is_file()]
-    entries = [CachedLibrary(folder, path.stem) for path in sorted(notes, key=os.path.getmtime, reverse=True)]
-    return [entry.library for entry in entries if entry.is_good()]
+def publish(built: Path, library: Path, origin: dict[str, Any]) -> None:
+    """Move ``built`` (on the same file system) to ``library``, then the note, whose hash tells what is not whole."""
+    note = built.with_suffix(".json")
+    note.write_text(json.dumps({"sha256": _sha256(built), **origin}), encoding="utf-8")
+    os.replace(built, library)
+    os.replace(note, library.with_suffix(".json"))
 
 
 class BuildLock:
-    """The right to build one op in one folder.
-
-    The kernel holds the lock with the open file, so the death of its owner, whatever the cause, releases it.
-    The file's text is for people (owner, start) and for those who waited while a build failed: it would fail for them
-    too. The file stays, because removing it would let two owners in.
-    """
+    """The right to build one op in one folder; the kernel takes it from an owner that died. The file's text is for
+    people, and for those who waited while a build failed: it would fail for them too. It stays: removing it would let
+    two owners in."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path, self._name = folder / f"{name}.lock", name
@@ -106,9 +85,7 @@ class BuildLock:
     @contextlib.contextmanager
     def owned(self, *, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
         """Inside, nobody else builds; after ``limit_s`` (a stopped owner), or where files cannot be locked, all may.
-
-        That is safe: a build has a folder to itself and its result appears in one step.
-        """
+        That is safe: a build has a folder to itself and its result appears in one step."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # one that another user of a shared folder has made is good enough to lock
@@ -141,9 +118,8 @@ class BuildLock:
 def _is_dead(work: Path) -> bool:
     """Whether the process of a work folder is gone; one of another machine counts as gone after a day."""
     _, host, pid, _ = work.name.rsplit("@", 3)
-    if host == socket.gethostname():
-        return not os.path.exists(f"/proc/{pid}")
-    return time.time() - work.stat().st_mtime > FORGOTTEN_AFTER_S
+    elsewhere = host != socket.gethostname()
+    return time.time() - work.stat().st_mtime > FORGOTTEN_AFTER_S if elsewhere else not os.path.exists(f"/proc/{pid}")
 
 
 @contextlib.contextmanager

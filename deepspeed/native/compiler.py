@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sysconfig
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,43 +36,29 @@ def first_error(text: str) -> str:
     return next((line for line in lines if _ERROR.search(line)), lines[0] if lines else "it said nothing")[:300]
 
 
-def run_tools(commands: Sequence[Sequence[str]], *, limit_s: float) -> list[tuple[int, str]]:
-    """Exit status and output of commands that run side by side and may take ``limit_s`` seconds together.
-
-    Output goes to files and every command gets its own process group, so that nothing it starts can outlive the limit
-    or keep us waiting on a pipe. Raises BuildError when one cannot run.
-    """
-    # plain English messages, whatever the user's language: first_error reads them
-    plain = {**os.environ, "LC_ALL": "C"}
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": plain}
-    end = time.monotonic() + limit_s
-    children: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as files:
-        outputs = [files.enter_context(tempfile.TemporaryFile()) for _ in commands]
+def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
+    """Exit status and output of ``command`` within ``limit_s`` seconds; BuildError when it cannot run. It has a process
+    group of its own and writes to a file, so that nothing it starts can outlive the limit or keep us waiting on a
+    pipe."""
+    what, plain = shlex.join(command[:2]), {**os.environ, "LC_ALL": "C"}  # in English: first_error reads it
+    with tempfile.TemporaryFile() as output:
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         try:
-            for command, output in zip(commands, outputs, strict=True):
-                children.append(subprocess.Popen(command, stdout=output, start_new_session=True, **options))
-            for child in children:
-                child.wait(max(0.0, end - time.monotonic()))
+            child = subprocess.Popen(command, start_new_session=True, env=plain, **options)
         except OSError as error:
-            raise BuildError(f"{shlex.join(commands[len(children)][:2])} cannot be started: {error}") from error
+            raise BuildError(f"{what} cannot be started: {error}") from error
+        try:
+            child.wait(limit_s)
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{shlex.join(error.cmd[:2])} took more than {limit_s:.0f} s and was stopped") from error
+            raise BuildError(f"{what} took more than {limit_s:.0f} s and was stopped") from error
         finally:
-            for child in children:
-                _end(child)
-        for output in outputs:
-            output.seek(0)
-        return [(c.returncode, o.read().decode(errors="replace")) for c, o in zip(children, outputs, strict=True)]
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(child.pid, kind)
-                child.wait(_GRACE_S)
-    child.wait()
+            for kind in (signal.SIGTERM, signal.SIGKILL):
+                if child.poll() is None:
+                    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                        os.killpg(child.pid, kind)
+                        child.wait(_GRACE_S)
+        output.seek(0)
+        return child.returncode, output.read().decode(errors="replace")
 
 
 def find_ninja() -> str | None:
@@ -94,9 +79,7 @@ def ninja_plan(commands: Mapping[Path, Sequence[str]], work: Path) -> str:
 @dataclass(frozen=True)
 class Compiler:
     """A compiler that answered: its command (several words with ``CXX="ccache g++"``), its version and its kind.
-
-    ``static_runtime``: the C++ runtime can go into the library, so that an older one in the process does no harm.
-    """
+    ``static_runtime``: the C++ runtime can go into the library, so that an older one in the process does no harm."""
 
     command: tuple[str, ...]
     version: str
@@ -127,10 +110,8 @@ class Compiler:
 
 
 def gencode(targets: str = "") -> list[str]:
-    """nvcc's flags for machine code of all ``targets`` ("8.0;9.0"), and PTX of the last, for newer devices.
-
-    Without targets those of TORCH_CUDA_ARCH_LIST are meant, else the two that this package is tested for.
-    """
+    """nvcc's flags for machine code of all ``targets`` ("8.0;9.0"), and PTX of the last, for newer devices. Without
+    targets those of TORCH_CUDA_ARCH_LIST are meant, else the two that this package is tested for."""
     text = targets or os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     names = [major + minor for major, minor in re.findall(r"(\d+)\.(\d+[a-z]?)", text)] or CUDA_TARGETS
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in names]
@@ -150,30 +131,28 @@ def locate(kind: Kind) -> tuple[str, ...]:
         homes = [os.path.join(home, "bin") for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
         path = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ.get("PATH", os.defpath), *NVCC_FOLDERS]))
         if path is None:
-            raise MissingCUDAException(
-                "no CUDA compiler: nvcc is neither in CUDA_HOME nor on PATH; install the CUDA toolkit or set CUDA_HOME"
-            )
+            what = "no CUDA compiler: nvcc is neither in CUDA_HOME nor on PATH"
+            raise MissingCUDAException(f"{what}; install the CUDA toolkit or set CUDA_HOME")
         return (path,)
     # an explicit wish: taking another compiler behind the user's back would hide its fault
     wish, *arguments = shlex.split(os.environ.get("CXX", "")) or [""]
     path = next(filter(None, map(shutil.which, [wish] if wish else CXX_NAMES)), None)
+    if path is None and wish:
+        raise BuildError(f"CXX names {wish!r}, which is not a program on PATH; set CXX to a C++17 compiler or unset it")
     if path is None:
-        raise BuildError(
-            f"CXX names {wish!r}, which is not a program on PATH; set CXX to a C++17 compiler or unset it"
-            if wish
-            else f"no C++ compiler: none of {', '.join(CXX_NAMES)} is on PATH; install g++ (10 or newer) or set CXX"
-        )
+        which = f"none of {', '.join(CXX_NAMES)} is on PATH"
+        raise BuildError(f"no C++ compiler: {which}; install g++ (10 or newer) or set CXX")
     return (path, *arguments)
 
 
 def find(kind: Kind, *, limit_s: float = PROBE_LIMIT_S) -> Compiler:
     """The compiler for ``kind``, asked for its version; BuildError where none answers in ``limit_s`` seconds."""
     command = locate(kind)
-    ((status, answer),) = run_tools([[*command, "--version"]], limit_s=limit_s)
+    status, answer = run_tool([*command, "--version"], limit_s=limit_s)
     if status != 0:
         raise BuildError(f"{shlex.join(command)} --version fails with status {status}: {first_error(answer)}")
     lines = answer.strip().splitlines() or [""]
     if kind == "cuda":
         return Compiler(command, lines[-1], kind)
-    ((status, answer),) = run_tools([[*command, "-print-file-name=libstdc++.a"]], limit_s=limit_s)
+    status, answer = run_tool([*command, "-print-file-name=libstdc++.a"], limit_s=limit_s)
     return Compiler(command, lines[0], static_runtime=status == 0 and os.path.isabs(answer.strip()))

@@ -1,4 +1,4 @@
-"""What one native op is made of."""
+"""The native ops of this package, and what each is made of."""
 
 import hashlib
 import json
@@ -25,12 +25,9 @@ def source_root() -> Path:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One shared library of ``extern "C"`` functions.
-
-    ``sources`` are paths below the source root; what they include with quotes becomes part of the cache key by itself.
-    ``flags`` go to the compiler and the linker, ``libraries`` are names for ``-l``. ``instead`` names what runs when
-    the op is not there.
-    """
+    """One shared library of ``extern "C"`` functions. ``sources`` are paths below the source root; what they include
+    with quotes becomes part of the cache key by itself. ``flags`` go to the compiler and the linker, ``libraries`` are
+    names for ``-l``. ``instead`` names what runs when the op is not there."""
 
     name: str
     sources: tuple[str, ...]
@@ -69,10 +66,7 @@ class OpSpec:
         return tuple(read)
 
     def stem(self) -> str:
-        """Name, and hash of what the library depends on but the tools: contents, flags, this version, kind of machine.
-
-        Raises BuildError when a file cannot be read.
-        """
+        """Name, and hash of all that the library depends on but the tools; BuildError when a file cannot be read."""
         try:
             contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.inputs()]
         except OSError as error:
@@ -85,3 +79,21 @@ class OpSpec:
 def short_hash(parts: object) -> str:
     """16 hex digits of the SHA-256 of ``parts`` as JSON."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+# Contraction is off because the loops say themselves where they fuse; the other two only drop error reports nobody
+# reads.
+_EXACT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+CPU_ADAM = OpSpec("cpu_adam", ("cpu/adam.cpp",), flags=_EXACT)
+CPU_ADAGRAD = OpSpec("cpu_adagrad", ("cpu/adagrad.cpp",), flags=_EXACT)
+CPU_LION = OpSpec("cpu_lion", ("cpu/lion.cpp",), flags=_EXACT)
+CPU_CHECKSUM = OpSpec("cpu_checksum", ("cpu/crc32c.cpp",), instead="tables and torch")
+_AIO = ("aio/aio.cpp", "aio/libaio.cpp", "aio/threads.cpp", "aio/uring.cpp")
+ASYNC_IO = OpSpec("async_io", _AIO, instead="plain reads and writes on Python threads")
+ASYNC_IO_MODULE = "deepspeed.tier.aio_handle"
+_CUDA_EXACT = ("--fmad=false", "-Xcompiler", "-ffp-contract=off")  # as above, for device code and for host code
+FUSED_ADAM = OpSpec(
+    "fused_adam", ("cuda/fused_adam.cu",), flags=_CUDA_EXACT, kind="cuda", instead="torch's own fused Adam"
+)
+FUSED_LAMB = OpSpec("fused_lamb", ("cuda/fused_lamb.cu",), flags=_CUDA_EXACT, kind="cuda")
+FUSED_LION = OpSpec("fused_lion", ("cuda/fused_lion.cu",), flags=_CUDA_EXACT, kind="cuda")

@@ -19,19 +19,15 @@ Group = dict[str, Any]
 Tensors = list[torch.Tensor]
 _Row = tuple[torch.Tensor, torch.Tensor, Group]  # parameter, gradient, state
 
-_OUR_NAMES = {
-    **dict.fromkeys(("adam_w_mode", "adamw_mode"), "decoupled_weight_decay"),
-    "fp32_optimizer_states": "fp32_states",
-}
+_OUR_NAMES = dict.fromkeys(("adam_w_mode", "adamw_mode"), "decoupled_weight_decay")
+_OUR_NAMES["fp32_optimizer_states"] = "fp32_states"
 
 
 def constructor(
     first: str, settings: Group, build: Callable[[Any, Any, Group], None], *, unused: tuple[str, ...] = ()
 ) -> Callable[..., None]:
     """An ``__init__`` that takes ``first`` and the keys of ``settings``, by place or name, and hands them to ``build``.
-
-    The values of ``settings`` are the defaults; ``...``: there is none. ``unused`` keywords mean nothing.
-    """
+    The values of ``settings`` are the defaults; ``...``: there is none. ``unused`` keywords mean nothing."""
     kind, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
     known = [Parameter(key, kind, default=empty if value is ... else value) for key, value in settings.items()]
     ignored = [Parameter(key, Parameter.KEYWORD_ONLY, default=None) for key in unused]
@@ -47,30 +43,24 @@ def constructor(
 
 
 class GroupStep(torch.optim.Optimizer):
-    """Updates a group by the kernels of the device it is on, where they fit, else by ``_update_rest``, with torch.
-
-    A subclass names its ``keywords`` with their defaults, its state (``slots``) and its kernels, and says how to call
-    them: ``_on_cuda`` (False where its kernel does not fit after all), ``_on_host`` and ``_update``. Raises
-    OptimizerConfigError for a setting out of range, RuntimeError for ``amsgrad``.
-    """
+    """Updates a group by the kernels of the device it is on, where they fit, else by ``_update_rest``, with torch. A
+    subclass names its ``keywords`` with their defaults, its state (``slots``) and its kernels, and says how to call
+    them: ``_on_cuda`` (False, and nothing changed, where its kernel does not fit after all), ``_on_host`` and
+    ``_update``. Raises OptimizerConfigError for a setting out of range, RuntimeError for ``amsgrad``."""
 
     keywords: ClassVar[Group]
-    unused: ClassVar[tuple[str, ...]] = ()
-    """Keywords that clients pass and that mean nothing."""
-    fixed: ClassVar[Group] = {"fp32_states": False}
-    """Settings of a group that no keyword gives."""
-    host_only = False
-    """Whether ``step`` refuses parameters that are not in host memory."""
+    unused: ClassVar[tuple[str, ...]] = ()  # keywords that clients pass and that mean nothing
+    fixed: ClassVar[Group] = {"fp32_states": False}  # settings of a group that no keyword gives
+    host_only = False  # whether ``step`` refuses parameters that are not in host memory
     host_op: ClassVar[OpSpec | None] = None
     cuda_op: ClassVar[OpSpec | None] = None
     slots: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
-    torch_keys: tuple[str, ...] = ()
-    """Settings of a group that only torch's own code follows."""
+    torch_keys: tuple[str, ...] = ()  # settings of a group that only torch's own code follows
     _on_cuda: Callable[[list[Tensors], list[Group], Group], bool]
     _on_host: Callable[[Tensors, Group, Group, torch.Tensor | None], None]
     _update: Callable[[torch.Tensor, torch.Tensor, Group, Group], None]
+    # where the rounded parameters of one step go, and those that went there
     _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor]] | None = None
-    """Where the rounded parameters of one step go, and those that went there."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -92,10 +82,8 @@ class GroupStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; what ``closure`` returned, or None without one.
-
-        Raises OptimizerConfigError for a sparse gradient, AssertionError where a host optimizer meets a device.
-        """
+        """Update every parameter that has a gradient; what ``closure`` returned, or None without one. Raises
+        OptimizerConfigError for a sparse gradient, AssertionError where a host optimizer meets a device."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,10 +106,9 @@ class GroupStep(torch.optim.Optimizer):
                 what = f"a sparse gradient of shape {tuple(param.shape)}"
                 raise OptimizerConfigError(f"{name} got {what}; build the embedding with sparse=False")
             if self.host_only and param.device.type != "cpu":
-                raise AssertionError(
-                    f"{name} updates tensors in host memory, but a parameter of shape {tuple(param.shape)} is on "
-                    f"{param.device}; offload the optimizer state or use the Fused class of the same name"
-                )
+                what = f"a parameter of shape {tuple(param.shape)} is on {param.device}"
+                hint = "offload the optimizer state or use the Fused class of the same name"
+                raise AssertionError(f"{name} updates tensors in host memory, but {what}; {hint}")
             kinds.setdefault(param.device.type, []).append(param)
         return list(kinds.values())
 
@@ -129,8 +116,10 @@ class GroupStep(torch.optim.Optimizer):
         states = [self._state_of(p, group) for p in params]
         rest = list(zip(params, grads, states, strict=True))
         if not any(group.get(key) for key in self.torch_keys):
-            if self._cuda_update(params, grads, states, group):
-                return
+            if self.cuda_op is not None and cuda.on_cuda(params[0]):
+                columns = [params, grads, *map(list, zip(*map(self._moments, states), strict=True))]
+                if cuda.usable(self.cuda_op, itertools.chain(*columns)) and self._on_cuda(columns, states, group):
+                    return
             rest = [row for row in rest if not self._host_update(*row, group)]
         if rest:
             self._update_rest(rest, group)
@@ -155,13 +144,6 @@ class GroupStep(torch.optim.Optimizer):
     def _moments(self, state: Group) -> Tensors:
         return [state[name] for name in self.slots if name != "step"]
 
-    def _cuda_update(self, params: Tensors, grads: Tensors, states: list[Group], group: Group) -> bool:
-        """Update all tensors with the CUDA kernel; False, before anything is changed, where that does not fit."""
-        if self.cuda_op is None or not cuda.on_cuda(params[0]):
-            return False
-        columns = [params, grads, *map(list, zip(*map(self._moments, states), strict=True))]
-        return cuda.usable(self.cuda_op, itertools.chain(*columns)) and self._on_cuda(columns, states, group)
-
     def _host_update(self, param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> bool:
         """Update one tensor in host memory with the native kernel; False where that does not fit."""
         if self.host_op is None or param.device.type != "cpu":
@@ -176,16 +158,14 @@ class GroupStep(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def writing_outputs(self, outputs: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[Collection[torch.Tensor]]:
-        """Inside, ``step`` may also round parameters into their ``outputs``, in the pass of the update by a kernel.
-
-        An output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
-        Gives the parameters whose output has the new value, to be read after the step. There are none where code of the
-        user's may run behind the kernels.
-        """
-        fits = {p: out for p, out in outputs.items() if _can_take(out, p)} if self._ends_with_the_kernels() else {}
+        """Inside, ``step`` may also round parameters into their ``outputs``, in the pass of the update by a kernel. An
+        output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
+        Gives the parameters whose output has the new value after the step: none where the user's code may run behind
+        the kernels."""
         written: set[torch.Tensor] = set()
-        # no dict: tiled steps copy what dicts among attributes hold
-        self._outputs = (fits, written)
+        pairs = outputs.items() if self._ends_with_the_kernels() else ()
+        alike = {p: o for p, o in pairs if o.numel() == p.numel() and o.device == p.device and host.fits(o)}
+        self._outputs = (alike, written)  # no dict: tiled steps copy what dicts among attributes hold
         try:
             yield written
         finally:
@@ -193,11 +173,9 @@ class GroupStep(torch.optim.Optimizer):
 
     def _ends_with_the_kernels(self) -> bool:
         """Whether no subclass, patch or hook of the user's can change a parameter between its kernel and the end."""
-        hooks = vars(self).get("_optimizer_step_post_hooks") or _global_optimizer_post_hooks
-        cls = type(self)
-        if hooks or not cls.__module__.startswith(f"{__package__}."):
-            return False
-        if any(name != "step" and callable(getattr(cls, name, None)) for name in vars(self)):
+        cls, hooks = type(self), vars(self).get("_optimizer_step_post_hooks") or _global_optimizer_post_hooks
+        patched = any(name != "step" and callable(getattr(cls, name, None)) for name in vars(self))
+        if hooks or patched or not cls.__module__.startswith(f"{__package__}."):
             return False
         # torch wraps the method, its schedulers wrap it again on the object; every layer must be torch's
         layer: Any = getattr(self.step, "__func__", self.step)
@@ -215,12 +193,6 @@ class GroupStep(torch.optim.Optimizer):
         if (out := wanted.get(param)) is not None:
             written.add(param)
         return out
-
-
-def _can_take(out: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether the kernels can write ``param``, rounded, to ``out``."""
-    alike = out.numel() == param.numel() and out.device == param.device and out.is_contiguous()
-    return alike and out.dtype in host.CODES
 
 
 def _moment(param: torch.Tensor, group: Group) -> torch.Tensor:

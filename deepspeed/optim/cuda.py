@@ -9,19 +9,19 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from deepspeed.device import get_accelerator
 from deepspeed.native.build import try_load
-from deepspeed.native.ops import FUSED_ADAM, FUSED_LAMB, FUSED_LION
-from deepspeed.native.spec import OpSpec
+from deepspeed.native.spec import FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec
+from deepspeed.optim import host
+from deepspeed.optim.host import Tensors
 
-Tensors = Sequence[torch.Tensor]
 Scalar = float | torch.Tensor
-_Row = Sequence[torch.Tensor | None]  # parameter, gradient, both moments, output; None for what is not there
+_Row = Sequence[Any]  # tensors: parameter, gradient, both moments, output; None for what is not there
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CHUNK = 8192  # elements per block; LAMB keeps two sums for each
 _ROW_FLOATS = 8
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
@@ -31,10 +31,7 @@ class _Call(ctypes.Structure):
     """``ds::Call`` of csrc/cuda/multi_tensor.cuh; the kernel side refuses another size."""
 
     _fields_ = (
-        ("bytes", _L),
-        ("stream", _P),
-        ("sizes", _P),
-        ("columns", _P * 5),
+        *(("bytes", _L), ("stream", _P), ("sizes", _P), ("columns", _P * 5)),
         *((name, _P) for name in ("steps", "device_lr", "device_scale", "found_inf", "rows", "partials", "ratios")),
         ("partial_count", _L),
         *((name, _D) for name in ("step", "lr", "scale", "beta1", "beta2", "eps", "weight_decay")),
@@ -78,22 +75,8 @@ def _stream(device: torch.device) -> Iterator[int]:
 def usable(op: OpSpec, tensors: Iterable[torch.Tensor]) -> bool:
     """Whether the kernel of ``op`` exists and fits: contiguous CUDA tensors of fp32, bf16 or fp16."""
     # the order keeps a machine without CUDA from looking for a compiler; ROCm calls its devices cuda too
-    fits = all(on_cuda(t) and t.is_contiguous() and t.dtype in _CODES for t in tensors)
-    return fits and torch.version.hip is None and get_accelerator().device_name() == "cuda" and _kernel(op) is not None
-
-
-def _check(row: _Row) -> None:
-    """Raise ValueError unless the kernels can take the tensors."""
-    param, _, first, second, _ = row
-    assert param is not None and first is not None
-    for tensor in (t for t in row if t is not None):
-        fits = tensor.numel() == param.numel() and tensor.is_contiguous() and tensor.dtype in _CODES
-        if not fits or not on_cuda(tensor) or tensor.device != param.device:
-            takes = f"contiguous tensors of {param.numel()} elements in fp32, bf16 or fp16 on one CUDA device"
-            fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
-            raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
-    if second is not None and second.dtype != first.dtype:
-        raise ValueError(f"both moments of a tensor have one dtype, not {first.dtype} and {second.dtype}")
+    fit = all(on_cuda(t) and host.fits(t) for t in tensors)
+    return fit and torch.version.hip is None and get_accelerator().device_name() == "cuda" and _kernel(op) is not None
 
 
 def _array(tensors: Iterable[torch.Tensor | None]) -> "ctypes.Array[ctypes.c_void_p]":
@@ -109,24 +92,15 @@ def _split(value: Scalar, device: torch.device) -> tuple[float, torch.Tensor | N
 
 
 def _submit(
-    op: OpSpec,
-    rows: Sequence[_Row],
-    steps: Tensors,
-    scalars: tuple[Scalar, Scalar, torch.Tensor | None],
-    fields: dict[str, float],
+    op: OpSpec, rows: Sequence[_Row], steps: Tensors, scalars: Sequence[Any], fields: dict[str, float]
 ) -> torch.Tensor | None:
-    """One native call for tensors of one device and the same dtypes; the trust ratios of LAMB.
-
-    ``scalars`` are the rate, the gradients' scale and the overflow flag; ``fields`` those of ``_Call`` that the host
-    knows.
-    """
-    run = _kernel(op)
-    if run is None:
-        raise RuntimeError(f"the native kernel {op.name} could not be built here (the log says why); use {op.instead}")
+    """One native call for tensors of one device and the same dtypes; the trust ratios of LAMB. ``scalars``: rate,
+    gradients' scale, overflow flag; ``fields``: those of ``_Call`` that the host knows."""
+    if (run := _kernel(op)) is None:
+        raise RuntimeError(f"the native op {op.name} is not available (the log says why); use {op.instead}")
     param, grad, first, _, out = rows[0]
-    assert param is not None and grad is not None and first is not None
     device, count, lamb = param.device, len(rows), op is FUSED_LAMB
-    sizes = [row[0].numel() for row in rows if row[0] is not None]
+    sizes = [row[0].numel() for row in rows]
     columns = [None if rows[0][i] is None else _array(row[i] for row in rows) for i in range(5)]
     sums = 2 * sum(-(-size // _CHUNK) for size in sizes) if lamb else 0
     size_array, step_array = (ctypes.c_int64 * count)(*sizes), _array(steps)
@@ -152,10 +126,10 @@ def _submit(
             partial_count=sums,
             device=device.index or 0,
             count=count,
-            param_code=_CODES[param.dtype],
-            grad_code=_CODES[grad.dtype],
-            moment_code=_CODES[first.dtype],
-            out_code=-1 if out is None else _CODES[out.dtype],
+            param_code=host.CODES[param.dtype],
+            grad_code=host.CODES[grad.dtype],
+            moment_code=host.CODES[first.dtype],
+            out_code=-1 if out is None else host.CODES[out.dtype],
             **fields,
             **{name: None if tensor is None else tensor.data_ptr() for name, tensor in on_device.items()},
         )
@@ -190,8 +164,9 @@ def _update(
     """
     columns = (params, grads, exp_avgs, exp_avg_sqs, outs)
     rows: list[_Row] = list(zip(*([None] * len(params) if c is None else c for c in columns), strict=True))
-    for row in rows:
-        _check(row)
+    for param, *others in rows:
+        tensors = [param, *(tensor for tensor in others if tensor is not None)]
+        host.check("CUDA", tensors, [moment for moment in others[1:3] if moment is not None], on_cuda)
     steps: Tensors = () if isinstance(step, int) else step
     if steps and any(
         s.dtype is not torch.float32 or s.numel() != 1 or s.device != p.device
@@ -211,10 +186,9 @@ def _update(
         of_lamb = _submit(op, [rows[i] for i in indices], some, (lr, grad_scale, found_inf), fields)
         if of_lamb is not None:
             ratios.update(zip(indices, of_lamb.unbind(), strict=True))
-    for param, _, *others in rows:
-        for tensor in (param, *others):
-            if tensor is not None:
-                torch.autograd.graph.increment_version(tensor)  # what autograd saved of the old values must not be used
+    # what autograd saved of the old values must not be used
+    written = [tensor for param, _, *others in rows for tensor in (param, *others) if tensor is not None]
+    torch.autograd.graph.increment_version(written)
     return [ratios[i] for i in sorted(ratios)]
 
 

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from deepspeed.native.build import try_load
-from deepspeed.native.ops import CPU_ADAGRAD, CPU_ADAM, CPU_LION
-from deepspeed.native.spec import OpSpec
+from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, OpSpec
 
+Tensors = Sequence[torch.Tensor]
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GRAIN = 1 << 18  # elements below which a second thread costs more than it saves
 _SHARES = 4  # pieces for each thread: one that other work slows down leaves some of its own to the rest
@@ -50,30 +50,35 @@ def _threads(process: int, count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix=f"deepspeed-{count}-threads-of-{process}")
 
 
-def _fits(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype in CODES
+def fits(tensor: torch.Tensor) -> bool:
+    """Whether kernels know its dtype and layout; where it is they do not see."""
+    return tensor.is_contiguous() and tensor.dtype in CODES
 
 
 def usable(op: OpSpec, *tensors: torch.Tensor) -> bool:
     """Whether the kernel of ``op`` exists and fits: contiguous host tensors of fp32, bf16 or fp16."""
-    return all(map(_fits, tensors)) and _kernel(op) is not None
+    return all(t.device.type == "cpu" and fits(t) for t in tensors) and _kernel(op) is not None
 
 
-def _run(op: OpSpec, tensors: Sequence[torch.Tensor], out: torch.Tensor | None, scalars: list[float]) -> None:
+def check(place: str, tensors: Tensors, moments: Tensors, on: Callable[[torch.Tensor], bool]) -> None:
+    """Raise ValueError unless a kernel can take ``tensors``, of one size and ``on`` one device, and ``moments``."""
+    count, device = tensors[0].numel(), tensors[0].device
+    for tensor in tensors:
+        if tensor.numel() != count or not fits(tensor) or not on(tensor) or tensor.device != device:
+            takes = f"contiguous tensors of {count} elements in fp32, bf16 or fp16 on one {place} device"
+            fault = f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}, on {tensor.device}"
+            raise ValueError(f"a {place} kernel takes {takes}, not {fault}")
+    if len(dtypes := {str(moment.dtype) for moment in moments}) > 1:
+        raise ValueError(f"a {place} kernel takes both moments of a tensor in one dtype, not {' and '.join(dtypes)}")
+
+
+def _run(op: OpSpec, tensors: Tensors, out: torch.Tensor | None, scalars: list[float]) -> None:
     """Cut the flat range into pieces and run them on the threads; ``tensors`` are weights, gradient and moments."""
     weights, grad, *moments = tensors
+    check("CPU", tensors if out is None else [*tensors, out], moments, lambda t: t.device.type == "cpu")
+    if (function := _kernel(op)) is None:
+        raise RuntimeError(f"the native op {op.name} is not available (the log says why); use {op.instead}")
     count = weights.numel()
-    for tensor in tensors if out is None else [*tensors, out]:
-        if tensor.numel() != count or not _fits(tensor):
-            raise ValueError(
-                f"a host kernel takes contiguous host tensors of {count} elements in fp32, bf16 or fp16, not "
-                f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            )
-    if len({moment.dtype for moment in moments}) > 1:
-        raise ValueError(f"a host kernel takes moments of one dtype, not {', '.join(str(m.dtype) for m in moments)}")
-    function = _kernel(op)
-    if function is None:
-        raise RuntimeError(f"the native kernel {op.name} could not be built here (the log says why); use {op.instead}")
     # 16-bit weights are rounded where they are written; the pass has a second output beside fp32 weights only
     passed = [*tensors, out if weights.dtype is torch.float32 else None]
     codes = [-1 if t is None else CODES[t.dtype] for t in (weights, grad, moments[0], passed[-1])]
@@ -93,9 +98,8 @@ def _run(op: OpSpec, tensors: Sequence[torch.Tensor], out: torch.Tensor | None, 
     work()
     for other in others:
         other.result()
-    for written in (weights, *moments, passed[-1]):
-        if written is not None:
-            torch.autograd.graph.increment_version(written)  # what autograd saved of the old values must not be used
+    # what autograd saved of the old values must not be used
+    torch.autograd.graph.increment_version([t for t in (weights, *moments, passed[-1]) if t is not None])
     if out is not None and passed[-1] is None:
         out.copy_(weights.detach())
 

@@ -6,7 +6,7 @@ follows the optimizer's update, so update number k (from 1) runs with the rate f
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,6 @@ from deepspeed.observe.log import logger
 from deepspeed.optim.base import constructor
 from deepspeed.optim.registry import check_numbers, class_of_torch, construct
 
-PerGroup = float | Sequence[float]
 Settings = dict[str, Any]
 
 
@@ -26,9 +25,8 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     while inner is not None and not isinstance(inner, torch.optim.Optimizer):
         inner = getattr(inner, "optimizer", None)
     if inner is None:
-        raise TypeError(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer and has none in its attribute 'optimizer'"
-        )
+        what = "is not a torch.optim.Optimizer and has none in its attribute 'optimizer'"
+        raise TypeError(f"{type(optimizer).__name__} {what}")
     return inner
 
 
@@ -46,15 +44,13 @@ def build_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer:
 
 
 class LRSchedule:
-    """What the native schedules share: the counter, writing rates into the groups, and saving.
-
-    A subclass names its ``keywords`` with their defaults, prepares them (``_prepare``) and states its formula in
+    """What the native schedules share: the counter, writing rates into the groups, and saving. A subclass names its
+    ``keywords`` with their defaults, prepares what it was given, its ``settings``, and states its formula in
     ``_rates``. The initial rate is written at once, unless the schedule resumes from a ``last_batch_iteration`` other
-    than -1.
-    """
+    than -1."""
 
     keywords: ClassVar[Settings]
-    _prepare: Callable[[Settings], None]
+    _prepare: Callable[[], None]
     _rates: Callable[[int], list[float]]
     """Learning rate of each group at an iteration (-1 before the first step)."""
 
@@ -66,9 +62,9 @@ class LRSchedule:
 
     def _build(self, optimizer: Any, settings: Settings) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
-        self.last_batch_iteration = settings.pop("last_batch_iteration")
+        self.last_batch_iteration, self.settings = settings.pop("last_batch_iteration"), settings
         self._last_lr: list[float] | None = None
-        self._prepare(settings)
+        self._prepare()
         self._start()
 
     def _write(self, iteration: int) -> None:
@@ -108,17 +104,17 @@ class LRSchedule:
         else:
             self._start()
 
-    def _per_group(self, value: PerGroup, name: str) -> list[float]:
-        count = len(self.optimizer.param_groups)
+    def _per_group(self, name: str) -> list[float]:
+        value, count = self.settings[name], len(self.optimizer.param_groups)
         values = [value] * count if isinstance(value, int | float) else list(value)
         if len(values) != count:
-            raise ValueError(
-                f"{type(self).__name__}: {name} has {len(values)} entries, the optimizer has {count} parameter groups"
-            )
+            what = f"{name} has {len(values)} entries, the optimizer has {count} parameter groups"
+            raise ValueError(f"{type(self).__name__}: {what}")
         return values
 
-    def _whole_number(self, name: str, value: float, *, least: int) -> int:
+    def _whole_number(self, name: str, *, least: int) -> int:
         """An int, or a float such as 1e3 that is one; ``ValueError`` otherwise."""
+        value = self.settings[name]
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or int(value) != value or value < least:
             raise ValueError(f"{type(self).__name__}: {name} is {value!r}, it must be a whole number >= {least}")
@@ -136,15 +132,14 @@ class LRRangeTest(LRSchedule):
         **{"lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False},
     }
 
-    def _prepare(self, settings: Settings) -> None:
-        least, size, self.step_rate, self.staircase = settings.values()
-        self.min_lr = self._per_group(least, "lr_range_test_min_lr")
-        self.step_size = self._whole_number("lr_range_test_step_size", size, least=1)
+    def _prepare(self) -> None:
+        self.min_lr = self._per_group("lr_range_test_min_lr")
+        self.step_size = self._whole_number("lr_range_test_step_size", least=1)
 
     def _rates(self, iteration: int) -> list[float]:
-        interval = (iteration + 1) / self.step_size
-        factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
-        return [rate * factor for rate in self.min_lr]
+        interval, rate = (iteration + 1) / self.step_size, self.settings["lr_range_test_step_rate"]
+        factor = 1 + rate * (math.floor(interval) if self.settings["lr_range_test_staircase"] else interval)
+        return [least * factor for least in self.min_lr]
 
 
 class OneCycle(LRSchedule):
@@ -162,28 +157,22 @@ class OneCycle(LRSchedule):
         **{"cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0},
     }
 
-    def _prepare(self, settings: Settings) -> None:
+    def _prepare(self) -> None:
+        settings = self.settings
         first, second = settings["cycle_first_step_size"], settings["cycle_second_step_size"]
         second = first if second is None else second
         if first <= 0 or second < 0:
-            raise ValueError(
-                f"OneCycle: cycle_first_step_size must be positive (is {first}) "
-                f"and cycle_second_step_size not negative (is {second})"
-            )
+            what = f"cycle_first_step_size must be positive (is {first})"
+            raise ValueError(f"OneCycle: {what} and cycle_second_step_size not negative (is {second})")
         self.first_size, self.total_size = float(first), float(first + second)
-        stairs, second_stairs = settings["cycle_first_stair_count"], settings["cycle_second_stair_count"]
-        stairs = max(stairs or 0, 0)
+        stairs, second_stairs = max(settings["cycle_first_stair_count"] or 0, 0), settings["cycle_second_stair_count"]
         second_stairs = stairs if second_stairs is None else max(second_stairs, 0)
         self.stairs = (stairs or second_stairs, second_stairs or stairs)
-        self.decay_lr_rate, self.decay_mom_rate = settings["decay_lr_rate"], settings["decay_mom_rate"]
-        self.decay_step_size = settings["decay_step_size"]
-        self.min_lrs, self.max_lrs, self.min_moms, self.max_moms = (
-            self._per_group(settings[name], name)
-            for name in ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom")
-        )
-        wish, known = settings["cycle_momentum"], all("betas" in group for group in self.optimizer.param_groups)
-        self.cycle_momentum = wish and known
-        if wish and not known:
+        names = ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom")
+        self.min_lrs, self.max_lrs, self.min_moms, self.max_moms = map(self._per_group, names)
+        known = all("betas" in group for group in self.optimizer.param_groups)
+        self.cycle_momentum = settings["cycle_momentum"] and known
+        if settings["cycle_momentum"] and not known:
             logger.warning("OneCycle: %s has no betas, so its momentum is not cycled", type(self.optimizer).__name__)
 
     def _start(self) -> None:
@@ -194,7 +183,7 @@ class OneCycle(LRSchedule):
 
     def _write(self, iteration: int) -> None:
         super()._write(iteration)
-        place, decay = self._place(iteration, self.decay_mom_rate)
+        place, decay = self._place(iteration, self.settings["decay_mom_rate"])
         pairs = zip(self.min_moms, self.max_moms, strict=True)
         self._write_momentum([(high - (high - low) * place) * decay for low, high in pairs])
 
@@ -207,44 +196,39 @@ class OneCycle(LRSchedule):
         """First beta of each group as it is now; empty when momentum is not cycled."""
         return [group["betas"][0] for group in self.optimizer.param_groups] if self.cycle_momentum else []
 
-    def _position(self, iteration: int) -> float:
-        """0 at the ends of the cycle, 1 at its top."""
-        batch = iteration + 1
-        if any(self.stairs):
-            place = batch % self.total_size
-            climbing = place <= self.first_size
-            count, size = self.stairs[not climbing], self.first_size if climbing else self.total_size - self.first_size
-            done = (place if climbing else self.total_size - place) / size
-            return math.floor(done * count) / count
-        x = 1 + batch / self.total_size - math.floor(1 + batch / self.total_size)
-        top = self.first_size / self.total_size
-        return x / top if x <= top else (x - 1) / (top - 1)
-
     def _place(self, iteration: int, decay_rate: float) -> tuple[float, float]:
-        """The position, and behind the cycle ``1 + rate * d / decay_step_size`` at d iterations after it, else 1."""
-        if iteration < self.total_size:
-            return self._position(iteration), 1.0
-        if not decay_rate or not self.decay_step_size:
-            return 0.0, 1.0
-        return 0.0, 1 + decay_rate * (iteration - self.total_size + 1) / self.decay_step_size
+        """0 at the ends of the cycle, 1 at its top; and 1, behind the cycle ``1 + rate * d / decay_step_size`` at d
+        iterations after it."""
+        total, batch, size = self.total_size, iteration + 1, self.settings["decay_step_size"]
+        if iteration >= total:
+            return 0.0, 1 + decay_rate * (iteration - total + 1) / size if decay_rate and size else 1.0
+        if any(self.stairs):
+            place = batch % total
+            climbing = place <= self.first_size
+            count, length = self.stairs[not climbing], self.first_size if climbing else total - self.first_size
+            done = (place if climbing else total - place) / length
+            return math.floor(done * count) / count, 1.0
+        x = 1 + batch / total - math.floor(1 + batch / total)
+        top = self.first_size / total
+        return x / top if x <= top else (x - 1) / (top - 1), 1.0
 
     def _rates(self, iteration: int) -> list[float]:
-        place, decay = self._place(iteration, self.decay_lr_rate)
+        place, decay = self._place(iteration, self.settings["decay_lr_rate"])
         return [(low + (high - low) * place) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
 
 class _Warmup(LRSchedule):
     """``g(i)``: from 0 to 1 over ``W = max(2, warmup_num_steps)`` iterations, as ``ln(i+1)/ln(W)`` or ``i/W``."""
 
-    def _prepare(self, settings: Settings) -> None:
-        name, kind = type(self).__name__, settings["warmup_type"]
-        count = self._whole_number("warmup_num_steps", settings["warmup_num_steps"], least=0)
+    def _prepare(self) -> None:
+        name, kind = type(self).__name__, self.settings["warmup_type"]
+        count = self._whole_number("warmup_num_steps", least=0)
         if count == 0:
             logger.warning("%s: warmup_num_steps is 0, 1 is used", name)
         if kind not in ("log", "linear"):
             logger.warning("%s: warmup_type %r is unknown, 'log' is used", name, kind)
         self.warmup_num_steps, self.linear = max(2, count), kind == "linear"
-        self.total_num_steps = settings.get("total_num_steps", math.inf)
+        self.total_num_steps = self.settings.get("total_num_steps", math.inf)
         if self.total_num_steps < self.warmup_num_steps:
             text = "%s: total_num_steps %s is less than warmup_num_steps %s"
             logger.warning(text, name, self.total_num_steps, self.warmup_num_steps)
@@ -253,9 +237,8 @@ class _Warmup(LRSchedule):
     def _gamma(self, iteration: int) -> float:
         if iteration >= self.warmup_num_steps:
             return 1.0
-        if self.linear:
-            return iteration / self.warmup_num_steps
-        return math.log(iteration + 1) / math.log(self.warmup_num_steps)
+        steps = self.warmup_num_steps
+        return iteration / steps if self.linear else math.log(iteration + 1) / math.log(steps)
 
 
 class WarmupLR(_Warmup):
@@ -266,17 +249,16 @@ class WarmupLR(_Warmup):
 
     keywords = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 
-    def _prepare(self, settings: Settings) -> None:
-        super()._prepare(settings)
-        high = settings["warmup_max_lr"]
-        self.min_lrs = self._per_group(settings["warmup_min_lr"], "warmup_min_lr")
-        self.max_lrs = self._own_lrs if high is None else self._per_group(high, "warmup_max_lr")
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.min_lrs = self._per_group("warmup_min_lr")
+        self.max_lrs = self._own_lrs if self.settings["warmup_max_lr"] is None else self._per_group("warmup_max_lr")
 
     def get_lr(self) -> list[float]:
         """The rate of each group at the present iteration."""
         if self.last_batch_iteration < 0:
-            name = type(self).__name__
-            logger.warning("%s: asked for the learning rate before the first step(); it is the minimum", name)
+            text = "%s: asked for the learning rate before the first step(); it is the minimum"
+            logger.warning(text, type(self).__name__)
         return super().get_lr()
 
     def _rates(self, iteration: int) -> list[float]:
@@ -302,14 +284,8 @@ class WarmupCosineLR(_Warmup):
     0. Raises ValueError as ``WarmupLR``.
     """
 
-    keywords = {
-        **{"total_num_steps": ..., "warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 0.0001},
-        "warmup_type": "log",
-    }
-
-    def _prepare(self, settings: Settings) -> None:
-        self.warmup_min_ratio, self.cos_min_ratio = settings["warmup_min_ratio"], settings["cos_min_ratio"]
-        super()._prepare(settings)
+    keywords = {"total_num_steps": ..., "warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 0.0001}
+    keywords |= {"warmup_type": "log"}
 
     def get_lr_ratio(self) -> float:
         """The factor on every group's own rate at the present iteration."""
@@ -317,12 +293,13 @@ class WarmupCosineLR(_Warmup):
 
     def _ratio(self, iteration: int) -> float:
         steps, total = self.warmup_num_steps, self.total_num_steps
+        start, end = self.settings["warmup_min_ratio"], self.settings["cos_min_ratio"]
         if iteration < 0:
             return 0.0
         if iteration < steps:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._gamma(iteration)
+            return start + (1 - start) * self._gamma(iteration)
         progress = min(1.0, (iteration - steps + 1) / max(1, total - steps))
-        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+        return max(0.0, end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2)
 
     def _rates(self, iteration: int) -> list[float]:
         ratio = self._ratio(iteration)
@@ -342,9 +319,10 @@ _CLI_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _settings(name: str) -> Settings:
-    """The settings of a schedule with their defaults on the command line."""
-    return {key: _CLI_DEFAULTS.get(key, default) for key, default in _CLASSES[name].keywords.items()}
+_ON_COMMAND_LINE: Mapping[str, Settings] = {
+    name: {key: _CLI_DEFAULTS.get(key, default) for key, default in cls.keywords.items()}
+    for name, cls in _CLASSES.items()
+}
 
 
 def _bool(text: str) -> bool:
@@ -358,13 +336,13 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     names = ", ".join(VALID_LR_SCHEDULES)
     group.add_argument("--lr_schedule", type=str, default=None, help=f"learning-rate schedule: {names}")
-    owner = {key: name for name in reversed(VALID_LR_SCHEDULES) for key in _settings(name) if key != "total_num_steps"}
+    owner = {key: name for name in reversed(VALID_LR_SCHEDULES) for key in _ON_COMMAND_LINE[name]}
+    del owner["total_num_steps"]
     for key, schedule in owner.items():
-        default, text = _settings(schedule)[key], f"{schedule}: {key}"
+        default = _ON_COMMAND_LINE[schedule][key]
         kind: Any = {"type": _bool if isinstance(default, bool) else type(default)}
-        group.add_argument(
-            f"--{key}", default=default, help=text, **({"action": "store_true"} if key == "cycle_momentum" else kind)
-        )
+        kind = {"action": "store_true"} if key == "cycle_momentum" else kind
+        group.add_argument(f"--{key}", default=default, help=f"{schedule}: {key}", **kind)
     return parser
 
 
@@ -373,12 +351,15 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
+def _given(args: argparse.Namespace, *names: str) -> Settings:
+    """What ``args`` carries of the settings of these schedules, but nothing unset, zero or negative."""
+    values = {key: getattr(args, key, None) for name in names for key in _ON_COMMAND_LINE[name]}
+    return {key: value for key, value in values.items() if value and (isinstance(value, str) or value > 0)}
+
+
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
     """Write every schedule's settings that ``args`` carries over ``params``, but nothing unset, zero or negative."""
-    for key in {key: None for name in VALID_LR_SCHEDULES for key in _settings(name)}:
-        value = getattr(args, key, None)
-        if value and (isinstance(value, str) or value > 0):
-            params[key] = value
+    params.update(_given(args, *VALID_LR_SCHEDULES))
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
@@ -388,9 +369,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
         return None, "--lr_schedule not specified on command line"
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name} is not a supported LR schedule{nearest_hint(name, VALID_LR_SCHEDULES)}"
-    params: dict[str, Any] = {}
-    override_params(argparse.Namespace(**{key: getattr(args, key, None) for key in _settings(name)}), params)
-    return {"type": name, "params": params}, None
+    return {"type": name, "params": _given(args, name)}, None
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:

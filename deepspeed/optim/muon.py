@@ -6,19 +6,17 @@ from typing import Any
 import torch
 
 from deepspeed.errors import NotYetError, OptimizerConfigError, UsageError
-from deepspeed.optim.adam import adam_update_
 from deepspeed.optim.base import Group, GroupStep, checked
+from deepspeed.optim.rules import adam_update_
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
-GRAM_RESTART = 2
-"""Iterations after which the Gram form rebuilds its matrix from the iterate, which stops rounding from piling up."""
-_NOT_MATRICES = ("embed", "lm_head")
+GRAM_RESTART = 2  # iterations after which the Gram form starts from the iterate: no rounding piles up
 
 
 def is_muon_parameter(name: str, param: torch.Tensor) -> bool:
     """Whether Muon updates this: two or more dimensions, and neither an embedding nor the output head by name."""
-    return param.ndim >= 2 and not any(part in name for part in _NOT_MATRICES)
+    return param.ndim >= 2 and "embed" not in name and "lm_head" not in name
 
 
 def mark_muon_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -112,9 +110,8 @@ class MuonWithAuxAdam(GroupStep):
         for use_muon in (True, False):
             half = [e for e in entries if (_wants_muon(e) if given is None else bool(given)) is use_muon]
             if half:
-                super().add_param_group(
-                    self._group_keys[use_muon] | param_group | {"params": half, "use_muon": use_muon}
-                )
+                group = self._group_keys[use_muon] | param_group | {"params": half, "use_muon": use_muon}
+                super().add_param_group(group)
 
     def _slots(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["use_muon"] else super()._slots(group)
@@ -124,10 +121,8 @@ class MuonWithAuxAdam(GroupStep):
             adam_update_(param, grad, state, group)
             return
         if param.ndim < 2:
-            raise UsageError(
-                f"Muon got a tensor of shape {tuple(param.shape)} where it needs a matrix; "
-                "sharding must keep parameters whole for this optimizer"
-            )
+            what = f"Muon got a tensor of shape {tuple(param.shape)} where it needs a matrix"
+            raise UsageError(f"{what}; sharding must keep parameters whole for this optimizer")
         buffer, mu = state["momentum_buffer"], group["momentum"]
         # decided on the device: a non-finite gradient leaves the momentum as it was and shows in the weights, as with
         # any optimizer

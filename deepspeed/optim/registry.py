@@ -9,21 +9,20 @@ import torch
 
 from deepspeed.errors import OptimizerConfigError, nearest_hint
 from deepspeed.observe.log import logger
-from deepspeed.optim.adam import can_fuse
 from deepspeed.optim.muon import MuonWithAuxAdam
-from deepspeed.optim.named import (
+from deepspeed.optim.rules import (
+    Adagrad,
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
     FusedAdam,
     FusedLamb,
     FusedLion,
+    can_fuse,
 )
-from deepspeed.optim.rules import Adagrad
 
 _NAMES = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
-KNOWN_NAMES = tuple(map(str.lower, _NAMES))
-"""Names matched without regard to case; every other name is an exact class name of ``torch.optim``."""
+KNOWN_NAMES = tuple(map(str.lower, _NAMES))  # in any case; every other name is exactly that of a class of torch.optim
 
 # without and with an offloaded optimizer state; Adam has a function of its own
 _CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., torch.optim.Optimizer]]] = {
@@ -49,19 +48,17 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that ``optimizer.type`` and ``optimizer.params`` of the config describe.
 
-    Args:
-        type_name: one of ``KNOWN_NAMES`` in any case, or an exact class name of ``torch.optim``.
-        params_cfg: constructor settings; never changed.
-        parameters: tensors, ``(name, tensor)`` pairs or torch-style group dicts. Groups without parameters are dropped.
-        offload: the optimizer state rests in host memory or on NVMe: the ``DeepSpeedCPU*`` class of the name is built.
+    ``type_name``: one of ``KNOWN_NAMES`` in any case, or an exact class name of ``torch.optim``. ``parameters``:
+    tensors, ``(name, tensor)`` pairs or torch-style group dicts, of which those without parameters are dropped.
+    ``offload``: the state rests in host memory or on NVMe, so the ``DeepSpeedCPU*`` class of the name is built.
 
     Raises OptimizerConfigError (a ``ValueError``) for an unknown name or key, a wrong type of value, ``max_grad_norm``,
     a parameter listed twice, or no parameter at all; ImportError for a ``mu*`` optimizer without the package ``mup``.
     """
     name, settings = type_name.lower(), dict(params_cfg or {})
     if "max_grad_norm" in settings:
-        what = 'is not used; set the top-level key "gradient_clipping" instead'
-        raise OptimizerConfigError(f'optimizer.params.max_grad_norm of "{type_name}" {what}')
+        what = f'optimizer.params.max_grad_norm of "{type_name}" is not used'
+        raise OptimizerConfigError(f'{what}; set the top-level key "gradient_clipping" instead')
     check_numbers("optimizer.params", settings)
     if isinstance(settings.get("betas"), list):
         settings["betas"] = tuple(map(float, settings["betas"]))
@@ -76,11 +73,9 @@ def build_optimizer(
 
 
 def construct(part: str, name: str, factory: Callable[..., Any], first: Any, settings: Mapping[str, Any]) -> Any:
-    """``factory(first, **settings)`` for the ``optimizer`` or ``scheduler`` block of the config.
-
-    Raises OptimizerConfigError for an unknown or missing key, a value of the wrong type: the key by its path, and what
-    is valid.
-    """
+    """``factory(first, **settings)`` for the ``optimizer`` or ``scheduler`` block of the config. Raises
+    OptimizerConfigError for an unknown or missing key, a value of the wrong type: the key by its path, and what is
+    valid."""
     accepted = dict(list(inspect.signature(factory).parameters.items())[1:])
     valid = {key: p for key, p in accepted.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     any_key = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
@@ -141,7 +136,8 @@ def check_numbers(where: str, settings: Mapping[str, Any]) -> None:
 
 
 def _clean_parameters(type_name: str, parameters: Iterable[Any]) -> list[Any]:
-    entries = [{**e, "params": _as_list(e["params"])} if isinstance(e, dict) else e for e in parameters]
+    as_list = lambda params: [params] if isinstance(params, torch.Tensor) else list(params)  # noqa: E731
+    entries = [{**e, "params": as_list(e["params"])} if isinstance(e, dict) else e for e in parameters]
     groups = [e for e in entries if not isinstance(e, dict) or e["params"]]
     seen: set[int] = set()
     for name, tensor in _named_tensors(groups):
@@ -151,13 +147,9 @@ def _clean_parameters(type_name: str, parameters: Iterable[Any]) -> list[Any]:
             raise OptimizerConfigError(f'optimizer "{type_name}": {what}')
         seen.add(id(tensor))
     if not groups:
-        what = "got no parameters; pass a model with requires_grad parameters"
-        raise OptimizerConfigError(f'optimizer "{type_name}" {what}')
+        what = f'optimizer "{type_name}" got no parameters'
+        raise OptimizerConfigError(f"{what}; pass a model with requires_grad parameters")
     return groups
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _named_tensors(groups: list[Any]) -> list[tuple[str, torch.Tensor]]:
@@ -215,8 +207,7 @@ def class_of_torch(part: str, name: str, module: Any, base: type, ours: Iterable
     theirs = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base) and n[0] != "_"}
     theirs.pop(base.__name__)
     if name not in theirs:
-        raise OptimizerConfigError(
-            f'{part}.type "{name}" is unknown{nearest_hint(name, [*theirs, *ours]) or "."} '
-            f"Known: {', '.join(ours)}, or a class of {module.__name__} by its exact name"
-        )
+        what = f'{part}.type "{name}" is unknown{nearest_hint(name, [*theirs, *ours]) or "."}'
+        known = f"{', '.join(ours)}, or a class of {module.__name__} by its exact name"
+        raise OptimizerConfigError(f"{what} Known: {known}")
     return theirs[name]

@@ -1,14 +1,120 @@
-"""The update rules of Adagrad, LAMB and Lion: which kernels there are, how they are called, and the same with torch."""
+"""Adam, Adagrad, LAMB and Lion: which kernels there are, how they are called, and the same with torch; and, as one
+table of signatures, the classes that clients import by name.
+"""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.optim.adam import adam as torch_adam
 
 from deepspeed.errors import OptimizerConfigError
-from deepspeed.native.ops import CPU_ADAGRAD, CPU_LION, FUSED_LAMB, FUSED_LION
+from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION
 from deepspeed.optim import cuda, host
-from deepspeed.optim.adam import moments_
 from deepspeed.optim.base import Group, GroupStep, Tensors
+
+
+def can_fuse(tensors: Tensors) -> bool:
+    """Whether torch's fused Adam accepts all ``tensors``: floating point, on a device that has it in every torch."""
+    known = ("cpu", "cuda", "xpu", "mps")
+    return bool(tensors) and all(t.is_floating_point() and t.device.type in known for t in tensors)
+
+
+def moments_(grad: torch.Tensor, state: Group, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count a step and take ``grad`` into both moments; copies, corrected if the group says so (Kingma and Ba 2015)."""
+    exp_avg, exp_avg_sq, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], group["betas"]
+    state["step"] += 1
+    steps = float(state["step"])
+    correct1, correct2 = (1 - beta1**steps, 1 - beta2**steps) if group["bias_correction"] else (1.0, 1.0)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    return exp_avg / correct1, exp_avg_sq / correct2
+
+
+@torch.no_grad()
+def adam_update_(param: torch.Tensor, grad: torch.Tensor, state: Group, group: Group) -> None:
+    """One Adam step in the dtype of the moments, also for what torch's kernels lack (no bias correction, wide moments).
+    ``param`` (any shape) and ``state`` are updated in place: ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq``
+    (shape of ``param``). ``grad`` has any floating dtype; ``group`` gives ``lr, betas, eps, weight_decay,
+    bias_correction, decoupled_weight_decay``. Source: Loshchilov and Hutter 2019 (decoupled decay)."""
+    dtype, decay = state["exp_avg"].dtype, group["weight_decay"]
+    value, grad = param.to(dtype), grad.to(dtype)
+    if decay and not group["decoupled_weight_decay"]:
+        grad = grad.add(value, alpha=decay)
+    first, second = moments_(grad, state, group)
+    update = first / second.sqrt_().add_(group["eps"])
+    if decay and group["decoupled_weight_decay"]:
+        update.add_(value, alpha=decay)
+    param.copy_(value.sub(update, alpha=group["lr"]))
+
+
+class AdamBase(GroupStep, torch.optim.Adam):
+    """Adam whose groups also know ``bias_correction``; native and torch's fused kernels do the work wherever they can.
+    Raises RuntimeError also for a parameter group that asks for ``amsgrad``."""
+
+    elementwise = True
+    fixed = GroupStep.fixed | dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
+    fixed |= dict.fromkeys(("foreach", "fused"))
+    host_op, cuda_op = CPU_ADAM, FUSED_ADAM
+    torch_keys = ("maximize", "differentiable", "foreach")
+    _update = staticmethod(adam_update_)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group (torch's own rules) and settle whether it runs on the fused kernel."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["amsgrad"]:
+            number = len(self.param_groups) - 1
+            raise RuntimeError(f"{type(self).__name__} has no amsgrad, and parameter group {number} asks for it")
+        torch_way = group["fused"] is not None or group["foreach"] or group["differentiable"]
+        if not torch_way and can_fuse(group["params"]):
+            group["fused"], group["foreach"] = True, None  # not False: torch would refuse fused
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore from a pickle or a state dict, also one that torch's own Adam wrote."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("bias_correction", True)
+
+    def _on_cuda(self, columns: list[Tensors], states: list[Group], group: Group) -> bool:
+        params, _, firsts, seconds = columns
+        steps = [state["step"] for state in states]
+        rows = zip(params, steps, firsts, seconds, strict=True)
+        if any(s.device != p.device or m.dtype != v.dtype for p, s, m, v in rows):
+            return False
+        # GradScaler hands these over: what it multiplied the loss by, and whether a gradient overflowed
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        torch._foreach_add_(steps, 1)
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf.to(s.device) for s in steps])
+        cuda.adam_step(
+            *columns,
+            step=steps,
+            **_numbers(group),
+            grad_scale=1.0 if scale is None else scale.reciprocal(),
+            found_inf=found_inf,
+            # where the device finds an overflow the kernel writes nothing at all
+            outs=[self._output_of(p) for p in params] if found_inf is None else None,
+        )
+        return True
+
+    def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:
+        host.adam_step(*tensors, step=int(state["step"]), **_numbers(group), out=out)
+
+    def _update_rest(self, rows: list[tuple[torch.Tensor, torch.Tensor, Group]], group: Group) -> None:
+        if not group["bias_correction"] or any(p.dtype != state["exp_avg"].dtype for p, _, state in rows):
+            return super()._update_rest(rows, group)
+        beta1, beta2 = group["betas"]
+        params, grads = [param for param, _, _ in rows], [grad for _, grad, _ in rows]
+        firsts, seconds, steps = ([state[name] for _, _, state in rows] for name in ("exp_avg", "exp_avg_sq", "step"))
+        passed = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "maximize")
+        settings = {name: group[name] for name in (*passed, "lr", "weight_decay", "eps")}
+        settings |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        torch_adam(params, grads, firsts, seconds, [], steps, amsgrad=False, beta1=beta1, beta2=beta2, **settings)
+
+
+def _numbers(group: Group) -> Group:
+    names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+    return {name: group[name] for name in names} | {"decoupled": group["decoupled_weight_decay"]}
 
 
 class Adagrad(GroupStep):
@@ -79,11 +185,10 @@ class Lamb(GroupStep):
     ``max_grad_norm`` (clipping belongs to ``gradient_clipping``).
     """
 
-    _NUMBERS = {
+    keywords = {
         **{"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "eps_inside_sqrt": False},
         **{"weight_decay": 0.0, "max_coeff": 10.0, "min_coeff": 0.01},
     }
-    keywords = _NUMBERS
     fixed = {}
     elementwise = False
     cuda_op = FUSED_LAMB
@@ -92,9 +197,8 @@ class Lamb(GroupStep):
     def _build(self, params: Any, settings: Group) -> None:
         name, low, high = type(self).__name__, settings["min_coeff"], settings["max_coeff"]
         if (norm := settings.pop("max_grad_norm", 0.0)) > 0:
-            raise OptimizerConfigError(
-                f"{name}: max_grad_norm {norm} is not applied here; set gradient_clipping in the config"
-            )
+            what = f"max_grad_norm {norm} is not applied here"
+            raise OptimizerConfigError(f"{name}: {what}; set gradient_clipping in the config")
         if not low <= high:
             raise OptimizerConfigError(f"{name}: min_coeff {low} is above max_coeff {high}; exchange them")
         super()._build(params, settings)
@@ -113,7 +217,7 @@ class Lamb(GroupStep):
             return False
         for state in states:
             state["step"] += 1
-        numbers, outs = {name: group[name] for name in self._NUMBERS}, [self._output_of(p) for p in columns[0]]
+        numbers, outs = {name: group[name] for name in Lamb.keywords}, [self._output_of(p) for p in columns[0]]
         self._remember(columns[0], cuda.lamb_step(*columns, step=number, **numbers, outs=outs))
         return True
 
@@ -123,10 +227,33 @@ class Lamb(GroupStep):
         update = first.div_(divisor).add_(param, alpha=group["weight_decay"])
         weight_norm, update_norm = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
         # torch.where keeps the decision on the device; reading the norms here would stall it once per parameter
-        ratio = torch.where(
-            (weight_norm > 0) & (update_norm > 0),
-            (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"]),
-            1.0,
-        )
+        clamped = (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
+        ratio = torch.where((weight_norm > 0) & (update_norm > 0), clamped, 1.0)
         param.sub_(update.mul_(ratio), alpha=group["lr"])
         self._remember([param], [ratio])
+
+
+_Kind = TypeVar("_Kind", bound=GroupStep)
+_ADAM = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8}
+_LION = {"lr": 1e-3, "betas": (0.9, 0.999)}
+_HOST, _PLAIN = {"fp32_optimizer_states": True}, {"weight_decay": 0, "amsgrad": False}
+_FUSED = {"adam_w_mode": True, "weight_decay": 0.0, "amsgrad": False, "set_grad_none": True}
+_LAMB = {"eps_inside_sqrt": False, "weight_decay": 0.0, "max_grad_norm": 0.0, "max_coeff": 10.0, "min_coeff": 0.01}
+
+
+def _client(name: str, base: type[_Kind], keywords: Group, *, unused: tuple[str, ...] = ()) -> type[_Kind]:
+    """A class of the client interface; ``unused`` are keywords that clients pass and that mean nothing here."""
+    on_host = name.startswith("DeepSpeedCPU")
+    place = "on host tensors" if on_host else "for the device the parameters are on"
+    text = f"{base.__name__.removesuffix('Base')} {place}, with the signature that clients know."
+    members = {"__doc__": text, "__module__": __name__, "host_only": on_host, "keywords": keywords, "unused": unused}
+    return type(name, (base,), members)
+
+
+FusedAdam = _client("FusedAdam", AdamBase, _ADAM | _FUSED)
+DeepSpeedCPUAdam = _client("DeepSpeedCPUAdam", AdamBase, _ADAM | _PLAIN | {"adamw_mode": True} | _HOST)
+_ADAGRAD = {"lr": 1e-2, "eps": 1e-10} | _PLAIN | _HOST
+DeepSpeedCPUAdagrad = _client("DeepSpeedCPUAdagrad", Adagrad, _ADAGRAD, unused=("adamw_mode",))
+FusedLion = _client("FusedLion", Lion, _LION | {"weight_decay": 0.0, "set_grad_none": True})
+DeepSpeedCPULion = _client("DeepSpeedCPULion", Lion, _LION | {"weight_decay": 0} | _HOST, unused=("adamw_mode",))
+FusedLamb = _client("FusedLamb", Lamb, _ADAM | _LAMB | {"amsgrad": False})

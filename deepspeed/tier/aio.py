@@ -20,9 +20,9 @@ import torch
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.native.build import load, try_load
-from deepspeed.native.ops import ASYNC_IO
+from deepspeed.native.spec import ASYNC_IO
 from deepspeed.observe.log import logger
-from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.staging import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
 
 __all__ = ["ALIGN", "AioEngine", "DirectFile", "FileTransfer", "TransferError", "aligned_empty"]
@@ -60,11 +60,8 @@ def _failure(code: int, what: str, path: str) -> TransferError:
 
 
 class _Native:
-    """csrc/aio; its methods are C functions, which leave the interpreter to other threads.
-
-    ``submit`` takes write, direct fd, plain fd, offset, address and bytes and gives a ticket; ``wait`` gives 0 or the
-    first failure of a ticket, once. Failures are negative errno values.
-    """
+    """csrc/aio: C functions, which leave the interpreter to other threads. ``submit`` gives a ticket or a negative
+    errno, ``wait`` 0 or the first failure of a ticket, once."""
 
     def __init__(self, library: ctypes.CDLL, *, backend: str, depth: int, block: int, threads: int) -> None:
         def function(name: str) -> Any:
@@ -136,17 +133,13 @@ def _move(write: int, fd: int, offset: int, address: int, size: int) -> int:
 
 
 class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
-    """A file open twice: with O_DIRECT where the filesystem has it (``direct``), and through the page cache.
-
-    With ``create`` it is made if need be. Raises OSError as ``open`` does.
-    """
+    """A file open twice: with O_DIRECT where the filesystem has it, and through the page cache; OSError as ``open``."""
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = True) -> None:
-        self.path = os.fspath(path)
+        self.path, self._direct = os.fspath(path), -1
+        self._under_way: dict[FileTransfer, None] = {}
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
         self._plain = os.open(self.path, flags | (os.O_CREAT if create else 0), 0o600)
-        self._direct = -1
-        self._under_way: dict[FileTransfer, None] = {}
         try:
             self._direct = os.open(self.path, flags | os.O_DIRECT)
         except OSError as error:
@@ -157,15 +150,8 @@ class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
             # read-ahead would leave neighbours of a partial block in the page cache, for direct writes to find
             os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)
 
-    @property
-    def direct(self) -> bool:
-        """Whether whole blocks bypass the page cache."""
-        return self._direct >= 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file now."""
-        return os.fstat(self._plain).st_size
+    direct = property(lambda self: self._direct >= 0, doc="Whether whole blocks bypass the page cache.")
+    size = property(lambda self: os.fstat(self._plain).st_size, doc="Bytes of the file now.")
 
     def allocate(self, nbytes: int) -> None:
         """Reserve disk space for the first ``nbytes`` bytes (the file never shrinks); TransferError without room."""
@@ -199,10 +185,8 @@ class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Disk space for the first ``nbytes`` bytes of a file. Raises OSError, EOPNOTSUPP among them.
-
-    Not by ``os.posix_fallocate``: on a filesystem without reservations it writes a byte into every block.
-    """
+    """Disk space for the first ``nbytes`` bytes of a file. Raises OSError, EOPNOTSUPP among them. Not by
+    ``os.posix_fallocate``: on a filesystem without reservations it writes a byte into every block."""
     libc = ctypes.CDLL(None, use_errno=True)
     while libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         if (code := ctypes.get_errno()) != errno.EINTR:
@@ -216,16 +200,14 @@ class FileTransfer(Transfer):
         self, engine: "AioEngine", file: DirectFile, *, write: bool, offset: int, tensor: torch.Tensor
     ) -> None:
         self.nbytes = tensor.nbytes
-        self.asked = False
-        """Whether somebody has called ``wait``, and so knows of a failure."""
+        self.asked = False  # whether somebody has called ``wait``, and so knows of a failure
         self._engine, self._file = engine, file
         self._tensor: torch.Tensor | None = tensor
         self._what = f"{'writing' if write else 'reading'} {self.nbytes} bytes at offset {offset}"
         self._lock = threading.Lock()
         # Lists that C code appends to: a signal handler that raises (Ctrl-C) between a call's return and an assignment
         # would lose the value.
-        self._ticket: list[int] = []
-        self._code: list[int] = []
+        self._ticket, self._code = list[int](), list[int]()
         with self._lock:
             # Known to both before either is asked whether it is open: closing them waits for what it finds.
             file._under_way[self] = engine._under_way[self] = None
@@ -249,7 +231,6 @@ class FileTransfer(Transfer):
             raise self.failure(code)
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
         if self._code or self._engine._foreign():
             return True
         if not self._lock.acquire(blocking=False):
@@ -275,8 +256,8 @@ class FileTransfer(Transfer):
 
     def _release(self) -> None:
         self._tensor = None
-        for place in (self._file._under_way, self._engine._under_way):
-            place.pop(self, None)
+        self._file._under_way.pop(self, None)
+        self._engine._under_way.pop(self, None)
 
 
 class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
@@ -298,30 +279,21 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
             raise ValueError(f"queue_depth is 1 to 4096 and threads 1 to 256, not {queue_depth} and {threads}")
         if not 1 <= block_bytes <= 1 << 30:
             raise ValueError(f"a block (block_size, block_bytes) is 1 byte to 1 GiB, not {block_bytes}")
-        if backend == "auto":
-            backend = os.environ.get("DS_AIO_BACKEND") or "auto"
+        backend = os.environ.get("DS_AIO_BACKEND") or "auto" if backend == "auto" else backend
         if backend not in _CODES:
             names = ", ".join(_CODES)
             raise ValueError(f"a backend of file IO is one of {names}, not {backend!r} (argument or DS_AIO_BACKEND)")
         library = load(ASYNC_IO) if backend in ("io_uring", "libaio") else try_load(ASYNC_IO)
-        block = -(-block_bytes // ALIGN) * ALIGN
-        self._calls = (
-            _Native(library, backend=backend, depth=queue_depth, block=block, threads=threads)
-            if library
-            else _PythonThreads(block=block, threads=threads)
-        )
-        self.backend = self._calls.name
-        self._pid, self._closed = os.getpid(), False
+        how = {"block": -(-block_bytes // ALIGN) * ALIGN, "threads": threads}
+        self._calls = _Native(library, backend=backend, depth=queue_depth, **how) if library else _PythonThreads(**how)
+        self.backend, self._pid, self._closed = self._calls.name, os.getpid(), False
         self._under_way: dict[FileTransfer, None] = {}  # oldest first; holds the tensors
         # also when it is never closed: at the end of the process, and before its tensors are collected with it
         self._end = weakref.finalize(self, self._calls.free)
 
     def read(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
         """Start filling ``tensor`` (contiguous, on the host) with the bytes of ``file`` from ``offset`` (bytes) on.
-
-        Raises ValueError for another tensor or something closed, TransferError when it cannot start; ``wait`` tells the
-        rest.
-        """
+        Raises ValueError for another tensor or something closed, TransferError when it cannot start; ``wait`` too."""
         return self._start(file, offset, tensor, write=False)
 
     def write(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
@@ -350,8 +322,7 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
             return
         self._closed = True
         for transfer in list(self._under_way):
-            code = transfer.settle()
-            if code and not transfer.asked:
+            if (code := transfer.settle()) and not transfer.asked:
                 logger.warning("file IO that nobody waited for failed: %s", transfer.failure(code))
         self._end()
 

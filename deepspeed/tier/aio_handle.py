@@ -7,15 +7,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 
+from deepspeed.attrs import answers
 from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import AioEngine, DirectFile
-from deepspeed.tier.aligned import ALIGN, aligned_empty
+from deepspeed.tier.staging import ALIGN, aligned_empty
 
 __all__ = ["FileMismatchError", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 
@@ -30,13 +31,11 @@ class FileMismatchError(DeepSpeedError, ValueError):
 
 
 def _check_size(file: DirectFile, offset: int, nbytes: int, *, whole: bool) -> None:
-    size, hint = file.size, "read fills a tensor with a whole file, pread with a part"
-    if whole and size != nbytes:
-        raise FileMismatchError(f"{file.path} has {size} bytes and the tensor {nbytes}; {hint}")
-    if offset + nbytes > size:
-        raise FileMismatchError(
-            f"{file.path} has {size} bytes; {nbytes} from offset {offset} on are more than there are"
-        )
+    facts, hint = f"{file.path} has {file.size} bytes", "read fills a tensor with a whole file, pread with a part"
+    if whole and file.size != nbytes:
+        raise FileMismatchError(f"{facts} and the tensor {nbytes}; {hint}")
+    if offset + nbytes > file.size:
+        raise FileMismatchError(f"{facts}; {nbytes} from offset {offset} on are more than there are")
 
 
 def _check_contents(path: str, offset: int, host: torch.Tensor) -> None:
@@ -52,19 +51,10 @@ def _check_contents(path: str, offset: int, host: torch.Tensor) -> None:
 
 
 def _operation(
-    engine: AioEngine,
-    buffer: torch.Tensor,
-    name: Name,
-    offset: int,
-    *,
-    write: bool,
-    whole: bool = False,
-    validate: bool = False,
+    engine: AioEngine, buffer: torch.Tensor, name: Name, offset: int, *, write: bool, whole: bool, validate: bool
 ) -> Iterator[None]:
-    """One read or write: it starts up to the ``yield``, then ends, closes the file and raises what failed.
-
-    ``whole``: it is all of the file. Bytes of a device travel through ``host``, which else is ``buffer`` itself.
-    """
+    """One read or write: it starts up to the ``yield``, then ends, closes the file and raises what failed. ``whole``:
+    it is all of the file. Bytes of a device travel through ``host``, which else is ``buffer`` itself."""
     host = buffer
     if buffer.device.type != "cpu":
         host = aligned_empty(buffer.shape, dtype=buffer.dtype)
@@ -112,10 +102,6 @@ def _end(engine: AioEngine, pending: deque[Iterator[None]], locked: dict[int, to
         _lock(locked.popitem()[1], "munlock")
 
 
-def _setting(name: str) -> Callable[["aio_handle"], Any]:
-    return lambda handle: handle._settings[name]
-
-
 class aio_handle(AbstractContextManager["aio_handle"]):
     """Reads and writes of whole tensors, from and to byte ``file_offset`` of a file; one thread uses it.
 
@@ -140,21 +126,18 @@ class aio_handle(AbstractContextManager["aio_handle"]):
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        self._settings = {"block_size": block_size, "queue_depth": queue_depth, "threads": intra_op_parallelism}
-        self._settings |= {"single_submit": single_submit, "overlap_events": overlap_events, "alignment": ALIGN}
+        self._settings = SimpleNamespace(block=block_size, depth=queue_depth, threads=intra_op_parallelism)
+        self._settings.single, self._settings.overlap, self._settings.alignment = single_submit, overlap_events, ALIGN
         self._engine = AioEngine(block_bytes=block_size, queue_depth=queue_depth, threads=intra_op_parallelism)
         self._pending: deque[Iterator[None]] = deque()
         self._ended: list[Exception | None] = []  # that were queued, before wait() was called
-        self._locked: dict[int, torch.Tensor] = {}
-        self._lock_refused = False
+        self._locked, self._lock_refused = dict[int, torch.Tensor](), False
         self._last = weakref.finalize(self, _end, self._engine, self._pending, self._locked)
 
-    get_block_size = _setting("block_size")
-    get_queue_depth = _setting("queue_depth")
-    get_single_submit = _setting("single_submit")
-    get_overlap_events = _setting("overlap_events")
-    get_intra_op_parallelism = get_thread_count = _setting("threads")
-    get_alignment = _setting("alignment")
+    get_block_size, get_queue_depth = answers("_settings.block"), answers("_settings.depth")
+    get_single_submit, get_overlap_events = answers("_settings.single"), answers("_settings.overlap")
+    get_intra_op_parallelism = get_thread_count = answers("_settings.threads")
+    get_alignment = answers("_settings.alignment")
 
     def _go(
         self, buffer: torch.Tensor, filename: Name, file_offset: int = 0, *, later: bool = False, **how: bool
@@ -166,7 +149,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
             kind = f"strides {buffer.stride()} for shape {tuple(buffer.shape)}"
             raise ValueError(f"file IO takes contiguous tensors, not {kind}: {filename}")
         self._settle(keep=_MOST_OPEN - 1)
-        operation = _operation(self._engine, buffer, filename, file_offset, **how)
+        operation = _operation(self._engine, buffer, filename, file_offset, **{"whole": False, "validate": False} | how)
         next(operation)
         if later:
             self._pending.append(operation)
@@ -208,18 +191,16 @@ class aio_handle(AbstractContextManager["aio_handle"]):
             self._ended.append(_finish(self._pending.popleft()))
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """``num_elem`` zeros of the example's dtype at a multiple of 4096, in page-locked memory.
-
-        Where locking is refused it is ordinary memory, and one line in the log says so.
-        """
+        """``num_elem`` zeros of the example's dtype at a multiple of 4096, in page-locked memory. Where locking is
+        refused it is ordinary memory, and one line in the log says so."""
         memory = aligned_empty(num_elem, dtype=example_tensor.dtype)
         try:
             memory = get_accelerator().pin_memory(memory)
             _lock(memory)
             self._locked[memory.data_ptr()] = memory
         except (OSError, RuntimeError) as error:
+            text = "page-locked memory is refused (%s); ordinary memory serves. More may be had with ulimit -l"
             if not self._lock_refused:
-                text = "page-locked memory is refused (%s); ordinary memory serves. More may be had with ulimit -l"
                 logger.warning(text, error)
             self._lock_refused = True
         return memory

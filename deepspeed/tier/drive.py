@@ -1,8 +1,8 @@
 """One rank's space on a drive: an arena file with aligned extents, an IO engine, staging buffers, and the flat tensors
 that rest there.
 
-The file has no name, so whatever ends the process, kill -9 included, gives the space back at
-once, and a folder that is removed or cleaned up under a running job does no harm.
+The file has no name, so whatever ends the process, kill -9 included, gives the space back at once, and a folder that is
+removed or cleaned up under a running job does no harm.
 """
 
 import contextlib
@@ -19,8 +19,7 @@ import torch
 
 from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.tier.aio import AioEngine, DirectFile
-from deepspeed.tier.aligned import ALIGN
-from deepspeed.tier.staging import Staging
+from deepspeed.tier.staging import ALIGN, Staging
 from deepspeed.tier.store import TierStore, nothing
 from deepspeed.tier.transfer import ARRIVED, Transfer
 
@@ -36,12 +35,9 @@ class Extent(NamedTuple):
 
 class Drive:
     """An arena in ``folder``, ``staging`` buffers of at most ``piece_bytes`` beside it. Close it when nothing rests
-    there any more.
-
-    ``folder`` is made if only its last part is missing: a path that is wrong earlier is more often a drive that is not
-    mounted. ``engine``: ``queue_depth``, ``block_bytes`` and ``threads`` of the AioEngine. Raises UsageError for such a
-    path, TransferError (an OSError) when the drive fails or is full.
-    """
+    there any more. ``folder`` is made if only its last part is missing: a path that is wrong earlier is more often a
+    drive that is not mounted. ``engine``: ``queue_depth``, ``block_bytes`` and ``threads`` of the AioEngine. Raises
+    UsageError for such a path, TransferError (an OSError) when the drive fails or is full."""
 
     def __init__(
         self, folder: str, *, label: str, staging: int, piece_bytes: int = 1 << 30, pin: bool = False, **engine: Any
@@ -52,13 +48,11 @@ class Drive:
         self._engine = AioEngine(**engine)
         self.staging = Staging(staging, pin=pin)
         self.backend = self._engine.backend
+        # whether transfers bypass the page cache: the filesystem allows it, and native code makes use of it
         self.direct = self._file.direct and self.backend != "python"
-        """Whether transfers bypass the page cache: the filesystem allows it, and native code makes use of it."""
-        self.used_bytes = 0
-        """Size of the arena."""
+        self.read_bytes = self.used_bytes = 0  # the latter: size of the arena
         self._allocated = self._expected = self._in_use = 0
         self._free: dict[int, list[Extent]] = {}
-        self.read_bytes = self.written_bytes = 0
         # Also when nobody closes it: fds and IO threads go with the last tensor that rests here.
         self._last = weakref.finalize(self, _end, self._engine, self._file)
 
@@ -66,8 +60,8 @@ class Drive:
         """Space for ``nbytes`` bytes, out of what ``expect`` has allocated while that lasts, else allocated now."""
         size = max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
         if not self._free.get(size):
-            self._expected = max(0, self._expected - size)
-            self._grow(size)
+            self.expect(max(0, size - self._expected))
+            self._expected -= size
             self._free.setdefault(size, []).append(Extent(self.used_bytes, size))
             self.used_bytes += size
         self._in_use += 1
@@ -75,14 +69,11 @@ class Drive:
 
     def expect(self, nbytes: int) -> None:
         """Allocate room for ``nbytes`` more bytes now: a full drive shows here and not in the middle of a step."""
-        self._expected += nbytes
-        self._grow(0)
-
-    def _grow(self, nbytes: int) -> None:
-        total = self.used_bytes + nbytes + self._expected
+        total = self.used_bytes + self._expected + nbytes
         if total > self._allocated:
             self._file.allocate(total)
             self._allocated = total
+        self._expected += nbytes
 
     def free(self, extent: Extent) -> None:
         """``extent`` may be reserved again; with the last one in use all the space goes back to the drive."""
@@ -102,7 +93,6 @@ class Drive:
     def write(self, extent: Extent, start: int, values: torch.Tensor) -> Transfer:
         """Start writing ``values`` (a host tensor) to byte ``start`` of ``extent``."""
         assert start + values.nbytes <= extent.nbytes, "a write beyond its extent"
-        self.written_bytes += values.nbytes
         return self._engine.write(self._file, extent.offset + start, values)
 
     def close(self) -> None:
@@ -129,8 +119,8 @@ def _open_arena(folder: str, label: str) -> DirectFile:
             file = DirectFile(f"/dev/fd/{nameless.fileno()}")
     except FileNotFoundError:
         missing = next((p for p in reversed([path, *path.parents]) if not p.exists()), path)
-        hint = "is the drive mounted? Make it, or name another folder"
-        raise UsageError(f"{label} {folder!r}: {missing} does not exist; {hint}") from None
+        what = f"{missing} does not exist; is the drive mounted? Make it, or name another folder"
+        raise UsageError(f"{label} {folder!r}: {what}") from None
     except OSError as error:
         refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         hint = "name a folder that you may write" if refused else "check the drive"
@@ -174,11 +164,8 @@ class _Ahead(NamedTuple):
 
 
 class Stored(TierStore):
-    """``numel`` elements of ``dtype`` in an extent of ``drive``; reads and writes pass through staging buffers.
-
-    A write goes on in the background; whatever touches the same tensor next waits for it. Failures surface there, or at
-    ``settle``.
-    """
+    """``numel`` elements of ``dtype`` in an extent of ``drive``, through staging buffers. A write goes on in the
+    background; whatever touches the same tensor next waits for it. Failures surface there, or at ``settle``."""
 
     on_drive = True
 
@@ -206,10 +193,8 @@ class Stored(TierStore):
         return ARRIVED
 
     def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
-        """Fill ``out`` (any device) with the elements from ``start`` on, using what was read ahead.
-
-        Host memory that lies within its page as the elements do in theirs is read into in the background.
-        """
+        """Fill ``out`` (any device) with the elements from ``start`` on, using what was read ahead. Host memory that
+        lies within its page as the elements do in theirs is read into in the background."""
         if not self._ahead and self._straight(out, start):
             self._wait_for_writes(start, start + out.numel())
             return self.drive.read(self._extent, start * self.dtype.itemsize, out)
@@ -276,11 +261,9 @@ class Stored(TierStore):
         """Wait for the writes under way. Raises TransferError when one failed."""
         self._wait_for_writes(0, self.numel)
 
-    def hold(self, hurry: Callable[[], None]) -> "Held":
+    def hold(self, hurry: Callable[[], None]) -> Held:
         """What is here now, for a reader of any thread: the next write calls ``hurry`` and waits until it is released.
-
-        Raises TransferError when an earlier write failed.
-        """
+        Raises TransferError when an earlier write failed."""
         self.settle()
         reader = Held(self.drive, self._extent, hurry)
         left = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier._released.is_set()]
@@ -296,8 +279,7 @@ class Stored(TierStore):
 
     def _wait_for_readers(self) -> None:
         while self._readers:
-            reader = self._readers[-1]()
-            if reader is None or reader.wait(_GLANCE_S):
+            if (reader := self._readers[-1]()) is None or reader.wait(_GLANCE_S):
                 self._readers.pop()
             reader = None
 

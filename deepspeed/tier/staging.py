@@ -1,21 +1,43 @@
-"""A few aligned host buffers that everything between memory and a drive passes through."""
+"""Host memory at page boundaries, as O_DIRECT transfers need it, and the few buffers of it that everything between
+memory and a drive passes through.
+"""
 
+import contextlib
+import math
+import mmap
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from deepspeed.observe.log import logger
-from deepspeed.tier.aligned import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
+
+ALIGN = 4096  # bytes; csrc/aio/engine.h has the same number
+_HUGE_FROM = 4 << 20  # bytes from which 2 MiB pages are worth asking for
+
+
+def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A contiguous host tensor whose memory begins at a multiple of 4096 bytes; zeros, resident from the first touch
+    on. ``shape`` is a number of elements or a shape. Raises OSError when the memory cannot be mapped."""
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    count = math.prod(sizes)
+    if count == 0:
+        return torch.empty(sizes, dtype=dtype, device="cpu")
+    # its own mapping: goes back to the system when the tensor dies, and the allocator keeps no fragments of it
+    pages = mmap.mmap(-1, -(-count * dtype.itemsize // ALIGN) * ALIGN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if len(pages) >= _HUGE_FROM:
+        # a kernel without huge pages says EINVAL. With them a transfer has a 512th of the pages to look up
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(sizes)
 
 
 class Staging:
     """Hands out byte buffers, normally ``count`` at most; one that is given back with a transfer is free after that.
-
     Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is
     better than a hang. ``pin`` asks for page-locked memory; where the system refuses it, ordinary memory serves, and
-    one line in the log says so.
-    """
+    one line in the log says so."""
 
     def __init__(self, count: int, *, pin: bool = False) -> None:
         self._count, self._pin = max(1, count), pin
@@ -32,14 +54,14 @@ class Staging:
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of at least ``nbytes`` bytes that begins at a multiple of 4096."""
         self._reap()
-        chosen = self._fitting(nbytes)
-        while chosen is None and self._busy and self._total() >= self._count and not self._free:
+        while not self._free and self._busy and self._total() >= self._count:
             self._retire()
-            chosen = self._fitting(nbytes)
-        if chosen is None:
-            # What is too small for this one gives its place to it.
+        fitting = [i for i, b in enumerate(self._free) if b.numel() >= nbytes]
+        if fitting:
+            chosen = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
+        else:
             while self._free and self._total() >= self._count:
-                self._free.pop()
+                self._free.pop()  # what is too small for this one gives its place to it
             chosen = self._make(nbytes)
         self._out += 1
         return chosen
@@ -72,10 +94,6 @@ class Staging:
 
     def _total(self) -> int:
         return self._out + len(self._busy) + len(self._free)
-
-    def _fitting(self, nbytes: int) -> torch.Tensor | None:
-        places = [i for i, b in enumerate(self._free) if b.numel() >= nbytes]
-        return self._free.pop(min(places, key=lambda i: self._free[i].numel())) if places else None
 
     def _reap(self) -> None:
         while self._busy and self._busy[0][1].done():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.native.build import try_load
-from deepspeed.native.ops import CPU_ADAM
+from deepspeed.native.spec import CPU_ADAM
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion

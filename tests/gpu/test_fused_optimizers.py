@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from deepspeed.native.build import try_load
-from deepspeed.native.ops import CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION
+from deepspeed.native.spec import CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION
 from deepspeed.optim import cuda, host
-from deepspeed.optim.named import FusedAdam, FusedLamb, FusedLion
-from deepspeed.optim.rules import Lamb
+from deepspeed.optim.rules import FusedAdam, FusedLamb, FusedLion, Lamb
 
 pytestmark = [
     pytest.mark.gpu,

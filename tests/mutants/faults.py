@@ -189,7 +189,7 @@ _PURE = (
 _OPTIMIZERS = (
     Mutant(
         "O1",
-        "deepspeed/optim/adam.py",
+        "deepspeed/optim/rules.py",
         'names = ("lr", "betas", "eps", "weight_decay", "bias_correction")',
         'names = ("lr", "betas", "eps", "weight_decay")',
         ("tests/pure/test_optim_update_rules.py", f"{_KEYS}[optimizer.params.bias_correction]"),
@@ -197,7 +197,7 @@ _OPTIMIZERS = (
     ),
     Mutant(
         "O2",
-        "deepspeed/optim/adam.py",
+        "deepspeed/optim/rules.py",
         '{"decoupled": group["decoupled_weight_decay"]}',
         '{"decoupled": True}',
         ("tests/pure/test_optim_update_rules.py",),

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.checkpoint.format import checksum
 from deepspeed.checkpoint.format.checksum import copy_with_crc32c, crc32c
-from deepspeed.native import ops
+from deepspeed.native import spec as ops
 from deepspeed.native.build import try_load
 
 # RFC 3720 B.4, and the check value of the catalogue of parametrised CRC algorithms

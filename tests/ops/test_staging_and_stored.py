@@ -18,9 +18,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import TransferError
-from deepspeed.tier.aligned import ALIGN, aligned_empty
 from deepspeed.tier.drive import Drive, Stored
-from deepspeed.tier.staging import Staging
+from deepspeed.tier.staging import ALIGN, Staging, aligned_empty
 
 LABEL = "zero_optimization.offload_param.nvme_path"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)

@@ -29,7 +29,9 @@ from deepspeed.config.model.optim_params import (
 from deepspeed.errors import OptimizerConfigError
 from deepspeed.optim import lr_schedules
 from deepspeed.optim.muon import MuonWithAuxAdam
-from deepspeed.optim.named import (
+from deepspeed.optim.registry import KNOWN_NAMES, build_optimizer
+from deepspeed.optim.rules import (
+    Adagrad,
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
@@ -37,8 +39,6 @@ from deepspeed.optim.named import (
     FusedLamb,
     FusedLion,
 )
-from deepspeed.optim.registry import KNOWN_NAMES, build_optimizer
-from deepspeed.optim.rules import Adagrad
 
 CPU = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
 

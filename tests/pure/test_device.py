@@ -25,7 +25,7 @@ from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
 from deepspeed.observe import hostmem, log, timers
 from deepspeed.precision import legacy
-from deepspeed.tier.aligned import aligned_empty
+from deepspeed.tier.staging import aligned_empty
 from deepspeed.zero.client import tiling
 
 

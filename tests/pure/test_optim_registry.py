@@ -8,7 +8,9 @@ import torch
 
 from deepspeed.errors import DeepSpeedConfigError, OptimizerConfigError
 from deepspeed.optim.muon import MuonWithAuxAdam
-from deepspeed.optim.named import (
+from deepspeed.optim.registry import build_optimizer, granularity
+from deepspeed.optim.rules import (
+    Adagrad,
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
@@ -16,8 +18,6 @@ from deepspeed.optim.named import (
     FusedLamb,
     FusedLion,
 )
-from deepspeed.optim.registry import build_optimizer, granularity
-from deepspeed.optim.rules import Adagrad
 
 
 def param(*shape):

@@ -12,7 +12,7 @@ import torch
 from deepspeed.errors import NotYetError, OptimizerConfigError, UsageError
 from deepspeed.optim import host
 from deepspeed.optim.muon import MuonWithAuxAdam, mark_muon_parameters, orthogonalize
-from deepspeed.optim.named import (
+from deepspeed.optim.rules import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,

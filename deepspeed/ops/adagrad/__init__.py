@@ -1,1 +1,1 @@
-from deepspeed.optim.named import DeepSpeedCPUAdagrad
+from deepspeed.optim.rules import DeepSpeedCPUAdagrad

@@ -1,1 +1,1 @@
-from deepspeed.optim.named import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.optim.rules import DeepSpeedCPUAdam, FusedAdam

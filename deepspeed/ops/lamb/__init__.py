@@ -1,1 +1,1 @@
-from deepspeed.optim.named import FusedLamb
+from deepspeed.optim.rules import FusedLamb

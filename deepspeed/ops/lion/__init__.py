@@ -1,1 +1,1 @@
-from deepspeed.optim.named import DeepSpeedCPULion, FusedLion
+from deepspeed.optim.rules import DeepSpeedCPULion, FusedLion

@@ -4,9 +4,8 @@ import torch
 
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import warning_once
-from deepspeed.tier.aligned import ALIGN
 from deepspeed.tier.drive import Drive, Stored
-from deepspeed.tier.staging import Staging
+from deepspeed.tier.staging import ALIGN, Staging
 from deepspeed.tier.store import Memory, TierStore
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import InFlight, OffloadPlan, StateKind, Tier, UnitPlan
