@@ -18,7 +18,7 @@ from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, open_facts, shared_names
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import say
-from deepspeed.report.rows import size
+from deepspeed.report.probes import size
 
 _UNREAD = "not part of the checkpoint, never read"
 

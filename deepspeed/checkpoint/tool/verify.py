@@ -15,7 +15,7 @@ from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.weights.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import say
-from deepspeed.report.rows import size
+from deepspeed.report.probes import size
 
 _LISTED = 50
 
