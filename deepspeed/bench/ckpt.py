@@ -32,7 +32,7 @@ from deepspeed import comm
 from deepspeed.bench.common import CommandLine, check_folder, check_memory, columns, count_of, params_of, spread
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.report.probes import size
+from deepspeed.observe.program import size
 from deepspeed.verify.ranks import RankFailure, RankPool
 
 _LAYERS = 8

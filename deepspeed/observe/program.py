@@ -38,3 +38,12 @@ def guarded(prog: str, run: Callable[[], int]) -> int:
 def say(text: str) -> None:
     """A line on standard output."""
     sys.stdout.write(text + "\n")
+
+
+def size(nbytes: float) -> str:
+    """``"23.4 GiB"``; bytes are scaled by 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"

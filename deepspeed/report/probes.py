@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.errors import BuildError, DeepSpeedConfigError
 from deepspeed.native import builders, compiler
+from deepspeed.observe.program import size
 from deepspeed.version import __version__
 
 ROOT = Path("/")
@@ -92,15 +93,6 @@ def first_line(error: BaseException) -> str:
     """Class and first line of ``error``, for one row of a table."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
-
-
-def size(nbytes: float) -> str:
-    """``"23.4 GiB"``; bytes are scaled by 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
 
 
 def numbers(version: str) -> tuple[int, ...]:

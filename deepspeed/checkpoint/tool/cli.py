@@ -24,8 +24,7 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.tool import diff, export, info, verify
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.program import guarded, say
-from deepspeed.report.probes import size
+from deepspeed.observe.program import guarded, say, size
 
 _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the first) or extra (only in the second).
 

@@ -23,8 +23,7 @@ from deepspeed.checkpoint.weights.weights import (
 )
 from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.program import say
-from deepspeed.report.probes import size
+from deepspeed.observe.program import say, size
 
 FORMATS = ("hf", "fp32", "dcp", "deepspeed", "torch")
 CHOICES = {**DTYPES, "keep": None}

@@ -17,8 +17,7 @@ from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, open_facts, shared_names
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.program import say
-from deepspeed.report.probes import size
+from deepspeed.observe.program import say, size
 
 _UNREAD = "not part of the checkpoint, never read"
 

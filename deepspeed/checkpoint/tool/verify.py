@@ -14,8 +14,7 @@ from deepspeed.checkpoint.load.reader import OwnSource, located, open_checkpoint
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.weights.weights import stream, total_bytes
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.program import say
-from deepspeed.report.probes import size
+from deepspeed.observe.program import say, size
 
 _LISTED = 50
 
