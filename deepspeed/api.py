@@ -1,10 +1,10 @@
 """The composition root: ``initialize`` puts config, mesh, optimizer, ZeRO and engine together."""
 
 import argparse
-import contextlib
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pydoc import ErrorDuringImport, locate
 from typing import Any
 
@@ -72,14 +72,14 @@ def initialize(
         raise NotYetError("mesh_param (sequence parallelism) is not in this release")
     source = _config_source(args, config, config_params)
     suspended = shutdown_init_context()
-    lasting = contextlib.ExitStack()  # what lasts as long as the engine, which closes it
+    lasting = ExitStack()  # what lasts as long as the engine, which closes it
     engine: DeepSpeedEngine | None = None
     try:
         local_rank = _start_distributed(args, distributed_port, dist_init_required)
         if mpu is not None:
             register_mpu(mpu)
         group = mpu.get_data_parallel_group() if mpu is not None else None
-        engine = _assemble(model, source, lasting, group=group, optimizer=optimizer, model_parameters=model_parameters)
+        engine = _assemble(model, source, lasting, group=group, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank = local_rank
         engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
         if training_data is not None:
@@ -128,13 +128,7 @@ def _start_distributed(args: Any, port: int, required: bool | None) -> int:
 
 
 def _assemble(
-    model: nn.Module,
-    source: Any,
-    lasting: contextlib.ExitStack,
-    *,
-    group: Any,
-    optimizer: OptimizerLike | None,
-    model_parameters: Any,
+    model: nn.Module, source: Any, lasting: ExitStack, *, group: Any, optimizer: OptimizerLike | None, parameters: Any
 ) -> DeepSpeedEngine:
     backend = get_accelerator().communication_backend_name()
     probe = plain_mesh(backend, group=group)
@@ -149,7 +143,7 @@ def _assemble(
         text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
         log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
     _check_model(model)
-    base = choose_optimizer(cfg, model, optimizer, model_parameters)
+    base = choose_optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, probe.zero.size)
     mesh = build_mesh(backend, inner_size=plan.inner_size, group=group, control=plan.divergence != "assume_none")
     follow_collectives(cfg, mesh)

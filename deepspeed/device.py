@@ -1,18 +1,17 @@
 """The device layer: the only file that knows which accelerator runs underneath.
 
-Everything else asks ``get_accelerator()``. The object covers CUDA/ROCm (``torch.cuda``), other backends that
-PyTorch offers through ``torch.get_device_module`` (XPU, MPS, NPU, ...) and the CPU, where streams and events are
-harmless stand-ins, so that code written for overlap runs unchanged without an accelerator.
+Everything else asks ``get_accelerator()``: CUDA/ROCm, other backends of ``torch.get_device_module`` (XPU, MPS, NPU,
+...) and the CPU, where streams and events are harmless stand-ins, so that code written for overlap runs unchanged.
 """
 
 import contextlib
+import copy
 import functools
 import importlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,6 @@ def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | Non
 
     ``absent``, a function or a value, answers where the module has none, and on the CPU unless ``on_cpu`` does.
     """
-
     owner, _, last = name.rpartition(".")
 
     def method(self: "Accelerator", *args: Any, **kwargs: Any) -> Any:
@@ -110,18 +108,14 @@ class Accelerator:
     def __repr__(self) -> str:
         return f"Accelerator({self._name!r})"
 
-    @property
-    def _module(self) -> ModuleType:
-        return torch.get_device_module(self._name)
+    _module = property(lambda self: torch.get_device_module(self._name))
 
     # names and selection
-    def is_available(self) -> bool:
-        """True when this kind of device can be used here."""
-        return bool(self._module.is_available())
-
+    is_available = answers(lambda self: bool(self._module.is_available()))  # can this kind of device be used here
     # whether work is finished when the call returns: no streams are needed, and host clocks are right
     is_synchronized_device = answers("_is_cpu")
     communication_backend_name = answers("_communication_backend_name")  # nccl, gloo, ...
+    current_device_name = answers(lambda self: "cpu" if self._is_cpu else f"{self._name}:{self.current_device()}")
     torch_device = answers(lambda self: torch.device(self.current_device_name()))  # the current one
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -132,10 +126,6 @@ class Accelerator:
         """Context that makes ``device_index`` current."""
         none = self._is_cpu or device_index is None or not hasattr(self._module, "device")
         return contextlib.nullcontext() if none else self._module.device(device_index)
-
-    def current_device_name(self) -> str:
-        """``"cuda:<current>"`` or ``"cpu"``."""
-        return "cpu" if self._is_cpu else f"{self._name}:{self.current_device()}"
 
     def device_count(self) -> int:
         """Devices that this process can use; on the CPU the ranks that the launcher put on this machine, or 1."""
@@ -283,6 +273,35 @@ def take_device(local_rank: int) -> torch.device:
     if accelerator.device_name() != "cpu" and accelerator.current_device() == 0:
         accelerator.set_device(device_for(local_rank).index)
     return accelerator.torch_device()
+
+
+def map_tensors(item: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``item`` with ``function`` applied to every tensor in its dicts, lists and (named) tuples; anything else is kept.
+
+    Mutable mappings (as tokenizers return) keep their type, other mappings become dicts.
+    """
+    if isinstance(item, torch.Tensor):
+        return function(item)
+    if isinstance(item, Mapping):
+        mapped = {key: map_tensors(value, function) for key, value in item.items()}
+        if type(item) is dict or not isinstance(item, MutableMapping):
+            return mapped
+        twin = copy.copy(item)  # keeps what a constructor would not take: a default factory, a tokenizer's encodings
+        twin.update(mapped)
+        return twin
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(map_tensors(value, function) for value in item))
+    if isinstance(item, list | tuple):
+        return type(item)(map_tensors(value, function) for value in item)
+    return item
+
+
+def move_to_device(
+    item: Any, device: str | torch.device, criterion_func: Callable[[torch.Tensor], bool] | None = None
+) -> Any:
+    """Copy of the nested ``item`` with its tensors on ``device``; ``criterion_func`` selects which (all by default)."""
+    chosen = criterion_func or torch.is_tensor
+    return map_tensors(item, lambda tensor: tensor.to(device) if chosen(tensor) else tensor)
 
 
 def set_random_seed(seed: int) -> None:

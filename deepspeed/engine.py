@@ -1,7 +1,6 @@
 """The training engine: a module, its ZeRO runtime, an optimizer and a schedule, stepped together.
 
-``engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` for every micro-batch; plain ``loss.backward()`` works
-as well.
+``engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` for every micro-batch; plain ``loss.backward()`` works.
 """
 
 import contextlib
@@ -15,8 +14,7 @@ from torch import nn
 
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.data.loader import DeepSpeedDataLoader
-from deepspeed.data.move import map_tensors
-from deepspeed.device import get_accelerator
+from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.engine_checkpoint import EngineCheckpoint
 from deepspeed.engine_reports import PHASES, EngineReports
 from deepspeed.errors import DivergenceError, UsageError

@@ -1,8 +1,4 @@
-"""Every exception a user of this package can meet.
-
-Each class keeps a built-in base that existing client code already catches, so a script that guards
-against ``ValueError`` or ``AssertionError`` goes on working.
-"""
+"""Every exception a user of this package can meet, each with the built-in base that existing client code catches."""
 
 import difflib
 from collections.abc import Iterable

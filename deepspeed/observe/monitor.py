@@ -3,7 +3,6 @@
 An event is (name, value, step); engines count steps in samples, so that runs with other batch sizes compare.
 """
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,26 +15,21 @@ Event = tuple[str, float, int]
 Writer = tuple[Callable[[Sequence[Event]], None], Callable[[], Any]]  # writes events; ends the report
 
 
-def _package(module: str, package: str, block: str, _settings: Any) -> Any:
-    """The module that ``block`` needs; DeepSpeedConfigError where it cannot be imported."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DeepSpeedConfigError(
-            f"{block}.enabled needs the package {package}, which cannot be imported here. Install it with: pip "
-            f"install {package}"
-        ) from error
-
-
-def _folder(block: str, settings: Any) -> Path:
-    """The folder of ``settings``, made; DeepSpeedConfigError where it cannot be."""
+def _needed(block: str, settings: Any) -> Any:
+    """What ``block`` writes with: its package, or the folder of the CSV files, made. DeepSpeedConfigError without."""
+    if module := _WRITERS[block][0]:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            package = module.rpartition(".")[2]
+            text = f"{block}.enabled needs the package {package}, which cannot be imported here. Install it with: pip"
+            raise DeepSpeedConfigError(f"{text} install {package}") from error
     folder = Path(settings.output_path) / settings.job_name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DeepSpeedConfigError(
-            f"{block} cannot make the folder {folder}: {error}. Choose another output_path."
-        ) from error
+        text = f"{block} cannot make the folder {folder}: {error}. Choose another output_path."
+        raise DeepSpeedConfigError(text) from error
     return folder
 
 
@@ -92,12 +86,12 @@ def _comet(settings: Any, comet: Any) -> Writer:
     return write, experiment.end
 
 
-# Block of the configuration: what every rank must have, so that what cannot work fails on all; the first one's writer.
-_WRITERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any, Any], Writer]]] = {
-    "csv_monitor": (_folder, _csv),
-    "tensorboard": (functools.partial(_package, "torch.utils.tensorboard", "tensorboard"), _tensorboard),
-    "wandb": (functools.partial(_package, "wandb", "wandb"), _wandb),
-    "comet": (functools.partial(_package, "comet_ml", "comet_ml"), _comet),
+# Block of the configuration: the module it needs, where it needs one; and what makes its writer.
+_WRITERS: dict[str, tuple[str, Callable[[Any, Any], Writer]]] = {
+    "csv_monitor": ("", _csv),
+    "tensorboard": ("torch.utils.tensorboard", _tensorboard),
+    "wandb": ("wandb", _wandb),
+    "comet": ("comet_ml", _comet),
 }
 
 
@@ -110,9 +104,8 @@ class MonitorMaster:
     def __init__(self, config: Any) -> None:
         blocks = {name: block for name in _WRITERS if (block := getattr(config, name, None)) and block.enabled}
         self.enabled = bool(blocks)
-        needs = {name: _WRITERS[name][0](name, block) for name, block in blocks.items()}
-        first = blocks if rank() == 0 else {}
-        self._writers = [_WRITERS[name][1](block, needs[name]) for name, block in first.items()]
+        needs = {name: _needed(name, block) for name, block in blocks.items()}  # what cannot work fails on all ranks
+        self._writers = [_WRITERS[name][1](blocks[name], need) for name, need in needs.items() if rank() == 0]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write (name, value, step) events."""

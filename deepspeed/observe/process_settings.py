@@ -1,7 +1,6 @@
-"""Settings of the whole process that an engine changes while it lives: the logger's level, cyclic garbage collection.
+"""Settings of the whole process that engines change while they live: the logger's level, cyclic garbage collection.
 
-Several engines may live in one process and end in any order: the newest living change is in force, and when the last
-one ends the value from before the first is back.
+Engines may end in any order: the newest living change is in force, and in the end the value from before the first.
 """
 
 import contextlib

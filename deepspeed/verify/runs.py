@@ -17,7 +17,7 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.comm.collectives import gather_objects
-from deepspeed.data.move import map_tensors
+from deepspeed.device import map_tensors
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
