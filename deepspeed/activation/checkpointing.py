@@ -103,10 +103,7 @@ _CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
 
 
 def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, later runs of which (recomputations) draw from the named streams as the first one did.
-
-    torch restores only the default generators.
-    """
+    """``function``; later runs (recomputations) draw from the named streams as the first did: torch forgets those."""
     first: list[dict[str, torch.Tensor]] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -121,21 +118,6 @@ def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
             _CUDA_RNG_STATE_TRACKER.set_states(now)
 
     return run
-
-
-@contextlib.contextmanager
-def _boundary(name: str) -> Any:
-    """Host offload of saved inputs, device synchronisation and timing around one checkpointed call, as configured."""
-    accelerator = get_accelerator()
-    wait = accelerator.synchronize if _settings.synchronize or _settings.profile else lambda: None
-    wait()
-    start = time.perf_counter()
-    offload = _settings.checkpoint_in_cpu and accelerator.device_name() != "cpu"
-    with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
-        yield
-    wait()
-    if _settings.profile:
-        logger.info("checkpointed forward of %s: %.3f ms", name, (time.perf_counter() - start) * 1e3)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -166,8 +148,17 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     bound = functools.partial(function, **kwargs) if kwargs else function
     # Streams can only differ when somebody added one.
     replayed = _replayed(bound) if _CUDA_RNG_STATE_TRACKER.states_ else bound
-    with _boundary(_name(function)):
-        return torch_checkpoint.checkpoint(replayed, *args, use_reentrant=reentrant)
+    accelerator = get_accelerator()
+    wait = accelerator.synchronize if _settings.synchronize or _settings.profile else lambda: None
+    wait()
+    start = time.perf_counter()
+    offload = _settings.checkpoint_in_cpu and accelerator.device_name() != "cpu"
+    with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
+        result = torch_checkpoint.checkpoint(replayed, *args, use_reentrant=reentrant)
+    wait()
+    if _settings.profile:
+        logger.info("checkpointed forward of %s: %.3f ms", _name(function), (time.perf_counter() - start) * 1e3)
+    return result
 
 
 def _block(config: Any) -> Mapping[str, Any]:

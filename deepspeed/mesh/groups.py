@@ -17,15 +17,13 @@ from deepspeed.mesh.topology import Axis, dense_topology, shard_axes
 class Mesh:
     """The ranks of one engine, by what they share.
 
-    ``job``: every rank of the engine: file names, norm, overflow, errors that all must hear of. ``data``: the ranks
-    that are fed different batches, over which the mean of a gradient is taken. ``zero``: the ranks that hold the same
-    parameters, whole or in shards: values are broadcast and collectives are agreed on there. It spans ``axes`` (inner
-    first), over which states are cut; ``axes[i]`` is served by ``groups[i]``. ``control`` is a host-side (gloo) group
-    over the ranks of ``zero`` for messages of a few bytes, None for one rank or where none is wanted. ``name`` tells
-    engines apart, and is the same on their ranks.
+    ``job``: every rank of the engine. ``data``: the ranks that are fed different batches, over which gradients are
+    averaged. ``zero``: the ranks that hold the same parameters, whole or in shards: values are broadcast and
+    collectives are agreed on there. ``groups`` are its axes (inner first), over which states are cut. ``control`` is a
+    host-side (gloo) group over it for messages of a few bytes, None for one rank or where none is wanted.
+    ``name`` tells engines apart, and is the same on their ranks.
     """
 
-    axes: tuple[Axis, ...]
     groups: tuple[AxisGroup, ...]
     job: AxisGroup
     data: AxisGroup
@@ -49,9 +47,8 @@ def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
     alone = not dist.is_initialized()
     pg = None if alone else group or dist.group.WORLD
     ranks = (0,) if alone else tuple(dist.get_process_group_ranks(pg))
-    axes = shard_axes(dense_topology(ranks), 0 if alone else dist.get_rank())
-    everyone = AxisGroup(pg, axes[0].size, axes[0].index, axes[0].ranks, backend)
-    return Mesh(axes, (everyone,), everyone, everyone, everyone, None)
+    everyone = AxisGroup(pg, len(ranks), 0 if alone else ranks.index(dist.get_rank()), ranks, backend)
+    return Mesh((everyone,), everyone, everyone, everyone, None)
 
 
 def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
@@ -94,7 +91,7 @@ def build_mesh(
     axes = shard_axes(dense_topology(everyone.ranks, inner_size=inner_size), dist.get_rank())
     if len(axes) > 1:
         groups = tuple(_new_group(f"{name}/{axis.name}", axis, backend) for axis in axes)
-    return Mesh(axes, groups, everyone, everyone, everyone, host, name)
+    return Mesh(groups, everyone, everyone, everyone, host, name)
 
 
 def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:

@@ -1,9 +1,8 @@
 """Named mesh axes and their arithmetic. Pure: no process group, no torch.
 
-One set of ranks is factorised twice: for dense parameters into ``pp, dp_outer, dp, sp, tp``, for experts into
-``pp, dp_outer, edp, ep``. ZeRO shards over dp and sp together; MiCS (Zhang et al. 2022) and the hierarchical
-partitioning of ZeRO++ (Wang et al. 2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks,
-one node or one shard group) and an *outer* axis ``dp_outer``, the replicas of the inner group.
+One set of ranks is factorised for dense parameters and for experts. ZeRO shards over dp and sp together; MiCS (Zhang et
+al. 2022) and ZeRO++ (Wang et al. 2023) cut the data-parallel ranks into an *inner* axis ``dp`` (consecutive ranks, one
+node or one shard group) and an *outer* axis ``dp_outer``, the replicas of the inner group.
 """
 
 from dataclasses import dataclass
@@ -52,8 +51,7 @@ class Topology:
 def dense_topology(
     ranks: tuple[int, ...], *, pp: int = 1, sp: int = 1, tp: int = 1, inner_size: int | None = None
 ) -> Topology:
-    """Factorise ``ranks`` for dense parameters; what pp, sp and tp leave is data parallel, in shard groups of
-    ``inner_size``.
+    """Factorise ``ranks`` for dense parameters; the rest is data parallel, in shard groups of ``inner_size``.
 
     Raises DeepSpeedConfigError when the sizes do not multiply to the number of ranks.
     """

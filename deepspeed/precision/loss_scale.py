@@ -5,8 +5,6 @@ from typing import Any
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import UsageError
 
-SCALE_FACTOR = 2.0
-
 
 class LossScaler:
     """A scale (positive, else ValueError) that never changes; with scale 1 also what fp32 and bf16 training uses."""
@@ -63,7 +61,7 @@ class DynamicLossScaler(LossScaler):
             )
         super().__init__(init_scale)
         self.last_overflow_iter = -1
-        self.scale_window, self.scale_factor, self.min_scale = scale_window, SCALE_FACTOR, float(min_scale)
+        self.scale_window, self.scale_factor, self.min_scale = scale_window, 2.0, float(min_scale)
         self.delayed_shift = self.cur_hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
 
@@ -72,33 +70,26 @@ class DynamicLossScaler(LossScaler):
 
         Raises UsageError, and changes nothing, on overflow while the scale is at its minimum.
         """
-        if overflow:
-            self._shrink()
-            self.last_overflow_iter = self.cur_iter
-        else:
-            self._grow()
-        self.cur_iter += 1
-
-    def _shrink(self) -> None:
-        if self.delayed_shift > 1 and self.cur_hysteresis > 1:
-            self.cur_hysteresis -= 1
-            return
-        if self.cur_scale <= self.min_scale:
-            raise UsageError(
-                f"fp16 loss scale is already at its minimum {self.min_scale:g} and the gradients of optimizer step "
-                f"{self.cur_iter} are still not finite, so scaling is not the cause: the log names the first bad "
-                "parameter. Lower the learning rate, set gradient_clipping, check the data and the loss for inf/nan, "
-                "train in bf16, or lower fp16.min_loss_scale"
-            )
-        self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
-
-    def _grow(self) -> None:
-        if self.consecutive_hysteresis:
-            self.cur_hysteresis = self.delayed_shift
         stable = self.cur_iter - self.last_overflow_iter - 1
-        if stable > 0 and stable % self.scale_window == 0:
+        if overflow and self.delayed_shift > 1 and self.cur_hysteresis > 1:
+            self.cur_hysteresis -= 1
+        elif overflow:
+            if self.cur_scale <= self.min_scale:
+                raise UsageError(
+                    f"fp16 loss scale is already at its minimum {self.min_scale:g} and the gradients of optimizer step "
+                    f"{self.cur_iter} are still not finite, so scaling is not the cause: the log names the first bad "
+                    "parameter. Lower the learning rate, set gradient_clipping, check the data and the loss for "
+                    "inf/nan, train in bf16, or lower fp16.min_loss_scale"
+                )
+            self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
+        elif stable > 0 and stable % self.scale_window == 0:
             self.cur_hysteresis = self.delayed_shift
             self.cur_scale *= self.scale_factor
+        elif self.consecutive_hysteresis:
+            self.cur_hysteresis = self.delayed_shift
+        if overflow:
+            self.last_overflow_iter = self.cur_iter
+        self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; ``load_state_dict`` continues the trace exactly."""
@@ -118,10 +109,8 @@ class DynamicLossScaler(LossScaler):
 def build_loss_scaler(cfg: DeepSpeedConfig) -> LossScaler:
     """The scaler for a config: dynamic for fp16 with ``loss_scale`` 0, constant otherwise, 1 for every other dtype."""
     fp16 = cfg.fp16
-    if cfg.compute_dtype != "fp16":
-        return LossScaler()
-    if fp16.loss_scale:
-        return LossScaler(fp16.loss_scale)
+    if cfg.compute_dtype != "fp16" or fp16.loss_scale:
+        return LossScaler(fp16.loss_scale if cfg.compute_dtype == "fp16" else 1.0)
     return DynamicLossScaler(
         2.0**fp16.initial_scale_power,
         scale_window=fp16.loss_scale_window,

@@ -164,26 +164,22 @@ class Agreement:
         self.rounds += 1
         self.mismatches += not self.agreed
         self._strayed |= not self.agreed
-        decision = request.whole if self.agreed else self._smallest(request)
+        decision = request.whole
+        if not self.agreed:  # the smallest
+            words = [0] * self._words
+            for unit in request.pending:
+                words[unit // _WORD] |= 1 << (unit % _WORD)
+            rows = exchange_ints([*map(int, request.head), *words], self._group)
+            heads = [(Kind(row[0]), row[1]) for row in rows]
+            if self.strict:
+                self._refuse(heads, request.path)
+            kind, unit = min(heads)
+            pending = (u for u in range(len(self._names)) if any(row[2 + u // _WORD] >> u % _WORD & 1 for row in rows))
+            decision = Decision(kind, tuple(pending) if kind >= Kind.FLUSH else (unit,) if unit >= 0 else ())
         self._done.append(decision)
         if decision.closes:
             self._close()
         return decision
-
-    def _smallest(self, request: Request) -> Decision:
-        assert self._group is not None
-        words = [0] * self._words
-        for unit in request.pending:
-            words[unit // _WORD] |= 1 << (unit % _WORD)
-        rows = exchange_ints([*map(int, request.head), *words], self._group)
-        heads = [(Kind(row[0]), row[1]) for row in rows]
-        if self.strict:
-            self._refuse(heads, request.path)
-        kind, unit = min(heads)
-        if kind >= Kind.FLUSH:
-            pending = [u for u in range(len(self._names)) if any(row[2 + u // _WORD] >> u % _WORD & 1 for row in rows)]
-            return Decision(kind, tuple(pending))
-        return Decision(kind, (unit,) if unit >= 0 else ())
 
     def _close(self) -> None:
         """End the interval; foretell the next one."""

@@ -31,10 +31,10 @@ from deepspeed.zero.unit import Unit
 class BuildRules:
     """How parameter values become units.
 
-    ``compute_dtype`` None leaves every parameter in its own dtype, ``buffer_dtype`` None every buffer; parameters with
-    one of ``keep_fp32`` among the parts of their name stay fp32, such buffers as they are. ``beside`` has those that
-    follow the dtype of a buffer. Parameters in ``low`` rest (and travel) in ``low_dtype``. ``slot_bytes``: what the
-    optimizer will keep for each element beside the weight. ``accum_dtype``: of the rest gradient.
+    ``compute_dtype`` None leaves every parameter in its own dtype, ``buffer_dtype`` None every buffer; what has one of
+    ``keep_fp32`` among the parts of its name stays fp32. Parameters in ``beside`` follow the dtype of a buffer, those
+    in ``low`` rest (and travel) in ``low_dtype``. ``slot_bytes``: what the optimizer will keep for each element beside
+    the weight. ``accum_dtype``: of the rest gradient.
     """
 
     device: torch.device
@@ -85,8 +85,7 @@ def build(
     group_of: dict[nn.Parameter, int] | None,
     facts_of: Callable[[str, nn.Parameter], UnitFacts] | None = None,
 ) -> ZeroParts:
-    """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor; ``facts_of(name, param)``:
-    those of single ones.
+    """Take over every parameter of ``model``. Collective. ``facts``: ranks and divisor; ``facts_of``: of single ones.
 
     ``group_of`` maps each trained parameter to its optimizer group; None when nothing will be trained (no gradients, no
     optimizer state). Values come from the first rank. Raises DivergenceError when ranks hold different models.
@@ -128,15 +127,17 @@ def build(
 
 
 def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh, rules: BuildRules) -> Fitted:
-    """The rows of the units, within the limits of the plan and, where something is offloaded, of the machine.
-
-    Every rank finds the same ones: the fullest host decides.
-    """
-    whole = rules.granularity is Granularity.PARAMETER
-    sizes = [
-        UnitSize(s.numel, s.rest.itemsize, row, max(p.numel() for p in s.params) if whole else 0)
-        for s, row in zip(specs, rows_of(plan, specs), strict=True)
-    ]
+    """The rows of the units, within the limits of the plan and, where something is offloaded, of the fullest host."""
+    sizes: list[UnitSize] = []
+    # Of offloaded optimizer state the first units, up to the device's share, do not leave it.
+    keep = plan.offload.device_share * sum(s.numel for s in specs if s.trainable)
+    for spec in specs:
+        row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
+        if row.grad is not None and row.optim is not None and row.optim.away and spec.numel <= keep:
+            keep -= spec.numel
+            row = replace(row, grad=replace(row.grad, tier=Tier.DEVICE), optim=replace(row.optim, tier=Tier.DEVICE))
+        largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
+        sizes.append(UnitSize(spec.numel, spec.rest.itemsize, row, largest))
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
     widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire)
     shared = rules.device.type == "cpu"
@@ -145,7 +146,7 @@ def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh,
     limits, present = limits_of(plan.offload, ranks), limits_present(ranks)
     if not limits.host and any(_offload_tiers(s.row) - {Tier.DEVICE} for s in sizes):
         limits = replace(present, device=limits.device, device_used=limits.device_used)
-    fitted = fit(plan, sizes, [axis.size for axis in mesh.axes], widths, limits, shared=shared)
+    fitted = fit(plan, sizes, [group.size for group in mesh.groups], widths, limits, shared=shared)
     for text in filter(None, (fitted.moved, present.doubt(fitted.memory))):
         log_dist(text, level=logging.WARNING)
     return fitted
@@ -168,19 +169,6 @@ def _bytes_of(model: nn.Module, *, on_host: bool) -> int:
 def _offload_tiers(row: UnitPlan) -> set[Tier]:
     """Where parameters and optimizer state rest."""
     return {state.tier for state in (row.param, row.optim) if state is not None}
-
-
-def rows_of(plan: ZeroPlan, specs: list[UnitSpec]) -> list[UnitPlan]:
-    """The row of each unit. Of offloaded optimizer state the first units, up to the device's share, do not leave it."""
-    keep = plan.offload.device_share * sum(s.numel for s in specs if s.trainable)
-    rows = []
-    for spec in specs:
-        row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
-        if row.grad is not None and row.optim is not None and row.optim.away and spec.numel <= keep:
-            keep -= spec.numel
-            row = replace(row, grad=replace(row.grad, tier=Tier.DEVICE), optim=replace(row.optim, tier=Tier.DEVICE))
-        rows.append(row)
-    return rows
 
 
 def check_same_model(model: nn.Module, mesh: Mesh) -> None:
@@ -207,7 +195,7 @@ def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, *, rules: BuildRules, gr
     assert spec.facts is not None
     items = [(n, tuple(local_of(p).shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
-    cut = [a.size for i, a in enumerate(spec.facts.mesh.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
+    cut = [a.size for i, a in enumerate(spec.facts.mesh.groups) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
     layout = build_layout(items, prod(cut), granularity)
     by_name = dict(zip(spec.names, spec.params, strict=True))
@@ -262,8 +250,7 @@ def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
 
 
 def dismantle(parts: ZeroParts, *, together: bool) -> None:
-    """End of an engine: give the parameters back and every buffer but their values. Collective when sharded and
-    ``together``.
+    """End of an engine: give back the parameters and every buffer. Collective when sharded and ``together``.
 
     A model that was whole becomes whole again; one born sharded may not fit whole, and without the other ranks none can
     be, so its units stay behind as bare shards, which ``GatheredParameters`` and another ``build`` understand.

@@ -2,8 +2,7 @@
 
 Each parameter's gradient is packed into its unit's flat ``partial`` the moment autograd has finished it, pre-divided so
 that the sum over ranks is the mean, and dropped. Reduction is linear, so it does not matter how often or when a unit is
-reduced: every local contribution is reduced exactly once. (Invariant I4.) Between the last backward of a window and the
-step, gradients that rest whole on the device are shown in ``param.grad``; what a client writes there counts.
+reduced: every local contribution is reduced exactly once (I4). What rests whole is shown in ``param.grad`` meanwhile.
 """
 
 from collections.abc import Callable
@@ -54,7 +53,6 @@ class Gradients:
             if unit.plan.grad is not None and unit.plan.grad.tier is Tier.NVME:
                 unit.open_grad(self._accum_dtype(unit))  # a full drive shows before the first step
 
-    # -- local side -----------------------------------------------------------------------------------------------
     def pack(self, unit: Unit, position: int) -> None:
         """Move the gradient of ``unit.params[position]`` into the unit's partial sum and drop it."""
         param, segment = unit.params[position], unit.layout.segments[position]
@@ -96,7 +94,6 @@ class Gradients:
         """Of the rest gradient; float64 parameters keep their precision."""
         return torch.float64 if unit.full.dtype is torch.float64 else self._accum
 
-    # -- reduction ------------------------------------------------------------------------------------------------
     def reduce(self, unit: Unit) -> None:
         """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
         if unit in self._shown:
@@ -153,7 +150,6 @@ class Gradients:
         """Units with local contributions that no reduction has taken yet."""
         return tuple(u.index for u in self._units if u.partial is not None)
 
-    # -- what clients see -----------------------------------------------------------------------------------------
     def after(self, unit: Unit) -> float:
         """What the unit's rest gradient still has to be multiplied by to be the mean."""
         return 1.0 if unit in self._shown else unit.facts.after
@@ -200,7 +196,6 @@ class Gradients:
             if unit.facts.after != 1.0 and unit.grad is not None:
                 unit.grad.div_(unit.facts.after)
 
-    # -- end of the window ----------------------------------------------------------------------------------------
     def collapse(self) -> list[Unit]:
         """All units that hold a gradient at the step, every one of them reduced; missing gradients become zeros."""
         self.land_all()

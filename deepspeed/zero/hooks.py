@@ -1,5 +1,4 @@
-"""Wiring between a module tree and a runtime. A hook body is one call to a verb; installing returns one removable
-handle.
+"""Wiring between a module tree and a runtime. A hook body is one call to a verb.
 
 Forward: every module that holds parameters directly, and every unit's root block, enters and leaves its units.
 Backward: each output tensor gets one hook, which fetches the units again before autograd reads them; each parameter's
@@ -11,7 +10,7 @@ Private torch names used here: ``torch._C._current_graph_task_id`` (are we insid
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -126,7 +125,8 @@ class ModuleHooks:
         hold = self.backward_handles.append
         for unit in units:
             for position, param in enumerate(unit.params if unit.trainable else ()):
-                hold(param.register_post_accumulate_grad_hook(self._gradient_hook(unit, position)))
+                ready = functools.partial(self._gradient_ready, unit, position)
+                hold(param.register_post_accumulate_grad_hook(ready))
                 if unit.plan.gradient_whole:  # before autograd, or who else asked for it, adds it to what is shown
                     hold(param.register_hook(lambda _: self._runtime.gradients.withdraw()))
         for param in self._outside:
@@ -139,7 +139,6 @@ class ModuleHooks:
         self.forward_handles.clear()
         self.backward_handles.clear()
 
-    # -- forward --------------------------------------------------------------------------------------------------
     def _hook_module(self, module: nn.Module, units: list[Unit], *, is_root: bool) -> None:
         runtime = self._runtime
 
@@ -162,14 +161,8 @@ class ModuleHooks:
             seen = self._watch_outputs(needed, output)
             if needed and torch.is_grad_enabled():
                 self._watch_stash(needed, module)
+            # Trained parameters, and nothing to tell when they are needed again.
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
-            if keep and module not in self._warned:
-                self._warned.add(module)
-                logger.info(
-                    "%s returned no tensor that needs a gradient although its parameters are trained; its parameters "
-                    "stay gathered until the end of backward",
-                    type(module).__name__,
-                )
             runtime.leave(units, keep=keep)
             # An exception on its way out must not wait for other ranks.
             if module is self._model and sys.exc_info()[0] is None:
@@ -181,8 +174,7 @@ class ModuleHooks:
     def _check_parameters(self) -> None:
         """Refuse parameters that were replaced or moved after ``initialize``; say once which ones are trained in vain.
 
-        Looks at every parameter, hence once a step; what happens to all parameters together is noticed by
-        ``Runtime.enter`` at once.
+        Once a step, as it looks at all of them; what happens to all together ``Runtime.enter`` notices at once.
         """
         for unit in self._runtime.units:
             unit.check_views()
@@ -205,12 +197,11 @@ class ModuleHooks:
                         param._ds_name,  # type: ignore[attr-defined]
                     )
 
-    # -- backward -------------------------------------------------------------------------------------------------
     def _watch_outputs(self, units: list[Unit], output: Any) -> bool:
         """Hook every output that will carry a gradient; True when there was one."""
         tensors = [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
         for tensor in tensors:
-            tensor.register_hook(self._before_backward(units))
+            tensor.register_hook(functools.partial(self._before_backward, units))
         return bool(tensors)
 
     def _watch_stash(self, units: list[Unit], module: nn.Module) -> None:
@@ -219,17 +210,14 @@ class ModuleHooks:
         for tensor in tensors_in([v for v in values if isinstance(v, (torch.Tensor, list, tuple, dict))], 3):
             if tensor.requires_grad and not tensor.is_leaf and not hasattr(tensor, "_ds_watched"):
                 tensor._ds_watched = True  # type: ignore[attr-defined]
-                tensor.register_hook(self._before_backward(units))
+                tensor.register_hook(functools.partial(self._before_backward, units))
 
-    def _before_backward(self, units: list[Unit]) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            self._arm()
-            # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
-            self._runtime.second_order = torch.is_grad_enabled()
-            if units:
-                self._runtime.need(units)
-
-        return hook
+    def _before_backward(self, units: list[Unit], _: torch.Tensor) -> None:
+        self._arm()
+        # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
+        self._runtime.second_order = torch.is_grad_enabled()
+        if units:
+            self._runtime.need(units)
 
     def _arm(self) -> None:
         """Have the end of this backward call ``flush``; once per graph task (a reentrant checkpoint nests tasks)."""
@@ -247,12 +235,9 @@ class ModuleHooks:
         """Forget an armed callback that an error in backward has lost."""
         self._armed = False
 
-    def _gradient_hook(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
-        def hook(_: nn.Parameter) -> None:
-            self._arm()
-            self._runtime.gradient_ready(unit, position, task=torch._C._current_graph_task_id())
-
-        return hook
+    def _gradient_ready(self, unit: Unit, position: int, _: nn.Parameter) -> None:
+        self._arm()
+        self._runtime.gradient_ready(unit, position, task=torch._C._current_graph_task_id())
 
     def _watch_inputs(self, units: list[Unit], inputs: Any) -> None:
         """Release units with nothing left to train once the gradients of the block's inputs are known."""

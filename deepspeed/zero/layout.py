@@ -23,11 +23,8 @@ class Granularity(Enum):
 class Segment:
     """One parameter's place: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group.
 
-    ``norm_weight``: what its squares count in the job's gradient norm; less than 1 where ranks outside the unit's axes
-    hold it too.
-
-    Of a parameter that other ranks hold other parts of (tensor parallel), ``shape`` is this rank's part, which begins
-    at index ``global_start`` of a tensor of ``global_shape``. None: it is the whole.
+    ``norm_weight``: what its squares count in the job's gradient norm; less than 1 where other ranks hold it too. Of a
+    tensor-parallel one ``shape`` is this rank's part, from ``global_start`` of ``global_shape`` (None: the whole).
     """
 
     name: str
@@ -90,15 +87,15 @@ class FlatLayout:
 Item = tuple[str, tuple[int, ...], int]  # name, shape, optimizer group
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below ``value``."""
     return -(-value // multiple) * multiple
 
 
 def build_layout(items: list[Item], shards: int, granularity: Granularity) -> FlatLayout:
     """The layout of (name, shape, group) ``items`` in ``shards`` equal aligned shards.
 
-    ELEMENT: ordered by group, so groups are contiguous, and packed back to back. PARAMETER: each goes to the currently
-    least filled shard, largest first (greedy balance).
+    ELEMENT: back to back in the order of groups. PARAMETER: each to the least filled shard so far, largest first.
     """
     whole = granularity is Granularity.PARAMETER
     numels = [prod(shape) for _, shape, _ in items]
@@ -107,8 +104,8 @@ def build_layout(items: list[Item], shards: int, granularity: Granularity) -> Fl
     for i in sorted(range(len(items)), key=lambda i: (-numels[i], i)):
         owner = fill.index(min(fill))
         inside[owner].append(i)
-        fill[owner] += _round_up(numels[i], ALIGNMENT_NUMEL)
-    numel = shards * max(*fill, ALIGNMENT_NUMEL) if whole else _round_up(max(*fill, 1), ALIGNMENT_NUMEL * shards)
+        fill[owner] += round_up(numels[i], ALIGNMENT_NUMEL)
+    numel = shards * max(*fill, ALIGNMENT_NUMEL) if whole else round_up(max(*fill, 1), ALIGNMENT_NUMEL * shards)
     segments = []
     for shard, those in enumerate(inside):
         offset = shard * (numel // shards)
@@ -116,5 +113,5 @@ def build_layout(items: list[Item], shards: int, granularity: Granularity) -> Fl
         for i in sorted(those, key=lambda i: (whole and numels[i] > 0, items[i][2], i)):
             name, shape, group = items[i]
             segments.append(Segment(name, shape, offset, group))
-            offset += _round_up(numels[i], ALIGNMENT_NUMEL)
+            offset += round_up(numels[i], ALIGNMENT_NUMEL)
     return FlatLayout(tuple(segments), numel, shards, granularity)

@@ -1,12 +1,8 @@
 """What the user's optimizer sees: plain tensors over this rank's master ranges, one per (unit, parameter group).
 
-ELEMENT granularity gives 1-D views; PARAMETER granularity gives every owned parameter in its logical shape. The
-optimizer object, its ``param_groups`` list and its group dicts stay the caller's own; only the ``params`` entries
-change.
-
-What rests on a drive is updated tile by tile: read the next, update this, write the last. A tile is one view: its fp32
-weights and every optimizer slot as large as they are. While it is away the tensors the optimizer knows show their
-shapes and read as not-a-number. The optimizer runs unchanged, with one tile's views at a time.
+The optimizer object, its ``param_groups`` list and its group dicts stay the caller's own; only the ``params`` entries
+change. What rests on a drive is updated tile by tile: a tile is one view, its fp32 weights and every slot as large as
+they are. While it is away the tensors the optimizer knows show their shapes and read as not-a-number.
 """
 
 import contextlib
@@ -26,7 +22,7 @@ from deepspeed.errors import OptimizerConfigError, UsageError
 from deepspeed.tier.staging import ALIGN, Staging
 from deepspeed.tier.store import TierStore, nothing
 from deepspeed.tier.transfer import Several, Transfer
-from deepspeed.zero.layout import Granularity
+from deepspeed.zero.layout import Granularity, round_up
 from deepspeed.zero.param import point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.unit import Unit
@@ -104,8 +100,7 @@ def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> 
 def _spans(unit: Unit, tile_numel: int) -> Iterator[tuple[str, int, int, int, tuple[int, ...]]]:
     """Name, group, flat range and shape of each view: a parameter, or what is here of a group, on a drive in tiles.
 
-    Padding between segments of a group holds zeros and zero gradients: a longer loop is cheaper than a cut. Tiles end
-    on page boundaries of this rank's range.
+    Padding inside a group has zero gradients: a longer loop is cheaper than a cut. Tiles end on pages of the range.
     """
     start, stop = unit.range_of(StateKind.OPTIM)
     parts = [(s, *unit.layout.overlap(s, start, stop)) for s in unit.layout.segments]
@@ -185,16 +180,11 @@ def run_step(
     return [v for v in views if v.param in written]
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
-
-
 class Turns:
     """Lets an optimizer take one step in several turns, each over some of its tensors.
 
-    Every turn begins with the numbers of the groups and of the optimizer itself (a step count, say) as they were before
-    the step, and must leave the same: an optimizer that gathers something over all parameters cannot work in turns.
-    Raises UsageError for such.
+    Every turn begins with the numbers of the groups and of the optimizer itself (a step count, say) from before the
+    step, and must leave the same: UsageError for an optimizer that gathers something over all parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -324,10 +314,10 @@ class _Tile:
         places, end = [], 0
         for store, at, count in sources:
             width = store.tensor.dtype.itemsize
-            start = _round_up(end) + at * width % ALIGN
+            start = round_up(end, ALIGN) + at * width % ALIGN
             end = start + count * width
             places.append(slice(start, end))
-        buffer = self._buffer = self._staging.take(_round_up(end))
+        buffer = self._buffer = self._staging.take(round_up(end, ALIGN))
         pieces = [buffer[place].view(store.tensor.dtype) for place, (store, _, _) in zip(places, sources, strict=True)]
         self._master, self.grad = pieces[0], pieces[1] if len(kinds) > 1 else None
         self._inside = pieces[-1] if self.region is not None else buffer[:0]
@@ -390,7 +380,7 @@ class _Tile:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == numel and value.is_contiguous():
                 self.slots.append(_Slot(key, nothing(tuple(value.shape), value.dtype), start))
-                start += _round_up(value.nbytes)
+                start += round_up(value.nbytes, ALIGN)
         if self.region is not None and self.region.tensor.numel() != start:
             self.region.drop()
             self.region = None
@@ -431,8 +421,14 @@ class OptimTiles:
             tile.view.unit.update_in_tiles()
         self.adopt_state()
 
-    def step(self, factor: float, turns: Turns) -> None:
-        """Update every tile with its gradient times ``factor``, and the parameters with it."""
+    def step(self, views: list[OptimView], factor: float) -> list[OptimView]:
+        """Update ``views``, all there are, with their gradients times ``factor``: first those in memory, at once.
+
+        Returns those of them whose PARAM at rest the optimizer has written in the same pass; of tiles PARAM follows.
+        """
+        turns, resident = Turns(self._optimizer), [v for v in views if not v.unit.tiled]
+        at_once = functools.partial(turns.take, resident)
+        written = run_step(self._optimizer, resident, at_once, factor) if resident else []
         self.check_whole()
         self.torn = True
         waiting, ahead = deque(self._tiles.values()), deque[_Tile]()
@@ -441,20 +437,18 @@ class OptimTiles:
                 while waiting and (not ahead or self._staging.room):
                     waiting[0].read(gradient=True)
                     ahead.append(waiting.popleft())
-                self._update(ahead.popleft(), factor, turns)
+                (tile := ahead.popleft()).show()
+                done: list[OptimView] | None = None
+                try:
+                    turn = functools.partial(turns.take, [tile.view])
+                    done = run_step(self._optimizer, [tile.view], turn, factor, source=tile.grad)
+                finally:
+                    tile.leave(write=done is not None, publish=done == [])
         finally:
             for tile in ahead:
                 tile.let_go()
         self.torn = False
-
-    def _update(self, tile: _Tile, factor: float, turns: Turns) -> None:
-        tile.show()
-        written: list[OptimView] | None = None
-        try:
-            turn = functools.partial(turns.take, [tile.view])
-            written = run_step(self._optimizer, [tile.view], turn, factor, source=tile.grad)
-        finally:
-            tile.leave(write=written is not None, publish=written == [])
+        return written
 
     def _guard(self, *_: Any) -> None:
         if not self._whole_state:
@@ -487,10 +481,7 @@ class OptimTiles:
 
     @contextlib.contextmanager
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[None]:
-        """Inside, weights and slots of ``view``, if it is one of the tiles, are in memory.
-
-        With ``write`` they are stored at the end, with ``publish`` in PARAM too.
-        """
+        """Inside, weights and slots of ``view``, if it is a tile, are in memory; stored at the end with ``write``."""
         tile = self._tiles.get(id(view))
         if tile is None:
             yield

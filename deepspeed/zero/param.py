@@ -3,13 +3,11 @@
 Only this file writes ``.data`` and ``__class__`` of tensors. A DTensor (tensor parallelism) is packed by its local
 tensor, and that is what is re-pointed: ``.data`` of a DTensor would replace tensor and placement both.
 
-[Note: released face] A released parameter's storage is shrunk to zero bytes while every view of it (autograd's saved
-``weight.t()`` too) stays alive, so refilling the storage makes all of them valid again. Reading such a view on the CPU
-would crash the process, so the user-visible object leaves that storage for a NaN scalar spread over its logical shape
-(code that passes every guard, such as ``torch.tensor(p)`` or a C++ extension, then sees NaN and never freed memory),
-and its ``__class__`` is swapped to a subclass whose ``__torch_function__`` answers metadata, refuses values, and, while
-a module of the same runtime runs its forward, fetches the unit on demand instead (a parameter used outside the module
-that owns it). torch's UninitializedParameter is the precedent. Private torch names used here:
+[Note: released face] A released parameter's storage is shrunk to zero bytes while every view of it stays alive, so
+refilling it makes all of them valid again. Reading such a view on the CPU would crash the process, so the object that
+users see leaves that storage for a NaN scalar spread over its logical shape, and its ``__class__`` is swapped to a
+subclass whose ``__torch_function__`` answers metadata, fetches the unit on demand while a module of the same runtime
+runs its forward, and otherwise refuses (docs/architecture.md, section 9). Private torch names used here:
 ``torch._C.DisableTorchFunctionSubclass`` and ``torch._C._storage_Use_Count`` (does anything hold views of a storage?).
 """
 
@@ -87,10 +85,8 @@ _ids = count()
 
 
 def mark_zero_parameter(parameter: nn.Parameter, unit: Any, position: int, *, name: str, plain: bool = False) -> None:
-    """Attach the way back to the unit and the ``ds_*`` attributes that clients read on parameters of a sharded model.
-
-    A persistent parameter has them too, and is always available; ``plain`` leaves them out (nothing of the model is
-    sharded).
+    """Attach the way back to the unit and, unless ``plain`` (nothing of the model is sharded), the ``ds_*`` attributes
+    that clients read on parameters of a sharded model. A persistent parameter has them too, and is always available.
     """
     number = parameter.__dict__.get("ds_id")
     unmark_zero_parameter(parameter)
@@ -116,11 +112,6 @@ def unmark_zero_parameter(parameter: nn.Parameter) -> None:
     """Take every attribute of ``mark_zero_parameter`` away again."""
     for attribute in parameter.__dict__.get("_ds_marks", ()):
         parameter.__dict__.pop(attribute, None)
-
-
-def is_released(tensor: torch.Tensor) -> bool:
-    """True when ``tensor`` wears the released face (an empty parameter too, which has no values to miss)."""
-    return isinstance(tensor, ReleasedFace)
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
@@ -153,7 +144,10 @@ class ReleasedFace:
                 return _describe(hollow[0])
             unit = getattr(hollow[0], "_ds_unit", None)
             if func in _ALIASES and not (unit is not None and unit.may_fetch_on_demand()):
-                return _alias(func(*args, **kwargs), hollow[0])
+                made = func(*args, **kwargs)
+                made.__class__ = _alias_class(made.__class__)
+                made._ds_unit, made._ds_name = unit, getattr(hollow[0], "_ds_name", "")
+                return made
             if func in _MOVES and _is_no_move(func, hollow[0], args, kwargs):
                 return args[0]
             if func == _DATA.__set__ and args[0] is args[1]:
@@ -264,13 +258,6 @@ def _released_arguments(arguments: Iterable[Any]) -> Iterator[Any]:
             yield item
         elif isinstance(item, (list, tuple)):
             yield from _released_arguments(item)
-
-
-def _alias(result: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    result.__class__ = _alias_class(type(result))
-    result._ds_unit = getattr(source, "_ds_unit", None)  # type: ignore[attr-defined]
-    result._ds_name = getattr(source, "_ds_name", "")  # type: ignore[attr-defined]
-    return result
 
 
 def _is_no_move(func: Callable[..., Any], tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

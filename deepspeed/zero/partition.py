@@ -65,15 +65,13 @@ class UnitFacts:
     """Who shares a unit, and how its gradient becomes a mean.
 
     ``divisor``: what the sum over ranks is divided by, of it ``early`` before the sum travels. ``wire``: dtype of
-    gradients on their way; None for the parameters' own. ``tie``: parameters of units with the same name are one and
-    the same on several stages.
+    gradients on their way; None for the parameters' own.
     """
 
     mesh: Mesh
     divisor: float = 1.0
     early: float = 1.0
     wire: torch.dtype | None = None
-    tie: str | None = None
 
     @property
     def before(self) -> float:
@@ -94,7 +92,7 @@ def castable(dtype: torch.dtype) -> bool:
 def owned_range(numel: int, spread: Spreads, mesh: Mesh) -> tuple[int, int]:
     """This rank's [start, stop) of a flat space under ``spread``: cut inner axis first, then outer within the piece."""
     start = 0
-    for way, axis in zip(spread, mesh.axes, strict=True):
+    for way, axis in zip(spread, mesh.groups, strict=True):
         if way is Spread.SHARDED:
             numel //= axis.size
             start += numel * axis.index
@@ -175,10 +173,9 @@ def partition(
 ) -> Partition:
     """Divide all parameters of ``model`` into units according to ``plan``.
 
-    ``trainable``: the parameters that get gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will
-    be stored in. ``facts_of(name, param)``: who shares it and what divides its gradient; a unit holds parameters with
-    equal facts. Tied parameters are owned by the first module that holds them; every module that touches a unit
-    directly is listed for it.
+    ``trainable``: those with gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored in.
+    ``facts_of(name, param)``: who shares it; a unit holds parameters with equal facts. Tied parameters are owned by the
+    first module that holds them; every module that touches a unit directly is listed for it.
     """
     names = {p: n for n, p in model.named_parameters()}
     trained, small = set(trainable), _persistent(names, plan)

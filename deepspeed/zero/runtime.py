@@ -7,7 +7,6 @@ in which order, is agreed between the ranks (agreement.py); what to fetch early 
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +27,6 @@ from deepspeed.zero.unit import Unit
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
 
 
-@dataclass
-class Counters:
-    """What happened since construction: for tests, benchmarks and the timeline."""
-
-    gathers: int = 0
-    gathered_numel: int = 0
-    reductions: int = 0
-    guest_collectives: int = 0
-
-
 class Runtime:
     """Owns schedule, agreement and gradients of one engine's units, and the stream that gathers travel on."""
 
@@ -49,7 +38,8 @@ class Runtime:
         self.schedule = Schedule()
         self.gradients = Gradients(units, accum, device=device, overlap=plan.overlap, watch=plan.watch)
         self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], where=self._where)
-        self.counters = Counters()
+        # What happened since construction, for tests and benchmarks.
+        self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
         self.steps = self.depth = self.flushes = 0
         self.in_backward = False
         # The engine, while it lives; its optimizer, and what of that is updated in tiles.
@@ -130,8 +120,7 @@ class Runtime:
     def meet(self, *, passing: bool = False) -> int:
         """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7).
 
-        A user's context ends so too; the number of pins tells whether all are at the end of the same one. ``passing``:
-        no message is needed where a backward is to follow.
+        A user's context ends so too; the pins tell whether the same one everywhere. ``passing``: a backward follows.
         """
         # A second forward before any backward may be one of many, of an evaluation that keeps gradients on.
         passing = passing and torch.is_grad_enabled() and self._trains and not (self._watchful or self._unanswered)
@@ -229,17 +218,17 @@ class Runtime:
         return decision
 
     def _gather(self, unit: Unit, *, guest: bool) -> None:
-        self.counters.gathers += 1
-        self.counters.gathered_numel += unit.layout.numel
+        self.gathers += 1
+        self.gathered_numel += unit.layout.numel
         if unit.state is not UnitState.ABSENT:
             # Another rank lost this unit earlier than we did: serve it. What arrives are the bytes already here.
             unit.arrive()
-            self.counters.guest_collectives += 1
+            self.guest_collectives += 1
             self._stream.run(unit.start_gather).wait()
             return
         unit.fetch(self._stream.run)
         if guest:
-            self.counters.guest_collectives += 1
+            self.guest_collectives += 1
             self._discard(unit)
 
     def _discard(self, unit: Unit) -> None:
@@ -293,9 +282,9 @@ class Runtime:
             self.backward_done(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        self.counters.reductions += 1
+        self.reductions += 1
         if not unit.fired:
-            self.counters.guest_collectives += 1
+            self.guest_collectives += 1
         if unit.grad_state is GradState.EMPTY:
             self._vacant.append(unit)
         else:

@@ -1,8 +1,7 @@
 """What was done, and what it says about the near future: unit uses on this rank, intervals of decisions on all. Pure.
 
-Of unit uses there is one trace per phase ("train": forward and backward as one sequence; "eval"), so alternating train
-and eval passes keep both. A use that the trace did not foresee resynchronises or, failing that, silences the forecast
-until the phase ends; nothing is flushed and nothing is logged.
+Of unit uses there is one trace per phase ("train": forward and backward as one sequence; "eval"). A use that the trace
+did not foresee resynchronises or, failing that, silences the forecast until the phase ends.
 """
 
 from collections.abc import Collection, Iterator

@@ -5,7 +5,6 @@ are summed; one all-reduce carries the norm and the overflow flag.
 """
 
 import contextlib
-import functools
 import math
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
-from deepspeed.zero.optim_view import OptimView, Turns, run_step
+from deepspeed.zero.optim_view import OptimView, run_step
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -72,10 +71,7 @@ def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor:
     failure: Exception | None = None
     written: list[OptimView] = []
     try:
-        turns = Turns(optimizer)
-        if resident := [v for v in views if not v.unit.tiled]:
-            written = run_step(optimizer, resident, functools.partial(turns.take, resident), factor)
-        tiles.step(factor, turns)
+        written = tiles.step(views, factor)
     except Exception as error:
         failure = error
     failed = collectives.failures(failure, runtime.mesh.job)

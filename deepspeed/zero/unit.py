@@ -24,22 +24,18 @@ class Keeper(Protocol):
     """Who gathers units, and serves reads of their released parameters: a runtime, or ``zero.Init``."""
 
     def may_fetch_on_demand(self) -> bool: ...
-
     def fetch_on_demand(self, unit: "Unit") -> bool: ...
-
     def need(self, units: "Iterable[Unit]") -> None: ...
-
     def meet(self) -> int: ...
 
 
 class Unit:
     """Parameters with one dtype and one plan, in one flat layout. Attributes are written by methods of this class only.
 
-    ``full`` is the flat compute-dtype buffer every parameter is a view of, for the whole run; under a sharded PARAM its
-    storage is shrunk to nothing while released and the values rest in ``shard``. ``master`` is this rank's range of
-    OPTIM in fp32 (the very same memory as the parameter when dtypes and ranges agree). ``grad`` is the rest gradient in
-    the accumulation dtype, ``partial`` the local sum before reduction. ``rest`` says where each state rests; ``shard``,
-    ``master`` and ``grad`` are its tensors, which read as not-a-number for what is on a drive.
+    ``full`` is the flat compute-dtype buffer under all parameters, without bytes while released; ``partial`` the local
+    sum of gradients before reduction. ``rest`` says where each state rests; ``shard``, ``master`` (fp32, the very
+    memory of the parameter when dtypes and ranges agree) and ``grad`` are its tensors, not-a-number for what is on
+    a drive.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class Unit:
         self.name, self.params, self.layout, self.plan = name, params, layout, plan
         self.facts, self.mesh = facts, facts.mesh
         # PARAM rests elsewhere than in the full buffer, so that there is something to fetch and release.
-        cut = any(w is Spread.SHARDED and a.size > 1 for w, a in zip(plan.param.spread, self.mesh.axes, strict=True))
+        cut = any(w is Spread.SHARDED and a.size > 1 for w, a in zip(plan.param.spread, self.mesh.groups, strict=True))
         self.movable = plan.param.away or cut
         self.state = UnitState.READY
         self.grad_state = GradState.EMPTY
@@ -84,8 +80,7 @@ class Unit:
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
         """Take over ``values`` (flat, full, any floating dtype, on the device): build buffers and re-point parameters.
 
-        ``keep_master``: an fp32 copy of the owned OPTIM range is made from the unrounded values (aliased if possible).
-        ``tiers`` has the places for states that do not rest on the device.
+        ``keep_master``: with the owned OPTIM range, unrounded, in fp32. ``tiers``: places besides the device.
         """
         self.tiers = tiers
         self._spread(values.to(dtype))
@@ -243,7 +238,7 @@ class Unit:
         """This rank's part of the squared norm of the mean gradient; what several ranks hold counts once in all."""
         assert self.plan.grad is not None and self.grad is not None
         copies = 1
-        for way, axis in zip(self.plan.grad.spread, self.mesh.axes, strict=True):
+        for way, axis in zip(self.plan.grad.spread, self.mesh.groups, strict=True):
             copies *= axis.size if way is Spread.REPLICATED else 1
         kept = self.grad_square if self.on_drive(StateKind.GRAD) else None
         return (self._weighted_square(self.grad) if kept is None else kept) * self.facts.after**2 / copies

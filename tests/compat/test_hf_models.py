@@ -85,7 +85,7 @@ def saved_model(folder: str, **changes: Any) -> nn.Module:
 def pretrained(folder: str, tied: bool) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    from deepspeed.zero.param import is_released
+    from deepspeed.zero.param import ReleasedFace
 
     plain = saved_model(folder, tie_word_embeddings=tied)
     losses, weights = reference(plain, data_of())
@@ -95,7 +95,7 @@ def pretrained(folder: str, tied: bool) -> dict[str, Any]:
     fresh = whole_saved(folder, tied)
     facts = {
         "sharded": all(hasattr(p, "ds_id") for p in model.parameters()),
-        "released": dist.get_world_size() == 1 or is_released(model.model.layers[0].mlp.up_proj.weight),
+        "released": dist.get_world_size() == 1 or isinstance(model.model.layers[0].mlp.up_proj.weight, ReleasedFace),
         "tied": (model.lm_head.weight is model.model.embed_tokens.weight) == tied,
         "mode": not model.training,
     }

@@ -27,7 +27,6 @@ from deepspeed.checkpoint.save.content import content_of
 from deepspeed.checkpoint.save.writer import SaveOrder, Saver
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.mesh.groups import Mesh
-from deepspeed.mesh.topology import Axis
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.optim_view import OptimView, build_views
 from deepspeed.zero.partition import UnitFacts
@@ -97,7 +96,7 @@ def mesh_of(groups: Layout) -> Mesh:
     ranks = groups[index][0]
     job = AxisGroup(dist.group.WORLD, dist.get_world_size(), rank, tuple(range(dist.get_world_size())), "gloo")
     zero = AxisGroup(made[index], len(ranks), ranks.index(rank), ranks, "gloo")
-    return Mesh((Axis("dp", zero.size, zero.index, ranks),), (zero,), job, zero, zero, None)
+    return Mesh((zero,), job, zero, zero, None)
 
 
 def stages_of(places: dict[str, Place]) -> list[int]:

@@ -82,13 +82,13 @@ def count_gathers() -> dict[str, object]:
     names = [u.name for u in runtime.units if u.movable]
     counts = {"train": [], "eval": []}
     for step in range(4):
-        before = runtime.counters.gathers
+        before = runtime.gathers
         _train(engine, step)
-        counts["train"].append(runtime.counters.gathers - before)
-        before = runtime.counters.gathers
+        counts["train"].append(runtime.gathers - before)
+        before = runtime.gathers
         _evaluate(engine)
-        counts["eval"].append(runtime.counters.gathers - before)
-    return {"names": names, **counts, "guests": runtime.counters.guest_collectives}
+        counts["eval"].append(runtime.gathers - before)
+    return {"names": names, **counts, "guests": runtime.guest_collectives}
 
 
 def test_each_unit_is_gathered_twice_a_step_and_once_where_it_stays(pool2: RankPool) -> None:
@@ -133,7 +133,7 @@ def watch_addresses() -> list[str]:
             _train(engine, step)
     finally:
         Unit.start_gather = original  # type: ignore[method-assign]
-    if not runtime.counters.gathers:
+    if not runtime.gathers:
         faults.append("nothing was gathered")
     return faults
 

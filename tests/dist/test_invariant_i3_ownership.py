@@ -92,10 +92,10 @@ def gathers_per_step() -> list[int]:
     engine = start(_case().build(), make_config(3, zero=SHARD_ALL))
     counts = []
     for _ in range(3):
-        before = engine.runtime.counters.gathers
+        before = engine.runtime.gathers
         engine.backward(engine(torch.ones(2, IN_FEATURES)).sum())
         engine.step()
-        counts.append(engine.runtime.counters.gathers - before)
+        counts.append(engine.runtime.gathers - before)
         with torch.no_grad():
             engine(torch.ones(2, IN_FEATURES))
     counts.append(sum(u.movable for u in engine.runtime.units))

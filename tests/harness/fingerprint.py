@@ -265,7 +265,7 @@ def _start(engine: Any, loader: Any) -> Fingerprint:
         "parameters": {n: (str(p.dtype), list(p.shape)) for n, p in engine.module.named_parameters()},
         "buffers": {n: (str(b.dtype), b.float().tolist()) for n, b in engine.module.named_buffers()},
         "masters": [str(u.master.dtype) if u.master is not None else None for u in engine.runtime.units],
-        "axes": [(a.name, a.size) for a in engine.mesh.axes],
+        "axes": [group.size for group in engine.mesh.groups],
         "level": logger.level,
         "collection": gc.isenabled(),
         "scheduler": type(engine.lr_scheduler).__name__,
@@ -309,7 +309,7 @@ def _micro(engine: Any, x: Tensor, y: Tensor, *, bad: bool, cast: bool) -> Any:
 
 
 def _end(engine: Any, model: ProbeModel) -> Fingerprint:
-    counters = engine.runtime.counters
+    counters = engine.runtime
     out = {
         "gathers": [counters.gathers, counters.gathered_numel, counters.reductions, counters.guest_collectives],
         "in forward": model.seen[:],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepspeed.verify.grads import full_gradients, full_parameters, scaled_error
 from deepspeed.verify.models import Case, MicroBatch
 from deepspeed.verify.reference import gate_optimizer, trainable
-from deepspeed.zero.param import is_released
+from deepspeed.zero.param import ReleasedFace
 from deepspeed.zero.partition import GradState, UnitState
 from tests.harness.training import here, start
 
@@ -110,7 +110,7 @@ def live_bytes(model: nn.Module) -> int:
     """Storage bytes behind the parameters of ``model``, each storage once; released ones (a scalar of NaN) count
     nothing.
     """
-    here = [p for p in model.parameters() if not is_released(p)]
+    here = [p for p in model.parameters() if not isinstance(p, ReleasedFace)]
     return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in here}.values())
 
 

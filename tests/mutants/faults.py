@@ -340,8 +340,8 @@ _WEIGHTS = (
     Mutant(
         "U2",
         "deepspeed/zero/partition.py",
-        "in zip(spread, mesh.axes, strict=True)",
-        "in reversed(list(zip(spread, mesh.axes, strict=True)))",
+        "in zip(spread, mesh.groups, strict=True)",
+        "in reversed(list(zip(spread, mesh.groups, strict=True)))",
         (f"{_TWO_LEVELS}[plain-secondary_shards]",),
         "ranges are cut by the inner axis first",
     ),

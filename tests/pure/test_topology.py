@@ -118,10 +118,9 @@ def test_groups_of_thousands_of_ranks_are_quick_arithmetic() -> None:
 
 
 def _mesh(rank: int, inner: int | None) -> Mesh:
-    axes = _shard_axes(rank, inner)
-    groups = tuple(AxisGroup(None, a.size, a.index, a.ranks, "gloo") for a in axes)
+    groups = tuple(AxisGroup(None, a.size, a.index, a.ranks, "gloo") for a in _shard_axes(rank, inner))
     everyone = AxisGroup(None, 6, RANKS.index(rank), RANKS, "gloo")
-    return Mesh(axes, groups, everyone, everyone, everyone, None)
+    return Mesh(groups, everyone, everyone, everyone, None)
 
 
 @pytest.mark.parametrize(

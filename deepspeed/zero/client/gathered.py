@@ -1,6 +1,4 @@
-"""Values that come and go: whole ones of sharded parameters for a while, all of a model's for a file or for generation,
-and states that leave the device to somebody else.
-"""
+"""Values that come and go: whole ones of sharded parameters for a while, a model's for a file, states for others."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -92,10 +90,7 @@ class GatheredParameters:
             self._saving.__enter__()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd saves of a parameter (a regulariser over the weights) is read after the context's release.
-
-        Of a view of a unit's full buffer its place is saved.
-        """
+        """What autograd saves of a parameter is read after the release: of a view of a full buffer save the place."""
         storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         for unit in self._units if storage else ():
             if unit.movable and storage == unit.full.data_ptr():
@@ -304,9 +299,5 @@ def leave_device(
         for view in unit.views:
             for value in states.get(view.param, {}).values():
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device.type != "cpu":
-                    back.callback(_bring_back, value, value.device)
+                    back.callback(lambda tensor, place: point(tensor, tensor.data.to(place)), value, value.device)
                     point(value, home(value.data))
-
-
-def _bring_back(tensor: torch.Tensor, device: torch.device) -> None:
-    point(tensor, tensor.data.to(device))

@@ -48,8 +48,7 @@ _numbers = count()
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Any, target_fp_dtype: torch.dtype | None, *, target_device: Any = None
 ) -> Any:
-    """Wrap a tensor constructor so that floating results are made in ``target_fp_dtype`` (None: as ever) on
-    ``target_device``.
+    """Wrap a tensor constructor: floating results are of ``target_fp_dtype`` (None: as ever) on ``target_device``.
 
     ``torch.arange`` is left alone: positions and ids computed in 16 bits are silently wrong. Clients replace this
     function on ``deepspeed.runtime.zero.partition_parameters`` while they build a model.
@@ -134,7 +133,6 @@ class Init:
             self._cut_tree(module)
             self._say_missing()
 
-    # -- context --------------------------------------------------------------------------------------------------
     def __enter__(self) -> "Init":
         if self._enabled and Init._active is None:
             Init._active = self
@@ -176,7 +174,6 @@ class Init:
         while self._undo:
             self._undo.pop()()
 
-    # -- construction events --------------------------------------------------------------------------------------
     def _parameter_registered(self, module: nn.Module, _: str, param: nn.Parameter | None) -> None:
         if param is not None and not hasattr(param, "_ds_unit"):
             self._open[id(module)] = module
@@ -235,7 +232,6 @@ class Init:
         unit.keep_by(lambda: self)
         mark_zero_parameter(param, unit, 0, name=name)
 
-    # -- Fetcher: parameters touched again while the model is being built -----------------------------------------
     def may_fetch_on_demand(self) -> bool:
         return bool(self._undo)
 

@@ -26,8 +26,7 @@ _MASTER, _GRAD = object(), object()  # as ``what``; every other is the name of a
 class _Opened:
     """What this rank has of one state of a parameter: ``pieces`` (first element in the parameter, flat values).
 
-    ``factor``: what turns them into what clients mean. ``present``: whether this rank has the slot, None for other
-    states, which all ranks have or none.
+    They mean ``factor`` times as much. ``present``: whether this rank has the slot; None for what all have or none.
     """
 
     unit: Unit
@@ -41,7 +40,7 @@ class _Opened:
     def whole(self) -> torch.Tensor:
         """The full tensor, from every rank's pieces (one all-reduce of its size)."""
         full = torch.zeros(self.segment.numel, dtype=self.dtype, device=self.unit.device)
-        axes = zip(self.unit.plan.of(self.kind).spread, self.unit.mesh.axes, strict=True)
+        axes = zip(self.unit.plan.of(self.kind).spread, self.unit.mesh.groups, strict=True)
         if all(way is Spread.SHARDED or axis.index == 0 for way, axis in axes):  # of equal copies the first counts
             for start, values in self.pieces:
                 full[start : start + values.numel()].copy_(values)

@@ -2,8 +2,7 @@
 
 Counted are parameters, gradients and optimizer state at rest, units gathered at once, and the buffers between memory
 and drives. Not counted are activations, the model's inputs, and what the process held before. The widths are those of
-mixed-precision training (Rajbhandari et al. 2020): w bytes a parameter in the compute dtype, a in the accumulation
-dtype, 4 in the master, 4 a slot.
+mixed-precision training (Rajbhandari et al. 2020).
 """
 
 from collections import Counter, defaultdict
@@ -106,7 +105,14 @@ def memory_plan(
         after = moving[1].numel if prefetch and len(moving) > 1 else 0  # the next unit comes early whatever its size
         ahead = max(after, min(prefetch, InFlight.UNITS * moving[len(moving) // 2].numel)) * moving[0].width
         table["units gathered at once", Tier.DEVICE] = moving[0].numel * moving[0].width + ahead
-    table["gradients on their way", Tier.DEVICE] = _travelling(units, ways, widths, shared=shared)
+    # Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off.
+    trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
+    together = InFlight.REDUCTIONS + 1
+    waiting = sum(u.numel * widths.accumulate for u, _ in trained if not u.row.reduce_each_backward)
+    largest = max((u.numel * (widths.wire or u.width) for u, _ in trained), default=0)
+    away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
+    travelling = (waiting or together * largest) + together * away * widths.accumulate
+    table["gradients on their way", Tier.DEVICE] = travelling
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
     return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared)
@@ -115,16 +121,6 @@ def memory_plan(
 def _share(numel: int, state: StatePlan, ways: Sequence[int]) -> int:
     """Elements of one rank."""
     return -(-numel // prod(n for way, n in zip(state.spread, ways, strict=True) if way is Spread.SHARDED))
-
-
-def _travelling(units: Sequence[UnitSize], ways: Sequence[int], widths: Widths, *, shared: bool) -> int:
-    """Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off."""
-    trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
-    together = InFlight.REDUCTIONS + 1
-    waiting = sum(u.numel * widths.accumulate for u, _ in trained if not u.row.reduce_each_backward)
-    largest = max((u.numel * (widths.wire or u.width) for u, _ in trained), default=0)
-    away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
-    return (waiting or together * largest) + together * away * widths.accumulate
 
 
 def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPlan, widths: Widths) -> int:
@@ -146,7 +142,6 @@ def _staging(units: Sequence[UnitSize], ways: Sequence[int], offload: OffloadPla
     return total + InFlight.GRADIENT_BUFFERS * grads * widths.accumulate
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RankMemory:
     """One rank before anything is built, in bytes: what stays in use, what the model's new places replace; pools."""
@@ -161,8 +156,7 @@ class RankMemory:
 class Limits:
     """Bytes; 0 for no limit. ``host_used`` and ``device_used`` are held already and stay.
 
-    ``source``: what leaves no more than ``host``, where that is no setting; then it moves what can be moved (see
-    ``fit``).
+    ``source``: what leaves no more than ``host``, where that is no setting; then ``fit`` moves what can be moved.
     """
 
     host: int = 0
@@ -245,8 +239,15 @@ def fit(
         sized = [replace(unit, row=row) for unit, row in zip(units, rows, strict=True)]
         return memory_plan(sized, ways, offload, widths, prefetch=plan.prefetch_numel, shared=shared)
 
+    # Rows that need ever less host memory, without another word in the configuration.
+    offload, rows = plan.offload, [gradients_on_drive(unit.row) for unit in units]
+    movements = [([unit.row for unit in units], offload), (rows, offload)]
+    folder = offload.param_folder or offload.optim_folder
+    if limits.source and folder and plan.regular.param.sharded and (shared or plan.regular.param.away):
+        on_drive = replace(offload, param_folder=folder, host_param_numel=0)
+        movements.append(([_move(row, "param", Tier.NVME) for row in rows], on_drive))
     plans: list[MemoryPlan] = []
-    for rows, offload in _movements([unit.row for unit in units], plan, limits, shared=shared):
+    for rows, offload in movements:
         plans.append(memory := holding(rows, offload))
         if not limits.allow(memory):
             continue
@@ -270,22 +271,6 @@ def fit(
         f"{limits.broken_by(memory)}, but a rank of this run would hold {limits.with_used(memory)}:\n{memory.table()}\n"
         f"{way_out}.{overrule}"
     )
-
-
-def _movements(
-    rows: list[UnitPlan], plan: ZeroPlan, limits: Limits, *, shared: bool
-) -> Iterator[tuple[list[UnitPlan], OffloadPlan]]:
-    """Rows that need ever less host memory, without another word in the configuration."""
-    offload = plan.offload
-    yield rows, offload
-    rows = [gradients_on_drive(row) for row in rows]
-    yield rows, offload
-    folder = offload.param_folder or offload.optim_folder
-    if limits.source and folder and plan.regular.param.sharded and (shared or plan.regular.param.away):
-        yield (
-            [_move(row, "param", Tier.NVME) for row in rows],
-            replace(offload, param_folder=folder, host_param_numel=0),
-        )
 
 
 def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:

@@ -33,13 +33,13 @@ class Tiers:
         self._drives: dict[str, Drive] = {}
         self._grad_staging: Staging | None = None
         self._host_param_left = plan.host_param_numel
+        self._pin_optim = plan.pin_optim and device.type != "cpu"
 
     def place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
         """A place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                pin = self._pins(pin=self.plan.pin_optim)
-                self._grad_staging = self._grad_staging or Staging(InFlight.GRADIENT_BUFFERS, pin=pin)
+                self._grad_staging = self._grad_staging or Staging(InFlight.GRADIENT_BUFFERS, pin=self._pin_optim)
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)
@@ -69,27 +69,20 @@ class Tiers:
             return error
         return None
 
-    # -- drives ---------------------------------------------------------------------------------------------------
     def optim_drive(self) -> Drive:
         """The drive behind ``offload_optimizer``."""
-        plan = self.plan
-        return self._open("optimizer", plan.optim_folder, plan.optim_buffers, pin=plan.pin_optim)
+        return self._open("optimizer", self.plan.optim_folder, self.plan.optim_buffers, 1 << 30, pin=self._pin_optim)
 
     def _param_drive(self, width: int) -> Drive:
-        plan = self.plan
-        piece = plan.param_piece_numel * width
-        return self._open("param", plan.param_folder, plan.param_buffers, pin=plan.pin_param, piece_bytes=piece)
+        plan, pin = self.plan, self.plan.pin_param and self.device.type != "cpu"
+        return self._open("param", plan.param_folder, plan.param_buffers, plan.param_piece_numel * width, pin=pin)
 
-    def _open(self, what: str, folder: str, staging: int, *, pin: bool, piece_bytes: int = 1 << 30) -> Drive:
+    def _open(self, what: str, folder: str, staging: int, piece_bytes: int, *, pin: bool) -> Drive:
         if what not in self._drives:
-            plan = self.plan
+            plan, label = self.plan, f"zero_optimization.offload_{what}.nvme_path"
             engine = {"block_bytes": plan.block_bytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
-            label, pin = f"zero_optimization.offload_{what}.nvme_path", self._pins(pin=pin)
             self._drives[what] = Drive(folder, label=label, staging=staging, piece_bytes=piece_bytes, pin=pin, **engine)
         return self._drives[what]
-
-    def _pins(self, *, pin: bool) -> bool:
-        return pin and self.device.type != "cpu"
 
     @property
     def drives(self) -> list[Drive]:
@@ -99,17 +92,13 @@ class Tiers:
     def describe(self) -> list[str]:
         """One clause per place in use, for the log."""
         plan, clauses = self.plan, []
-        sizes = {
-            "param": (plan.param_buffers, plan.param_piece_numel),
-            "optimizer": (plan.optim_buffers, plan.tile_numel),
-        }
         for what, drive in self._drives.items():
-            buffers, window = sizes[what]
+            param, optim = (plan.param_buffers, plan.param_piece_numel), (plan.optim_buffers, plan.tile_numel)
+            buffers, window = param if what == "param" else optim
             way = "O_DIRECT" if drive.direct else "page cache"
             how = f"{drive.backend}, {way}, {plan.block_bytes} bytes x {plan.queue_depth}, {plan.threads} threads"
-            clauses.append(
-                f"offload_{what} on {drive.folder} ({how}; {buffers} buffers of at most {window:,} elements)"
-            )
+            how += f"; {buffers} buffers of at most {window:,} elements"
+            clauses.append(f"offload_{what} on {drive.folder} ({how})")
         effect = "" if self.device.type != "cpu" else " (no effect: the device is the host)"
         for kind, nbytes, note in (("host", plan.host_limit, ""), ("device", plan.device_limit, effect)):
             if nbytes:
