@@ -12,9 +12,6 @@ import numpy as np
 
 from deepspeed.errors import DeepSpeedConfigError
 
-DENSE_AXES = ("pp", "dp_outer", "dp", "sp", "tp")
-EXPERT_AXES = ("pp", "dp_outer", "edp", "ep")
-
 
 @dataclass(frozen=True)
 class Axis:
@@ -67,7 +64,7 @@ def dense_topology(
             f"the shard group size {inner} (mics_shard_size or zero_hpz_partition_size) does not divide the {data} "
             f"data-parallel ranks; use a divisor of {data}"
         )
-    return Topology(DENSE_AXES, (pp, data // inner, inner, sp, tp), ranks)
+    return Topology(("pp", "dp_outer", "dp", "sp", "tp"), (pp, data // inner, inner, sp, tp), ranks)
 
 
 def expert_topology(dense: Topology, ep: int) -> Topology:
@@ -81,7 +78,7 @@ def expert_topology(dense: Topology, ep: int) -> Topology:
         raise DeepSpeedConfigError(
             f"expert-parallel size {ep} does not divide the {ways} ranks of one pipeline stage; use a divisor"
         )
-    return Topology(EXPERT_AXES, (pp, outer, ways // ep, ep), dense.ranks)
+    return Topology(("pp", "dp_outer", "edp", "ep"), (pp, outer, ways // ep, ep), dense.ranks)
 
 
 def shard_axes(topology: Topology, rank: int) -> tuple[Axis, ...]:

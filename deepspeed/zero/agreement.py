@@ -109,7 +109,7 @@ class Agreement:
         self._names = unit_names
         self._where = where
         self._words = max(1, -(-len(unit_names) // _WORD))
-        self._habits: Habits[Decision] = Habits()
+        self._habits = Habits()
         self._rest: list[Decision] = []  # of the interval that is foretold, last one first
         self._done: list[Decision] = []
         self._foretold = self._strayed = False

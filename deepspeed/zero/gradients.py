@@ -15,7 +15,7 @@ from deepspeed.tier.drive import Stored
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.param import gradient_like, local_of, take_gradient, written_gradients
 from deepspeed.zero.partition import GradState
-from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier
+from deepspeed.zero.plan import InFlight, Spread, StateKind, Tier, ZeroPlan
 from deepspeed.zero.unit import Unit
 
 
@@ -30,14 +30,12 @@ class _Target(NamedTuple):
 class Gradients:
     """The gradient side of one runtime."""
 
-    def __init__(
-        self, units: list[Unit], accum: torch.dtype, *, device: torch.device, overlap: bool, watch: bool
-    ) -> None:
+    def __init__(self, units: list[Unit], plan: ZeroPlan, *, accum: torch.dtype, device: torch.device) -> None:
         self._units = units
         self._stream = collectives.SideStream(device)
         self._accum = accum
-        self._in_flight = InFlight.REDUCTIONS if overlap else 1
-        self._watch = watch
+        self._in_flight = InFlight.REDUCTIONS if plan.overlap else 1
+        self._watch = plan.watch
         self._flying: list[tuple[Unit, Transfer, _Target]] = []
         self.scale = 1.0
         # ``final``: the running backward ends the accumulation window; ``hold``: no_sync, the user wants no reduction.

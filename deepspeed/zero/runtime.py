@@ -36,7 +36,7 @@ class Runtime:
         self.units, self.plan, self.mesh, self.device = units, plan, mesh, device
         self._stream = collectives.SideStream(device)
         self.schedule = Schedule()
-        self.gradients = Gradients(units, accum, device=device, overlap=plan.overlap, watch=plan.watch)
+        self.gradients = Gradients(units, plan, accum=accum, device=device)
         self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], where=self._where)
         # What happened since construction, for tests and benchmarks.
         self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
@@ -89,7 +89,6 @@ class Runtime:
         with tiles.attached(view, write=write, publish=publish) if tiles is not None else contextlib.nullcontext():
             yield state
 
-    # -- forward --------------------------------------------------------------------------------------------------
     def enter(self, units: Iterable[Unit], *, recompute: bool) -> None:
         """A module that needs ``units`` is about to run."""
         if not recompute:
@@ -150,7 +149,6 @@ class Runtime:
         live = sum(n for n, u in zip(self._numels, self.units, strict=True) if u.state is not UnitState.ABSENT)
         return live <= self.plan.live_numel
 
-    # -- fetch ----------------------------------------------------------------------------------------------------
     def need(self, units: Iterable[Unit]) -> None:
         """Make ``units`` READY now, and start fetching what the schedule foresees. Collective with the other ranks."""
         movable = [u for u in units if u.movable]
@@ -254,7 +252,6 @@ class Runtime:
             self._on_demand[-1].append(unit)
         return True
 
-    # -- backward -------------------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
         """The first gradient of a backward has reached the model."""
         if not self.in_backward:
@@ -324,13 +321,10 @@ class Runtime:
         for unit in self.units if self._reads_ahead else ():
             unit.rest[StateKind.PARAM].forget_ahead()
 
-    # -- step ------------------------------------------------------------------------------------------------------
     def gather_gradients(self) -> list[Unit]:
         """Bring every rank to the step; reduce what is still local; return the units with their COLLAPSED gradients."""
         if self.depth or self.in_backward:
-            raise UsageError(
-                "step() was called inside a forward or backward of the model; call it after backward() has returned"
-            )
+            raise UsageError("step() was called inside a forward or backward; call it after backward() has returned")
         self.gradients.final = True
         self.gradients.hold = False
         self.gradients.withdraw()
@@ -389,7 +383,6 @@ class Runtime:
                 transfer.wait()
         return transfer
 
-    # -- errors and teardown --------------------------------------------------------------------------------------
     def reset(self, *, keep_gradients: bool = False) -> None:
         """After an error: wait for work in flight, release units, drop gradients (I8). Local: no agreement is needed.
 

@@ -6,7 +6,7 @@ did not foresee resynchronises or, failing that, silences the forecast until the
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any
 
 
 @dataclass
@@ -97,12 +97,11 @@ class Schedule:
         return False
 
 
-_T = TypeVar("_T")
 _REACH = 64  # intervals that are compared
 _EQUAL = 2  # as many have to agree, at first
 
 
-class Habits(Generic[_T]):
+class Habits:
     """Intervals in the order in which they came, and the one that comes next if that order repeats.
 
     What followed the longest earlier run of intervals equal to the latest ones follows again, if enough of them agree:
@@ -110,17 +109,17 @@ class Habits(Generic[_T]):
     """
 
     def __init__(self) -> None:
-        self._past: list[tuple[_T, ...] | None] = []
+        self._past: list[tuple[Any, ...] | None] = []
         self._caution = _EQUAL
 
-    def close(self, interval: tuple[_T, ...] | None, *, foretold: bool) -> None:
+    def close(self, interval: tuple[Any, ...] | None, *, foretold: bool) -> None:
         """Append what has just ended, None: not to be learnt; ``foretold``: there was a forecast of it."""
         if foretold:
             self._caution = min(2 * self._caution, _REACH // 2) if interval is None else max(_EQUAL, self._caution - 1)
         known = next((p for p in reversed(self._past) if p == interval), interval)  # equal ones are one object
         self._past = [*self._past[-2 * _REACH :], known]
 
-    def forecast(self) -> tuple[_T, ...]:
+    def forecast(self) -> tuple[Any, ...]:
         """The next interval; empty when none is foreseen."""
         past, longest, follower = self._past, 0, None
         for end in range(len(past) - 1, 0, -1):

@@ -76,7 +76,6 @@ class Unit:
         self._void: torch.Tensor | None = None
         self._unused = self._bare = 0
 
-    # -- construction ------------------------------------------------------------------------------------------------
     def adopt(self, values: torch.Tensor, dtype: torch.dtype, *, keep_master: bool, tiers: Tiers | None = None) -> None:
         """Take over ``values`` (flat, full, any floating dtype, on the device): build buffers and re-point parameters.
 
@@ -139,7 +138,6 @@ class Unit:
         """From here on the update goes tile by tile."""
         self.tiled = True
 
-    # -- what is where --------------------------------------------------------------------------------------------
     @property
     def shard(self) -> torch.Tensor:
         """PARAM at rest."""
@@ -223,12 +221,10 @@ class Unit:
             if segment.numel and local_of(param).data_ptr() != base + segment.offset * width:
                 raise UsageError(
                     f"parameter {segment.name!r} was given other data, moved or cast after deepspeed.initialize (now "
-                    f"{param.dtype} on {param.device}); the engine's optimizer would no longer update it. Choose dtype "
-                    "and device before, or through the configuration, and write values in place "
-                    "(param.data.copy_(...))"
+                    f"{param.dtype} on {param.device}), so the optimizer would no longer update it. Choose dtype and "
+                    "device before, or by the configuration, and write values in place (param.data.copy_(...))"
                 )
 
-    # -- gradients ------------------------------------------------------------------------------------------------
     def note_gradient(self, grad: torch.Tensor) -> None:
         """The rest gradient is now ``grad``; of one on a drive the norm is kept, so that it need not be read again."""
         if self.on_drive(StateKind.GRAD):
@@ -298,7 +294,6 @@ class Unit:
         check_move(self.name, self.grad_state, state)
         self.grad_state = state
 
-    # -- gather and release ---------------------------------------------------------------------------------------
     def _move(self, state: UnitState) -> None:
         check_move(self.name, self.state, state)
         self.state = state
@@ -371,7 +366,6 @@ class Unit:
             self.fetch(lambda gather: gather())
             self.arrive()
 
-    # -- users, pins, backward ------------------------------------------------------------------------------------
     def add_user(self) -> None:
         """A module that needs the unit runs, until ``drop_user``."""
         self.users += 1
@@ -426,7 +420,6 @@ class Unit:
         self.users = 0
         self.end_backward(keep=False)
 
-    # -- resting copies -------------------------------------------------------------------------------------------
     def absorb(self, position: int) -> None:
         """Make the resting copies (shard, master) of one parameter follow its full values, which are here."""
         segment = self.layout.segments[position]
@@ -519,7 +512,6 @@ class Unit:
         self.rest[StateKind.PARAM] = Memory(self.full)
         self.partial, self._keeper = None, lambda: None
 
-    # -- the keeper -----------------------------------------------------------------------------------------------
     def keep_by(self, keeper: Callable[[], Keeper | None]) -> None:
         """``keeper()`` gathers the unit from now on; a weak reference to a runtime, which a unit never keeps alive."""
         self._keeper = keeper

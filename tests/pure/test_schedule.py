@@ -173,7 +173,7 @@ def test_a_pass_reads_its_trace_a_few_times_whatever_its_length() -> None:
 
 def _foretold(order: str, *, wrong: int = 0) -> str:
     """What ``Habits`` foretell before each of the intervals in ``order``; "." is nothing."""
-    habits: Habits[str] = Habits()
+    habits = Habits()
     for _ in range(wrong):
         habits.close(None, foretold=True)
     seen = ""
@@ -197,7 +197,7 @@ def test_habits_grow_cautious_when_they_were_wrong() -> None:
 
 
 def test_an_interval_that_is_not_learnt_breaks_the_chain() -> None:
-    habits: Habits[str] = Habits()
+    habits = Habits()
     for interval in (("t",), ("t",), None, ("t",), ("t",)):
         habits.close(interval, foretold=False)
         assert habits.forecast() == ()

@@ -134,9 +134,8 @@ class GatheredParameters:
             values, inside = local_of(param), unit.view(unit.full, segment)
             if tuple(values.shape) != segment.shape:
                 return UsageError(
-                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(values.shape)} "
-                    "inside GatheredParameters; replace the Parameter object instead "
-                    "(module.weight = nn.Parameter(...)) before deepspeed.initialize"
+                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(values.shape)} in "
+                    "GatheredParameters; before deepspeed.initialize replace it (module.weight = nn.Parameter(...))"
                 )
             ranks = unit.mesh.zero.ranks
             if self._modifier is not None and self._modifier not in ranks:
@@ -149,9 +148,8 @@ class GatheredParameters:
         if not edited:
             return None
         return UsageError(
-            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither the "
-            "shards nor the optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit "
-            "a clone"
+            f"the values of {', '.join(edited[:4])} were edited in a read-only context, which reaches neither shards "
+            "nor optimizer. Say whose values count: GatheredParameters(..., modifier_rank=<rank>), or edit a clone"
         )
 
     def _write_back(self, param: nn.Parameter) -> None:
@@ -277,10 +275,7 @@ def leave_device(
     Parameters that are whole on every rank stay. Raises UsageError while the model is in use.
     """
     if any(not unit.idle for unit in units):
-        raise UsageError(
-            "offload_states() was called inside a forward or backward, or inside GatheredParameters; call it "
-            "between steps"
-        )
+        raise UsageError("offload_states() inside a forward, backward or GatheredParameters; call it between steps")
     # a single state may stand alone, by name or as the enum
     wanted = {State(s) for s in ([include] if isinstance(include, str) else State if include is None else include)}
 

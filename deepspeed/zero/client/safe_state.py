@@ -110,10 +110,8 @@ def _set(param: nn.Parameter, what: object, value: torch.Tensor, *, whole: bool)
         if state is None or not (whole or state.pieces):  # an optimizer before its first step
             return state
         if whole and state.present is None and tuple(value.shape) != state.segment.shape:
-            raise UsageError(
-                f"parameter {state.segment.name!r} has shape {state.segment.shape}; a value of shape "
-                f"{tuple(value.shape)} does not fit"
-            )
+            name, shape = state.segment.name, state.segment.shape
+            raise UsageError(f"parameter {name!r} has shape {shape}; one of shape {tuple(value.shape)} does not fit")
         sizes = [values.numel() for _, values in state.pieces]
         flat = value.reshape(-1)
         parts = [flat[start : start + n] for (start, _), n in zip(state.pieces, sizes, strict=True)]

@@ -309,15 +309,14 @@ def _alternatives(rows: list[UnitPlan], offload: OffloadPlan) -> Iterator[tuple[
 
 
 def _move(row: UnitPlan, kind: str, tier: Tier) -> UnitPlan:
-    order = list(Tier)
-    if kind == "param":
-        # What stays whole on every rank stays on the device.
-        further = row.param.sharded and order.index(tier) > order.index(row.param.tier)
-        return replace(row, param=replace(row.param, tier=tier)) if further else row
-    if row.optim is None or row.grad is None or order.index(tier) <= order.index(row.optim.tier):
+    def at_least(state: StatePlan, tier: Tier) -> StatePlan:
+        return replace(state, tier=max(state.tier, tier, key=list(Tier).index))
+
+    if kind == "param":  # what stays whole on every rank stays on the device
+        return replace(row, param=at_least(row.param, tier)) if row.param.sharded else row
+    if row.optim is None or row.grad is None:
         return row
-    grad = replace(row.grad, tier=max(row.grad.tier, Tier.HOST, key=order.index))
-    return replace(row, optim=replace(row.optim, tier=tier), grad=grad)
+    return replace(row, optim=at_least(row.optim, tier), grad=at_least(row.grad, Tier.HOST))
 
 
 def gradients_on_drive(row: UnitPlan) -> UnitPlan:

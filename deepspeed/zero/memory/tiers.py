@@ -18,9 +18,7 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool) -> torc
     except RuntimeError as error:
         if not pin:
             raise
-        warning_once(
-            f"page-locked memory for offload is refused ({error}); ordinary memory serves, transfers are slower"
-        )
+        warning_once(f"page-locked memory for offload is refused ({error}): ordinary memory serves, which is slower")
         return torch.empty(shape, dtype=dtype, device="cpu")
 
 
