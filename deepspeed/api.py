@@ -29,7 +29,7 @@ from deepspeed.optim.base import slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
-from deepspeed.zero.build import BuildRules, build, group_index
+from deepspeed.zero.build import BuildRules, build
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from deepspeed.zero.hooks import hold_clipping
@@ -155,7 +155,8 @@ def _assemble(
         set_z3_leaf_modules_by_name(model, list(leaf.names), raise_if_not_found=False)
         set_z3_leaf_modules_by_suffix(model, list(leaf.name_suffixes), raise_if_not_found=False)
     groups = base.param_groups if base is not None else []
-    order, place = names_by_group(model, groups), group_index(groups) if base is not None else None
+    order = names_by_group(model, groups)
+    place = {p: i for i, group in enumerate(groups) for p in group["params"]} if base is not None else None
     if base is not None:
         check_fresh(base)
     if plan.offload.device_share and getattr(base, "host_only", False) and device.type != "cpu":

@@ -77,8 +77,7 @@ def build_mesh(
 ) -> Mesh:
     """Create the groups of one engine over ``group`` (default: the whole world). Collective over its ranks.
 
-    ``backend`` is what tensors travel on ("nccl" or "gloo"). One rank needs no process group at all. Raises UsageError
-    when a group cannot be made.
+    ``backend``: "nccl" or "gloo". One rank needs no process group. Raises UsageError when a group cannot be made.
     """
     plain = plain_mesh(backend, group=group)
     everyone, groups = plain.zero, plain.groups

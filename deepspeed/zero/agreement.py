@@ -118,10 +118,7 @@ class Agreement:
         self.rounds = self.mismatches = 0
 
     def ask(self, request: Request, *, urgent: bool = True) -> Iterator[Decision]:
-        """What all ranks execute now; repeat until served. Collective. Raises DivergenceError in mode "error".
-
-        Without ``urgent`` nothing is waited for by habit: there may be nothing to execute, and the request is dropped.
-        """
+        """What all ranks execute now (collective); repeat until served. Not ``urgent``: only if it is next by habit."""
         if self._group is None:
             yield request.whole
             return

@@ -2,10 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -271,8 +270,3 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
         unit.drop()
     if not any(unit.drives for unit in parts.units):
         parts.tiers.close()
-
-
-def group_index(param_groups: Iterable[dict[str, Any]]) -> dict[nn.Parameter, int]:
-    """Map each parameter of an optimizer to the index of its group."""
-    return {p: i for i, group in enumerate(param_groups) for p in group["params"]}

@@ -79,14 +79,11 @@ class Gradients:
         return self.any()
 
     def _partial_dtype(self, unit: Unit) -> torch.dtype:
-        return self._wire_dtype(unit) if self.reduces_now(unit) else self._accum_dtype(unit)
+        return unit.facts.wire or unit.full.dtype if self.reduces_now(unit) else self._accum_dtype(unit)
 
     def reduces_now(self, unit: Unit) -> bool:
         """Whether contributions of the running backward travel at once, or stay PARTIAL for a later one."""
         return not self.hold and (unit.plan.reduce_each_backward or self.final)
-
-    def _wire_dtype(self, unit: Unit) -> torch.dtype:
-        return unit.facts.wire or unit.full.dtype
 
     def _accum_dtype(self, unit: Unit) -> torch.dtype:
         """Of the rest gradient; float64 parameters keep their precision."""
@@ -96,7 +93,7 @@ class Gradients:
         """Reduce the unit's sum (zeros where nothing fired) onto its rest gradient. Collective, asynchronous."""
         if unit in self._shown:
             self.withdraw()
-        partial = unit.take_partial(self._partial_dtype(unit)).to(self._wire_dtype(unit))
+        partial = unit.take_partial(self._partial_dtype(unit)).to(unit.facts.wire or unit.full.dtype)
         if self._watch:
             self._probes.append((unit.index, _probe(partial)))
         while len(self._flying) >= self._in_flight:

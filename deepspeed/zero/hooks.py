@@ -172,10 +172,7 @@ class ModuleHooks:
         self.forward_handles.append(module.register_forward_hook(after, always_call=True))
 
     def _check_parameters(self) -> None:
-        """Refuse parameters that were replaced or moved after ``initialize``; say once which ones are trained in vain.
-
-        Once a step, as it looks at all of them; what happens to all together ``Runtime.enter`` notices at once.
-        """
+        """Once a step: refuse parameters replaced or moved after ``initialize``; say once which train in vain."""
         for unit in self._runtime.units:
             unit.check_views()
         for module in self._touches if any(unit.trainable for unit in self._runtime.units) else ():

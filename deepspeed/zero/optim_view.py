@@ -81,10 +81,7 @@ class OptimView:
 
 
 def build_views(units: list[Unit], group_count: int, *, tile_numel: int = 0) -> list[OptimView]:
-    """Cut every unit's master range into views. Groups are numbered from 0; segments of group -1 are not optimised.
-
-    Views of what rests on a drive have at most ``tile_numel`` elements where the granularity allows it.
-    """
+    """Cut every unit's master range into views (not group -1); on a drive of at most ``tile_numel`` elements."""
     views: list[OptimView] = []
     for unit in units:
         if unit.master is None:
@@ -128,10 +125,7 @@ def attach(optimizer: torch.optim.Optimizer, views: list[OptimView]) -> None:
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """One parameter's state per group of an optimizer that fills it at construction (torch's Adagrad).
-
-    Raises OptimizerConfigError when ``optimizer`` has already taken steps.
-    """
+    """State per group, if filled at construction (torch's Adagrad). OptimizerConfigError after steps."""
     if not optimizer.state:
         return {}
     steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]

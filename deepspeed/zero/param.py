@@ -189,12 +189,6 @@ def storage_uses(flat: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
-def shrinkable(flat: torch.Tensor) -> bool:
-    """False when numpy or another process holds the storage of ``flat``: then its bytes must stay where they are."""
-    storage = flat.untyped_storage()
-    return storage.resizable() and not (flat.device.type == "cpu" and storage.is_shared())
-
-
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that is on this rank: a DTensor's local tensor, itself for any other."""
     return getattr(tensor, "_local_tensor", tensor)

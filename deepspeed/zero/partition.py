@@ -135,10 +135,7 @@ class Partition:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated blocks: children of one class (two or more, with parameters) of one container.
-
-    Modules marked as leaves (``set_z3_leaf_modules``) are blocks by the user's word.
-    """
+    """The outermost repeated blocks: several children of one class in one container, with parameters; and leaves."""
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if getattr(module, "_z3_leaf", False):

@@ -127,10 +127,7 @@ class OffloadPlan:
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """The table of one engine, and the sizes (in elements) that shape units and windows.
-
-    ``watch``: after an overflow the log names who produced it.
-    """
+    """The table of one engine, and the sizes (in elements) that shape units and windows."""
 
     regular: UnitPlan
     persistent: UnitPlan
@@ -143,7 +140,7 @@ class ZeroPlan:
     live_numel: int
     overlap: bool
     divergence: str
-    watch: bool = True
+    watch: bool = True  # after an overflow the log names who produced it
     offload: OffloadPlan = OffloadPlan()
 
     def row(self, *, trainable: bool, persistent: bool) -> UnitPlan:

@@ -335,10 +335,7 @@ class Runtime:
                 return self.gradients.collapse()
 
     def publish(self, units: list[Unit], written: Mapping[Unit, Sequence[tuple[int, int]]] | None = None) -> None:
-        """After an update: bring PARAM of ``units`` in line with OPTIM, and let no older fetch survive.
-
-        ``written``: flat ranges of PARAM at rest where the update has already put the new values.
-        """
+        """After an update: bring PARAM of ``units`` in line with OPTIM, but for flat ranges ``written`` already."""
         self._trim()
         self._discard_idle(units)
         for unit in units:

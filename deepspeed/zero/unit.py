@@ -15,7 +15,7 @@ from deepspeed.tier.store import Memory, TierStore, round_into
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import expose, hide, local_of, point, shrinkable, storage_uses, unmark_zero_parameter
+from deepspeed.zero.param import expose, hide, local_of, point, storage_uses, unmark_zero_parameter
 from deepspeed.zero.partition import GradState, UnitFacts, UnitState, check_move, owned_range, square_sum
 from deepspeed.zero.plan import Spread, StateKind, UnitPlan
 
@@ -299,10 +299,7 @@ class Unit:
         self.state = state
 
     def fetch(self, start: Callable[[Callable[[], Transfer]], Transfer]) -> None:
-        """ABSENT -> FETCHING: give the full buffer its bytes back and gather, with ``start(self.start_gather)``.
-
-        After an error, and where there are no bytes to be had, the unit is ABSENT.
-        """
+        """ABSENT -> FETCHING (ABSENT after an error): make room and gather, with ``start(self.start_gather)``."""
         if self.full.numel() != self.layout.numel:
             self._spread(self.full.new_empty(self.layout.numel))
         storage = self.full.untyped_storage()
@@ -336,7 +333,10 @@ class Unit:
             self._void = torch.full((), math.nan if known else 0, dtype=self.full.dtype, device=self.full.device)
         for p in self.params:
             hide(p, self._void)
-        if (self._lent and storage_uses(self.full) > self._bare) or not shrinkable(self.full):
+        storage = self.full.untyped_storage()
+        # Numpy or another process may hold it: then its bytes must stay where they are.
+        fixed = not storage.resizable() or (self.device.type == "cpu" and storage.is_shared())
+        if fixed or (self._lent and storage_uses(self.full) > self._bare):
             self.full, self._views = self.full.new_empty(0), []
         self.full.untyped_storage().resize_(0)
         self._lent = False
@@ -400,8 +400,7 @@ class Unit:
     def all_done(self, position: int, task: int) -> bool:
         """Note that parameter ``position`` got its gradient in graph task ``task``; True when all have, in that one.
 
-        Autograd finishes a parameter's gradient after its last use in the task, so then no op still reads the weights.
-        Gradients from another task (a reentrant checkpoint) prove nothing about this one.
+        Autograd finishes a gradient after the parameter's last use in that task, so no op still reads the weights.
         """
         if task != self._done_task:
             self._done.clear()

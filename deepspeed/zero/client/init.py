@@ -277,9 +277,8 @@ def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_siz
             "zero.Init(remote_device='nvme') needs a folder on the drive: pass config_dict_or_path with "
             "zero_optimization.offload_param.nvme_path"
         )
-    # Where the device is the host, its shards are in host memory anyway.
-    on_cpu = get_accelerator().device_name() == "cpu"
-    return (Tier.DEVICE if wanted == "cpu" and on_cpu else TIERS[wanted]), offload
+    anyway = wanted == get_accelerator().device_name()  # where the device is the host, its shards are in host memory
+    return (Tier.DEVICE if anyway else TIERS[wanted]), offload
 
 
 def shutdown_init_context() -> Init | None:

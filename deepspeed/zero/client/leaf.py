@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-_MARK = "_z3_leaf"
-
 
 def z3_leaf_module(module: torch.nn.Module) -> bool:
     """True when ``module`` is marked."""
-    return bool(getattr(module, _MARK, False))
+    return bool(getattr(module, "_z3_leaf", False))
 
 
 def z3_leaf_parameter(param: torch.nn.Parameter) -> bool:
@@ -24,7 +22,7 @@ def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
     """Mark or unmark one module."""
-    setattr(model, _MARK, flag)
+    model._z3_leaf = flag  # type: ignore[assignment]
 
 
 def _mark(

@@ -1,8 +1,7 @@
-"""How much memory the model states need, before anything is started.
+"""How much memory the model states need, before anything is started. Activations are not included.
 
-Notation of the formulas: P parameters, L parameters of the largest layer, n devices per node, N nodes, G = n * N, f the
-factor for buffers. Mixed precision with Adam: 2 bytes compute parameters + 2 gradients + 12 fp32 master and moments + 2
-spare = 18 bytes a parameter; 4 bytes a parameter while a model is built unsharded. Activations are not included.
+Mixed precision with Adam: 2 bytes compute parameters + 2 gradients + 12 fp32 master and moments + 2 spare = 18 bytes a
+parameter; 4 bytes a parameter while a model is built unsharded.
 """
 
 import sys

@@ -31,13 +31,13 @@ class Tiers:
         self._drives: dict[str, Drive] = {}
         self._grad_staging: Staging | None = None
         self._host_param_left = plan.host_param_numel
-        self._pin_optim = plan.pin_optim and device.type != "cpu"
 
     def place(self, kind: StateKind, tier: Tier, numel: int, dtype: torch.dtype) -> TierStore | None:
         """A place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                self._grad_staging = self._grad_staging or Staging(InFlight.GRADIENT_BUFFERS, pin=self._pin_optim)
+                pin = self._pins(pin=self.plan.pin_optim)
+                self._grad_staging = self._grad_staging or Staging(InFlight.GRADIENT_BUFFERS, pin=pin)
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)
@@ -51,10 +51,7 @@ class Tiers:
         return Memory(host_empty((numel,), dtype, pin=pin))
 
     def open(self, rows: list[UnitPlan], memory: MemoryPlan, *, width: int) -> Exception | None:
-        """Open the drives that ``rows`` need, with room for what the plan puts there; what is wrong with them, or None.
-
-        ``width``: bytes of a parameter at rest.
-        """
+        """Open the drives that ``rows`` need; what is wrong with them, or None. ``width``: bytes of a parameter."""
         slack = len(rows) * 16 * ALIGN  # regions end with pages
         param = sum(line.drive for line in memory.lines if line.what == "parameters")
         try:
@@ -69,18 +66,23 @@ class Tiers:
 
     def optim_drive(self) -> Drive:
         """The drive behind ``offload_optimizer``."""
-        return self._open("optimizer", self.plan.optim_folder, self.plan.optim_buffers, 1 << 30, pin=self._pin_optim)
+        plan = self.plan
+        return self._open("optimizer", plan.optim_folder, plan.optim_buffers, 1 << 30, pin=plan.pin_optim)
 
     def _param_drive(self, width: int) -> Drive:
-        plan, pin = self.plan, self.plan.pin_param and self.device.type != "cpu"
-        return self._open("param", plan.param_folder, plan.param_buffers, plan.param_piece_numel * width, pin=pin)
+        plan, piece = self.plan, self.plan.param_piece_numel * width
+        return self._open("param", plan.param_folder, plan.param_buffers, piece, pin=plan.pin_param)
 
     def _open(self, what: str, folder: str, staging: int, piece_bytes: int, *, pin: bool) -> Drive:
         if what not in self._drives:
             plan, label = self.plan, f"zero_optimization.offload_{what}.nvme_path"
             engine = {"block_bytes": plan.block_bytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
+            pin = self._pins(pin=pin)
             self._drives[what] = Drive(folder, label=label, staging=staging, piece_bytes=piece_bytes, pin=pin, **engine)
         return self._drives[what]
+
+    def _pins(self, *, pin: bool) -> bool:
+        return pin and self.device.type != "cpu"
 
     @property
     def drives(self) -> list[Drive]:
