@@ -347,7 +347,8 @@ class _Tile:
                 transfers.append(view.unit.publish_part(view.start, self._master))
         finally:
             point(view.param, nothing(view.param.shape, self._master.dtype))
-            self._void_slots()
+            for slot in self.slots:
+                point(self._state[slot.key], slot.void)
             self._staging.give(self._buffer, after=Several(transfers) if transfers else None)
         if write and not self.slots:
             self.make_slots()
@@ -385,7 +386,8 @@ class _Tile:
         for slot in self.slots:
             slot.of(buffer).copy_(state[slot.key])
         self._staging.give(buffer, after=self.region.put(buffer[:start], lent=True))
-        self._void_slots()
+        for slot in self.slots:
+            point(state[slot.key], slot.void)
 
     def forget_gone(self) -> None:
         """Slots that the optimizer has no more (cleared, or a checkpoint without them loaded) need no place either."""
@@ -393,10 +395,6 @@ class _Tile:
         if self.region is not None and not self.slots:
             self.region.drop()
             self.region = None
-
-    def _void_slots(self) -> None:
-        for slot in self.slots:
-            point(self._state[slot.key], slot.void)
 
 
 class OptimTiles:

@@ -79,9 +79,8 @@ class UnitPlan:
     def __post_init__(self) -> None:
         assert (self.grad is None) == (self.optim is None), "gradients and optimizer state come and go together"
         if self.optim is not None:
-            pairs = zip(self.param.spread, self.optim.spread, strict=True)
-            wrong = (Spread.SHARDED, Spread.REPLICATED) in pairs
-            assert not wrong, "a sharded parameter needs sharded optimizer state"
+            pairs = [*zip(self.param.spread, self.optim.spread, strict=True)]
+            assert (Spread.SHARDED, Spread.REPLICATED) not in pairs, "sharded parameters need sharded optimizer state"
 
     @property
     def gradient_whole(self) -> bool:

@@ -260,12 +260,7 @@ def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterat
 
 
 def leave_device(
-    back: ExitStack,
-    units: list[Unit],
-    optimizer: torch.optim.Optimizer | None,
-    include: Iterable[State] | State | str | None,
-    *,
-    pin: bool,
+    back: ExitStack, units: list[Unit], optimizer: torch.optim.Optimizer | None, include: Any, *, pin: bool
 ) -> None:
     """Move the named states (None: all) as they are to host memory; ``back.close()`` is the way home, bit for bit.
 

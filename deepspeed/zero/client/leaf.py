@@ -1,37 +1,34 @@
 """Leaf modules: declared to be gathered as one unit. Correctness never needs the mark; it is accepted and honoured."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
-import torch
+from torch import nn
 
 
-def z3_leaf_module(module: torch.nn.Module) -> bool:
+def z3_leaf_module(module: nn.Module) -> bool:
     """True when ``module`` is marked."""
     return bool(getattr(module, "_z3_leaf", False))
 
 
-def z3_leaf_parameter(param: torch.nn.Parameter) -> bool:
+def z3_leaf_parameter(param: nn.Parameter) -> bool:
     """True when ``param`` lies in a module that was marked when the engine was built."""
     return bool(getattr(param, "ds_z3_leaf_module", None))
 
 
-def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """All marked modules of ``model``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark or unmark one module."""
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
 def _mark(
-    model: torch.nn.Module,
-    matches: Callable[[str, torch.nn.Module], bool],
-    *,
-    flag: bool,
-    required: tuple[str, Iterable[object]] | None,
-) -> list[torch.nn.Module]:
+    model: nn.Module, matches: Callable[[str, nn.Module], bool], *, flag: bool, required: tuple[str, Any] | None
+) -> list[nn.Module]:
     """Mark (or unmark) what ``matches``; ``required`` (what of a module, the values asked for): there must be one."""
     chosen = [module for name, module in model.named_modules() if matches(name, module)]
     for module in chosen:
@@ -44,14 +41,12 @@ def _mark(
     return chosen
 
 
-def _by_class(
-    model: torch.nn.Module, classes: list[type] | list[str], *, flag: bool, required: bool
-) -> list[torch.nn.Module]:
+def _by_class(model: nn.Module, classes: list[type] | list[str], *, flag: bool, required: bool) -> list[nn.Module]:
     if not isinstance(classes, list | tuple | set) or not all(isinstance(entry, type | str) for entry in classes):
         raise TypeError(f"Leaf modules are given as a list of classes or class names, got {classes!r}.")
     types = tuple(entry for entry in classes if isinstance(entry, type))
 
-    def matches(_: str, module: torch.nn.Module) -> bool:
+    def matches(_: str, module: nn.Module) -> bool:
         short, long = type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"
         return isinstance(module, types) or short in classes or long in classes
 
@@ -59,33 +54,30 @@ def _by_class(
 
 
 def set_z3_leaf_modules(
-    model: torch.nn.Module, leaf_module_classes: list[type] | list[str], raise_if_not_found: bool = True
-) -> list[torch.nn.Module]:
-    """Mark the modules of the given classes (or class names, short or with their module); returns them.
-
-    Raises ValueError when nothing matches.
-    """
+    model: nn.Module, leaf_module_classes: list[type] | list[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of the given classes (or their names, short or long). Raises ValueError when nothing matches."""
     return _by_class(model, leaf_module_classes, flag=True, required=raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
-    model: torch.nn.Module, leaf_module_classes: list[type] | list[str], raise_if_not_found: bool = True
-) -> list[torch.nn.Module]:
+    model: nn.Module, leaf_module_classes: list[type] | list[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Take the mark from the modules of the given classes; returns them. Raises ValueError when nothing matches."""
     return _by_class(model, leaf_module_classes, flag=False, required=raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
-    model: torch.nn.Module, leaf_module_names: list[str], flag: bool = True, raise_if_not_found: bool = True
-) -> list[torch.nn.Module]:
+    model: nn.Module, leaf_module_names: list[str], flag: bool = True, raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Mark (with ``flag=False`` unmark) modules by their full name in ``model``. ValueError when nothing matches."""
     required = ("name", leaf_module_names) if raise_if_not_found else None
     return _mark(model, lambda name, _: name in leaf_module_names, flag=flag, required=required)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: torch.nn.Module, leaf_module_suffixes: list[str], flag: bool = True, raise_if_not_found: bool = True
-) -> list[torch.nn.Module]:
+    model: nn.Module, leaf_module_suffixes: list[str], flag: bool = True, raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Mark modules whose name ends in one of the suffixes, at a dot. Raises ValueError when nothing matches."""
     required = ("name ending", leaf_module_suffixes) if raise_if_not_found else None
     suffixes = tuple(f".{suffix}" for suffix in leaf_module_suffixes)
