@@ -15,7 +15,6 @@ from torch.nn.parameter import UninitializedParameter
 from deepspeed.comm.group_getters import register_mpu
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
-from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
@@ -252,7 +251,7 @@ def choose_optimizer(
 def _build_rules(
     cfg: DeepSpeedConfig, model: nn.Module, base: torch.optim.Optimizer | None, device: torch.device
 ) -> BuildRules:
-    dtypes = dtype_policy(cfg)
+    dtypes = cfg.dtype_policy
     keep = cfg.data_types.keep_in_fp32_modules
     if keep == "auto":
         names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
@@ -300,7 +299,7 @@ def _facts(cfg: DeepSpeedConfig, mesh: Mesh) -> UnitFacts:
     total = early = float(mesh.data.size) if mean else 1.0
     if mean and cfg.prescale_gradients is False and cfg.gradient_predivide_factor != 1.0:
         early = cfg.gradient_predivide_factor
-    wire = dtype_policy(cfg).reduction
+    wire = cfg.dtype_policy.reduction
     return UnitFacts(mesh, total, early, DTYPES[wire] if wire else None)
 
 

@@ -7,21 +7,19 @@ from deepspeed.config.model.blocks import (
     Bf16Config as Bf16Config,
     DataTypesConfig as DataTypesConfig,
     Fp16Config as Fp16Config,
-    OptimizerConfig as OptimizerConfig,
-    SchedulerConfig as SchedulerConfig,
-    TorchAutocastConfig as TorchAutocastConfig,
-)
-from deepspeed.config.model.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
-from deepspeed.config.model.zero import (
     LeafModuleConfig as LeafModuleConfig,
     OffloadConfig as OffloadConfig,
     OffloadDeviceEnum as OffloadDeviceEnum,
     OffloadOptimizerConfig as OffloadOptimizerConfig,
     OffloadParamConfig as OffloadParamConfig,
     OffloadStateTypeEnum as OffloadStateTypeEnum,
+    OptimizerConfig as OptimizerConfig,
+    SchedulerConfig as SchedulerConfig,
+    TorchAutocastConfig as TorchAutocastConfig,
     ZenFlowConfig as ZenFlowConfig,
     ZeroConfig as ZeroConfig,
 )
+from deepspeed.config.model.root import DeepSpeedConfig as DeepSpeedConfig, load_config as load_config
 from deepspeed.config.parse import read_config_source as read_config_source
 from deepspeed.errors import BatchConfigError as BatchConfigError, DeepSpeedConfigError as DeepSpeedConfigError
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.bench.common import CommandLine, count_of
-from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
 from deepspeed.utils import safe_get_full_grad
@@ -169,7 +168,7 @@ def _start(case: Case, config: dict[str, Any]) -> Any:
     model = case.build().train()
     built = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     engine = deepspeed.initialize(model=model, config=config)[0]
-    policy = dtype_policy(engine._config)
+    policy = engine._config.dtype_policy
     # Kept in fp32, or lowered by autocast, are parameters that the configuration or the model's class lists.
     listed = (["fp32"] if policy.compute else []) + ([policy.low] if engine._config.torch_autocast.enabled else [])
     buffers = {DTYPES[name] for name in [policy.buffers] if name}

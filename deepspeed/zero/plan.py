@@ -7,8 +7,7 @@ Everything below reads these rows; nothing else branches on a stage.
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.model.zero import OffloadOptimizerConfig, OffloadParamConfig
+from deepspeed.config import DeepSpeedConfig, OffloadOptimizerConfig, OffloadParamConfig
 
 
 class InFlight:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from deepspeed.config import DeepSpeedConfigError, load_config
-from deepspeed.config.explain.lines import plain_json
 from deepspeed.config.model.root import TOP_LEVEL_KEYS, DeepSpeedConfig
 from deepspeed.config.model.settings import all_keys, declared_fields
 from deepspeed.config.model.spelling import REMOVED_KEYS, SPELLED
+from deepspeed.config.parse import plain_json
 from deepspeed.config.tool.cli import STARTERS
 from deepspeed.config.tool.manual import main, page, type_text
 from deepspeed.config.tool.schema import schema_text

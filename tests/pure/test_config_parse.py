@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, load_config, read_config_source
-from deepspeed.config.explain.lines import key_lines, line_of, plain_json
+from deepspeed.config.parse import key_lines, line_of, plain_json
 
 COMMENTED = """{
   // batch

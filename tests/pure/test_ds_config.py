@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from deepspeed.config.explain.check import FILLED_BY_INTEGRATIONS
-from deepspeed.config.model.dtypes import dtype_policy
 from deepspeed.config.model.root import DeepSpeedConfig, load_config
 from deepspeed.config.model.settings import all_keys, written_paths
 from deepspeed.config.tool import cli
@@ -313,9 +312,9 @@ def test_modules_that_autocast_lists_are_in_the_table(tmp_path: Path, capsys: py
 
 
 def test_the_policy_is_what_the_table_says() -> None:
-    policy = dtype_policy(load_config({"train_batch_size": 1, **DTYPES["every key"][0]}, world_size=1))
+    policy = load_config({"train_batch_size": 1, **DTYPES["every key"][0]}, world_size=1).dtype_policy
     assert tuple(policy) == ("bf16", "bf16", "bf16", "fp32", "fp32", "fp32")
-    assert tuple(dtype_policy(load_config({"train_batch_size": 1}, world_size=1))) == (
+    assert tuple(load_config({"train_batch_size": 1}, world_size=1).dtype_policy) == (
         None,
         "bf16",
         "fp32",

@@ -1,5 +1,6 @@
-"""What is wrong with a file, and what is worth saying about it, for people."""
+"""What is wrong with a file, what is worth saying about it, and what each key comes to, as text for people."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,12 +9,11 @@ from pydantic import BaseModel
 
 from deepspeed.config.explain.messages import UNFILLED
 from deepspeed.config.explain.rules import inert_under
-from deepspeed.config.model.batch import BATCH_KEYS, MICRO, TRAIN
 from deepspeed.config.model.optim_params import PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.root import DeepSpeedConfig, judge
 from deepspeed.config.model.settings import Setting, gate_open, plain, settings
 from deepspeed.config.model.spelling import canonical_path
-from deepspeed.config.model.values import AUTO, Support, is_auto
+from deepspeed.config.model.values import AUTO, BATCH_KEYS, MICRO, TRAIN, Support, is_auto
 from deepspeed.config.parse import ConfigSource
 
 # The keys whose "auto" Transformers and Accelerate replace before the configuration reaches the engine.
@@ -29,6 +29,8 @@ _FILLED: Mapping[str, str] = {
 }
 _FILLED_INSIDE = {f"{block}.{name}" for block, names in _FILLED.items() for name in names.split()}
 FILLED_BY_INTEGRATIONS = frozenset({*BATCH_KEYS, "gradient_clipping", *_FILLED_INSIDE})
+WIDTH = 120
+_VALUE_WIDTH, _SHORT, _NAME_WIDTH = 28, 11, 48  # of a value in front of a remark: at most, and the usual; of a name
 
 
 @dataclass(frozen=True)
@@ -112,3 +114,103 @@ def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) ->
         elif path in BATCH_KEYS:
             shown[path] = replace(shown[path], value=AUTO)
     return Findings(config, tuple(notes), tuple(autos), shown)
+
+
+def _value_text(value: Any) -> str:
+    return "inf (never)" if value == float("inf") else json.dumps(plain(value), default=str)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _table(items: list[Setting], remarks: dict[str, str], indent: int) -> list[str]:
+    """One aligned line per setting, without the first ``indent`` letters of its path."""
+    width, lines = min(max((len(item.path) - indent for item in items), default=0), _NAME_WIDTH), []
+    for item in items:
+        origin = f"line {item.line}" if item.origin == "file" and item.line is not None else item.origin
+        value, remark = _value_text(item.value), remarks[item.path]
+        value = f"{_cut(value, _VALUE_WIDTH):<{_SHORT}}  {remark}" if remark else value
+        lines.append(_cut(f"  {item.path[indent:]:<{width}}  {origin:<9}  {value}", WIDTH))
+    return lines
+
+
+def values_text(findings: Findings, *, everything: bool = False) -> str:
+    """The table of all values; blocks that are wholly at their defaults take one line unless ``everything``."""
+    waiting = {canonical_path(path) for path in findings.autos}
+    automatic = {True: "until an integration fills it in", False: '"auto" means the default here'}
+    remarks, blocks = {}, dict[str, list[Setting]]()
+    several = {path.partition(".")[0] for path in findings.settings if "." in path}
+    for path, item in findings.settings.items():  # a block that may be absent as a whole is a line of its own then
+        remarks[path] = automatic[path in waiting] if item.origin == "auto" else item.idle
+        head = path.partition(".")[0]
+        blocks.setdefault(head if head in several else "", []).append(item)
+    lines, quiet = _table(blocks.pop(""), remarks, 0), []
+    for block, items in blocks.items():
+        if not everything and all(item.origin == "default" for item in items):
+            one = f"{_value_text(items[0].value)} (default)"
+            off = any(item.path == f"{block}.enabled" and item.value is False for item in items)
+            count = f"{len(items)} keys at their defaults" if len(items) > 1 else one
+            quiet.append(f"  {block}: {'off, ' if off else ''}{count}")
+            continue
+        # What is set comes in full; a run of defaults below a switch that is off is of no use to anybody.
+        off_by_default = [item.origin == "default" and remarks[item.path].startswith("off: ") for item in items]
+        listed = [item for item, hidden in zip(items, off_by_default, strict=True) if everything or not hidden]
+        lines += ["", block, *_table(listed, remarks, len(block) + 1)]
+        if len(listed) < len(items):
+            lines.append(f"  ... {len(items) - len(listed)} more at their defaults, off (--all shows them)")
+    return "\n".join([*lines, *(["", "at their defaults (--all lists the keys)", *quiet] if quiet else [])])
+
+
+def dtype_rows(cfg: DeepSpeedConfig) -> list[tuple[str, str, str]]:
+    """The dtypes as a table for people: the quantity, its dtype in words, and the keys that decide it."""
+    policy, autocast, keep = cfg.dtype_policy, cfg.torch_autocast, cfg.data_types.keep_in_fp32_modules
+    built, same = "as the model is built", policy.compute or "as the parameter"
+    switch = f"{policy.compute}.enabled" if policy.compute else "no fp16 or bf16 block is on"
+    kept = "those the model lists" if keep == "auto" else ", ".join(keep) or "none"
+    kept = kept if policy.compute else "no matter: nothing is cast"
+    master = policy.master if policy.compute else f"{policy.master}; the parameters themselves where they are"
+    norms = "as the running statistics, which are buffers"
+    rows = [
+        ("parameters", policy.compute or built, switch),
+        ("modules kept in fp32", kept, "data_types.keep_in_fp32_modules"),
+        ("parameters of batch norms", norms, "fixed: torch computes with both in one"),
+        ("forward arithmetic", f"autocast to {autocast.dtype}" if autocast.enabled else same, "torch_autocast"),
+        ("gradients (autograd)", same, "follow the parameters"),
+        ("accumulation", policy.accumulation, "data_types.grad_accum_dtype"),
+        ("reduction (wire)", policy.reduction or same, "communication_data_type, else the parameters"),
+        ("master weights", master, "fixed"),
+        ("optimizer states", policy.master, "follow the master weights"),
+        ("buffers", policy.buffers or built, "data_types.buffer_dtype"),
+    ]
+    if autocast.enabled and autocast.lower_precision_safe_modules:
+        listed = f"{policy.low}, gradients and wire too: {', '.join(autocast.lower_precision_safe_modules)}"
+        rows.insert(1, ("modules autocast lists", listed, "torch_autocast.lower_precision_safe_modules"))
+    return rows
+
+
+def dtypes_text(findings: Findings) -> str:
+    """One table: which dtype each quantity of a step has, and the key that decides it."""
+    rows = [("quantity", "dtype", "decided by"), *dtype_rows(findings.config)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+    waiting = [path for path in findings.autos if canonical_path(path) in ("bf16.enabled", "fp16.enabled")]
+    return "\n".join([*lines, *(f'{path} is "auto": this is the table while it is false.' for path in waiting)])
+
+
+def as_json(findings: Findings) -> dict[str, Any]:
+    """The same facts for programs; JSON has no infinity."""
+    rows = [
+        {
+            "path": item.path,
+            "value": "inf" if item.value == float("inf") else plain(item.value),
+            "default": plain(item.default),
+            "origin": item.origin,
+            "line": item.line,
+            "class": None if item.key is None else item.key.support.value,
+            "without_effect": item.idle or None,
+        }
+        for item in findings.settings.values()
+    ]
+    dtypes = [dict(zip(("quantity", "dtype", "decided_by"), row, strict=True)) for row in dtype_rows(findings.config)]
+    return {"world_size": findings.config.world_size, "settings": rows, "dtypes": dtypes}

@@ -8,9 +8,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.explain.lines import enclosing, line_of
 from deepspeed.config.model.values import is_auto
-from deepspeed.config.parse import ConfigSource
+from deepspeed.config.parse import ConfigSource, enclosing, line_of
 from deepspeed.errors import BatchConfigError, DeepSpeedConfigError, nearest_hint
 
 RESEMBLES = 0.8  # from here on a foreign key counts as a misspelt one

@@ -1,16 +1,63 @@
-"""Rules between keys: what contradicts is wrong, what has no effect beside the others is named by ``inert_under``."""
+"""Rules between keys: the batch triangle, what contradicts, and what has no effect beside the others."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from deepspeed.config.model.blocks import OffloadDeviceEnum
 from deepspeed.config.model.optim_params import NOT_ON_DEVICE, NOT_ON_HOST
-from deepspeed.config.model.zero import OffloadDeviceEnum
+from deepspeed.config.model.values import ACCUMULATION, BATCH_KEYS, MICRO, TRAIN, is_auto
 
 if TYPE_CHECKING:
     from deepspeed.config.model.root import DeepSpeedConfig
 
 Rule = tuple[object, str, str]  # (is it broken, the key it is about, the rest of the sentence)
 _ZERO = "zero_optimization"
+
+
+def _share(train: int, factor: int, world_size: int, name: str) -> int:
+    """``train / (factor * world_size)``, exact."""
+    count = factor * world_size
+    if train % count:
+        below, above = train // count * count, (train // count + 1) * count
+        raise ValueError(
+            f"{TRAIN} {train} does not divide evenly over {name} {factor} x {world_size} ranks = {count}. Set {TRAIN} "
+            f"to {f'{below} or {above}' if below else above}, or change the number of ranks."
+        )
+    return train // count
+
+
+def resolve_batch(cfg: "DeepSpeedConfig", *, lenient: bool) -> dict[str, int]:
+    """The batch sizes, complete: train_batch_size = micro batch per rank x accumulation steps x data-parallel ranks.
+
+    Absent accumulation means 1; "auto" is never guessed. ``lenient`` refuses nothing: what is missing becomes 1.
+    Raises LookupError for an "auto" that nobody resolved, ValueError when the triangle does not close.
+    """
+    train, micro, steps = (getattr(cfg, name) for name in BATCH_KEYS)
+    world, autos = cfg.world_size, [key for key in BATCH_KEYS if is_auto(cfg.source.get(key))]
+    if lenient:
+        micro, steps = micro or 1, steps or 1
+        return dict(zip(BATCH_KEYS, (train or micro * steps * world, micro, steps), strict=True))
+    if steps is None and ACCUMULATION not in autos and (train is None or micro is None):
+        steps = 1
+    if [train, micro, steps].count(None) > 1:
+        if not autos:
+            raise ValueError(f"neither {TRAIN} nor {MICRO} is given. Set at least one of them.")
+        raise LookupError(
+            f'{" and ".join(autos)} is still "auto" and cannot be derived from the other batch keys. Only an '
+            f"integration (Transformers, Accelerate) fills that in; write numbers for two of {', '.join(BATCH_KEYS)}."
+        )
+    if micro is None:
+        micro = _share(train, steps, world, ACCUMULATION)
+    elif steps is None:
+        steps = _share(train, micro, world, MICRO)
+    product = micro * steps * world
+    if train not in (None, product):
+        raise ValueError(
+            f"Check batch related parameters. {TRAIN} is not equal to micro_batch_per_gpu * gradient_acc_step * "
+            f"world_size {train} != {micro} * {steps} * {world} (= {product}). "
+            f"Set {TRAIN} to {product}, or delete {ACCUMULATION} and let it be derived."
+        )
+    return dict(zip(BATCH_KEYS, (product, micro, steps), strict=True))
 
 
 def _precision_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:

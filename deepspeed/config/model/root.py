@@ -6,21 +6,30 @@ from typing import Any
 from pydantic import Field, SkipValidation, ValidationError
 
 from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, unknown_key
-from deepspeed.config.explain.rules import rule_violations
+from deepspeed.config.explain.rules import resolve_batch, rule_violations
 from deepspeed.config.model import blocks, unread
-from deepspeed.config.model.batch import BATCH_KEYS, TRAIN, resolve_batch
 from deepspeed.config.model.optim_params import PARAM_BLOCKS, check_params
 from deepspeed.config.model.settings import support_faults
 from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree, removed_key, removed_parts
-from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
-from deepspeed.config.model.zero import ZeroConfig
+from deepspeed.config.model.values import (
+    TRAIN,
+    DtypeName,
+    DtypePolicy,
+    Flag,
+    Int,
+    Num,
+    OptionalDtype,
+    Period,
+    Positive,
+    key,
+)
 from deepspeed.config.parse import ConfigSource, read_source
 from deepspeed.errors import DeepSpeedConfigError, nearest_hint
 from deepspeed.observe.log import logger
 
 _DEEPEST = 64  # levels; a dict that contains itself has no end
 _SCHEMA = "$schema"  # for editors: names the file that describes this format
-_ModelMeta: Any = type(ZeroConfig)
+_ModelMeta: Any = type(blocks.ZeroConfig)
 
 
 class _LoadsWhenCalled(_ModelMeta):
@@ -71,7 +80,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     torch_autocast: blocks.TorchAutocastConfig = Field(default_factory=blocks.TorchAutocastConfig)
     data_types: blocks.DataTypesConfig = Field(default_factory=blocks.DataTypesConfig)
     activation_checkpointing: blocks.Activations = Field(default_factory=blocks.ActivationCheckpointingConfig)
-    zero: ZeroConfig = Field(default_factory=ZeroConfig, alias="zero_optimization")
+    zero: blocks.ZeroConfig = Field(default_factory=blocks.ZeroConfig, alias="zero_optimization")
     aio: blocks.AioConfig = Field(default_factory=blocks.AioConfig)
     checkpoint: blocks.CheckpointConfig = Field(default_factory=blocks.CheckpointConfig)
     comet: blocks.CometConfig = Field(default_factory=blocks.CometConfig)
@@ -91,6 +100,18 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     def grad_accum_dtype(self) -> DtypeName | None:
         """The dtype gradients are accumulated in, or None when the configuration leaves it open."""
         return self.data_types.grad_accum_dtype
+
+    @property
+    def dtype_policy(self) -> DtypePolicy:
+        """The dtype of each quantity of a training step."""
+        return DtypePolicy(
+            compute=None if self.compute_dtype == "fp32" else self.compute_dtype,
+            low=self.torch_autocast.dtype,
+            accumulation=self.grad_accum_dtype or "fp32",
+            reduction=self.communication_data_type,
+            master="fp32",
+            buffers=self.data_types.buffer_dtype,
+        )
 
     @property
     def zero_stage(self) -> int:
@@ -173,9 +194,7 @@ def judge(
     if config is None:
         return None, report
     try:
-        train, micro, steps = (getattr(config, name) for name in BATCH_KEYS)
-        sizes = resolve_batch((train, micro, steps), read.data, world_size=world_size, lenient=lenient)
-        config = config.model_copy(update=dict(zip(BATCH_KEYS, sizes, strict=True)))
+        config = config.model_copy(update=resolve_batch(config, lenient=lenient))
     except (LookupError, ValueError) as error:
         # A misspelt batch key must not be reported as a triangle that does not close as well.
         if not report.follows(str(error)):

@@ -10,14 +10,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from deepspeed.config.explain.lines import line_of
 from deepspeed.config.explain.messages import block_inside
-from deepspeed.config.model.batch import BATCH_KEYS
 from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.spelling import SPELLED, canonical_path
 from deepspeed.config.model.unread import UNREAD
-from deepspeed.config.model.values import Key, Support, is_auto
-from deepspeed.config.parse import ConfigSource
+from deepspeed.config.model.values import BATCH_KEYS, Key, Support, is_auto
+from deepspeed.config.parse import ConfigSource, line_of
 
 if TYPE_CHECKING:
     from deepspeed.config.model.root import DeepSpeedConfig

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Set
 from typing import Any
 
-from deepspeed.config.explain.lines import enclosing
 from deepspeed.config.explain.messages import Judgement
-from deepspeed.config.model.batch import BATCH_KEYS
-from deepspeed.config.model.values import Key, Support, is_auto
+from deepspeed.config.model.values import BATCH_KEYS, Key, Support, is_auto
+from deepspeed.config.parse import enclosing
 
 _GATHERED, _NO_PIPELINE = "each unit is gathered whole", "PipelineModule, which is not in this release, would read it"
 _OLD_BUCKET = "Deprecated spelling of zero_optimization.allgather_bucket_size."

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 AUTO = "auto"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+TRAIN, MICRO, ACCUMULATION = BATCH_KEYS
 DTYPE_NAMES = {
     "fp32": ("fp32", "float32", "float", "torch.float32"),
     "fp16": ("fp16", "float16", "half", "torch.float16", "torch.half"),
@@ -222,3 +224,21 @@ Text = Annotated[StrictStr, AfterValidator(_no_auto)]
 PathText = Annotated[Text, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 UpperCase = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
+
+
+class DtypePolicy(NamedTuple):
+    """Names of dtypes; None means that of the parameter (``compute``: as the model was built).
+
+    ``compute`` is how parameters rest and enter the forward; autograd gives gradients the same dtype. ``low`` is the
+    same for the modules that ``torch_autocast.lower_precision_safe_modules`` lists. ``accumulation`` is
+    the sum over micro-batches, ``reduction`` what travels between ranks, ``master`` the copy that the optimizer updates
+    (its slots follow it), ``buffers`` the model's floating buffers and the parameters of batch norms. fp64 parameters
+    keep their precision throughout.
+    """
+
+    compute: DtypeName | None
+    low: DtypeName
+    accumulation: DtypeName
+    reduction: DtypeName | None
+    master: DtypeName
+    buffers: DtypeName | None

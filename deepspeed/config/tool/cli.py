@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.config.explain.check import Findings, examine
-from deepspeed.config.explain.show import as_json, dtypes_text, values_text
-from deepspeed.config.model.batch import BATCH_KEYS
+from deepspeed.config.explain.check import Findings, as_json, dtypes_text, examine, values_text
+from deepspeed.config.model.values import BATCH_KEYS
 from deepspeed.config.parse import read_source, text_source
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.program import BAD_INPUT, guarded, say

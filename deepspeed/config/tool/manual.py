@@ -14,12 +14,11 @@ from typing import Any
 
 from deepspeed.config.explain.check import FILLED_BY_INTEGRATIONS
 from deepspeed.config.explain.messages import block_inside
-from deepspeed.config.model.batch import BATCH_KEYS
 from deepspeed.config.model.optim_params import OPTIMIZER_DEFAULT, PARAM_BLOCKS, PARAM_FIELDS, REQUIRED
 from deepspeed.config.model.root import DeepSpeedConfig
 from deepspeed.config.model.settings import Declared, all_keys, declared_fields, default_of, keys_of, plain
 from deepspeed.config.model.spelling import ALIASES, REMOVED_KEYS, REMOVED_OPTIMIZERS, SPELLED
-from deepspeed.config.model.values import DTYPE_NAMES, Key, Support
+from deepspeed.config.model.values import BATCH_KEYS, DTYPE_NAMES, Key, Support
 from deepspeed.config.tool.schema import PlainSchema, Schema, definitions, schema_text
 
 _MARK = "<!-- From here on made by `python -m deepspeed.config.tool.manual docs`; do not edit. -->\n"

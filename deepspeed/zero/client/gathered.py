@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from deepspeed.comm import collectives
-from deepspeed.config.model.zero import OffloadStateTypeEnum as State
+from deepspeed.config import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
 from deepspeed.zero.memory.tiers import host_empty
 from deepspeed.zero.param import local_of, point
