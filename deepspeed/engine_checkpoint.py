@@ -17,13 +17,11 @@ from deepspeed.checkpoint.weights.weights import torch_file
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.client.gathered import state_names, whole_weights
 from deepspeed.zero.hooks import inside_backward
-
-if TYPE_CHECKING:
-    from deepspeed.mesh.groups import Mesh
-    from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.runtime import Runtime
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -31,12 +29,12 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 class EngineCheckpoint:
     """Mixin; the other attributes come from the engine."""
 
-    mesh: "Mesh"
-    runtime: "Runtime"
+    mesh: Mesh
+    runtime: Runtime
     _config: DeepSpeedConfig
     _saver: Saver
-    loaded_checkpoint_dp_world_size: int | None
-    loaded_checkpoint_mp_world_size: int | None
+    loaded_checkpoint_dp_world_size: int | None = None
+    loaded_checkpoint_mp_world_size: int | None = None
 
     if TYPE_CHECKING:
 
@@ -46,7 +44,6 @@ class EngineCheckpoint:
         self._saver = Saver(self.mesh)
         self._torn = ""
         self._group_names: list[list[str]] = []
-        self.loaded_checkpoint_dp_world_size = self.loaded_checkpoint_mp_world_size = None
 
     def load_universal_checkpoint(self) -> bool:
         """The key ``checkpoint.load_universal``; every kind of checkpoint is recognised anyway."""
@@ -232,8 +229,12 @@ class EngineCheckpoint:
 
     def _take_facts(self, source: Source, *, optimizer: bool, scheduler: bool) -> None:
         facts, config = source.facts, self._config.checkpoint
-        if scheduler:
-            self._take_schedule(facts.get("lr_scheduler"))
+        state, schedule = facts.get("lr_scheduler"), self.lr_scheduler
+        if scheduler and schedule is not None and state is not None:
+            schedule.load_state_dict(state)
+        elif scheduler and (schedule is not None or state is not None):
+            why = "this engine has none" if schedule is None else "the checkpoint has no state of it; it begins anew"
+            self._say_skipped(f"the learning-rate schedule; {why}")
         if not optimizer:
             return
         if facts.get("loss_scaler"):
@@ -262,14 +263,6 @@ class EngineCheckpoint:
                 "was loaded; use the same schedule, or load_lr_scheduler_states=False"
             )
 
-    def _take_schedule(self, state: Any) -> None:
-        if self.lr_scheduler is not None and state is not None:
-            self.lr_scheduler.load_state_dict(state)
-        elif self.lr_scheduler is not None:
-            self._say_skipped("the learning-rate schedule, of which the checkpoint has no state; it begins anew")
-        elif state is not None:
-            self._say_skipped("the learning-rate schedule; this engine has none")
-
     def _say_skipped(self, what: str) -> None:
         if self.mesh.first:
             logger.warning("load_checkpoint leaves out %s", what)
@@ -283,18 +276,12 @@ class EngineCheckpoint:
         self.loaded_checkpoint_mp_world_size = world.get("tp", 1)
         norm = engine.get("norm")
         self._norm = float.fromhex(norm) if isinstance(norm, str) else norm
-        self._take_window(source, engine, taken=window)
-
-    def _take_window(self, source: Source, engine: dict[str, Any], *, taken: bool) -> None:
-        """The open accumulation window, if ``taken``; else, or with windows of another length, counting begins anew.
-
-        Gradients of a window of another length are scaled to whole micro-batches of this one: the mean stays a mean.
-        """
+        # The open window, if it is taken; of another length, its gradients are scaled to whole micro-batches of this.
         if not engine.get("window"):  # of DeepSpeed, which saves between two windows and does not say how long they are
             self.micro_steps = self.global_steps * self._gas
-        done, length = int(engine.get("backwards") or 0) if taken else 0, int(engine.get("window") or self._gas)
+        done, length = int(engine.get("backwards") or 0) if window else 0, int(engine.get("window") or self._gas)
         factor = 1.0
-        if self._managed and (not taken or length != self._gas):
+        if self._managed and (not window or length != self._gas):
             fits = min(done, self._gas - 1)
             if fits < done:
                 logger.warning(

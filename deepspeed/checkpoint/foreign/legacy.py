@@ -77,8 +77,9 @@ class ReferenceSource:
         if wrong := outside(Wish(key, out, start, region), pieces.dtype, pieces.shape):
             raise ValueError(wrong)
         try:
-            for run in runs(pieces.shape, Span(start, start + out.numel(), region), Span(0, prod(pieces.shape))):
-                pieces.read(out[run.first - start : run.first - start + run.numel], run.second)
+            whole = Span(0, prod(pieces.shape))
+            for at, inside, numel in runs(pieces.shape, Span(start, start + out.numel(), region), whole):
+                pieces.read(out[at - start : at - start + numel], inside)
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{what} cannot be read: {error}") from error
 

@@ -24,20 +24,12 @@ class Span(NamedTuple):
     region: Region | None = None
 
 
-class Run(NamedTuple):
-    """``numel`` elements contiguous in two regions: from ``first`` on in one's order, ``second`` in the other's."""
-
-    first: int
-    second: int
-    numel: int
-
-
-def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[Run]:
-    """What two spans of a global tensor of ``shape`` have in common, as runs that ascend in both."""
+def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[tuple[int, int, int]]:
+    """What two spans of a tensor of ``shape`` have in common, ascending: where a run begins in each, and its length."""
     one, two = (s.region or Region((0,) * len(shape), shape) for s in (a, b))
     if one == two:
         if max(a.lo, b.lo) < min(a.hi, b.hi):
-            yield Run(max(a.lo, b.lo), max(a.lo, b.lo), min(a.hi, b.hi) - max(a.lo, b.lo))
+            yield max(a.lo, b.lo), max(a.lo, b.lo), min(a.hi, b.hi) - max(a.lo, b.lo)
         return
     start = [max(pair) for pair in zip(one.start, two.start, strict=True)]
     stop = [min(s + n, t + m) for s, n, t, m in zip(*one, *two, strict=True)]
@@ -67,7 +59,7 @@ def runs(shape: tuple[int, ...], a: Span, b: Span) -> Iterator[Run]:
         first_at, second_at = at(row, one), at(row, two)
         skip, end = max(a.lo - first_at, b.lo - second_at, 0), min(a.hi - first_at, b.hi - second_at, numel)
         if skip < end:
-            yield Run(first_at + skip, second_at + skip, end - skip)
+            yield first_at + skip, second_at + skip, end - skip
 
 
 class Gap(NamedTuple):
@@ -92,7 +84,7 @@ def uncovered(shape: tuple[int, ...], spans: Iterable[Span]) -> list[Gap]:
         return []  # without counting rows, of which there may be millions
     everything = Span(0, _LARGEST)  # what lies behind the end is a fault too
     each = (runs(shape, everything, Span(lo, hi, region)) for region, flat in by_region.items() for lo, hi in flat)
-    return faults(prod(shape), ((run.first, run.first + run.numel) for run in itertools.chain.from_iterable(each)))
+    return faults(prod(shape), ((at, at + numel) for at, _, numel in itertools.chain.from_iterable(each)))
 
 
 def faults(numel: int, spans: Iterable[tuple[int, int]]) -> list[Gap]:

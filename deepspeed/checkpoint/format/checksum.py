@@ -56,9 +56,7 @@ def _native() -> tuple[Callable[..., int], Callable[..., int]] | None:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(
-            f"a checksum takes contiguous host tensors, not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        )
+        raise ValueError(f"a checksum takes contiguous host tensors, not {tensor.shape} on {tensor.device}")
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

@@ -33,8 +33,9 @@ _WRITING = {
     errno.EROFS: "the filesystem cannot be written; save to another one",
     errno.EACCES: "its folder cannot be written by this user; save to another one",
 }
+_AGAIN = "fetch it again from where the checkpoint was saved, or use another checkpoint"
 _READING = {
-    errno.ENOENT: "it is missing; fetch it again from where the checkpoint was saved, or use another checkpoint",
+    errno.ENOENT: f"it is missing; {_AGAIN}",
     errno.EACCES: "this user may not read it; change its permissions",
     errno.EIO: "the disk failed; the kernel log (dmesg) says more",
 }
@@ -203,10 +204,7 @@ class ChunkReader:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read_many(self, wanted: Iterable[Wanted]) -> None:
-        """Fill many tensors, in the order of the files, with bytes that were checked.
-
-        Raises CheckpointError that names file, offset and ``what`` when a file is missing, cut, unreadable or damaged.
-        """
+        """Fill many tensors in the order of the files. Raises CheckpointError that names file, offset and ``what``."""
         readers: dict[_Piece, list[Wanted]] = {}  # parts of one piece may go to several tensors
         for each in wanted:
             box, lo, out, _ = each
@@ -240,21 +238,17 @@ class ChunkReader:
         file, start, end, crc = piece
         fd, path, values = self._file(file, what), self.folder / file, self._buffer[: end - start]
         array: Any = values.numpy()
-        memory, at, again = memoryview(array), 0, "fetch it again from where the checkpoint was saved"
+        memory, at = memoryview(array), 0
         while at < len(memory):
             with explained(path, what):
                 count = os.preadv(fd, [memory[at:]], start + at)
             if not count:
-                raise CheckpointError(
-                    f"{path} is cut: it has {os.fstat(fd).st_size} bytes, {what} lies up to byte {end}; {again}, or "
-                    "use another checkpoint"
-                )
+                size = os.fstat(fd).st_size
+                raise CheckpointError(f"{path} is cut: it has {size} bytes, {what} lies up to byte {end}; {_AGAIN}")
             at += count
         if (actual := crc32c(values)) != crc:
-            raise CheckpointError(
-                f"{path} is damaged between bytes {start} and {end}, where {what} lies: its checksum is {actual:08x}, "
-                f"not {crc:08x}; {again}, or use another checkpoint"
-            )
+            text = f"where {what} lies: its checksum is {actual:08x}, not {crc:08x}; {_AGAIN}"
+            raise CheckpointError(f"{path} is damaged between bytes {start} and {end}, {text}")
         return values
 
     def _file(self, name: str, what: str) -> int:

@@ -31,9 +31,8 @@ def check_tag(tag: str) -> str:
     """``tag`` itself. Raises CheckpointError unless it can be the name of a visible folder."""
     foreign = {"/", os.sep, "\0"} & set(tag) or tag.startswith(".")
     if not tag or foreign or tag != tag.strip() or tag in (LATEST, LATEST_UNIVERSAL):
-        raise CheckpointError(
-            f"checkpoint tag {tag!r} cannot be a folder name: no slash, no leading dot, no blanks around, not 'latest'"
-        )
+        rules = "no slash, no leading dot, no blanks around, not 'latest'"
+        raise CheckpointError(f"checkpoint tag {tag!r} cannot be a folder name: {rules}")
     return tag
 
 
@@ -249,10 +248,7 @@ def _saved_at(folder: Path) -> int:
 
 
 def find_checkpoint(load_dir: Path, tag: str | None = None) -> Path | None:
-    """The folder to load: ``tag``, else what ``latest`` names, without that file the newest complete one or None.
-
-    Raises CheckpointError when what is named is not there or unfinished.
-    """
+    """What ``tag``, else ``latest`` names (or CheckpointError); without that file the newest complete one or None."""
     repair(load_dir)
     waiting = unfinished(load_dir)
     if waiting:

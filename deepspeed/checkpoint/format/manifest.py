@@ -92,9 +92,7 @@ class Manifest:
         if version != VERSION:
             raise CheckpointError(f"{where} is of format version {version}; this release reads version {VERSION}")
         if not newline or head + newline != _head(checksum(body)):
-            raise CheckpointError(
-                f"{where} is damaged: its checksum does not match; use another checkpoint, or a copy of this one"
-            )
+            raise CheckpointError(f"{where} is damaged: its checksum does not match; use another checkpoint or a copy")
         try:
             text = json.loads(b"{" + body)
             entries = [_entry(row) for row in text["tensors"]]
@@ -126,23 +124,17 @@ def _row(entry: Entry) -> str:
 
 
 def _entry(row: dict[str, Any]) -> Entry:
-    dtype = getattr(torch, row["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{row['dtype']!r} is no dtype")
-    state, name = row["state"], row["name"]
-    if not isinstance(state, str) or not isinstance(name, str):
-        raise TypeError(f"{state!r} of {name!r} is no tensor's name")
-    return Entry(state, name, dtype, _sizes(row["shape"]), tuple(_box(*b) for b in row["boxes"]))
-
-
-def _box(file: str, offset: int, extent: int, lo: int, hi: int, crcs: str, start: Any = None, shape: Any = None) -> Box:
-    region = None if start is None else Region(_sizes(start), _sizes(shape))
-    for number in (offset, extent, lo, hi):
-        _sizes([number])
-    sums = tuple(int(c, 16) for c in crcs.split())
-    if len(sums) != -(-extent // PIECE_BYTES):
-        raise ValueError(f"{len(sums)} checksums for {extent} bytes")
-    return Box(_file(file), offset, extent, lo, hi, sums, region)
+    state, name, dtype, boxes = row["state"], row["name"], getattr(torch, row["dtype"]), []
+    if not (isinstance(state, str) and isinstance(name, str) and isinstance(dtype, torch.dtype)):
+        raise TypeError(f"{state!r} of {name!r}, of dtype {row['dtype']!r}, is no tensor")
+    for file, offset, extent, lo, hi, crcs, *part in row["boxes"]:
+        for number in (offset, extent, lo, hi):
+            _sizes([number])
+        sums, region = tuple(int(c, 16) for c in crcs.split()), Region(*map(_sizes, part)) if part else None
+        if len(sums) != -(-extent // PIECE_BYTES):
+            raise ValueError(f"{len(sums)} checksums for {extent} bytes")
+        boxes.append(Box(_file(file), offset, extent, lo, hi, sums, region))
+    return Entry(state, name, dtype, _sizes(row["shape"]), tuple(boxes))
 
 
 def _file(name: Any) -> str:

@@ -5,6 +5,7 @@ What is not readable JSON is ``{"$": tag, ...}``. Types are compared exactly: a 
 
 import base64
 import datetime
+import itertools
 import json
 import math
 import re
@@ -128,18 +129,11 @@ def _surrogates(text: str) -> bool:
 
 def _unused(name: str, used: Mapping[str, Any]) -> str:
     """``name``, or with a number: keys such as "a/b" and 1 beside "1" give one path twice."""
-    count, free = 1, name
-    while free in used:
-        count += 1
-        free = f"{name}~{count}"
-    return free
+    return next(n for n in itertools.chain([name], (f"{name}~{i}" for i in itertools.count(2))) if n not in used)
 
 
 class Encoded:
-    """A value as ``json``, which ``json.dumps`` takes, and ``tensors``: on the host, contiguous; may share its memory.
-
-    ``rest``: what cannot be stored, by the path that marks it in ``json``.
-    """
+    """A value as ``json`` and ``tensors`` (host, contiguous; may share memory); ``rest``: what cannot be, by path."""
 
     def __init__(self, value: Any, name: str) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -155,9 +149,7 @@ class Encoded:
             return {TAG: "str", **self._raw(value.encode("utf-8", "surrogatepass"), path)}
         if kind in _CONTAINERS:
             if depth >= DEEPEST:
-                raise PlainStateError(
-                    f"{path[:200]} is nested more than {DEEPEST} levels deep, or contains itself; flatten it"
-                )
+                raise PlainStateError(f"{path[:200]} is over {DEEPEST} levels deep, or contains itself; flatten it")
             return self._container(value, path, depth + 1)
         if kind in _TEXT_TAGS:
             # A datetime's text does not tell of named zones, nor of the second of two equal hours; repr does.
@@ -261,7 +253,7 @@ class _Decoder:
             "numpy.str": lambda j: np.str_(self.value(j["value"])),
             "numpy.bytes": lambda j: np.bytes_(self._raw(j)),
             "timedelta": lambda j: datetime.timedelta(*self.value(j["value"])),
-            "pickled": self._unpickled,
+            "pickled": lambda j: self._pickled[j["ref"]] if j["ref"] in self._pickled else self.missing.add(j["ref"]),
         }
 
     def value(self, json: Any) -> Any:
@@ -288,11 +280,6 @@ class _Decoder:
     def _with(self, value: Any, attributes: Any) -> Any:
         vars(value).update(self.value(attributes))
         return value
-
-    def _unpickled(self, json: dict[str, Any]) -> Any:
-        if json["ref"] not in self._pickled:
-            self.missing.add(json["ref"])
-        return self._pickled.get(json["ref"])
 
     def _tensor(self, json: dict[str, Any]) -> torch.Tensor:
         name, trained = json["name"], json.get("requires_grad") is True

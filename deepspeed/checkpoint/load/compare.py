@@ -1,7 +1,6 @@
 """Tensors side by side: of two checkpoints, and of a checkpoint and a model, by the names that loading goes by."""
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,15 +124,13 @@ def diff_live(engine: Any, folder: Any, tag: str | None = None) -> list[TensorRo
         with together(mesh, f"comparing with {source.path}") as shared:
             through(whole_weights(model, pairs.tensors), take)
             shared.mine = (rows, pairs.extra)
-        return _joined([each for each, _ in shared.all], pairs) + in_no_model([extra for _, extra in shared.all])
+        of_ranks, extra = zip(*shared.all, strict=True)
+        each = {
+            name: [of_rank[name] for of_rank in of_ranks if name in of_rank]
+            for name in (*pairs.tensors, *itertools.chain.from_iterable(of_ranks))
+        }
+        # In the model's order, then what others have: the first row that is not "equal", else any.
+        joined = [next((row for row in of_name if row.verdict != "equal"), of_name[0]) for of_name in each.values()]
+        return joined + in_no_model(extra)
     finally:
         source.close()
-
-
-def _joined(of_ranks: list[Mapping[str, TensorRow]], pairs: Match) -> list[TensorRow]:
-    """The rows of all ranks in the model's order, then what others have: the first that is not "equal", else any."""
-    each = {
-        name: [rows[name] for rows in of_ranks if name in rows]
-        for name in (*pairs.tensors, *itertools.chain.from_iterable(of_ranks))
-    }
-    return [next((row for row in rows if row.verdict != "equal"), rows[0]) for rows in each.values()]

@@ -28,13 +28,10 @@ _SLOTS = {
 
 @dataclass
 class Comparison:
-    """What a checkpoint has for an engine: keys by parameter or buffer, those of slots by parameter and slot.
+    """What a checkpoint has for an engine. ``opaque``, ``parts``: slots for the same layout, or part, only."""
 
-    ``opaque``: slots that only the same layout takes; ``parts``, by parameter: what only the same part of it takes.
-    """
-
-    keys: dict[str, Key] = field(default_factory=dict)
-    slots: dict[str, dict[str, Key]] = field(default_factory=dict)
+    keys: dict[str, Key] = field(default_factory=dict)  # by parameter or buffer
+    slots: dict[str, dict[str, Key]] = field(default_factory=dict)  # by parameter and slot
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     opaque: set[str] = field(default_factory=set)
     parts: dict[str, set[str]] = field(default_factory=dict)
@@ -52,10 +49,7 @@ def paired(
     aliases: Mapping[str, str],
     prefer: str,
 ) -> tuple[dict[str, Key | None], list[str]]:
-    """Where each weight and buffer is, and the names of those in ``entries`` that are none of them.
-
-    ``aliases``, ``stored``: names of tied weights in the model and there. ``prefer``: the first state for buffers.
-    """
+    """Where each weight and buffer is; other names of ``entries``. ``aliases``, ``stored``: tied ones here, there."""
     keys: dict[str, Key | None] = {}
     for name in weights:
         names = [name, *(alias for alias, real in aliases.items() if real == name)]
@@ -146,17 +140,13 @@ def check_optimizer(states: States, source: Source) -> None:
     """Raise CheckpointError when the saved state is of a kind of optimizer that this one cannot go on from."""
     saved = source.facts.get("optimizer") or {}
     if not saved:
-        raise CheckpointError(
-            f"{source.path} has no optimizer state (it was saved by an engine without an optimizer); pass "
-            "load_optimizer_states=False"
-        )
+        raise CheckpointError(f"{source.path} has no optimizer state; pass load_optimizer_states=False")
     assert states.optimizer is not None
     groups, saved_groups = len(states.optimizer.param_groups), len(saved["groups"])
+    advice = "or load with load_optimizer_states=False"
     if groups != saved_groups:
-        raise CheckpointError(
-            f"the checkpoint has {saved_groups} optimizer parameter groups, this optimizer has {groups}; build the "
-            "groups as they were, or load with load_optimizer_states=False"
-        )
+        text = f"{saved_groups} optimizer parameter groups, this optimizer has {groups}; build them as they were"
+        raise CheckpointError(f"the checkpoint has {text}, {advice}")
     stored = {s.removeprefix("optim.") for s, _ in source.entries if s.startswith("optim.")}
     slots = ((k, v) for view in states.views for k, v in states.state_of(view).items())
     live = {k for k, v in slots if isinstance(v, torch.Tensor) and v.dim()}
@@ -169,10 +159,8 @@ def check_optimizer(states: States, source: Source) -> None:
         wrong = bool(live and stored and not live <= stored) or known is not None and not stored <= known
     if wrong:
         keeps = ", ".join(sorted(live or known or ()))
-        raise CheckpointError(
-            f"the checkpoint's optimizer state ({', '.join(sorted(stored)) or 'no tensors'}; "
-            f"{saved_kind or 'unknown class'}) is not what {kind} keeps{f' ({keeps})' if keeps else ''}; use the same "
-            "optimizer, or load with load_optimizer_states=False"
-        )
+        text = f"{', '.join(sorted(stored)) or 'no tensors'}; {saved_kind or 'unknown class'}"
+        whose = f"{kind} keeps{f' ({keeps})' if keeps else ''}; use the same optimizer, {advice}"
+        raise CheckpointError(f"the checkpoint's optimizer state ({text}) is not what {whose}")
     if other:
         logger.warning("optimizer state of %s is loaded into %s", saved_kind, kind)

@@ -79,24 +79,23 @@ class OwnSource:
 
     def read_many(self, wishes: Iterable[Wish]) -> None:
         """Many reads, in the order of the files. Raises as ``read``."""
-        self._reader.read_many([w for wish in wishes for w in self._wanted(wish)])
-
-    def _wanted(self, wish: Wish) -> list[Wanted]:
-        (state, name), out, start, region = wish
-        entry, what = self.manifest.entries.get(wish.key), f"{state} of {name}"
-        if entry is None:
-            raise CheckpointError(f"{self.path} has no {what}")
-        if wrong := outside(wish, entry.dtype, entry.shape):
-            raise ValueError(wrong)
-        width, raw, wanted, covered = entry.dtype.itemsize, out.view(torch.uint8), [], 0
-        for box in entry.boxes:
-            for run in runs(entry.shape, Span(start, start + out.numel(), region), box.span):
-                target = raw[(run.first - start) * width : (run.first - start + run.numel) * width]
-                wanted.append(Wanted(box, (run.second - box.lo) * width, target, what))
-                covered += run.numel
-        if covered != out.numel():
-            raise CheckpointError(f"{self.path / MANIFEST} has no bytes for part of {what}")
-        return wanted
+        wanted: list[Wanted] = []
+        for wish in wishes:
+            (state, name), out, start, region = wish
+            entry, what = self.manifest.entries.get(wish.key), f"{state} of {name}"
+            if entry is None:
+                raise CheckpointError(f"{self.path} has no {what}")
+            if wrong := outside(wish, entry.dtype, entry.shape):
+                raise ValueError(wrong)
+            width, raw, missing = entry.dtype.itemsize, out.view(torch.uint8), out.numel()
+            for box in entry.boxes:
+                for at, inside, numel in runs(entry.shape, Span(start, start + out.numel(), region), box.span):
+                    target = raw[(at - start) * width : (at - start + numel) * width]
+                    wanted.append(Wanted(box, (inside - box.lo) * width, target, what))
+                    missing -= numel
+            if missing:
+                raise CheckpointError(f"{self.path / MANIFEST} has no bytes for part of {what}")
+        self._reader.read_many(wanted)
 
     def _check_files(self) -> None:
         """A manifest that contradicts the files or itself is refused before anything is read."""

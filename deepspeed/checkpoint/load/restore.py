@@ -31,7 +31,8 @@ from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
 _CUT_ANEW = (
-    "and cannot be cut anew; load with the same configuration and number of ranks, or load_optimizer_states=False"
+    "belongs to the layout it was saved under (ranks, sharding, buckets, parts of parameters) and cannot be cut anew; "
+    "load with the same configuration and number of ranks, or load_optimizer_states=False"
 )
 
 
@@ -59,10 +60,9 @@ def load_into(
     check: Callable[[], None] = lambda: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Source:
-    """Weights and buffers (``module``) and optimizer state. Collective; an error on one rank is raised on all.
+    """Weights and buffers (``module``) and optimizer state; where the rest of the state is. Collective.
 
-    ``strict``: names must agree exactly. ``check`` may refuse the checkpoint too; ``begin`` is called when everything
-    fits: until then nothing has changed. Returns what the rest of the state is to be taken from.
+    ``strict``: names must agree. ``check`` may refuse too; before ``begin``, when all fits, nothing has changed.
     """
     if isinstance(source, ReferenceSource):
         source = source.with_groups(states.groups)  # some of its files have numbers instead of names
@@ -82,8 +82,8 @@ def load_into(
     with together(mesh, what), progress(f"loading {source.path.name}", nbytes, show=mesh.first) as report:
         if module:
             _fill_module(states, source, match, report)
-        if optimizer and states.optimizer is not None:
-            _fill_optimizer(states, states.optimizer, source, match, report)
+        if optimizer:
+            _fill_optimizer(states, source, match, report)
     runtime.publish(runtime.units)
     return source
 
@@ -157,14 +157,10 @@ def _all_of(source: Source, key: Key, region: Region | None = None) -> _Filling:
     return shape, dtype, [(0, prod(shape), key, 0, region)]
 
 
-def _fill_optimizer(
-    states: States,
-    optimizer: torch.optim.Optimizer,
-    source: Source,
-    match: Comparison,
-    report: Callable[[int], None],
-) -> None:
+def _fill_optimizer(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
     """Options of the groups; slots and numbers of every view of this rank; what was held before is replaced."""
+    if (optimizer := states.optimizer) is None:
+        return
     groups = source.facts["optimizer"].get("groups", [])
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in values["options"].items() if k != "params"})
@@ -187,10 +183,7 @@ def _fill_optimizer(
     views = {collect.view_key(v): v for v in states.views}
     for key, values in odd.get("views", {}).items():
         if key not in views:
-            raise CheckpointError(
-                f"optimizer state {', '.join(values)} is neither a tensor nor a number and belongs to the layout it "
-                f"was saved under {_CUT_ANEW}"
-            )
+            raise CheckpointError(f"optimizer state {', '.join(values)} {_CUT_ANEW}")
         optimizer.state[views[key].param].update(values)
 
 
@@ -207,22 +200,14 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
             fillings[slot] = _all_of(source, first, region)
         else:
             fillings[slot] = (view.stop - view.start,), dtype, list(_elementwise(view, slot, keys, source))
-    for slot in sorted(match.opaque):  # state that fits the very same layout only
-        key = (f"opaque.{slot}", collect.view_key(view))
-        if key not in source.entries:
-            raise CheckpointError(
-                f"optimizer state {slot!r} belongs to the layout it was saved under (ranks, sharding, buckets) "
-                f"{_CUT_ANEW}"
-            )
-        fillings[slot] = _all_of(source, key)
+    fixed: dict[str, Key] = {slot: (f"opaque.{slot}", collect.view_key(view)) for slot in sorted(match.opaque)}
     for segment, slot in ((s, slot) for s in segments for slot in sorted(match.parts.get(s.name, ()))):
-        region = region_of(segment)  # state that fits the very same part of a parameter only
-        key = (f"part.{slot}", segment.name if region is None else collect.part_key(segment.name, region))
-        if key not in source.entries or not by_parameter:
-            raise CheckpointError(
-                f"optimizer state {slot!r} of {segment.name} belongs to the parts that the parameter was cut into "
-                f"(tensor parallel) when it was saved, {_CUT_ANEW}"
-            )
+        region = region_of(segment)
+        part = segment.name if region is None else collect.part_key(segment.name, region)
+        fixed[slot] = (f"part.{slot}", part if by_parameter else "")
+    for slot, key in fixed.items():
+        if key not in source.entries:
+            raise CheckpointError(f"optimizer state {slot!r} of {segments[0].name} {_CUT_ANEW}")
         fillings[slot] = _all_of(source, key)
     return fillings
 
@@ -234,9 +219,8 @@ def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: So
         key = keys[segment.name]
         if prod(source.entries[key].shape) != prod(shape_of(segment)):
             raise CheckpointError(
-                f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, not that of the "
-                f"parameter ({shape_of(segment)}): it was saved by an optimizer that sees whole tensors, this one sees "
-                "elements"
+                f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, the parameter "
+                f"{shape_of(segment)}: it was saved by an optimizer that sees whole tensors, and this one sees elements"
             )
         yield lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)
 
@@ -249,9 +233,8 @@ def _scalars_of(view: OptimView, match: Comparison) -> dict[str, Any]:
     differing = sorted({k for one in packed for k in one if any(other.get(k) != one[k] for other in packed)})
     if differing:
         raise CheckpointError(
-            f"optimizer state {', '.join(differing)} differs between {names[0]} and {names[-1]} in the checkpoint, but "
-            "this layout keeps one number for both; put them into different parameter groups, or load with "
-            "load_optimizer_states=False"
+            f"optimizer state {', '.join(differing)} differs between {names[0]} and {names[-1]}, but this layout keeps "
+            "one number for both; put them into different parameter groups, or load with load_optimizer_states=False"
         )
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in numbers[0].items()}
 

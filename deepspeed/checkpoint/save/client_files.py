@@ -1,7 +1,6 @@
-"""Small files for programs that look into a checkpoint folder by the names DeepSpeed uses. Nothing here reads them.
+"""Small files for programs that look for the names DeepSpeed uses, which nothing here reads, and the recovery script.
 
-They hold plain values and, where it is small, the client state, as far as ``torch.load(..., weights_only=True)`` opens
-it, but no weights: the recovery script, ``ds_checkpoint export`` and ``deepspeed.utils.zero_to_fp32`` get those out.
+They hold plain values and small client state as far as ``torch.load(..., weights_only=True)`` opens it; no weights.
 """
 
 import contextlib

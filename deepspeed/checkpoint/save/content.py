@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,15 +49,6 @@ class Content:
     def nbytes(self) -> int:
         return sum(part.values.nbytes for part in self.parts)
 
-    @property
-    def near(self) -> list[TensorPart]:
-        """What is in memory."""
-        return [part for part in self.parts if part.elements.store is None]
-
-    def forget_near(self) -> None:
-        """It has been copied: what training gives up meanwhile is not kept in memory."""
-        self.parts = [part for part in self.parts if part.elements.store is not None]
-
     def hold(self, hurry: Callable[[], None] = lambda: None) -> None:
         """From now on what is on drives is read as it is now; an update that waits for that calls ``hurry``."""
         for store in (part.elements.store for part in self.parts):
@@ -90,10 +81,7 @@ class Content:
 def content_of(
     states: States, given: Callable[[], dict[str, Any]], *, exclude_frozen: bool, allow_pickle: bool = False
 ) -> Content:
-    """This rank's content. Collective: ranks compare buffers and client states, and an error of one is raised on all.
-
-    ``given``: what the engine adds by the names of facts. Raises PlainStateError for what cannot go without pickle.
-    """
+    """This rank's content, with the facts that are ``given``. Collective; PlainStateError for what needs pickle."""
     rank, plain, content = states.mesh.job.index, Collected(), Content()
     buffers = persistent_buffers(states.module)
     adds = rank > 0 and states.mesh.zero.index == 0  # to the common facts; one of the ranks with the same modules
@@ -127,12 +115,20 @@ def content_of(
         content.common = {"shared": collect.names_of(states)[1], "extra_state": packed, "groups": states.groups}
     elsewhere = collect.written_elsewhere(states, first_to_name(of_sites))
     without = elsewhere | collect.frozen_names(states) if exclude_frozen else elsewhere
-    content.collect = lambda: itertools.chain(
-        collect.weight_parts(states, without=without),
-        _buffer_parts(buffers, of_buffers, rank),
-        collect.gradient_parts(states, without=elsewhere),
-        (_whole("plain", name, tensor) for name, tensor in plain.tensors.items()),
-    )
+    first_with = first_to_name(of_buffers)
+
+    def parts() -> Iterator[TensorPart]:
+        yield from collect.weight_parts(states, without=without)
+        for name, buffer in buffers.items():  # the first rank's that has one of its name, and those that differ from it
+            if first_with[name] == rank:
+                yield _whole("buffer", name, buffer)
+            elif of_buffers[rank][name] != of_buffers[first_with[name]][name]:
+                yield _whole(f"buffer@{rank}", name, buffer)
+        yield from collect.gradient_parts(states, without=elsewhere)
+        for name, tensor in plain.tensors.items():
+            yield _whole("plain", name, tensor)
+
+    content.collect = parts
     return content
 
 
@@ -169,17 +165,6 @@ def _extra_states(states: States) -> dict[str, Any]:
     return {path: module.get_extra_state() for path, module in collect.extra_modules(states.module).items()}
 
 
-def _buffer_parts(
-    buffers: dict[str, torch.Tensor], digests: Sequence[dict[str, int]], rank: int
-) -> Iterator[TensorPart]:
-    """Each buffer of the first rank that has one of its name, and another rank's where it differs from that."""
-    first = first_to_name(digests)
-    for name, buffer in buffers.items():
-        state = "buffer" if first[name] == rank else f"buffer@{rank}"
-        if first[name] == rank or digests[rank][name] != digests[first[name]][name]:
-            yield _whole(state, name, buffer)
-
-
 def _whole(state: str, name: str, tensor: torch.Tensor) -> TensorPart:
     return TensorPart(state, name, tuple(tensor.shape), 0, Elements(tensor.detach()))
 
@@ -188,15 +173,10 @@ def capture_rng() -> dict[str, Any]:
     """State of Python's, numpy's (the global one) and torch's generators, and of the device's where there is one."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
+    counts = {"position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
     state: dict[str, Any] = {
         "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
+        "numpy": {"kind": str(kind), "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)), **counts},
         "torch": torch.get_rng_state(),
     }
     if get_accelerator().device_name() != "cpu":

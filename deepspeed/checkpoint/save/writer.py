@@ -74,10 +74,7 @@ class RankFile(ChunkWriter):
 
     def __init__(self, folder: Path, rank: int, content: Content) -> None:
         if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder.parent} is not shared: the folder that the first rank made in it is not there; use a shared "
-                "one"
-            )
+            raise CheckpointError(f"{folder.parent} is not shared: a folder that the first rank made is not in it")
         if content.pickled:
             content.facts["pickled"] = save_pickled(folder, rank, content.pickled)
         super().__init__(folder / _DATA.format(rank), expect_bytes=content.nbytes)
@@ -163,10 +160,8 @@ def join_lists(folder: Path, ranks: int) -> Manifest:
         facts.append(part.facts)
     for entry in whole.entries.values():
         for gap in entry.faults():
-            raise CheckpointError(
-                f"elements {gap.lo} to {gap.hi} of {entry.state} of {entry.name!r} were written by {gap.times} ranks "
-                "instead of one; ranks do not agree on who holds which part of it"
-            )
+            what = f"elements {gap.lo} to {gap.hi} of {entry.state} of {entry.name!r}"
+            raise CheckpointError(f"{what} were written by {gap.times} ranks; ranks do not agree on who holds them")
     whole.facts = join_facts(facts)
     return whole
 
@@ -267,11 +262,11 @@ class Saver:
                 file = RankFile(folder, self._mesh.job.index, content)
                 undone.push(file)
                 content.hold(hurry := lambda: file.limit(0))
-                near, nbytes = content.near, content.nbytes
+                near, nbytes = [p for p in content.parts if p.elements.store is None], content.nbytes
                 if behind:
                     file.limit(order.rate_bytes)
                     near = list(self._copies(near))
-                    content.forget_near()
+                    content.parts = [p for p in content.parts if p.elements.store is not None]  # the rest may go
             bar = progress(f"saving {order.tag}", nbytes, show=self._mesh.first and not behind)
 
             def write(stop: threading.Event) -> None:
