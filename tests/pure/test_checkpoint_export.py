@@ -2,6 +2,7 @@
 absent.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -9,16 +10,18 @@ import subprocess
 import sys
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from deepspeed.checkpoint.foreign.cuts import Slice, column_width, columns, row_width, rows, sub_groups
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
+from deepspeed.checkpoint.foreign.sharded import Slice, column_width, columns, row_width, rows, sub_groups
+from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool import export
 from deepspeed.checkpoint.tool.cli import main
-from deepspeed.checkpoint.tool.common import appearing, opened
+from deepspeed.checkpoint.tool.export import appearing
 from deepspeed.checkpoint.weights.weights import Stream, plan_shards, stream, write_weights
 from deepspeed.errors import CheckpointError
 from tests.pure.checkpoint_samples import SHAPES, Memory, checkpoint, sample
@@ -165,7 +168,7 @@ def test_equal_weights_make_equal_files_wherever_they_are_written(
     for host in ("one.example.org", "two"):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         streams = [stream(source, k) for k in source.entries if k[0] == "master"]
-        (path,) = write_weights(streams, tmp_path / host, safetensors=False, max_shard_bytes=None)
+        (path,) = write_weights(streams, tmp_path / host, safetensors=False, max_shard_size=None)
         contents.add(path.read_bytes())
     assert len(contents) == 1 and b".saving-" not in contents.pop()
 
@@ -173,10 +176,10 @@ def test_equal_weights_make_equal_files_wherever_they_are_written(
 class _Broken(Memory):
     """Fails in the middle."""
 
-    def read(self, key: tuple[str, str], out: torch.Tensor, *, start: int = 0) -> None:
+    def read(self, key: tuple[str, str], out: torch.Tensor, **kwargs: Any) -> None:
         if key[1] == "l2.weight":
             raise KeyboardInterrupt
-        super().read(key, out, start=start)
+        super().read(key, out, **kwargs)
 
 
 @pytest.mark.parametrize("safetensors", [True, False])
@@ -186,11 +189,11 @@ def test_an_interrupted_export_leaves_the_older_files_and_nothing_half_written(
 ) -> None:
     good, bad = sample(), _Broken(sample().tensors, sample().facts)
     streams = [stream(good, k) for k in good.entries if k[0] == "master"]
-    write_weights(streams, tmp_path, safetensors=safetensors, max_shard_bytes=200)
+    write_weights(streams, tmp_path, safetensors=safetensors, max_shard_size=200)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     streams = [stream(bad, k) for k in bad.entries if k[0] == "master"]
     with pytest.raises(KeyboardInterrupt):
-        write_weights(streams, tmp_path, safetensors=safetensors, max_shard_bytes=None)
+        write_weights(streams, tmp_path, safetensors=safetensors, max_shard_size=None)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -289,7 +292,7 @@ def test_what_goes_to_the_reference_layout_comes_back_bit_for_bit(
     lost = {("param", "frozen.weight")} if level == 1 else set()  # that layout keeps frozen weights in the module only
     if level == 0:  # torch's own state dict does not tell a tensor without dimensions from a number
         lost = {("optim.exp_avg", "one"), ("optim.exp_avg_sq", "one")}
-    with opened(out) as source:
+    with contextlib.closing(find_and_open(out)) as source:
         assert source.kind == "deepspeed-0.19"
         assert set(before.entries) - set(source.entries) <= lost
         for key in set(before.entries) - lost:
@@ -343,9 +346,8 @@ def test_round_robin_order_is_not_guessed(tmp_path: Path, capsys: pytest.Capture
 def test_weights_alone_have_no_optimizer_for_the_reference_layout(tmp_path: Path) -> None:
     source = sample()
     source.facts["optimizer"] = {}
-    write_checkpoint(source, tmp_path / "ckpt", "t")
-    with opened(tmp_path / "ckpt") as found, pytest.raises(CheckpointError, match="no optimizer"):
-        export.reference_layout.write(found, tmp_path / "out", level=2, world=1, exclude_frozen=False)
+    with pytest.raises(CheckpointError, match="no optimizer"):
+        export.reference_layout.write(source, tmp_path / "out", level=2, world=1, exclude_frozen=False)
 
 
 # --- memory ---

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.foreign.pickled import save_pickled
 from deepspeed.checkpoint.foreign.rewrite import write_checkpoint
+from deepspeed.checkpoint.foreign.unpickle import save_pickled
 from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Manifest
 from deepspeed.checkpoint.format.plain import encode

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.foreign import cuts
-from deepspeed.checkpoint.foreign.sharded import Piece, Pieces, Shapes, add_sharded, add_universal
+from deepspeed.checkpoint.foreign.sharded import Piece, Pieces, add_sharded, add_universal, rows
 from deepspeed.checkpoint.foreign.unpickle import FileTensor, load_restricted, materialize
 from deepspeed.checkpoint.foreign.unsharded import UNNAMED, add_unsharded
 from deepspeed.checkpoint.format.boxes import Region, Span, runs
@@ -44,10 +43,11 @@ class ReferenceSource:
         self.path, self._pieces = path, dict[Key, Pieces]()
         self.kind = "universal" if (path / "zero").is_dir() else "deepspeed-0.19"
         model_files, optim_files = _files(path)
-        models = [_load(file) for file in model_files]
+        models = [load_restricted(file) for file in model_files]
         self.facts = _facts(models[0], model_files[0])
-        shapes: Shapes | None = models[0].get("param_shapes")
-        if shapes is None:
+        listed = models[0].get("param_shapes")
+        shapes = [{name: tuple(shape) for name, shape in group.items()} for group in listed or ()]
+        if listed is None:
             if optim_files:
                 what = f"{model_files[0]} lists no parameters, but there is {optim_files[0].name}"
                 raise CheckpointError(f"{what}; the folder is mixed up")
@@ -55,7 +55,15 @@ class ReferenceSource:
         elif self.kind == "universal":
             more = add_universal(self._pieces, shapes, model=models[0], folder=path)
         else:
-            more = add_sharded(self._pieces, _states(model_files, optim_files), shapes, where=optim_files)
+            if not optim_files:
+                raise CheckpointError(f"{path} has no optimizer state files; the trained weights lie in them")
+            states = [load_restricted(file)["optimizer_state_dict"] for file in optim_files]
+            counts, many = states[0]["partition_count"], "fp32_flat_groups" in states[0]
+            world = max(counts) if isinstance(counts, list) else int(counts)
+            for files, of in ((optim_files, "optimizer"), (model_files if many else optim_files, "model")):
+                if len(files) != world:
+                    raise CheckpointError(f"{path} has {len(files)} {of} state files, but was written by {world} ranks")
+            more = add_sharded(self._pieces, states, shapes, where=optim_files)
         named = self.facts["config"].get("optimizer")
         more["optimizer"]["type"] = named.get("type") if isinstance(named, dict) else None
         self.facts |= more
@@ -63,10 +71,7 @@ class ReferenceSource:
         for (state, name), values in _unoptimised(models, model_files[0]).items():
             if ("master", name) not in self._pieces and name not in shared:
                 self._pieces[state, name] = values.check(f"{state} of {name}", path)
-
-    @property
-    def entries(self) -> dict[Key, Described]:
-        return {key: Described(p.dtype, p.shape) for key, p in self._pieces.items()}
+        self.entries = {key: Described(p.dtype, p.shape) for key, p in self._pieces.items()}
 
     def read(self, key: Key, out: torch.Tensor, *, start: int = 0, region: Region | None = None) -> None:
         """See ``Source.read``. Values that were stored in a smaller type are cast."""
@@ -113,10 +118,8 @@ def open_reference(folder: Path, *, groups: Sequence[Sequence[str]] | None = Non
 def _files(folder: Path) -> list[list[Path]]:
     """Of models and of optimizers, by rank."""
     names, by_kind = sorted(p.name for p in folder.iterdir()), list[list[Path]]()
-    for name in filter(_OTHER.fullmatch, names):
-        raise CheckpointError(
-            f"{folder / name} is of a pipeline or of experts, or swap files of NVMe; these are not read"
-        )
+    if other := next(filter(_OTHER.fullmatch, names), ""):
+        raise CheckpointError(f"{folder / other} is of a pipeline or of experts, or swap files of NVMe; not read")
     for what, pattern in _KINDS.items():
         by_rank: dict[int, Path] = {}
         for match in filter(None, map(pattern.fullmatch, names)):
@@ -125,45 +128,18 @@ def _files(folder: Path) -> list[list[Path]]:
                 raise CheckpointError(f"{path} is of a model cut by tensor or pipeline parallelism, which is not read")
             if by_rank.setdefault(rank, path) != path:
                 raise CheckpointError(f"{folder} holds {path.name} and {by_rank[rank].name} for the same rank")
-        gaps = [str(rank) for rank in range(len(by_rank)) if rank not in by_rank]
-        if gaps:
+        if gaps := [str(rank) for rank in range(len(by_rank)) if rank not in by_rank]:
             raise CheckpointError(f"{folder} lacks the {what} state file of rank(s) {', '.join(gaps)}")
         by_kind.append([by_rank[rank] for rank in range(len(by_rank))])
     if not by_kind[0]:
-        raise CheckpointError(
-            f"{folder} has no file *mp_rank_00_model_states.pt; it is no complete checkpoint of DeepSpeed"
-        )
+        raise CheckpointError(f"{folder} is no complete checkpoint of DeepSpeed: no file *mp_rank_00_model_states.pt")
     return by_kind
-
-
-def _load(path: Path) -> dict[str, Any]:
-    state = load_restricted(path)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, not the state of a model or optimizer")
-    return state
-
-
-def _states(model_files: list[Path], optim_files: list[Path]) -> list[dict[str, Any]]:
-    """The optimizer states of all ranks, of which the files are complete."""
-    folder = model_files[0].parent
-    if not optim_files:
-        raise CheckpointError(f"{folder} has no optimizer state files; the trained weights of DeepSpeed lie in them")
-    states = [_load(path)["optimizer_state_dict"] for path in optim_files]
-    counts = states[0]["partition_count"]
-    world = max(counts) if isinstance(counts, list) else int(counts)
-    parameters_too = "fp32_flat_groups" in states[0]
-    for paths, what in ((optim_files, "optimizer"), (model_files if parameters_too else optim_files, "model")):
-        if len(paths) != world:
-            raise CheckpointError(f"{folder} has {len(paths)} {what} state files, but was written by {world} ranks")
-    return states
 
 
 def _facts(model: dict[str, Any], where: Path) -> dict[str, Any]:
     """What a model-state file says besides its tensors."""
     if int(model.get("mp_world_size", 1)) != 1:
-        raise CheckpointError(
-            f"{where} is of a model cut over {model['mp_world_size']} ranks; only whole ones are read"
-        )
+        raise CheckpointError(f"{where} is of a model cut over {model['mp_world_size']} ranks, which is not read")
     if model.get("module") is None or "global_steps" not in model:
         raise CheckpointError(f"{where} is no model state of DeepSpeed: it lacks its key 'module' or 'global_steps'")
     config = materialize(model.get("ds_config")) or {}
@@ -207,7 +183,7 @@ def _unoptimised(models: list[dict[str, Any]], where: Path) -> dict[Key, Pieces]
         if isinstance(stored, FileTensor) and not name.endswith(_EXTRA) and (name in buffers or not sliced):
             values["buffer" if name in buffers else "param", name] = Pieces.of(stored)
     for name, shape in (model.get("frozen_param_shapes") or {}).items() if sliced else ():
-        slices = cuts.rows([(name, prod(shape))], 0, len(models))
+        slices = rows([(name, prod(shape))], 0, len(models))
         stored = [(m.get("frozen_param_fragments") or {}).get(name) for m in models]
         parts = [Piece(s.lo, s.hi, stored[s.rank]) for s in slices if stored[s.rank] is not None]
         values["param", name] = Pieces(parts[0].stored.dtype if parts else torch.float32, tuple(shape), parts)

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.format.files import ChunkWriter
 from deepspeed.checkpoint.format.manifest import MANIFEST, Entry, Manifest
 from deepspeed.checkpoint.format.plain import Collected
 from deepspeed.checkpoint.load.compare import in_memory
-from deepspeed.checkpoint.load.source import Source
+from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.save.client_files import write_client_files, write_script
 from deepspeed.checkpoint.save.collect import in_rows, pack_scalar
 from deepspeed.checkpoint.weights.weights import Progress, block_of, compute_dtype, stream
@@ -52,24 +52,6 @@ def _facts_of(source: Source, plain: Collected) -> dict[str, Any]:
     }
 
 
-def _write(source: Source, folder: Path, advance: Progress) -> Manifest:
-    """Fill ``folder`` with the tensors and facts of ``source``; the manifest, which is not written yet."""
-    plain = Collected()
-    facts = _facts_of(source, plain)
-    streams = {key: stream(source, key) for key in source.entries if key[0] != "plain"}
-    streams |= {("plain", name): in_memory(name, tensor) for name, tensor in plain.tensors.items()}
-    with ChunkWriter(folder / _DATA) as writer:
-        for values in streams.values():
-            writer.append(values.chunks(), Span(0, values.numel))
-            advance(values.nbytes)
-        boxes = writer.close()
-    entries = {
-        key: Entry(*key, values.dtype, values.shape, (box,))
-        for (key, values), box in zip(streams.items(), boxes, strict=True)
-    }
-    return Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, facts)
-
-
 def write_checkpoint(
     source: Source, save_dir: Path, tag: str, *, latest: bool = True, advance: Progress = lambda _bytes: None
 ) -> Path:
@@ -86,7 +68,18 @@ def write_checkpoint(
         )
     folder = folders.begin(save_dir, tag)
     try:
-        manifest, facts = _write(source, folder, advance), source.facts
+        plain, facts, entries = Collected(), source.facts, dict[Key, Entry]()
+        described = _facts_of(source, plain)
+        streams = {key: stream(source, key) for key in source.entries if key[0] != "plain"}
+        streams |= {("plain", name): in_memory(name, tensor) for name, tensor in plain.tensors.items()}
+        with ChunkWriter(folder / _DATA) as writer:
+            for values in streams.values():
+                writer.append(values.chunks(), Span(0, values.numel))
+                advance(values.nbytes)
+            boxes = writer.close()
+        for (key, values), box in zip(streams.items(), boxes, strict=True):
+            entries[key] = Entry(*key, values.dtype, values.shape, (box,))
+        manifest = Manifest(entries, {_DATA: (folder / _DATA).stat().st_size}, described)
         level = int(block_of(facts.get("config"), "zero_optimization").get("stage") or 0)
         bf16 = compute_dtype(facts) == torch.bfloat16
         write_client_files(folder, manifest, facts.get("client_state") or {}, level=level, whole=level < 3, bf16=bf16)

@@ -1,4 +1,8 @@
-"""Optimizer state of DeepSpeed's levels 1 to 3, and of its universal folders, by parameter name again."""
+"""How DeepSpeed cuts parameters over ranks; and state of its levels 1 to 3, and universal folders, by name again.
+
+Levels 1 and 2 lay a whole optimizer group end to end, pad it and cut it into columns, one per rank. Level 3 cuts every
+parameter into rows of equal length, one per rank, and joins a rank's rows, in sub-groups.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,15 +13,70 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.checkpoint.foreign import cuts
-from deepspeed.checkpoint.foreign.cuts import Slice
 from deepspeed.checkpoint.foreign.unpickle import FileTensor, load_restricted, materialize
 from deepspeed.checkpoint.format.boxes import faults
 from deepspeed.checkpoint.load.source import Key
 from deepspeed.errors import CheckpointError
 
-Shapes = Sequence[Mapping[str, Sequence[int]]]  # per optimizer group, in flattening order
+Members = Sequence[tuple[str, int]]  # (name, elements) of parameters, in flattening order
+Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # per optimizer group, in flattening order
 States = Sequence[Mapping[str, Any]]  # what the files of the ranks hold
+
+
+class Slice(NamedTuple):
+    """Elements [lo, hi) of parameter ``name`` lie from ``at`` on in flat tensor ``part`` of ``rank``."""
+
+    name: str
+    lo: int
+    hi: int
+    rank: int
+    part: int
+    at: int
+
+
+def column_width(members: Members, world: int) -> int:
+    """Elements of a column, of which all ranks together have a multiple of 2 x ``world``."""
+    return -(-sum(numel for _, numel in members) // (2 * world)) * 2
+
+
+def row_width(numel: int, world: int) -> int:
+    """Elements of a parameter's row, the last rank's padded."""
+    return -(-numel // world)
+
+
+def columns(
+    members: Members, part: int, *, width: int, world: int, gaps: Sequence[int] | None = None
+) -> Iterator[Slice]:
+    """Levels 1 and 2: a group, which is flat tensor ``part`` of every rank. ``gaps``: padding after each parameter."""
+    offset = 0
+    for (name, numel), gap in zip(members, gaps or [0] * len(members), strict=True):
+        for rank in range(world):
+            lo, hi = max(offset, rank * width), min(offset + numel, (rank + 1) * width)
+            if lo < hi:
+                yield Slice(name, lo - offset, hi - offset, rank, part, lo - rank * width)
+        offset += numel + int(gap)
+
+
+def rows(members: Members, part: int, world: int) -> Iterator[Slice]:
+    """Level 3: a sub-group, which is flat tensor ``part`` of every rank."""
+    at = 0
+    for name, numel in members:
+        width = row_width(numel, world)
+        for rank, lo in enumerate(range(0, numel, width or 1)):
+            yield Slice(name, lo, min(numel, lo + width), rank, part, at)
+        at += width
+
+
+def sub_groups(members: Members, world: int, limit: int) -> list[list[tuple[str, int]]]:
+    """Level 3: runs of a group's parameters whose rows together reach ``limit`` elements."""
+    runs, filled = list[list[tuple[str, int]]](), limit
+    for member in members:
+        if filled >= limit:
+            runs.append([])
+            filled = 0
+        runs[-1].append(member)
+        filled += row_width(member[1], world)
+    return runs
 
 
 class Piece(NamedTuple):
@@ -46,9 +105,7 @@ class Pieces(NamedTuple):
         """Itself. Raises CheckpointError when elements are missing or stored twice, or a stored tensor is too short."""
         if faults(prod(self.shape), [(lo, hi) for lo, hi, _, _ in self.parts]):
             have = sum(hi - lo for lo, hi, _, _ in self.parts)
-            raise CheckpointError(
-                f"{where} has {have} of the {prod(self.shape)} elements of {what}; its files do not fit together"
-            )
+            raise CheckpointError(f"{where} has {have} of the {prod(self.shape)} elements of {what}; files do not fit")
         for lo, hi, stored, at in self.parts:
             if at + hi - lo > stored.numel:
                 raise CheckpointError(f"{stored.path} has {stored.numel} elements where {what} needs {at + hi - lo}")
@@ -62,7 +119,7 @@ class Pieces(NamedTuple):
                 stored.read(out[first - start : last - start], start=at + first - lo)
 
 
-class Shard(NamedTuple):
+class _Shard(NamedTuple):
     """One flat fp32 tensor of a rank and the optimizer's state of it, which may be longer by ``padding``."""
 
     master: FileTensor
@@ -70,71 +127,61 @@ class Shard(NamedTuple):
     padding: int = 0
 
 
-class CutState(NamedTuple):
-    """``slices`` of parameters in ``shards``, by rank and part; ``groups``: names and options."""
-
-    slices: list[Slice]
-    shards: list[list[Shard]]
-    groups: list[dict[str, Any]]
+# Slices of parameters; the tensors they are in, by rank and part; names and options of the optimizer's groups.
+_Cut = tuple[list[Slice], list[list[_Shard]], list[dict[str, Any]]]
 
 
-def _in_columns(states: States, shapes: Shapes, where: Sequence[Path]) -> CutState:
+def _in_columns(states: States, shapes: Shapes, where: Sequence[Path]) -> _Cut:
     """Levels 1 and 2. ``shapes`` gives the order; ``param_slice_mappings`` has it wrong with round_robin_gradients."""
-    shards: list[list[Shard]] = []
+    shards: list[list[_Shard]] = []
     for state in states:
         flats, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
         # A list when it was saved for another number of ranks ("elastic"): the padding is gone, the groups too.
         slots = base if isinstance(base, list) else [base["state"].get(g, {}) for g in range(len(flats))]
-        shards.append([Shard(f, s, int(p)) for f, s, p in zip(flats, slots, state["group_paddings"], strict=True)])
+        shards.append([_Shard(f, s, int(p)) for f, s, p in zip(flats, slots, state["group_paddings"], strict=True)])
     slices: list[Slice] = []
     for g, group in enumerate(shapes):
         members, flats = _members(group), [of_rank[g].master.numel for of_rank in shards]
         gaps = (states[0].get("param_alignment_paddings") or [[0] * len(group)] * len(shapes))[g]
         # What the first rank has is as long as a column, or all there is.
-        slices += cuts.columns(members, g, width=flats[0], world=len(flats), gaps=gaps)
+        slices += columns(members, g, width=flats[0], world=len(flats), gaps=gaps)
         end, have = sum(numel for _, numel in members), sum(flats)
         if not end + sum(gaps[:-1]) <= have < end + sum(gaps) + 2 * len(flats):
             raise CheckpointError(
                 f"{where[0].parent}: group {g} has {have} elements in its optimizer state files, its parameters {end}"
             )
     base = states[0]["base_optimizer_state"]
-    return CutState(slices, shards, _named_groups(shapes, base["param_groups"] if isinstance(base, dict) else None))
+    return slices, shards, _named_groups(shapes, base["param_groups"] if isinstance(base, dict) else None)
 
 
-def _in_rows(states: States, shapes: Shapes, where: Sequence[Path]) -> CutState:
+def _in_rows(states: States, shapes: Shapes, where: Sequence[Path]) -> _Cut:
     """Level 3."""
     shards, world = [], len(states)
     for state in states:
         slots = state["optimizer_state_dict"]["state"]
-        shards.append([Shard(flat, slots.get(i, {})) for i, flat in enumerate(state["fp32_flat_groups"])])
+        shards.append([_Shard(flat, slots.get(i, {})) for i, flat in enumerate(state["fp32_flat_groups"])])
     sizes = [[shard.master.numel for shard in of_rank] for of_rank in shards]
     # Sub-groups are runs of parameters: those whose rows fill one flat tensor.
     ends, runs, filled = list(accumulate(sizes[0])) or [0], [list[tuple[str, int]]() for _ in sizes[0] or [0]], 0
     for member in (member for group in shapes for member in _members(group)):
         at = min(bisect_right(ends, filled), len(runs) - 1)
-        filled += cuts.row_width(member[1], world)
+        filled += row_width(member[1], world)
         runs[at].append(member)
-    fit = all(sum(cuts.row_width(n, world) for _, n in run) == size for run, size in zip(runs, sizes[0], strict=False))
+    fit = all(sum(row_width(n, world) for _, n in run) == size for run, size in zip(runs, sizes[0], strict=False))
     if not fit or filled != ends[-1] or any(row != sizes[0] for row in sizes):
         odd = next((at for at, row in enumerate(sizes) if row != sizes[0]), 0)
-        raise CheckpointError(
-            f"{where[odd]} has flat groups of {sizes[odd]} elements, {where[0].name} of {sizes[0]}, and these do not "
-            "fit each other and the parameters that the model state file lists"
-        )
-    slices = [s for part, run in enumerate(runs) for s in cuts.rows(run, part, world)]
+        what = f"flat groups of {sizes[odd]} elements, {where[0].name} of {sizes[0]}"
+        raise CheckpointError(f"{where[odd]} has {what}; these do not fit each other and the model's parameters")
+    slices = [s for part, run in enumerate(runs) for s in rows(run, part, world)]
     groups = [  # "params" are the sub-groups, which are what ``shapes`` lists here
         {"names": [name for i in group["params"] for name, _ in runs[i]], "options": group_options(group)}
         for group in states[0]["optimizer_state_dict"]["param_groups"]
     ]
-    return CutState(slices, shards, groups)
+    return slices, shards, groups
 
 
-def _members(group: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
+def _members(group: Mapping[str, tuple[int, ...]]) -> list[tuple[str, int]]:
     return [(name, prod(shape)) for name, shape in group.items()]
-
-
-def _parameters(shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    return ((name, tuple(shape)) for group in shapes for name, shape in group.items())
 
 
 def _named_groups(shapes: Shapes, listed: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -166,12 +213,13 @@ def numbers(slots: Mapping[str, Any]) -> dict[str, Any]:
 
 def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, where: Sequence[Path]) -> dict[str, Any]:
     """Add masters and slots to ``pieces``; the facts they come with. Raises CheckpointError naming the tensor."""
-    state = (_in_rows if "fp32_flat_groups" in states[0] else _in_columns)(states, shapes, where)
+    cut = _in_rows if "fp32_flat_groups" in states[0] else _in_columns
+    slices, shards, groups = cut(states, shapes, where)
     scalars: dict[str, dict[str, Any]] = {}
-    homes: dict[str, list[tuple[Slice, Shard]]] = {}
-    for s in state.slices:
-        homes.setdefault(s.name, []).append((s, state.shards[s.rank][s.part]))
-    for name, shape in _parameters(shapes):
+    homes: dict[str, list[tuple[Slice, _Shard]]] = {}
+    for s in slices:
+        homes.setdefault(s.name, []).append((s, shards[s.rank][s.part]))
+    for name, shape in (each for group in shapes for each in group.items()):
         parts = homes.get(name, [])
         values: dict[str, list[Any]] = {"master": [shard.master for _, shard in parts]}
         for slot in dict.fromkeys(slot for _, shard in parts for slot in shard.slots):
@@ -186,10 +234,10 @@ def add_sharded(pieces: dict[Key, Pieces], states: States, shapes: Shapes, *, wh
                     what = f"optim.{slot} of {name} of shape {getattr(value, 'shape', value)} for {need} elements"
                     raise CheckpointError(f"{where[s.rank]} has {what}; state of such a shape is not read")
         for kind, tensors in values.items():
-            cut = [Piece(s.lo, s.hi, tensor, s.at) for (s, _), tensor in zip(parts, tensors, strict=True)]
+            cuts = [Piece(s.lo, s.hi, tensor, s.at) for (s, _), tensor in zip(parts, tensors, strict=True)]
             dtype = torch.float32 if kind == "master" else tensors[0].dtype
-            pieces[kind, name] = Pieces(dtype, shape, cut).check(f"{kind} of {name}", where[0].parent)
-    return {"optimizer": {"groups": state.groups, "scalars": scalars}, "loss_scaler": _scaler(states[0])}
+            pieces[kind, name] = Pieces(dtype, shape, cuts).check(f"{kind} of {name}", where[0].parent)
+    return {"optimizer": {"groups": groups, "scalars": scalars}, "loss_scaler": _scaler(states[0])}
 
 
 def add_universal(
@@ -205,15 +253,14 @@ def add_universal(
     common, scalars = load_restricted(folder / "zero" / "optimizer_state.pt"), dict[str, dict[str, Any]]()
     if "fp32_flat_groups" in common:  # level 3: numbers are in the first rank's state, not with the parameters
         world = int(common["partition_count"])
-        state = _in_rows([common] * world, shapes, [folder / "zero" / "optimizer_state.pt"] * world)
-        groups = state.groups
-        for s in state.slices:
-            if s.rank == 0 and (row := numbers(state.shards[0][s.part].slots)):
+        slices, shards, groups = _in_rows([common] * world, shapes, [folder / "zero" / "optimizer_state.pt"] * world)
+        for s in slices:
+            if s.rank == 0 and (row := numbers(shards[0][s.part].slots)):
                 scalars[s.name] = row
     else:
         groups = _named_groups(shapes, common.get("param_groups"))
     states: dict[str, set[str]] = {}
-    for name, shape in _parameters(shapes):
+    for name, shape in (each for group in shapes for each in group.items()):
         home, states[name] = folder / "zero" / name, set()
         if not (home / "fp32.pt").is_file():
             raise CheckpointError(f"{home} lacks fp32.pt: the trained parameter {name} is missing from the checkpoint")

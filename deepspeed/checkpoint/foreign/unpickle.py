@@ -1,11 +1,14 @@
 """Files of ``torch.save`` read without executing anything: torch's weights-only unpickler, with a few stand-ins.
 
-A file that names anything else is refused. Tensors stay in the file until they are read.
+A file that names anything else is refused. Tensors stay in the file until they are read. The end is for client state
+that only pickle can hold: a file of its own, written and read when the configuration allows it.
 """
 
 import contextlib
 import copy
+import io
 import math
+import pickle
 import struct
 import threading
 import warnings
@@ -20,7 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed.errors import CheckpointError
+from deepspeed.checkpoint.format.checksum import crc32c
+from deepspeed.checkpoint.format.folders import write_atomically
+from deepspeed.errors import CheckpointError, PlainStateError
 
 _CHUNK_BYTES = 4 << 20
 _NUMPY_KINDS = "biufcSU"  # no objects: their bytes are addresses
@@ -30,12 +35,13 @@ class _Records:
     """The records of a zip file by the offset of their first byte, each compared with its checksum at its first use."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._checked: set[int] = set()
+        self.path, self._checked = path, set[int]()
+        self.infos: dict[int, zipfile.ZipInfo] = {}
         with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
-            self.infos = {_first_byte(stream, info): info for info in archive.infolist()}
-            for first, info in self.infos.items():
-                name = info.filename.partition("/")[2]
+            for info in archive.infolist():
+                stream.seek(info.header_offset + 26)
+                first: int = info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4)))
+                self.infos[first], name = info, info.filename.partition("/")[2]
                 if name in ("data.pkl", "byteorder"):
                     self.check(first)
                     stream.seek(first)
@@ -56,12 +62,6 @@ class _Records:
             what = f"the checksum of its record {info.filename.partition('/')[2]!r} does not match"
             raise CheckpointError(f"{self.path} is damaged: {what}; use another copy")
         self._checked.add(first)
-
-
-def _first_byte(stream: Any, info: zipfile.ZipInfo) -> int:
-    stream.seek(info.header_offset + 26)
-    first: int = info.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4)))
-    return first
 
 
 class FileTensor:
@@ -143,8 +143,7 @@ def load_restricted(path: Path) -> Any:
             stack.enter_context(torch.serialization.safe_globals(_STAND_INS))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # of the pickle protocol; what cannot be read of it is an error
-            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            if foreign:
+            if foreign := torch.serialization.get_unsafe_globals_in_checkpoint(path):
                 raise CheckpointError(
                     f"{path} needs {', '.join(sorted(foreign))}, not among the classes that are read; nothing was "
                     "executed. If it is part of your client state, save the checkpoint again without it"
@@ -159,9 +158,8 @@ def load_restricted(path: Path) -> Any:
     except Exception as error:  # whatever a malformed file leads zipfile and the unpickler to
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
         hint = "; save it with torch.save's own pickle_protocol=2" if "Unsupported operand" in reason else ""
-        raise CheckpointError(
-            f"{path} cannot be read as a file of torch.save (1.6 or later): {type(error).__name__}: {reason}{hint}"
-        ) from error
+        what = f"{path} cannot be read as a file of torch.save (1.6 or later)"
+        raise CheckpointError(f"{what}: {type(error).__name__}: {reason}{hint}") from error
 
 
 def materialize(value: Any) -> Any:
@@ -226,10 +224,6 @@ def _array(dtype: Any, shape: Any, content: Any) -> np.ndarray:
     return np.ndarray(shape, kind, bytearray(content))
 
 
-def _scalar(dtype: Any, content: Any) -> Any:
-    return _array(dtype, (), content)[()]
-
-
 def _of(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, not {type(value).__name__}")
@@ -260,6 +254,42 @@ _STAND_INS: list[Any] = [
     *((Path, f"pathlib{sub}.{name}") for sub in ("", "._local") for name in ("PosixPath", "WindowsPath")),
     *((kind, f"pathlib{sub}.{kind.__name__}") for sub in ("", "._local") for kind in (PurePosixPath, PureWindowsPath)),
     *((_Dtype, "numpy.dtype"), (_Array, "numpy.ndarray")),
-    *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *(
+        (lambda dtype, content: _array(dtype, (), content)[()], f"numpy.{core}.multiarray.scalar")
+        for core in ("core", "_core")
+    ),
     *((_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
 ]
+
+
+def save_pickled(folder: Path, rank: int, objects: dict[str, Any]) -> dict[str, Any]:
+    """Write ``objects`` by path; what ``load_pickled`` needs to know. Raises PlainStateError where that fails."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(objects, buffer)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise PlainStateError(f"client state cannot be pickled either ({', '.join(objects)}): {error}") from error
+    content, name = buffer.getvalue(), f"pickled_client_state_{rank:05d}.pt"
+    write_atomically(folder / name, content)
+    return {"file": name, "nbytes": len(content), "crc32c": f"{crc32c(content):08x}", "paths": sorted(objects)}
+
+
+def checked(folder: Path, known: dict[str, Any]) -> bytes:
+    """The file as it was written, not unpickled. Raises CheckpointError."""
+    path = folder / Path(str(known["file"])).name
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; it holds pickled client state")
+    content = path.read_bytes()
+    if len(content) != known["nbytes"] or f"{crc32c(content):08x}" != known["crc32c"]:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match, so it was not unpickled")
+    return content
+
+
+def load_pickled(folder: Path, known: dict[str, Any], *, allow: bool) -> dict[str, Any]:
+    """The objects by path. Unpickling runs code from the file, so it needs ``allow``. Raises CheckpointError."""
+    if not allow:
+        raise CheckpointError(
+            f"the client state of {folder} has pickled objects ({', '.join(known['paths'][:8])}) in {known['file']}; "
+            'reading them can run any code; set "checkpoint": {"allow_pickle": true} if you trust whoever wrote it'
+        )
+    return dict(torch.load(io.BytesIO(checked(folder, known)), map_location="cpu", weights_only=False))

@@ -23,13 +23,12 @@ _Weights = Mapping[str, FileTensor]
 
 
 class _Optimized(NamedTuple):
-    """A parameter. Its tensors have its shape, or are ``flat`` ones of the whole group, where it begins at ``at``."""
+    """A parameter. Its tensors have its shape, or are flat ones of the whole group, where it begins at ``at``."""
 
     name: str | None
     master: FileTensor | None
     slots: Mapping[str, Any]
     at: int = 0
-    flat: bool = False
 
 
 def add_unsharded(
@@ -39,30 +38,34 @@ def add_unsharded(
     state = model.get("optimizer")
     if state is None:
         return {"optimizer": {"groups": [], "scalars": {}}}
-    inner, weights = state.get("optimizer_state_dict", state), _weights(model)
-    read = _flat if "fp32_groups_flat" in state else _numbered
-    listed, scalars = [], {}
-    for g, members in enumerate(read(state, inner, weights, groups)):
+    inner, flat = state.get("optimizer_state_dict", state), "fp32_groups_flat" in state
+    buffers, once = set(model.get("buffer_names") or ()), dict[Any, tuple[str, FileTensor]]()
+    for name, tensor in model["module"].items():
+        if isinstance(tensor, FileTensor) and name not in buffers and tensor.dtype.is_floating_point:
+            once.setdefault(tensor.place, (name, tensor))  # tied ones once
+    weights, listed, scalars = dict(once.values()), [], {}
+    for g, members in enumerate((_flat if flat else _numbered)(state, inner, weights, groups)):
         names = [m.name or f"{UNNAMED}{i} of group {g}" for i, m in enumerate(members)]
         listed.append({"names": names, "options": group_options(inner["param_groups"][g])})
-        for name, member in zip(names, members, strict=True):
-            _add(pieces, name, member, weights.get(name), where)
-            if values := numbers(member.slots):
+        for name, (_, master, slots, at) in zip(names, members, strict=True):
+            weight = weights.get(name)
+            if master is None and weight is not None and weight.dtype == torch.float32:
+                master = weight
+            tensors = {f"optim.{slot}": value for slot, value in slots.items() if not is_number(value)}
+            for kind, value in {"master": master, **tensors}.items():
+                if isinstance(value, FileTensor):
+                    # State of another shape than the parameter's (factored moments) keeps its own.
+                    shape = (value.numel - at,) if flat else value.shape
+                    if weight is not None and (flat or value.numel == weight.numel):
+                        shape = weight.shape
+                    pieces[kind, name] = Pieces.of(value, shape, at=at).check(f"{kind} of {name}", where)
+            if values := numbers(slots):
                 scalars[name] = values
     facts: dict[str, Any] = {"optimizer": {"groups": listed, "scalars": scalars}}
     if "cur_scale" in state:
         facts["loss_scaler"] = {key: materialize(state[key]) for key in _SCALER_KEYS if key in state}
         facts["loss_scaler"]["dynamic"] = bool(state.get("dynamic_loss_scale"))
     return facts
-
-
-def _weights(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """Weights by name, tied ones once, in the module's order."""
-    buffers, once = set(model.get("buffer_names") or ()), dict[Any, tuple[str, FileTensor]]()
-    for name, tensor in model["module"].items():
-        if isinstance(tensor, FileTensor) and name not in buffers and tensor.dtype.is_floating_point:
-            once.setdefault(tensor.place, (name, tensor))
-    return dict(once.values())
 
 
 def _numbered(
@@ -72,11 +75,9 @@ def _numbered(
     slots = [[inner["state"].get(number, {}) for number in group["params"]] for group in inner["param_groups"]]
     masters = state.get("fp32_groups") or [[None] * len(group) for group in slots]
     names = groups or [g.get("param_names") or [None] * len(g["params"]) for g in inner["param_groups"]]
-    if [len(group) for group in slots] != [len(group) for group in names]:
-        raise CheckpointError(
-            f"the checkpoint has optimizer groups of {[len(group) for group in slots]} parameters, this optimizer of "
-            f"{[len(group) for group in names]}"
-        )
+    counts, mine = [len(group) for group in slots], [len(group) for group in names]
+    if counts != mine:
+        raise CheckpointError(f"the checkpoint has groups of {counts} parameters, this optimizer of {mine}")
     shapes = [[_shape(m, s) for m, s in zip(*pair, strict=True)] for pair in zip(masters, slots, strict=True)]
     # Masters are in an order of their own, which may fit by shape and be wrong: their values tell.
     nameless = len(names) == 1 and not any(names[0]) and not state.get("fp32_groups")
@@ -111,12 +112,12 @@ def _flat(
         while name := next(given, None) if given is not None else _by_values(left, flat, at, None):
             if name not in weights:
                 raise CheckpointError(f"optimizer group {g} has {name}, and the checkpoint no weight of that name")
-            members.append(_Optimized(name, flat, slots, at, flat=True))
+            members.append(_Optimized(name, flat, slots, at))
             at += weights[name].numel
         rest = torch.ones(max(0, flat.numel - at), dtype=flat.dtype, device="cpu")
         flat.read(rest, start=at)
         if rest.any():  # not padding
-            members.append(_Optimized(None, flat, slots, at, flat=True))
+            members.append(_Optimized(None, flat, slots, at))
         yield members
 
 
@@ -130,17 +131,3 @@ def _by_values(left: dict[str, FileTensor], master: FileTensor, at: int, shape: 
                 del left[name]
                 return name
     return None
-
-
-def _add(pieces: dict[Key, Pieces], name: str, member: _Optimized, weight: FileTensor | None, where: Path) -> None:
-    master = member.master
-    if master is None and weight is not None and weight.dtype == torch.float32:
-        master = weight
-    tensors = {f"optim.{slot}": value for slot, value in member.slots.items() if not is_number(value)}
-    for state, value in {"master": master, **tensors}.items():
-        if isinstance(value, FileTensor):
-            # State of another shape than the parameter's (factored moments) keeps its own.
-            shape = (value.numel - member.at,) if member.flat else value.shape
-            if weight is not None and (member.flat or value.numel == weight.numel):
-                shape = weight.shape
-            pieces[state, name] = Pieces.of(value, shape, at=member.at).check(f"{state} of {name}", where)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.foreign.legacy import open_reference
-from deepspeed.checkpoint.foreign.pickled import load_pickled
+from deepspeed.checkpoint.foreign.unpickle import load_pickled
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.boxes import Region, Span, runs
 from deepspeed.checkpoint.format.checksum import crc32c
@@ -42,9 +42,9 @@ def located(path: Path, tag: str | None = None) -> Path:
     return folder
 
 
-def find_and_open(load_dir: Path, tag: str | None = None) -> Source:
-    """The checkpoint that ``located`` finds."""
-    return open_checkpoint(located(load_dir, tag))
+def find_and_open(load_dir: Path, tag: str | None = None, *, allow_pickle: bool = False) -> Source:
+    """The checkpoint that ``located`` finds, as of ``open_checkpoint``."""
+    return open_checkpoint(located(load_dir, tag), allow_pickle=allow_pickle)
 
 
 def read_manifest(folder: Path) -> Manifest:

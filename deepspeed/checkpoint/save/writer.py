@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from deepspeed.checkpoint.agree import together
-from deepspeed.checkpoint.foreign.pickled import save_pickled
+from deepspeed.checkpoint.foreign.unpickle import save_pickled
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.format.checksum import crc32c

@@ -22,7 +22,6 @@ from pathlib import Path
 from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.tool import diff, export, info, verify
-from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import guarded, say, size
 
@@ -33,24 +32,14 @@ _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the
 
 With "live" nothing is trained, names and shapes are compared, and what agrees "fits"; values of a fresh model are
 random, and those of the checkpoint are not read ("ds_checkpoint verify" does). On a running engine,
-deepspeed.checkpoint.diff_live(engine, folder) compares values. A folder of the name is ./live.
-Exit code: 0 no difference, 1 a difference, 2 wrong input."""
-
-
-def _size(text: str) -> int:
-    try:
-        return int(byte_count(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+deepspeed.checkpoint.diff_live(engine, folder) compares values. A folder of the name is ./live."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandLine(prog="ds_checkpoint", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], text: str, *positional: str
-    ) -> Callable[..., object]:
+    def command(name: str, run: Callable[..., int], text: str, *positional: str) -> Callable[..., object]:
         description = _DIFF_HELP if name == "diff" else text
         sub = commands.add_parser(name, help=text, description=description, allow_abbrev=False)
         sub.set_defaults(run=run)
@@ -63,33 +52,23 @@ def _parser() -> argparse.ArgumentParser:
     command("verify", verify.run, "read every byte; check sizes, checksums and coverage", "checkpoint")
     add = command("info", info.run, "what a checkpoint holds", "checkpoint")
     add("--tensors", action="store_true", help="list every tensor")
-    text = "compare with another checkpoint or a model file, tensor by tensor"
-    add = command("diff", diff.run, text, "checkpoint", "other")
-    text = "live: a function that returns the model, or a tuple that begins with it"
-    add("--model", metavar="MODULE:BUILD", help=text)
-    text = "live: also compare the state that the optimizer of this configuration keeps"
-    add("--config", metavar="FILE", help=text)
-    text = "live: also compare values of weights, for a build() that loads them"
-    add("--values", action="store_true", help=text)
+    add = command("diff", diff.run, "compare with a checkpoint or model file, tensor by tensor", "checkpoint", "other")
+    add("--model", metavar="MODULE:BUILD", help="live: a function that returns the model, or a tuple it begins")
+    add("--config", metavar="FILE", help="live: also compare the state that the optimizer of this file keeps")
+    add("--values", action="store_true", help="live: also compare values of weights, for a build() that loads them")
     add("--tag-b", help="which checkpoint of OTHER (default: as --tag)")
     add("-q", "--quiet", action="store_true", help="only what differs")
     command("audit", info.audit, "what every file is, and how many pickle opcodes loading executes", "checkpoint")
-    text = "write the weights, or everything, for other programs"
-    add = command("export", export.run, text, "checkpoint", "out")
-    text = "hf: safetensors; fp32: as zero_to_fp32.py; torch: .bin"
-    add("--format", choices=export.FORMATS, required=True, help=text)
-    text = "of the weights (default keep: what training computes in)"
-    add("--dtype", choices=sorted(export.CHOICES), help=text)
-    add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)")
-    text = "deepspeed: its layout (default: as saved)"
-    add("--stage", dest="zero", type=int, choices=(0, 1, 2, 3), help=text)
+    add = command("export", export.run, "write the weights, or everything, for other programs", "checkpoint", "out")
+    add("--format", choices=export.FORMATS, required=True, help="hf: safetensors; fp32: as zero_to_fp32; torch: .bin")
+    add("--dtype", choices=sorted(export.CHOICES), help="of the weights (default keep: what training computes in)")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)")
+    add("--stage", dest="zero", type=int, choices=(0, 1, 2, 3), help="deepspeed: its layout (default: as saved)")
     add("--world", type=count_of, metavar="N", help="deepspeed: ranks (default: as saved)")
     add("--exclude-frozen", action="store_true", help="leave frozen weights out")
-    text = "dcp, deepspeed: unpickle client state, which can run any code"
-    add("--allow-pickle", action="store_true", help=text)
+    add("--allow-pickle", action="store_true", help="dcp, deepspeed: unpickle client state, which can run any code")
     add("--overwrite", action="store_true", help="write into a folder that is not empty")
-    text = "write a checkpoint in DeepSpeed's layout as one of this package's"
-    add = command("import", export.run_import, text, "source", "out")
+    add = command("import", export.run_import, "write DeepSpeed's layout as one of this package's", "source", "out")
     add("--as", dest="as_tag", metavar="TAG", help="its tag in OUT (default: as in SOURCE)")
     add = command("prune", _prune, "remove older complete checkpoints, never the one 'latest' names", "folder")
     add("--keep-last", type=count_of, required=True, metavar="N", help="how many of the newest stay")

@@ -13,9 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from deepspeed.checkpoint.load.compare import TensorRow, compare, in_memory
-from deepspeed.checkpoint.load.source import Source
+from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, total_bytes, weight_keys
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.observe.program import say
@@ -36,19 +35,18 @@ def run(args: Namespace) -> int:
     if not other.exists():
         raise CheckpointError(f"there is no {other}")
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(opened(args.checkpoint, args.tag))
+        source = stack.enter_context(contextlib.closing(find_and_open(Path(args.checkpoint), args.tag)))
         if other.is_dir() and not any((other / name).is_file() for name in _MODELS):
-            second = stack.enter_context(opened(other, args.tag_b or args.tag))
+            second = stack.enter_context(contextlib.closing(find_and_open(other, args.tag_b or args.tag)))
+            # those inside client and RNG state only where both sides keep them as tensors
             plain = source.kind == second.kind == "deepspeed-checkpoint"
-            first, streams = _everything(source, plain=plain), _everything(second, plain=plain)
+            first, streams = (
+                {" ".join(k): stream(side, k, name=" ".join(k)) for k in side.entries if plain or k[0] != "plain"}
+                for side in (source, second)
+            )
         else:
             first, streams = {k[1]: stream(source, k) for k in weight_keys(source)}, _model(other)
         return tell(_rows(first, streams, shared_names(source)), "equal", quiet=args.quiet)
-
-
-def _everything(source: Source, *, plain: bool) -> dict[str, Stream]:
-    """All tensors by state and name; those inside client and RNG state only where both sides keep them as tensors."""
-    return {" ".join(k): stream(source, k, name=" ".join(k)) for k in source.entries if plain or k[0] != "plain"}
 
 
 def _rows(first: dict[str, Stream], second: dict[str, Stream], shared: dict[str, str]) -> Iterator[TensorRow]:

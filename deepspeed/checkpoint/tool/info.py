@@ -1,5 +1,6 @@
 """``ds_checkpoint info`` and ``audit``: what a checkpoint holds, and what its files are."""
 
+import contextlib
 import pickletools
 import zipfile
 from argparse import Namespace
@@ -12,9 +13,8 @@ import torch
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.manifest import MANIFEST
-from deepspeed.checkpoint.load.reader import located, read_manifest
+from deepspeed.checkpoint.load.reader import find_and_open, located, read_manifest
 from deepspeed.checkpoint.load.source import Source
-from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.weights.weights import block_of, compute_dtype, open_facts, shared_names
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import say, size
@@ -24,14 +24,9 @@ _UNREAD = "not part of the checkpoint, never read"
 
 def run(args: Namespace) -> int:
     """Print what the checkpoint holds; 0."""
-    with opened(args.checkpoint, args.tag) as source:
-        for line in [*_facts(source), "", *_tensors(source, each=args.tensors)]:
-            say(line)
+    with contextlib.closing(find_and_open(Path(args.checkpoint), args.tag)) as source:
+        say("\n".join([*_facts(source), "", *_tensors(source, each=args.tensors)]))
     return 0
-
-
-def _dtype(value: torch.dtype) -> str:
-    return str(value).removeprefix("torch.")
 
 
 def _facts(source: Source) -> list[str]:
@@ -43,9 +38,10 @@ def _facts(source: Source) -> list[str]:
     optimizer, client = facts.get("optimizer") or {}, facts.get("client_state")
     groups = [f"{len(g['names'])} parameters with lr {g['options'].get('lr')}" for g in optimizer.get("groups") or []]
     world, zero = (facts.get("world") or {}).get("size", "?"), block_of(facts.get("config"), "zero_optimization")
+    dtype = str(compute_dtype(facts)).removeprefix("torch.")
     rows = {
         "checkpoint": f"{source.path} ({source.kind})",
-        "world": f"{world} ranks, trained in {_dtype(compute_dtype(facts))} under ZeRO {zero.get('stage', 0)}",
+        "world": f"{world} ranks, trained in {dtype} under ZeRO {zero.get('stage', 0)}",
         "optimizer": optimizer and f"{optimizer.get('type') or 'not named'}, {len(groups)} groups: {', '.join(groups)}",
         "client": ", ".join(map(str, client)) if isinstance(client, dict) else client,
         "tied": ", ".join(f"{alias} = {name}" for alias, name in shared_names(source).items()),
@@ -59,23 +55,21 @@ def _facts(source: Source) -> list[str]:
 
 def _tensors(source: Source, *, each: bool) -> list[str]:
     """Sums by state and dtype, and with ``each`` a line per tensor."""
-    sums: dict[str, list[int]] = {"total": [0, 0, 0]}
+    sums: dict[str, list[int]] = {}
     lines = []
     for (state, name), (dtype, shape) in source.entries.items():
-        row = f"{state:<24} {_dtype(dtype):<9}"
-        for key in (row, "total"):
-            one = (1, prod(shape), prod(shape) * dtype.itemsize)
-            sums[key] = [a + b for a, b in zip(sums.get(key, (0, 0, 0)), one, strict=True)]
+        row = f"{state:<24} {str(dtype).removeprefix('torch.'):<9}"
+        one = (1, prod(shape), prod(shape) * dtype.itemsize)
+        sums[row] = [a + b for a, b in zip(sums.get(row, (0, 0, 0)), one, strict=True)]
         lines.append(f"{row} {'x'.join(map(str, shape)) or 'scalar':<20} {name}")
-    sums["total"] = sums.pop("total")  # the last
-    head = f"{'state':<24} {'dtype':<9} {'tensors':>8} {'elements':>15} {'bytes':>10}"
-    rows = [f"{row:<34} {n:>8} {numel:>15,} {size(nbytes):>10}" for row, (n, numel, nbytes) in sums.items()]
-    return [head, *rows, "", *lines] if each else [head, *rows]
+    sums["total"] = [sum(column) for column in zip((0, 0, 0), *sums.values(), strict=True)]
+    rows = [f"{'state':<24} {'dtype':<9} {'tensors':>8} {'elements':>15} {'bytes':>10}"]
+    for row, (count, numel, nbytes) in sums.items():
+        rows.append(f"{row:<34} {count:>8} {numel:>15,} {size(nbytes):>10}")
+    return [*rows, "", *lines] if each else rows
 
 
 # -- audit -------------------------------------------------------------------------------------------------------------
-
-
 def scan(path: Path) -> Counter[str]:
     """How many opcodes of the pickles in a torch archive or bare stream name what ("": nothing); they are never run.
 
@@ -134,7 +128,8 @@ def audit(args: Namespace) -> int:
         executed += pickled.total() if what != _UNREAD else 0
         if pickled:
             what += f"; names {', '.join(sorted(filter(None, pickled))[:6]) or 'nothing'}"
-        say(f"{name:<44} {size(path.lstat().st_size):>10}  {what}; pickle opcodes: {pickled.total()}")
+        nbytes = path.lstat().st_size
+        say(f"{name:<44} {size(nbytes):>10}  {what}; pickle opcodes: {pickled.total()}")
     if stubs:
         plain = f"{odd} NOT PLAIN" if odd else "plain values, loadable with weights_only=True"
         say(f"for other programs, never read here: {stubs} files, {plain}")

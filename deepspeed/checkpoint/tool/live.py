@@ -4,9 +4,11 @@ The model is built in this process, on the meta device where it can be (no memor
 What state the optimizer keeps is found by letting the configured one take a step on stand-ins.
 """
 
+import contextlib
 import itertools
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from deepspeed.api import choose_optimizer, names_by_group
 from deepspeed.checkpoint.foreign.legacy import ReferenceSource
 from deepspeed.checkpoint.load.compare import Match, TensorRow, compared, match, shape_row
 from deepspeed.checkpoint.load.match import optimizer_kind
+from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Key, Source
 from deepspeed.checkpoint.save.writer import progress
-from deepspeed.checkpoint.tool.common import opened
 from deepspeed.checkpoint.weights.weights import block_of, open_facts
 from deepspeed.config import load_config, read_config_source
 from deepspeed.errors import UsageError
@@ -33,11 +35,9 @@ _Shape = tuple[int, ...]
 def rows(args: Namespace) -> Iterator[TensorRow]:
     """A row per tensor. Raises UsageError, DeepSpeedConfigError, CheckpointError."""
     if not args.model:
-        raise UsageError(
-            "diff live needs --model MODULE:BUILD, a function that returns the model; a folder of that name is ./live"
-        )
-    with opened(args.other, args.tag_b or args.tag) as source:
-        model = _build(args.model, meta=not args.values)
+        raise UsageError("diff live needs --model MODULE:BUILD, which makes the model; a folder of the name is ./live")
+    with contextlib.closing(find_and_open(Path(args.other), args.tag_b or args.tag)) as source:
+        model = _build(args.model, "cpu" if args.values else "meta")
         slots, unlike = dict[Key, _Shape](), list[TensorRow]()
         if args.config is not None:
             optimizer = _optimizer(model, args.config)
@@ -56,26 +56,23 @@ def rows(args: Namespace) -> Iterator[TensorRow]:
         yield from itertools.chain(pairs.extra, unlike)
 
 
-def _build(reference: str, *, meta: bool) -> nn.Module:
-    """The model of ``module:build``; with ``meta`` on the meta device, unless its own code needs values."""
-    for device in ("meta", "cpu") if meta else ("cpu",):
-        try:
-            function = resolve(reference)
-            if not callable(function):
-                raise ValueError(f"{reference} is a {type(function).__name__}, not a function")
-            with torch.device(device):
-                model = parts_of(function(), reference)[0]
-            break
-        except Exception as error:  # it is the user's code: anything
-            if device == "cpu":
-                reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                raise UsageError(f"no model can be had from {reference}: {reason}") from error
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            raise UsageError(
-                f"tensor {name!r} of a lazy module has no shape yet; run one forward of the model in {reference}"
-            )
-    return model
+def _build(reference: str, device: str) -> nn.Module:
+    """The model of ``module:build``, on the host where its own code needs values that the meta device has not."""
+    try:
+        function = resolve(reference)
+        if not callable(function):
+            raise ValueError(f"{reference} is a {type(function).__name__}, not a function")
+        with torch.device(device):
+            model = parts_of(function(), reference)[0]
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if is_lazy(tensor):
+                raise ValueError(f"tensor {name!r} of a lazy module has no shape yet; run one forward of the model")
+        return model
+    except Exception as error:  # it is the user's code: anything
+        if device == "meta":
+            return _build(reference, "cpu")
+        reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"no model can be had from {reference}: {reason}") from error
 
 
 def _optimizer(model: nn.Module, config: str) -> torch.optim.Optimizer:
@@ -90,9 +87,7 @@ def _optimizer(model: nn.Module, config: str) -> torch.optim.Optimizer:
     parsed = load_config({"train_micro_batch_size_per_gpu": 1, **blocks}, world_size=1)
     optimizer = choose_optimizer(parsed, model, None, None)
     if optimizer is None:
-        raise UsageError(
-            f"{config} has no 'optimizer' block, so what state yours keeps is not known; leave --config out"
-        )
+        raise UsageError(f"{config} has no 'optimizer' block, so its state is not known; leave --config out")
     return optimizer
 
 
@@ -112,8 +107,7 @@ def _optimizer_rows(optimizer: torch.optim.Optimizer, source: Source) -> Iterato
 
 def _slots_of(optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> dict[Key, _Shape]:
     """Shapes of the optimizer's state in a checkpoint, after a step on stand-ins. Raises UsageError when it cannot."""
-    whole = granularity(optimizer) == "parameter"
-    slots: dict[Key, _Shape] = {}
+    whole, slots = granularity(optimizer) == "parameter", dict[Key, _Shape]()
     known: dict[tuple[int, _Shape], dict[str, _Shape]] = {}
     for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for name, shape in [(n, tuple(p.shape)) for n, p in zip(names, group["params"], strict=True) if p.numel()]:

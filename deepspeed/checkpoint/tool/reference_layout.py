@@ -6,7 +6,7 @@ A level is DeepSpeed's number for what is sharded: 0 nothing, 1 optimizer state,
 import pickle
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.foreign import cuts
-from deepspeed.checkpoint.foreign.cuts import Slice
+from deepspeed.checkpoint.foreign.sharded import Slice, column_width, columns, row_width, rows, sub_groups
 from deepspeed.checkpoint.format import names
 from deepspeed.checkpoint.format.folders import check_tag, finished, write_latest
-from deepspeed.checkpoint.load.source import Source, whole
+from deepspeed.checkpoint.load.source import Source, Wish, fill, whole
 from deepspeed.checkpoint.save.client_files import write_script
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.checkpoint.weights.weights import (
@@ -63,8 +62,8 @@ class _Pickler(pickle._Pickler):
         self.memoize(obj)  # type: ignore[attr-defined]
 
 
-class Layout:
-    """What is to be written, and for how many ranks."""
+class _Layout:
+    """What is to be written, for how many ranks, and the contents of each file."""
 
     def __init__(self, source: Source, level: int | None, world: int, *, exclude_frozen: bool) -> None:
         facts, entries = source.facts, source.entries
@@ -75,219 +74,164 @@ class Layout:
         self.scalars: dict[str, dict[str, Any]] = facts["optimizer"].get("scalars") or {}
         self.options = [dict(group["options"]) for group in facts["optimizer"]["groups"]]
         self.listed = [list(group["names"]) for group in facts["optimizer"]["groups"]]
+        self.exclude_frozen = exclude_frozen
         self.keys = weight_keys(source, exclude_frozen=exclude_frozen)
         self.frozen = {name: torch.Size(entries[s, name].shape) for s, name in self.keys if s == "param"}
-        self.exclude_frozen = exclude_frozen
         self.shapes = {key[1]: torch.Size(d.shape) for key, d in entries.items() if key[0] == "master"}
         # In flattening order, less the frozen ones, which an optimizer of the user may list.
         self.groups = [[(n, prod(self.shapes[n])) for n in group if n in self.shapes] for group in self.listed]
         self.slots = list(dict.fromkeys(k[0].removeprefix("optim.") for k in entries if k[0].startswith("optim.")))
-        self._cut()
-
-    def _cut(self) -> None:
-        """``slices``: what lies in the flat tensors, by rank and part, and ``lengths``: how long each is. There is one
-        per group (levels 1, 2) or ``runs``, sub-groups of each group (3).
-        """
         limit = int(float(self.zero.get("sub_group_size") or _SUB_GROUP))
-        self.runs = [cuts.sub_groups(g, self.world, limit) if self.level == 3 else [g] for g in self.groups]
+        # A flat tensor per group (levels 1, 2) or sub-group (3): what lies in it, by rank and part; how long it is.
+        self.runs = [sub_groups(g, world, limit) if self.level == 3 else [g] for g in self.groups]
         self.slices: dict[tuple[int, int], list[Slice]] = {}
         self.lengths: list[int] = []
         for part, run in enumerate(run for runs in self.runs for run in runs):
             if self.level == 3:
-                self.lengths.append(sum(cuts.row_width(numel, self.world) for _, numel in run))
-                slices = cuts.rows(run, part, self.world)
+                self.lengths.append(sum(row_width(numel, world) for _, numel in run))
+                slices = rows(run, part, world)
             else:
-                self.lengths.append(cuts.column_width(run, self.world))
-                slices = cuts.columns(run, part, width=self.lengths[part], world=self.world)
+                self.lengths.append(column_width(run, world))
+                slices = columns(run, part, width=self.lengths[part], world=world)
             for s in slices:
                 self.slices.setdefault((s.rank, part), []).append(s)
 
-    def refuse(self) -> None:
-        """Raise CheckpointError for what DeepSpeed's sharded files cannot hold."""
-        entries = self.source.entries
-        odd = [k for k in entries if k[0].startswith(("opaque.", "part."))]
-        odd += [k for k, d in entries.items() if k[0].startswith("optim.") and d.shape != entries["master", k[1]].shape]
-        if odd and self.level:
-            raise CheckpointError(
-                f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter, which "
-                "DeepSpeed's sharded layout cannot hold; export with --stage 0"
-            )
-        if self.level in (1, 2) and self.zero.get("round_robin_gradients"):
-            # Weights in the wrong order would load without a word.
-            raise CheckpointError(
-                "under round_robin_gradients DeepSpeed's order of parameters depends on the machine; export with "
-                "--stage 3 or 0"
-            )
-
-    def values(self, state: str, rank: int, part: int, *, padding: int = 0) -> torch.Tensor:
+    def _values(self, state: str, rank: int, part: int, *, padding: int = 0) -> torch.Tensor:
         """A flat tensor of ``state`` without its last ``padding`` elements, zeros where nothing is stored."""
         out = torch.zeros(self.lengths[part] - padding, dtype=torch.float32)
-        for s in self.slices.get((rank, part), []):
-            if (state, s.name) in self.source.entries:
-                values = stream(self.source, (state, s.name), dtype=torch.float32)
-                values.read(s.lo, out[s.at : s.at + s.hi - s.lo])
+        slices = (s for s in self.slices.get((rank, part), []) if (state, s.name) in self.source.entries)
+        fill(self.source, [Wish((state, s.name), out[s.at : s.at + s.hi - s.lo], s.lo) for s in slices])
         return out
 
-
-def _scaler(layout: Layout) -> Any:
-    state, block = layout.scaler, block_of(layout.config, "fp16")
-    scale, hysteresis = float(state.get("cur_scale", 1.0)), int(block.get("hysteresis", 2))
-    if not state.get("dynamic"):
-        return _LossScaler(cur_scale=scale, dynamic=False)
-    return _DynamicLossScaler(
-        cur_scale=scale,
-        cur_iter=int(state.get("cur_iter", 0)),
-        last_overflow_iter=int(state.get("last_overflow_iter", -1)),
-        scale_factor=2.0,
-        scale_window=int(block.get("loss_scale_window", 1000)),
-        min_scale=block.get("min_loss_scale", 1),
-        delayed_shift=hysteresis,
-        cur_hysteresis=int(state.get("cur_hysteresis", hysteresis)),
-        consecutive_hysteresis=bool(block.get("consecutive_hysteresis", False)),
-        raise_error_at_min_scale=True,
-        dynamic=True,
-        dtype=torch.float16,
-    )
-
-
-def _flat_state(layout: Layout, rank: int) -> dict[str, Any]:
-    """The optimizer's own state dict over flat tensors."""
-    any_scalars = next((layout.scalars.get(name, {}) for group in layout.groups for name, _ in group), {})
-    state: dict[int, dict[str, Any]] = {}
-    for part in range(len(layout.lengths)):
-        slices = layout.slices.get((rank, part))
-        state[part] = dict(layout.scalars.get(slices[0].name, {}) if slices else any_scalars)
-        state[part] |= {slot: layout.values(f"optim.{slot}", rank, part) for slot in layout.slots}
-    numbers = iter(state)
-    pairs = zip(layout.options, layout.runs, strict=True)
-    return {"state": state, "param_groups": [{**o, "params": [next(numbers) for _ in runs]} for o, runs in pairs]}
-
-
-def _optim_file(layout: Layout, rank: int) -> dict[str, Any]:
-    """Contents of a rank's optimizer-state file."""
-    state, parts, world = _flat_state(layout, rank), range(len(layout.lengths)), layout.world
-    inner: dict[str, Any] = {
-        "zero_stage": _Level(number=layout.level),
-        "loss_scaler": _scaler(layout),
-        "overflow": False,
-        "dynamic_loss_scale": bool(layout.scaler.get("dynamic")),
-    }
-    if layout.level == 3:
-        masters = [layout.values("master", rank, part) for part in parts]
-        inner |= {"partition_count": world, "optimizer_state_dict": state, "fp32_flat_groups": masters}
-    else:
-        # DeepSpeed has a wrapper for this, whose files differ.
-        accumulation = block_of(layout.config, "data_types").get("grad_accum_dtype")
-        wrapper = layout.level == 1 and layout.dtype == torch.bfloat16 and accumulation in ("fp32", "float32")
-        # Elements at the end of a column that are none of the group's.
-        ends = zip(layout.lengths, layout.groups, strict=True)
-        paddings = [max(0, min(width, (rank + 1) * width - sum(n for _, n in group))) for width, group in ends]
-        masters = [layout.values("master", rank, p, padding=0 if wrapper else paddings[p]) for p in parts]
-        gaps = {"param_alignment_paddings": [[0] * len(group) for group in layout.groups]}
-        inner = {} if wrapper else {**inner, **gaps}
-        slices = [layout.slices.get((rank, part), []) for part in parts]
-        inner |= {
-            "clip_grad": float(layout.config.get("gradient_clipping") or 1.0),
-            "base_optimizer_state": state,
-            "single_partition_of_fp32_groups": masters,
-            "group_paddings": paddings,
-            "partition_count": [world] * len(parts),
-            "ds_version": __version__,
-            "param_slice_mappings": [
-                OrderedDict((s.name, _FragmentAddress(numel=s.hi - s.lo, start=s.at)) for s in of_part)
-                for of_part in slices
-            ],
+    def _scaler(self) -> Any:
+        state, block = self.scaler, block_of(self.config, "fp16")
+        scale, hysteresis = float(state.get("cur_scale", 1.0)), int(block.get("hysteresis", 2))
+        if not state.get("dynamic"):
+            return _LossScaler(cur_scale=scale, dynamic=False)
+        counters = {"cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": hysteresis}
+        settings = {
+            "scale_window": int(block.get("loss_scale_window", 1000)),
+            "min_scale": block.get("min_loss_scale", 1),
+            "delayed_shift": hysteresis,
+            "consecutive_hysteresis": bool(block.get("consecutive_hysteresis", False)),
         }
-    return {"optimizer_state_dict": inner, "ds_config": layout.config, "ds_version": __version__}
+        known = {name: int(state.get(name, start)) for name, start in counters.items()} | settings
+        fixed = {"scale_factor": 2.0, "raise_error_at_min_scale": True, "dynamic": True, "dtype": torch.float16}
+        return _DynamicLossScaler(cur_scale=scale, **known, **fixed)
 
+    def optim_file(self, rank: int) -> dict[str, Any]:
+        """Contents of a rank's optimizer-state file."""
+        parts, world, state = range(len(self.lengths)), self.world, dict[int, dict[str, Any]]()
+        slices, numbers = [self.slices.get((rank, part), []) for part in parts], iter(parts)
+        for part in parts:
+            named = slices[part][0].name if slices[part] else next((n for g in self.groups for n, _ in g), "")
+            slots = {slot: self._values(f"optim.{slot}", rank, part) for slot in self.slots}
+            state[part] = {**self.scalars.get(named, {}), **slots}
+        pairs = zip(self.options, self.runs, strict=True)
+        groups = [{**options, "params": [next(numbers) for _ in runs]} for options, runs in pairs]
+        base = {"state": state, "param_groups": groups}
+        inner: dict[str, Any] = {
+            "zero_stage": _Level(number=self.level),
+            "loss_scaler": self._scaler(),
+            "overflow": False,
+            "dynamic_loss_scale": bool(self.scaler.get("dynamic")),
+        }
+        if self.level == 3:
+            masters = [self._values("master", rank, part) for part in parts]
+            inner |= {"partition_count": world, "optimizer_state_dict": base, "fp32_flat_groups": masters}
+        else:
+            # DeepSpeed has a wrapper for this, whose files differ.
+            accumulation = block_of(self.config, "data_types").get("grad_accum_dtype")
+            wrapper = self.level == 1 and self.dtype == torch.bfloat16 and accumulation in ("fp32", "float32")
+            # Elements at the end of a column that are none of the group's.
+            ends = zip(self.lengths, self.groups, strict=True)
+            paddings = [max(0, min(width, (rank + 1) * width - sum(n for _, n in group))) for width, group in ends]
+            gaps = {"param_alignment_paddings": [[0] * len(group) for group in self.groups]}
+            inner = {} if wrapper else {**inner, **gaps}
+            inner |= {
+                "clip_grad": float(self.config.get("gradient_clipping") or 1.0),
+                "base_optimizer_state": base,
+                "single_partition_of_fp32_groups": [
+                    self._values("master", rank, p, padding=0 if wrapper else paddings[p]) for p in parts
+                ],
+                "group_paddings": paddings,
+                "partition_count": [world] * len(parts),
+                "ds_version": __version__,
+                "param_slice_mappings": [
+                    OrderedDict((s.name, _FragmentAddress(numel=s.hi - s.lo, start=s.at)) for s in of_part)
+                    for of_part in slices
+                ],
+            }
+        return {"optimizer_state_dict": inner, "ds_config": self.config, "ds_version": __version__}
 
-def _module(layout: Layout) -> dict[str, torch.Tensor]:
-    """The model's state dict; without values at level 3, buffers excepted."""
-    state: dict[str, torch.Tensor] = OrderedDict()
-    for key in layout.keys:
-        dtype = layout.dtype if key[0] == "master" else layout.source.entries[key].dtype
-        empty = layout.level == 3 and key[0] != "buffer"
-        state[key[1]] = torch.empty(0, dtype=dtype) if empty else stream(layout.source, key, dtype=dtype).whole()
-    return with_aliases(state, shared_names(layout.source))
+    def _fragment(self, name: str, rank: int) -> torch.Tensor:
+        """What a rank holds of a frozen parameter."""
+        key, numel = ("param", name), prod(self.frozen[name])
+        if self.level < 3:
+            return whole(self.source, key)
+        out = torch.zeros(row_width(numel, self.world), dtype=self.source.entries[key].dtype)
+        mine = (s for s in rows([(name, numel)], 0, self.world) if s.rank == rank)
+        fill(self.source, [Wish(key, out[: s.hi - s.lo], s.lo) for s in mine])
+        return out
 
+    def _whole_state(self) -> dict[str, Any]:
+        """Level 0: state over whole parameters, wrapped where DeepSpeed keeps fp32 copies of a low-precision model."""
+        source, state = self.source, dict[int, dict[str, Any]]()
+        trained = [[name for name, _ in group] for group in self.groups]
+        # torch's own state dict counts frozen ones too
+        members = self.listed if self.dtype == torch.float32 else trained
+        number = {name: i for i, name in enumerate(name for group in members for name in group)}
+        for name in (name for group in trained for name in group):
+            slots = [slot for slot in self.slots if (f"optim.{slot}", name) in source.entries]
+            tensors = {slot: whole(source, (f"optim.{slot}", name)) for slot in slots}
+            state[number[name]] = {**self.scalars.get(name, {}), **tensors}
+        # torch keeps the names beside the numbers; readers that must name the state find them there.
+        pairs = zip(self.options, members, strict=True)
+        groups = [{**options, "params": [number[n] for n in group], "param_names": group} for options, group in pairs]
+        inner = {"state": state, "param_groups": groups}
+        if self.dtype == torch.float32:
+            return inner
+        steps = (self.facts.get("engine") or {}).get("global_steps", 0)
+        known = {**vars(self._scaler()), "cur_iter": int(self.scaler.get("cur_iter", steps))}
+        kept = ("last_overflow_iter", "scale_factor", "scale_window") if known["dynamic"] else ()
+        return {
+            "dynamic_loss_scale": known["dynamic"],
+            **{name: known[name] for name in ("cur_scale", "cur_iter", *kept)},
+            "optimizer_state_dict": inner,
+            "fp32_groups": [[whole(source, ("master", name)) for name in group] for group in members],
+        }
 
-def _fragment(layout: Layout, name: str, rank: int) -> torch.Tensor:
-    """What a rank holds of a frozen parameter."""
-    key, numel = ("param", name), prod(layout.frozen[name])
-    if layout.level < 3:
-        return whole(layout.source, key)
-    out = torch.zeros(cuts.row_width(numel, layout.world), dtype=layout.source.entries[key].dtype)
-    for s in cuts.rows([(name, numel)], 0, layout.world):
-        if s.rank == rank:
-            layout.source.read(key, out[: s.hi - s.lo], start=s.lo)
-    return out
-
-
-def _whole_state(layout: Layout) -> dict[str, Any]:
-    """Level 0: state over whole parameters, wrapped where DeepSpeed keeps fp32 copies of a low-precision model."""
-    source = layout.source
-    trained = [[name for name, _ in group] for group in layout.groups]
-    # torch's own state dict counts frozen ones too
-    members = layout.listed if layout.dtype == torch.float32 else trained
-    number = {name: i for i, name in enumerate(name for group in members for name in group)}
-    state = {}
-    for name in (name for group in trained for name in group):
-        slots = [slot for slot in layout.slots if (f"optim.{slot}", name) in source.entries]
-        tensors = {slot: whole(source, (f"optim.{slot}", name)) for slot in slots}
-        state[number[name]] = {**layout.scalars.get(name, {}), **tensors}
-    # torch keeps the names beside the numbers; readers that must name the state find them there.
-    pairs = zip(layout.options, members, strict=True)
-    groups = [{**options, "params": [number[n] for n in group], "param_names": group} for options, group in pairs]
-    inner = {"state": state, "param_groups": groups}
-    if layout.dtype == torch.float32:
-        return inner
-    steps = (layout.facts.get("engine") or {}).get("global_steps", 0)
-    known = {**vars(_scaler(layout)), "cur_iter": int(layout.scaler.get("cur_iter", steps))}
-    kept = ("last_overflow_iter", "scale_factor", "scale_window") if known["dynamic"] else ()
-    return {
-        "dynamic_loss_scale": known["dynamic"],
-        **{name: known[name] for name in ("cur_scale", "cur_iter", *kept)},
-        "optimizer_state_dict": inner,
-        "fp32_groups": [[whole(source, ("master", name)) for name in group] for group in members],
-    }
-
-
-def _model_file(layout: Layout, rank: int) -> dict[str, Any]:
-    """Contents of a rank's model-state file."""
-    facts, sharded = layout.facts, layout.level > 0
-    engine, frozen = facts.get("engine") or {}, layout.level >= 2 and not layout.exclude_frozen
-    shapes = [OrderedDict((n, layout.shapes[n]) for n, _ in group) for group in layout.groups]
-    fragments = OrderedDict((name, _fragment(layout, name, rank)) for name in (layout.frozen if frozen else ()))
-    return {
-        **(facts.get("client_state") or {}),
-        "module": _module(layout),
-        "buffer_names": [name for state, name in layout.source.entries if state == "buffer"],
-        "optimizer": None if sharded else _whole_state(layout),
-        "param_shapes": shapes if sharded else None,
-        "frozen_param_shapes": OrderedDict(layout.frozen) if frozen else None,
-        "shared_params": (shared_names(layout.source) if rank == 0 else {}) if sharded else None,
-        "frozen_param_fragments": fragments if frozen else None,
-        "lr_scheduler": facts.get("lr_scheduler"),
-        "data_sampler": None,
-        "random_ltd": None,
-        **{name: int(engine.get(name) or 0) for name in ("skipped_steps", "global_steps", "global_samples")},
-        "dp_world_size": layout.world,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        "ds_config": layout.config,
-        "ds_version": __version__,
-    }
-
-
-def _files(layout: Layout) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Names, and functions that make the contents."""
-    for rank in range(layout.world if layout.level == 3 else 1):
-        prefix = f"{names.ZERO_FILE_PREFIX}{rank}_" if layout.level == 3 else ""
-        yield f"{prefix}{names.MODEL_FILE_PREFIX}00{names.MODEL_FILE_SUFFIX}", partial(_model_file, layout, rank)
-    start = names.BF16_ZERO_FILE_PREFIX if layout.dtype == torch.bfloat16 else names.ZERO_FILE_PREFIX
-    for rank in range(layout.world if layout.level else 0):
-        name = f"{start}{rank}_{names.MODEL_FILE_PREFIX}00{names.OPTIM_FILE_SUFFIX}"
-        yield name, partial(_optim_file, layout, rank)
+    def model_file(self, rank: int) -> dict[str, Any]:
+        """Contents of a rank's model-state file."""
+        facts, sharded = self.facts, self.level > 0
+        frozen = None if self.level < 2 or self.exclude_frozen else self.frozen
+        engine, shared = facts.get("engine") or {}, shared_names(self.source)
+        shapes = [OrderedDict((n, self.shapes[n]) for n, _ in group) for group in self.groups]
+        fragments = OrderedDict((name, self._fragment(name, rank)) for name in frozen or ())
+        module: dict[str, torch.Tensor] = OrderedDict()  # without values at level 3, buffers excepted
+        for key in self.keys:
+            dtype = self.dtype if key[0] == "master" else self.source.entries[key].dtype
+            empty = self.level == 3 and key[0] != "buffer"
+            module[key[1]] = torch.empty(0, dtype=dtype) if empty else stream(self.source, key, dtype=dtype).whole()
+        return {
+            **(facts.get("client_state") or {}),
+            "module": with_aliases(module, shared),
+            "buffer_names": [name for state, name in self.source.entries if state == "buffer"],
+            "optimizer": None if sharded else self._whole_state(),
+            "param_shapes": shapes if sharded else None,
+            "frozen_param_shapes": None if frozen is None else OrderedDict(frozen),
+            "shared_params": (shared if rank == 0 else {}) if sharded else None,
+            "frozen_param_fragments": None if frozen is None else fragments,
+            "lr_scheduler": facts.get("lr_scheduler"),
+            "data_sampler": None,
+            "random_ltd": None,
+            **{name: int(engine.get(name) or 0) for name in ("skipped_steps", "global_steps", "global_samples")},
+            "dp_world_size": self.world,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "ds_config": self.config,
+            "ds_version": __version__,
+        }
 
 
 def write(source: Source, out: Path, *, level: int | None, world: int, exclude_frozen: bool) -> Path:
@@ -296,14 +240,27 @@ def write(source: Source, out: Path, *, level: int | None, world: int, exclude_f
     Raises CheckpointError when there is no optimizer, or state that the layout cannot hold; OSError.
     """
     if not (source.facts.get("optimizer") or {}).get("groups"):
-        raise CheckpointError(
-            f"{source.path} holds no optimizer, which DeepSpeed's layout needs; export the weights with --format torch"
-        )
-    layout = Layout(source, level, world, exclude_frozen=exclude_frozen)
-    layout.refuse()
+        raise CheckpointError(f"{source.path} has no optimizer, which this layout needs; export with --format torch")
+    layout, entries = _Layout(source, level, world, exclude_frozen=exclude_frozen), source.entries
+    odd = [k for k in entries if k[0].startswith(("opaque.", "part."))]
+    odd += [k for k, d in entries.items() if k[0].startswith("optim.") and d.shape != entries["master", k[1]].shape]
+    if odd and layout.level:
+        what = f"{odd[0][0]} of {odd[0][1]} (and {len(odd) - 1} more) has not the shape of its parameter"
+        raise CheckpointError(f"{what}, which DeepSpeed's sharded layout cannot hold; export with --stage 0")
+    if layout.level in (1, 2) and layout.zero.get("round_robin_gradients"):
+        # Weights in the wrong order would load without a word.
+        what = "under round_robin_gradients DeepSpeed's order of parameters depends on the machine"
+        raise CheckpointError(f"{what}; export with --stage 3 or 0")
     folder = out / check_tag(source.path.name)
     folder.mkdir(parents=True, exist_ok=True)
-    files = dict(_files(layout))
+    files: dict[str, Callable[[], dict[str, Any]]] = {}
+    for rank in range(world if layout.level == 3 else 1):
+        prefix = f"{names.ZERO_FILE_PREFIX}{rank}_" if layout.level == 3 else ""
+        files[f"{prefix}{names.MODEL_FILE_PREFIX}00{names.MODEL_FILE_SUFFIX}"] = partial(layout.model_file, rank)
+    start = names.BF16_ZERO_FILE_PREFIX if layout.dtype == torch.bfloat16 else names.ZERO_FILE_PREFIX
+    for rank in range(world if layout.level else 0):
+        name = f"{start}{rank}_{names.MODEL_FILE_PREFIX}00{names.OPTIM_FILE_SUFFIX}"
+        files[name] = partial(layout.optim_file, rank)
     with progress("export", len(files)) as advance:
         for name, make in files.items():
             with finished(folder / name) as path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from deepspeed.checkpoint.foreign.pickled import checked
+from deepspeed.checkpoint.foreign.unpickle import checked
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.format.files import ChunkReader, Wanted
 from deepspeed.checkpoint.format.manifest import MANIFEST, PIECE_BYTES, Manifest
@@ -23,17 +23,27 @@ def verify(folder: Path) -> list[str]:
     """Everything that is wrong with the checkpoint in the tag's folder, a sentence each. Raises CheckpointError."""
     if not folders.is_complete(folder):
         return _read_all(folder)
-    manifest = read_manifest(folder)
-    return _tensors(folder, manifest) or _facts(folder)
+    if wrong := _tensors(folder, read_manifest(folder)):
+        return wrong
+    try:  # would loading take the manifest, and can it decode what is not a tensor?
+        with contextlib.closing(OwnSource(folder)) as source:
+            pickled = [rank["pickled"] for rank in source.manifest.facts.get("ranks") or [] if rank.get("pickled")]
+            for known in pickled:
+                checked(folder, known)  # against its checksum, and never opened
+            if not pickled:
+                _ = source.facts
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [str(error)]
+    return []
 
 
 def _tensors(folder: Path, manifest: Manifest) -> list[str]:
     """Every element exactly once, files as long as they were, and every byte of one tensor and as its checksum says."""
     wrong = []
     for name, nbytes in manifest.files.items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else nbytes
-        if size != nbytes:
-            wrong.append(f"{name}: has {size} bytes, not {nbytes}")
+        actual = (folder / name).stat().st_size if (folder / name).is_file() else nbytes
+        if actual != nbytes:
+            wrong.append(f"{name}: has {actual} bytes, not {nbytes}")
     boxes = [(box, entry) for entry in manifest.entries.values() for box in entry.boxes]
     ends = dict.fromkeys(manifest.files, 0)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
@@ -63,23 +73,6 @@ def _tensors(folder: Path, manifest: Manifest) -> list[str]:
         if ends[name] != nbytes:
             wrong.append(f"{name}: {nbytes} bytes, of which tensors use {ends[name]}")
     return wrong
-
-
-def _facts(folder: Path) -> list[str]:
-    """Whether loading would take the manifest, and can decode what is not a tensor; pickled client state is compared
-    with its checksum, never opened.
-    """
-    try:
-        with contextlib.closing(OwnSource(folder)) as source:
-            ranks = source.manifest.facts.get("ranks") or []
-            pickled = [rank["pickled"] for rank in ranks if rank.get("pickled")]
-            for known in pickled:
-                checked(folder, known)
-            if not pickled:
-                _ = source.facts
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [str(error)]
-    return []
 
 
 def _read_all(folder: Path) -> list[str]:

@@ -8,15 +8,15 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from deepspeed.checkpoint.format.folders import finished, sync, temporary_for, write_atomically
-from deepspeed.checkpoint.load.source import Key, Source
+from deepspeed.checkpoint.load.source import Key, Source, Wish, fill
+from deepspeed.config.model.values import byte_count
 from deepspeed.device import DTYPES
 from deepspeed.errors import CheckpointError
 
@@ -31,8 +31,7 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(NamedTuple):
     """A tensor in pieces: ``read(start, out)`` fills the flat host tensor ``out`` with elements from ``start`` on."""
 
     name: str
@@ -68,15 +67,8 @@ class Stream:
 
 def stream(source: Source, key: Key, *, name: str | None = None, dtype: torch.dtype | None = None) -> Stream:
     """The tensor ``key`` of ``source``, cast to ``dtype`` piece by piece when that differs from what is stored."""
-    described = source.entries[key]
-
-    def read(start: int, out: torch.Tensor) -> None:
-        stored = out if out.dtype == described.dtype else torch.empty(out.numel(), dtype=described.dtype, device="cpu")
-        source.read(key, stored, start=start)
-        if stored is not out:
-            out.copy_(stored)
-
-    return Stream(name or key[1], dtype or described.dtype, described.shape, read)
+    stored, shape = source.entries[key]
+    return Stream(name or key[1], dtype or stored, shape, lambda start, out: fill(source, [Wish(key, out, start)]))
 
 
 def total_bytes(streams: Iterable[Stream]) -> int:
@@ -85,8 +77,6 @@ def total_bytes(streams: Iterable[Stream]) -> int:
 
 
 # -- what a checkpoint says of its weights ------------------------------------------------------------------------
-
-
 def block_of(config: Any, name: str) -> dict[str, Any]:
     """A block of a configuration as a checkpoint keeps it; empty when there is none."""
     block = config.get(name) if isinstance(config, dict) else None
@@ -119,10 +109,7 @@ def with_aliases(state: dict[str, Any], aliases: Mapping[str, str]) -> dict[str,
 
 def weight_keys(source: Source, *, exclude_frozen: bool = False) -> list[Key]:
     """The model's state dict in the order buffers, frozen parameters, trained parameters; tied weights once."""
-    by_state: dict[str, list[Key]] = {"buffer": [], "param": [], "master": []}
-    for key in source.entries:
-        if key[0] in by_state:
-            by_state[key[0]].append(key)
+    by_state = {state: [key for key in source.entries if key[0] == state] for state in ("buffer", "param", "master")}
     trained = {name for _, name in by_state["master"]}
     frozen = [] if exclude_frozen else [key for key in by_state["param"] if key[1] not in trained]
     return [*by_state["buffer"], *frozen, *by_state["master"]]
@@ -141,13 +128,6 @@ def weight_streams(source: Source, *, dtype: torch.dtype | None, exclude_frozen:
 
 
 # -- files -------------------------------------------------------------------------------------------------------
-
-
-def _as_bytes(flat: torch.Tensor) -> memoryview:
-    raw: Any = flat.view(torch.uint8).numpy()
-    return memoryview(raw)
-
-
 @contextlib.contextmanager
 def torch_file(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, aliases: Mapping[str, str]
@@ -174,15 +154,14 @@ def torch_file(
                     # Always a copy: memory that numpy has seen can never be given back, and a gathered unit's must be.
                     piece = flat[at : at + _PIECE].to(device="cpu", dtype=dtype, copy=True)
                     file.seek(offsets[name] + (start + at) * dtype.itemsize)
-                    file.write(_as_bytes(piece))
+                    file.write(piece.view(torch.uint8).numpy().data)
 
             yield write
 
 
 def plan_shards(streams: Sequence[Stream], max_bytes: int | None) -> list[list[Stream]]:
     """``streams`` in order, in shards of ``max_bytes`` at most (None: one shard) unless one tensor alone is larger."""
-    shards: list[list[Stream]] = [[]]
-    filled = 0
+    shards, filled = [list[Stream]()], 0
     for s in streams:
         if shards[-1] and max_bytes is not None and filled + s.nbytes > max_bytes:
             shards.append([])
@@ -197,7 +176,7 @@ def write_weights(
     out: Path,
     *,
     safetensors: bool,
-    max_shard_bytes: int | None,
+    max_shard_size: str | int | None,
     shared: Mapping[str, str] | None = None,
     progress: Progress = lambda _bytes: None,
 ) -> list[Path]:
@@ -206,21 +185,30 @@ def write_weights(
 
     Holds a piece of one tensor (safetensors) or one shard (torch). ``shared`` (alias -> name in ``streams``) goes into
     torch files as the same storage, and is left out of safetensors, as Hugging Face expects. Files of an earlier export
-    of this kind are replaced once the new ones are complete. Raises OSError, CheckpointError.
+    of this kind are replaced once the new ones are complete. Raises OSError, CheckpointError, ValueError (the size).
     """
+    try:
+        limit = None if max_shard_size is None else byte_count(max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"max_shard_size {error}") from None
     out.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", ".safetensors") if safetensors else ("pytorch_model", ".bin")
     aliases = {} if safetensors or not shared else shared
-    shards = plan_shards(streams, max_shard_bytes)
+    shards = plan_shards(streams, limit)
     total = len(shards)
     names = [f"{stem}-{i:05d}-of-{total:05d}{suffix}" if total > 1 else stem + suffix for i in range(1, total + 1)]
     with contextlib.ExitStack() as cleanup:
         temporary = [cleanup.enter_context(temporary_for(out / name)) for name in names]
         for path, shard in zip(temporary, shards, strict=True):
-            if safetensors:
-                _write_safetensors(path, shard, progress)
-            else:
-                _write_torch(path, shard, aliases, progress)
+            with path.open("wb") as file:
+                if safetensors:
+                    _write_safetensors(file, shard, progress)
+                else:
+                    state = {}
+                    for s in shard:
+                        state[s.name] = s.whole()
+                        progress(s.nbytes)
+                    torch.save(with_aliases(state, aliases), file)  # the name of a path would get into the archive
             sync(path)
         pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?{re.escape(suffix)}(\.index\.json)?")
         stale = [p for p in out.iterdir() if pattern.fullmatch(p.name) and p.name not in names]
@@ -238,7 +226,7 @@ def write_weights(
     return written
 
 
-def _write_safetensors(path: Path, streams: Sequence[Stream], progress: Progress) -> None:
+def _write_safetensors(file: BinaryIO, streams: Sequence[Stream], progress: Progress) -> None:
     """Largest elements first, which aligns them. The package would need all of them in memory."""
     ordered = sorted(streams, key=lambda s: -s.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -250,17 +238,7 @@ def _write_safetensors(path: Path, streams: Sequence[Stream], progress: Progress
         at += s.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for chunk in (chunk for s in ordered for chunk in s.chunks()):
-            file.write(_as_bytes(chunk))
-            progress(chunk.nbytes)
-
-
-def _write_torch(path: Path, streams: Sequence[Stream], aliases: Mapping[str, str], progress: Progress) -> None:
-    state = {}
-    for s in streams:
-        state[s.name] = s.whole()
-        progress(s.nbytes)
-    with path.open("wb") as file:  # torch would write the name of a path into the archive, and this one passes
-        torch.save(with_aliases(state, aliases), file)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for chunk in (chunk for s in ordered for chunk in s.chunks()):
+        file.write(chunk.view(torch.uint8).numpy().data)
+        progress(chunk.nbytes)

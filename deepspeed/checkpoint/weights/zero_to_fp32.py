@@ -2,12 +2,11 @@
 
 import argparse
 import contextlib
-import glob
 import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from deepspeed.checkpoint.format import names
 from deepspeed.checkpoint.load.reader import find_and_open
 from deepspeed.checkpoint.load.source import Source
 from deepspeed.checkpoint.weights.weights import Stream, shared_names, stream, weight_keys, with_aliases, write_weights
-from deepspeed.config.model.values import byte_count
 from deepspeed.observe.log import logger
 from deepspeed.observe.program import guarded
 
@@ -27,9 +25,8 @@ Folder = str | os.PathLike[str]
 class LazyTensor:
     """A weight that is read when ``contiguous`` is called, so that a state dict of them costs no memory."""
 
-    def __init__(self, source: Source, values: Stream) -> None:
+    def __init__(self, values: Stream) -> None:
         dtype, shape = values.dtype, torch.Size(values.shape)
-        self._source = source  # keeps the files open
         self.dtype, self.shape, self.device = dtype, shape, torch.device("cpu")
         self.contiguous, self.numel, self.element_size = values.whole, shape.numel, lambda: dtype.itemsize
         self.size = lambda: shape
@@ -66,14 +63,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     source = find_and_open(_existing(checkpoint_dir), tag)
     try:
         streams = _streams(source, torch.float32, exclude_frozen=exclude_frozen_parameters)
-        state = OrderedDict((s.name, LazyTensor(source, s) if lazy_mode else s.whole()) for s in streams)
+        state = OrderedDict((s.name, LazyTensor(s) if lazy_mode else s.whole()) for s in streams)
         return with_aliases(state, shared_names(source))
     finally:
         if not lazy_mode:
             source.close()
 
 
-def convert_zero_checkpoint_to_state_dict(
+def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Folder,
     output_dir: Folder,
     max_shard_size: str | int | None = "5GB",
@@ -87,30 +84,14 @@ def convert_zero_checkpoint_to_state_dict(
     Holds one shard in memory, or a piece of one tensor with ``safe_serialization`` (where tied names are written once).
     Raises FileNotFoundError, CheckpointError, ValueError for a malformed size, OSError.
     """
-    try:
-        limit = None if max_shard_size is None else byte_count(max_shard_size)
-    except ValueError as error:
-        raise ValueError(f"max_shard_size {error}") from None
     with contextlib.closing(find_and_open(_existing(checkpoint_dir), tag)) as source:
         streams, shared = _streams(source, dtype, exclude_frozen=exclude_frozen_parameters), shared_names(source)
-        paths = write_weights(
-            streams, Path(output_dir), safetensors=safe_serialization, max_shard_bytes=limit, shared=shared
-        )
+        out, safe = Path(output_dir), safe_serialization
+        paths = write_weights(streams, out, safetensors=safe, max_shard_size=max_shard_size, shared=shared)
     logger.info("wrote %s", ", ".join(map(str, paths)))
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: Folder,
-    output_dir: Folder,
-    max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = False,  # noqa: FBT001, FBT002 - called so by client code
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
-) -> None:
-    """``convert_zero_checkpoint_to_state_dict`` in fp32."""
-    convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
-    )
+convert_zero_checkpoint_to_state_dict = convert_zero_checkpoint_to_fp32_state_dict
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -124,25 +105,20 @@ def load_state_dict_from_zero_checkpoint(
     """
     state: Mapping[str, Any] = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
-    _unshard(model, state)
-    left = model.load_state_dict(state, strict=False)
-    if left.missing_keys or left.unexpected_keys:
-        text = "%s: not in the checkpoint: %s; not in the model: %s"
-        logger.warning(text, checkpoint_dir, left.missing_keys, left.unexpected_keys)
-    return model
-
-
-def _unshard(model: torch.nn.Module, names: Collection[str]) -> None:
-    """Memory of their own for parameters that have a part on every rank; tied ones stay tied."""
-    plain: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    plain: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # of those that have a part on every rank; tied ones once
     for name, param in list(model.named_parameters(remove_duplicate=False)):
-        if name not in names or not hasattr(param, "ds_id"):
+        if name not in state or not hasattr(param, "ds_id"):
             continue
         if param not in plain:
             values = torch.empty(param.shape, dtype=param.dtype)
             plain[param] = torch.nn.Parameter(values, requires_grad=param.requires_grad)
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, plain[param])
+    left = model.load_state_dict(state, strict=False)
+    if left.missing_keys or left.unexpected_keys:
+        text = "%s: not in the checkpoint: %s; not in the model: %s"
+        logger.warning(text, checkpoint_dir, left.missing_keys, left.unexpected_keys)
+    return model
 
 
 def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
@@ -154,22 +130,12 @@ def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
     return str(path)
 
 
-def get_checkpoint_files(checkpoint_dir: Folder, glob_pattern: str) -> list[str]:
-    """Files of a tag's folder that match, by rank. Raises FileNotFoundError when there is none."""
-    paths = glob.glob(os.path.join(glob.escape(os.fspath(checkpoint_dir)), glob_pattern))
-    if not paths:
-        raise FileNotFoundError(f"there is no file {glob_pattern} in {os.fspath(checkpoint_dir)}")
-    return sorted(paths, key=names.natural_order)
-
-
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
     """The optimizer-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
-    return get_checkpoint_files(checkpoint_dir, f"*{names.OPTIM_FILE_SUFFIX}")
-
-
-def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
-    """The model-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
-    return get_checkpoint_files(checkpoint_dir, f"*{names.MODEL_FILE_SUFFIX}")
+    paths = [str(path) for path in Path(checkpoint_dir).glob(f"*{names.OPTIM_FILE_SUFFIX}")]
+    if not paths:
+        raise FileNotFoundError(f"there is no file *{names.OPTIM_FILE_SUFFIX} in {os.fspath(checkpoint_dir)}")
+    return sorted(paths, key=names.natural_order)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
