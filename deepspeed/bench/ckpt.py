@@ -2,14 +2,14 @@
 folder.
 
 A synthetic model is trained on CPU ranks of this machine with ZeRO-3, bf16 and AdamW, and saved every few steps, in the
-background unless ``--sync`` is given. Beside it: a plain copy of the same bytes, into fresh memory and into memory that
-is there already. What is written lies in one folder ``ds_bench_ckpt_*``, which is gone when the command ends or is
-interrupted; only after kill -9 it stays.
+background unless ``--sync`` is given. Beside it: a plain copy of the same bytes into memory that is there already. What
+is written lies in one folder ``ds_bench_ckpt_*``, which is gone when the command ends or is interrupted; only after
+kill -9 it stays.
 """
 
+import argparse
 import contextlib
 import math
-import mmap
 import os
 import shutil
 import signal
@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -29,10 +28,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.bench.common import CommandLine, check_folder, check_memory, columns, count_of, params_of, spread
+from deepspeed.bench.common import check_folder, check_memory, params_of, spread
 from deepspeed.device import Accelerator, set_accelerator
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.observe.program import size
+from deepspeed.observe.program import CommandLine, columns, count_of, size
 from deepspeed.verify.ranks import RankFailure, RankPool
 
 _LAYERS = 8
@@ -44,18 +43,6 @@ _PROCESS = 64e6  # bytes of a rank beside them
 _GLANCE_S = 0.005
 _LIMIT_S = 7 * 86400.0
 _COPIES = 3
-
-
-@dataclass(frozen=True)
-class Saves:
-    """What the ranks do; ``background``: saves are written while training goes on."""
-
-    params: int
-    ranks: int
-    steps: int
-    every: int
-    background: bool
-    threads: int
 
 
 class _Watch(threading.Thread):
@@ -81,9 +68,10 @@ class _Watch(threading.Thread):
 # -- in the ranks --------------------------------------------------------------------------------------------------
 
 
-def on_rank(plan: Saves, folder: str) -> dict[str, Any] | str:
+def on_rank(plan: argparse.Namespace, folder: str) -> dict[str, Any] | str:
     """Train and save; what was measured, or the sentence of an error that all ranks have."""
     set_accelerator(Accelerator("cpu"))  # whatever there is: several ranks share this machine
+    torch.set_num_threads(plan.threads)
     try:
         return _train(plan, Path(folder))
     except (DeepSpeedError, OSError) as error:
@@ -99,8 +87,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _train(plan: Saves, folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(plan.threads)
+def _train(plan: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": _ROWS,
         "bf16": {"enabled": True},
@@ -135,45 +122,27 @@ def _train(plan: Saves, folder: Path) -> dict[str, Any]:
     wall = time.perf_counter() - begun
     engine.wait_for_checkpoint()
     named += [watch.end()] if watch is not None else []
-    nbytes = sum(file.stat().st_size for file in path.iterdir())
-    copies = _copies(engine)
-    engine.destroy()
-    return {
+    facts = {
         "params": _LAYERS * width * width,
-        "bytes": nbytes,
+        "bytes": sum(file.stat().st_size for file in path.iterdir()),
         "wall_s": wall,
         "held_s": spread(holds),
         "named_s": spread(named or holds),
         "step_s": statistics.median(quiet or busy),
         "step_while_saving_s": statistics.median(busy) if busy else None,
-        "copy_s": copies,
+        "copy_s": _copy_s(engine),
     }
+    engine.destroy()
+    return facts
 
 
-def _copies(engine: Any) -> dict[str, float]:
-    """Seconds to copy what a save copies, by no other means than a copy."""
+def _copy_s(engine: Any) -> float:
+    """Seconds to copy what a save copies, by no other means than a copy, into memory that is there."""
     params = [p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]]
     slots = [v for state in engine.basic_optimizer.state.values() for v in state.values()]
     tensors = [*params, *(v for v in slots if isinstance(v, torch.Tensor) and v.dim())]
-    times: dict[str, list[float]] = {"fresh": [], "there": []}
-    for _ in range(_COPIES):
-        room: list[torch.Tensor] = []
-
-        def copy(room: list[torch.Tensor] = room) -> None:
-            room.extend(_fresh(tensors) if not room else ())
-            for to, tensor in zip(room, tensors, strict=True):
-                to.copy_(tensor)
-
-        for seconds in times.values():
-            seconds.append(_timed(copy))
-    return {way: statistics.median(seconds) for way, seconds in times.items()}
-
-
-def _fresh(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Room for ``tensors`` (at least one) in pages nobody has touched; the allocator would hand out what was freed."""
-    pages = mmap.mmap(-1, sum(t.nbytes for t in tensors), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    parts = torch.frombuffer(pages, dtype=torch.uint8).split([t.nbytes for t in tensors])
-    return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+    room = [tensor.clone() for tensor in tensors]
+    return statistics.median([_timed(lambda: torch._foreach_copy_(room, tensors)) for _ in range(_COPIES)])
 
 
 # -- around them ---------------------------------------------------------------------------------------------------
@@ -203,51 +172,43 @@ def _place(folder: str, nbytes: float) -> Iterator[str]:
             signal.signal(number, handler)
 
 
-def measure(plan: Saves, folder: str) -> dict[str, Any]:
+def measure(plan: argparse.Namespace) -> dict[str, Any]:
     """What the ranks measured. Raises UsageError for wrong input, DeepSpeedError when a save fails."""
     if plan.steps < plan.every:
         raise UsageError(f"--steps {plan.steps} are fewer than --every {plan.every}, so nothing would be saved")
-    each = _TRAINING + _SAVED * (1 + plan.background)
+    each, room = _TRAINING + _SAVED * (1 + plan.background), 2 * _SAVED * plan.params * _ALLOWED
     check_memory(plan.params * each * _ALLOWED + plan.ranks * _PROCESS, "--params or --ranks")
-    with _place(folder, 2 * _SAVED * plan.params * _ALLOWED) as top, RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
+    with _place(plan.folder, room) as top, RankPool(plan.ranks, time_limit=_LIMIT_S) as pool:
         try:
             facts = pool.run(on_rank, plan, top)[0]
         except RankFailure as failure:
             raise DeepSpeedError(str(failure)) from failure
     if isinstance(facts, str):
         raise DeepSpeedError(facts)
-    holds, named = facts["held_s"], facts["named_s"]
-    return {
-        "folder": os.path.abspath(folder),
-        **asdict(plan),
-        **facts,
-        "ratio": {way: holds["median"] / seconds for way, seconds in facts["copy_s"].items()},
-        "share": sum(holds["all"]) / facts["wall_s"],
-        "gb_per_s": facts["bytes"] / named["median"] / 1e9,
+    rates = {
+        "ratio": facts["held_s"]["median"] / facts["copy_s"],
+        "share": sum(facts["held_s"]["all"]) / facts["wall_s"],
+        "gb_per_s": facts["bytes"] / facts["named_s"]["median"] / 1e9,
     }
+    settings = {name: getattr(plan, name) for name in ("ranks", "steps", "every", "background", "threads")}
+    return {"folder": os.path.abspath(plan.folder), **settings, **facts, **rates}
 
 
 def _as_text(facts: dict[str, Any]) -> str:
-    holds, named, copies, ratio = facts["held_s"], facts["named_s"], facts["copy_s"], facts["ratio"]
-    busy = facts["step_while_saving_s"]
-    rows = [
-        ("seconds", "median", "max", ""),
-        ("training held by a save", holds["median"], holds["max"], f"(the first {holds['all'][0]:.3f})"),
-        ("until the checkpoint has its name", named["median"], named["max"], f"{facts['gb_per_s']:.2f} GB/s"),
-        ("a plain copy of the same bytes, fresh memory", copies["fresh"], "", f"held / it {ratio['fresh']:.2f}"),
-        ("a plain copy into memory that is there", copies["there"], "", f"held / it {ratio['there']:.2f}"),
-        ("a step", facts["step_s"], "", "" if busy is None else f"while a save is written {busy:.3f}"),
-    ]
-    texts = [[f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
-    lines = [
-        f"{line}   {note}".rstrip() for line, (*_, note) in zip(columns([t[:3] for t in texts]), texts, strict=True)
+    holds, named, busy = facts["held_s"], facts["named_s"], facts["step_while_saving_s"]
+    rows: list[list[str | float]] = [
+        ["seconds", "median", "max", ""],
+        ["training held by a save", holds["median"], holds["max"], f"(the first {holds['all'][0]:.3f})"],
+        ["until the checkpoint has its name", named["median"], named["max"], f"{facts['gb_per_s']:.2f} GB/s"],
+        ["a plain copy of the same bytes", facts["copy_s"], "", f"held / it {facts['ratio']:.2f}"],
+        ["a step", facts["step_s"], "", "" if busy is None else f"while a save is written {busy:.3f}"],
     ]
     how = "in the background" if facts["background"] else "while training waits"
     return "\n".join([
         f"{facts['folder']}: {facts['params']:,} parameters on {facts['ranks']} ranks, ZeRO-3, bf16, AdamW",
         f"{len(holds['all'])} saves of {size(facts['bytes'])}, one after every {facts['every']} steps, {how}",
         "",
-        *lines,
+        *columns(rows),
         "",
         f"saves held training for {100 * facts['share']:.1f} % of {facts['wall_s']:.1f} s",
     ])  # fmt: skip
@@ -266,8 +227,7 @@ def run(argv: list[str], *, prog: str) -> str | dict[str, Any]:
     kind.add_argument("--async", dest="background", action="store_true", default=True, help=text)
     kind.add_argument("--sync", dest="background", action="store_false", help="training waits until a save has ended")
     parser.switches(json="one JSON object instead of a table")
-    options = parser.parse_args(argv)
-    threads = max(1, torch.get_num_threads() // options.ranks)
-    plan = Saves(options.params, options.ranks, options.steps, options.every, options.background, threads)
-    facts = measure(plan, options.folder)
-    return facts if options.json else _as_text(facts)
+    plan = parser.parse_args(argv)
+    plan.threads = max(1, torch.get_num_threads() // plan.ranks)
+    facts = measure(plan)
+    return facts if plan.json else _as_text(facts)

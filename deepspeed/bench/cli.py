@@ -12,8 +12,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from deepspeed.bench.common import guarded
-from deepspeed.observe.program import BAD_INPUT
+from deepspeed.observe.program import BAD_INPUT, guarded
 
 _MODULES = {"io": "io", "nvme": "io", "ckpt": "ckpt", "cpu-adam": "cpu_adam"}
 

@@ -1,19 +1,15 @@
-"""What the commands share: command lines, tables, medians, looks at room before it is taken, exit statuses."""
+"""What the commands share: sizes on command lines, medians, looks at room before it is taken."""
 
 import argparse
-import json
 import os
 import re
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import UsageError
-from deepspeed.observe import program
 from deepspeed.observe.hostmem import host_available_bytes
-from deepspeed.observe.program import say
 from deepspeed.tier.staging import ALIGN
 
 _POWERS = {"K": "e3", "M": "e6", "G": "e9", "B": "e9"}
@@ -33,7 +29,7 @@ def params_of(text: str) -> int:
 def size_of(text: str) -> int:
     """Bytes of ``1048576``, ``64K``, ``1M``, ``2G`` (powers of 1024). Raises ArgumentTypeError."""
     try:
-        return int(byte_count(re.sub(r"([KMGT])(i?B)?\s*$", r"\1iB", text, flags=re.IGNORECASE)))
+        return byte_count(re.sub(r"([KMGT])(i?B)?\s*$", r"\1iB", text, flags=re.IGNORECASE))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no size; write bytes, or a number with K, M, G or T, for example 64M"
@@ -46,37 +42,6 @@ def block_of(text: str) -> int:
     if size % ALIGN or size > 1 << 30:
         raise argparse.ArgumentTypeError(f"a block is a multiple of {ALIGN} bytes, 1G at most, not {text}")
     return size
-
-
-def count_of(text: str) -> int:
-    """A whole number from 1 on. Raises ArgumentTypeError."""
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
-
-
-class CommandLine(argparse.ArgumentParser):
-    """A parser whose options are rows, and whose ``description`` keeps its lines."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
-
-    def option(self, flags: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
-        """An option with a value; ``default`` may be written as a user would."""
-        ending = "" if default is None else " (default %(default)s)"
-        self.add_argument(*flags.split(), type=kind, default=default, metavar=metavar, help=text + ending)
-
-    def switches(self, **texts: str) -> None:
-        """Options without a value."""
-        for name, text in texts.items():
-            self.add_argument(f"--{name}", action="store_true", help=text)
-
-
-def columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """The lines of a table; the first ``left`` columns begin at their left edge, the others end at their right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[f"{c:{'<' if i < left else '>'}{widths[i]}}" for i, c in enumerate(row)] for row in rows]
-    return ["  ".join(row).rstrip() for row in padded]
 
 
 def spread(values: list[float]) -> dict[str, Any]:
@@ -100,14 +65,3 @@ def check_folder(folder: str, nbytes: float, what: str, remedy: str) -> None:
         raise UsageError(f"the folder {folder} {fault}; name one on the drive to be measured")
     if (free := shutil.disk_usage(folder).free) < nbytes:
         raise UsageError(f"{folder} has {free / 1e9:.2f} GB of free space and {what} {nbytes / 1e9:.2f}; {remedy}")
-
-
-def guarded(prog: str, action: Callable[[], str | dict[str, Any]]) -> int:
-    """Write what ``action`` returns: text, or facts as JSON. A failure is a sentence on standard error."""
-
-    def run() -> int:
-        result = action()
-        say(result if isinstance(result, str) else json.dumps(result, indent=1))
-        return 0
-
-    return program.guarded(prog, run)

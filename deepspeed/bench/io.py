@@ -21,18 +21,15 @@ from typing import Any
 
 import torch
 
-from deepspeed.bench.common import CommandLine, block_of, check_folder, columns, count_of, guarded, size_of, spread
+from deepspeed.bench.common import block_of, check_folder, size_of, spread
 from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.observe.program import CommandLine, columns, count_of, guarded
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.staging import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
 
 PIECE_BYTES = 64 << 20  # memory used, whatever the size of the file: it holds the same bytes over and over
 WAYS = ("engine", "plain")
-
-
-class WrongBytesError(DeepSpeedError):
-    """What was read is not what had been written."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +111,11 @@ def through_loop(target: Target, load: Load, *, write: bool) -> None:
 
 
 def check(target: Target, engine: AioEngine) -> None:
-    """Read everything back through the engine. Raises WrongBytesError."""
+    """Read everything back through the engine. Raises DeepSpeedError for other bytes than were written."""
     for offset, nbytes in target.pieces():
         engine.read(target.file, offset, target.scratch[:nbytes].zero_()).wait()
         if not torch.equal(target.scratch[:nbytes], target.pattern[:nbytes]):
-            raise WrongBytesError(
+            raise DeepSpeedError(
                 f"{target.file.path}: other bytes are read than were written, between {offset} and {offset + nbytes}"
             )
 
@@ -140,7 +137,7 @@ def speed(target: Target, engine: AioEngine | None, load: Load, *, write: bool) 
 def _compare(target: Target, engine: AioEngine, load: Load, options: Any) -> dict[str, dict[str, list[float]]]:
     """GB/s of both ways by operation: they take turns, and who begins changes. ``--validate`` reads all back.
 
-    Raises OSError when the drive fails, WrongBytesError when it lies.
+    Raises OSError when the drive fails, DeepSpeedError when it lies.
     """
     through_engine(target, engine, load, write=True)
     operations = [name for name in ("write", "read") if getattr(options, name)] or ["write", "read"]
@@ -159,7 +156,22 @@ def _compare(target: Target, engine: AioEngine, load: Load, options: Any) -> dic
     return rates
 
 
-def _parser(prog: str) -> CommandLine:
+def _as_text(facts: dict[str, Any]) -> str:
+    how = "past the page cache" if facts["direct"] else "through the page cache, as this filesystem has no O_DIRECT"
+    rows: list[list[str | float]] = [["GB/s", "way", "median", "min", "max", "of plain"]]
+    for operation, result in facts["results"].items():
+        for way, beside in (("engine", f"{result['ratio']:.2f}x"), ("plain", "")):
+            rows.append([operation, way, *(result[way][key] for key in ("median", "min", "max")), beside])
+    lines = [
+        f"{facts['folder']}: {facts['io_size'] / 1e6:.1f} MB, {how}",
+        f"engine: {facts['backend']}, blocks of {facts['block_size'] >> 10} KiB, {facts['queue_depth']} under way, "
+        f"threads {facts['io_parallel']}; plain: one thread, one block at a time",
+    ]
+    return "\n".join([*lines, "", *columns(rows, left=2)])
+
+
+def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
+    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, OSError, SystemExit."""
     parser = CommandLine(prog=prog, description=__doc__, allow_abbrev=False)
     parser.add_argument("--folder", required=True, help="folder on the drive to be measured")
     parser.option("--io_size", size_of, "1G", "BYTES", "size of the file")
@@ -181,48 +193,19 @@ def _parser(prog: str) -> CommandLine:
         validate="read everything back, untimed, and compare",
         json="one JSON object instead of a table",
     )
-    return parser
-
-
-def _as_text(facts: dict[str, Any]) -> str:
-    how = "past the page cache" if facts["direct"] else "through the page cache, as this filesystem has no O_DIRECT"
-    rows = [["GB/s", "way", "median", "min", "max", "of plain"]]
-    for operation, result in facts["results"].items():
-        for way in WAYS:
-            numbers = [f"{result[way][name]:.3f}" for name in ("median", "min", "max")]
-            rows.append([operation, way, *numbers, f"{result['ratio']:.2f}x" if way == "engine" else ""])
-    lines = [
-        f"{facts['folder']}: {facts['io_size'] / 1e6:.1f} MB, {how}",
-        f"engine: {facts['backend']}, blocks of {facts['block_size'] >> 10} KiB, {facts['queue_depth']} under way, "
-        f"threads {facts['io_parallel']}; plain: one thread, one block at a time",
-    ]
-    return "\n".join([*lines, "", *columns(rows, left=2)])
-
-
-def run(argv: Sequence[str] | None, *, prog: str) -> str | dict[str, Any]:
-    """Measure as the command line says; a table, or facts. Raises UsageError, DeepSpeedError, OSError, SystemExit."""
-    options = _parser(prog).parse_args(argv)
+    options = parser.parse_args(argv)
     if options.warmup_loops < 0:
         raise UsageError(f"--warmup_loops is 0 or more, not {options.warmup_loops}")
     depth = 1 if options.sequential_requests else options.queue_depth
     load = Load(options.block_size, depth, options.io_parallel, options.backend)
     with load.engine() as engine, contextlib.closing(Target(options.folder, options.io_size)) as target:
-        facts = {
-            "folder": os.path.abspath(options.folder),
-            "backend": engine.backend,
-            "direct": target.file.direct,
-            "io_size": options.io_size,
-            "block_size": load.block_bytes,
-            "queue_depth": load.queue_depth,
-            "io_parallel": load.threads,
-            "loops": options.loops,
-            "unit": "GB/s",
-        }
-        rates = _compare(target, engine, load, options)
-    results: dict[str, Any] = {name: {way: spread(rows) for way, rows in ways.items()} for name, ways in rates.items()}
+        results: dict[str, Any] = _compare(target, engine, load, options)
+        facts = {"folder": os.path.abspath(options.folder), "backend": engine.backend, "direct": target.file.direct}
     for result in results.values():
+        result |= {way: spread(result[way]) for way in WAYS}
         result["ratio"] = result["engine"]["median"] / result["plain"]["median"]
-    facts["results"] = results
+    facts |= {name: getattr(options, name) for name in ("io_size", "block_size", "io_parallel", "loops")}
+    facts |= {"queue_depth": depth, "unit": "GB/s", "results": results}
     return facts if options.json else _as_text(facts)
 
 

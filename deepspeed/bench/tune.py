@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed.bench.common import CommandLine, block_of, columns, count_of, guarded, size_of
+from deepspeed.bench.common import block_of, size_of
 from deepspeed.bench.io import Load, Target, speed, through_engine
 from deepspeed.checkpoint.format.folders import write_atomically
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.observe.program import CommandLine, columns, count_of, guarded
 from deepspeed.tier.staging import ALIGN
 
 CLOSE = 0.98  # of the best: measured again, either could be ahead
@@ -62,12 +63,9 @@ class Trial:
 
 def best_of(trials: Sequence[Trial]) -> Trial:
     """Of those that are as good as the best, the one with least memory under way, and least threads."""
-
-    def cost(trial: Trial) -> tuple[float, ...]:
-        return (trial.load.block_bytes * trial.load.queue_depth, trial.load.threads, -trial.score)
-
     top = max(trial.score for trial in trials)
-    return min((trial for trial in trials if trial.score >= CLOSE * top), key=cost)
+    good = [trial for trial in trials if trial.score >= CLOSE * top]
+    return min(good, key=lambda t: (t.load.block_bytes * t.load.queue_depth, t.load.threads, -t.score))
 
 
 def read_sweep(path: str) -> Sweep:
@@ -104,20 +102,22 @@ def _repeat(trials: list[Trial], target: Target, until: float) -> None:
                 values.append(speed(target, engine, trial.load, write=operation == "write"))
 
 
-def tune(
-    folder: str, sweep: Sweep, *, nbytes: int, seconds: float, operations: tuple[str, ...], loops: int = 1
-) -> list[Trial]:
-    """Measure all settings of ``sweep`` for ``seconds``, at least ``loops`` times each. Raises as Target; OSError."""
-    until = time.monotonic() + seconds
+def tune(options: argparse.Namespace) -> list[Trial]:
+    """Measure all settings for ``--seconds``, at least ``--loops`` times each. Raises as Target, OSError."""
+    sweep = read_sweep(options.sweep_config) if options.sweep_config else SWEEP
+    operations = [name for name in ("write", "read") if not getattr(options, f"no_{name}")]
+    sys.stderr.write(f"ds_nvme_tune: measuring in {options.nvme_dir} for about {options.seconds:.0f} s\n")
+    until, loops, folder = time.monotonic() + options.seconds, options.loops, options.nvme_dir
     first = Load()
-    with first.engine() as engine, contextlib.closing(Target(folder, min(nbytes, LEAST_BYTES))) as probe:
+    with first.engine() as engine, contextlib.closing(Target(folder, min(options.io_size, LEAST_BYTES))) as probe:
         through_engine(probe, engine, first, write=True)
         gbps = min(speed(probe, engine, first, write=operation == "write") for operation in operations)
         threads_matter = not probe.file.direct or engine.backend in ("threads", "python")
     threads = sweep["io_parallel"] if threads_matter else sweep["io_parallel"][:1]
     loads = [Load(*values) for values in itertools.product(sweep["block_size"], sweep["queue_depth"], threads)]
     trials = [Trial(load, {name: [] for name in operations}) for load in loads]
-    size = affordable(nbytes, measured_gbps=gbps, seconds=seconds, passes=len(trials) * len(operations) * loops)
+    passes = len(trials) * len(operations) * loops
+    size = affordable(options.io_size, measured_gbps=gbps, seconds=options.seconds, passes=passes)
     with contextlib.closing(Target(folder, size)) as target:
         with first.engine() as engine:
             through_engine(target, engine, first, write=True)
@@ -131,11 +131,11 @@ def tune(
 def _as_text(trials: Sequence[Trial], best: Trial) -> str:
     """The table, fastest first, and the block."""
     settings = ("block_size", "queue_depth", "intra_op_parallelism")
-    rows = [[*settings, *(f"{name} GB/s" for name in best.rates), "times", ""]]
+    rows: list[list[str | float]] = [[*settings, *(f"{name} GB/s" for name in best.rates), "times", ""]]
     for trial in sorted(trials, key=lambda each: -each.score):
-        medians = [f"{statistics.median(values):.3f}" for values in trial.rates.values()]
-        times = str(min(map(len, trial.rates.values())))
-        rows.append([*(str(trial.block[key]) for key in settings), *medians, times, "best" if trial is best else ""])
+        medians, times = map(statistics.median, trial.rates.values()), str(min(map(len, trial.rates.values())))
+        mark = "best" if trial is best else ""
+        rows.append([*(str(trial.block[key]) for key in settings), *medians, times, mark])
     return "\n".join([*columns(rows, left=0), "", json.dumps({"aio": best.block}, indent=2)])
 
 
@@ -214,11 +214,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(argv: Sequence[str] | None) -> str | dict[str, Any]:
     options = _options(argv)
-    sweep = read_sweep(options.sweep_config) if options.sweep_config else SWEEP
-    operations = tuple(name for name in ("write", "read") if not getattr(options, f"no_{name}"))
-    sys.stderr.write(f"ds_nvme_tune: measuring in {options.nvme_dir} for about {options.seconds:.0f} s\n")
-    extent = {"nbytes": options.io_size, "seconds": options.seconds, "loops": options.loops}
-    trials = tune(options.nvme_dir, sweep, operations=operations, **extent)
+    trials = tune(options)
     best = best_of(trials)
     if options.config:
         _replace(options.config, _merged_config(options.config, best.block))

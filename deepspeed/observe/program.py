@@ -1,27 +1,70 @@
-"""How every command of this package ends: a failure is a sentence on standard error and an exit status."""
+"""How every command of this package reads its options, shows what it found, and ends: a failure is a sentence on
+standard error and an exit status.
+"""
 
+import argparse
 import contextlib
 import io
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from deepspeed.errors import DeepSpeedError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
-def guarded(prog: str, run: Callable[[], int]) -> int:
-    """The exit status: that of ``run``, or 2 for wrong input and failures, 130 for Ctrl-C, 141 when no one reads on."""
+class CommandLine(argparse.ArgumentParser):
+    """A parser whose options are rows, and whose ``description`` keeps its lines."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def option(self, flags: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
+        """An option with a value; ``default`` may be written as a user would."""
+        ending = "" if default is None else " (default %(default)s)"
+        self.add_argument(*flags.split(), type=kind, default=default, metavar=metavar, help=text + ending)
+
+    def switches(self, **texts: str) -> None:
+        """Options without a value."""
+        for name, text in texts.items():
+            self.add_argument(f"--{name}", action="store_true", help=text)
+
+
+def count_of(text: str, most: int = sys.maxsize) -> int:
+    """A whole number from 1 on. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= most:
+        limit = f"to {most}" if most < sys.maxsize else "on"
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 {limit}")
+    return int(text)
+
+
+def columns(rows: Sequence[Sequence[str | float]], left: int = 1) -> list[str]:
+    """The lines of a table; the first ``left`` columns begin at their left edge, the others end at their right."""
+    texts = [[cell if isinstance(cell, str) else f"{cell:.3f}" for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    padded = [[f"{c:{'<' if i < left else '>'}{widths[i]}}" for i, c in enumerate(row)] for row in texts]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def guarded(prog: str, run: Callable[[], int | str | dict[str, Any]]) -> int:
+    """The exit status: that of ``run``, or 2 for wrong input and failures, 130 for Ctrl-C, 141 when no one reads on.
+
+    ``run`` may instead return what is to be said: text, or facts, which are written as JSON; the status is 0 then.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started the program
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - a stream like any, with bytes
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names may hold what the terminal cannot show
     try:
-        status = run()
+        result = run()
+        if not isinstance(result, int):
+            say(result if isinstance(result, str) else json.dumps(result, indent=1, default=str))
         sys.stdout.flush()
-        return status
+        return result if isinstance(result, int) else 0
     except BrokenPipeError:
         for stream in (sys.stdout, sys.stderr):  # or the interpreter complains while it ends
             with contextlib.suppress(io.UnsupportedOperation):

@@ -4,7 +4,6 @@ Answers within seconds, asks nothing of the network, and always exits with 0: wh
 ``unknown (reason)``.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -14,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from deepspeed.observe.program import CommandLine
 from deepspeed.report import probes
 from deepspeed.report.probes import LAUNCH_TOOLS, OPTIONAL, Row, first_line, installed
 
@@ -107,12 +107,12 @@ def as_text(report: Report, *, verdict: bool = True) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_report`` and ``dsr``; returns 0."""
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="ds_report", description=__doc__, formatter_class=kind)
-    parser.add_argument("--hide_operator_status", action="store_true", help="leave the operators out")
-    hide = f"leave the part '{VERDICT}' out"
-    parser.add_argument("--hide_errors_and_warnings", action="store_true", help=hide)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser = CommandLine(prog="ds_report", description=__doc__)
+    parser.switches(
+        hide_operator_status="leave the operators out",
+        hide_errors_and_warnings=f"leave the part '{VERDICT}' out",
+        json="one JSON object instead of a table",
+    )
     options = parser.parse_args(argv)
     report, verdict = collect(operators=not options.hide_operator_status), not options.hide_errors_and_warnings
     text = as_text(report, verdict=verdict)

@@ -18,8 +18,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from deepspeed.bench.common import CommandLine
-from deepspeed.observe.program import guarded
+from deepspeed.observe.program import CommandLine, guarded
 from deepspeed.verify import crash, data, grads, offload, resume, user_model
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankFailure

@@ -5,14 +5,13 @@ import os
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from deepspeed.bench.common import CommandLine
 from deepspeed.config.parse import read_config_source
+from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.verify.ranks import RankFailure
 from deepspeed.verify.user_model import load_user_case
 
 _ACCOUNT = 4000  # characters of a failure that are shown
 _SHOWN = 3  # failures of which more than a line is shown
-MODEL = "your own model (ds_verify grads --help says what build() returns)"
 
 
 class Finding(Exception):
@@ -26,10 +25,14 @@ def folder(text: str) -> str:
     return text
 
 
-def add_model(parser: CommandLine, config: str) -> None:
-    """``--model`` and ``--config``."""
-    parser.option("--model", str, None, "MODULE:BUILD", MODEL)
+def add_training(parser: CommandLine, config: str, *, steps: int, limit: float) -> None:
+    """What all gates take that train a model of ours or of the user."""
+    model = "your own model (ds_verify grads --help says what build() returns)"
+    parser.option("--model", str, None, "MODULE:BUILD", model)
     parser.option("--config", str, None, "FILE", config)
+    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
+    parser.option("--steps", count_of, steps, "N", "optimizer steps of one run")
+    parser.option("--time-limit", float, limit, "N", "seconds one run may take")
 
 
 def config_of(options: argparse.Namespace) -> dict[str, Any]:

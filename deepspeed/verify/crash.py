@@ -14,6 +14,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import tempfile
 import time
 import traceback
@@ -27,8 +28,8 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.observe.log import logger
+from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.verify.common import Finding, Printout, folder
 from deepspeed.verify.ranks import Processes, enter_world
 from deepspeed.verify.runs import hash_of, seed_everything, snapshot
@@ -117,8 +118,7 @@ class Witness:
 
     def look(self) -> None:
         """Between two jobs: what lies in the folder now."""
-        names = [p.name for p in self.folder.iterdir()] if self.folder.is_dir() else []
-        self.left = sorted(n for n in names if _UNFINISHED.fullmatch(n) and (self.folder / n).is_dir())
+        self.left = sorted(p.name for p in self.folder.glob(".*") if _UNFINISHED.fullmatch(p.name) and p.is_dir())
         self.skipped += len(self.left)
         latest = self.folder / "latest"
         self.expected = latest.read_text(encoding="utf-8") if latest.is_file() else None
@@ -134,8 +134,7 @@ class Witness:
             known = self.digests.setdefault((step, rank), rest[0])
             if known != rest[0]:
                 raise Finding(f"step {step} on rank {rank} has another state after the resume: {rest[0]}, not {known}")
-        elif kind == "saved":
-            # A call for a background save returns when the one before it has ended.
+        else:  # a call for a background save returns when the one before it has ended
             self.ended = max(self.ended, step - 1 if self.background else step)
             remaining = sorted(set(self.left) & set(os.listdir(self.folder))) if rank == 0 else []
             if remaining:
@@ -144,12 +143,10 @@ class Witness:
     def _loaded(self, rank: int, step: int, state: str, path: str | None, log: list[str]) -> None:
         if step < self.ended:
             raise Finding(f"rank {rank} resumed from step {step}, but the save of step {self.ended} had ended")
+        if self.expected is not None and (path is None or Path(path).name != self.expected):
+            raise Finding(f"rank {rank} loaded {path or 'nothing'}, but latest names {self.expected}")
         if path is None:
-            if self.expected is not None:
-                raise Finding(f"rank {rank} found nothing, though latest names {self.expected}")
             return
-        if self.expected is not None and Path(path).name != self.expected:
-            raise Finding(f"rank {rank} loaded {path}, but latest names {self.expected}")
         if state != (known := self.digests.get((step, rank))):
             raise Finding(f"{path} gave rank {rank} the state {state}, not {known} of step {step}")
         unnamed = [name for name in self.left if rank == 0 and not any(name in line for line in log)]
@@ -172,8 +169,7 @@ def live(
         for rank, message in life.messages(_LIMIT_S):
             if message is None or message[0] == "failed" and job.trap is not None:
                 continue  # another rank's end
-            if message[0] == "loaded":
-                loaded.add(rank)
+            loaded |= {rank}  # it is the first that a rank reports
             witness.hear(rank, message)
             heard += [message] if rank == 0 else []
             met = met or rank == 0 and until(message)
@@ -188,14 +184,6 @@ def live(
     if len(loaded) < job.ranks or not met and job.trap is None:
         raise Finding(f"{job.ranks - len(loaded)} ranks did not load, or none saved, within {_LIMIT_S:.0f} s")
     return heard
-
-
-def measure(job: SavingJob, witness: Witness) -> float:
-    """Seconds that a save takes: from its call until the checkpoint has its name."""
-    heard = live(replace(job, background=False), witness, until=lambda m: m[0] == "saved" and m[1] >= _MEASURED)
-    witness.ended = 0 if job.background else witness.ended
-    times = sorted(m[2] for m in heard if m[0] == "saved")
-    return float(times[len(times) // 2])
 
 
 def kill_once(job: SavingJob, witness: Witness, dice: random.Random, save_s: float) -> None:
@@ -233,12 +221,13 @@ def add_options(parser: CommandLine) -> None:
 
 def run(options: argparse.Namespace, report: Printout) -> int:
     """Run ``ds_verify crash``; 0 when every resume was right. Raises Finding; the checkpoints stay then."""
-    top = tempfile.mkdtemp(prefix="ds_verify_crash_", dir=options.folder)
+    top, seed = tempfile.mkdtemp(prefix="ds_verify_crash_", dir=options.folder), options.seed
     witness = Witness(Path(top), options.background)
     job = SavingJob(top, options.ranks, options.stage, options.background)
-    seed = options.seed
     try:
-        save_s = measure(job, witness)
+        heard = live(replace(job, background=False), witness, until=lambda m: m[0] == "saved" and m[1] >= _MEASURED)
+        witness.ended = 0 if job.background else witness.ended
+        save_s = statistics.median_high(m[2] for m in heard if m[0] == "saved")  # until the checkpoint has its name
         times = f"a save takes {1000 * save_s:.0f} ms; killing one rank or all at random instants of it"
         report.say(f"{options.ranks} ranks, {times}")
         for number in range(options.kills):

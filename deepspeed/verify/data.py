@@ -9,17 +9,15 @@ seen before, as torch's DistributedSampler does; these few are mentioned and not
 """
 
 import argparse
-import contextlib
 import multiprocessing
 import tempfile
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import deepspeed
-from deepspeed.bench.common import CommandLine, count_of
+from deepspeed.observe.program import CommandLine, count_of
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankPool
 
@@ -29,59 +27,33 @@ _SHOWN = 8
 _WIDTH = 4
 
 
-class NumberedSamples(Dataset[dict[str, Tensor]]):
-    """``count`` random rows, each with its number: {"x": [4] fp32, "number": [] int64}."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = torch.randn(_WIDTH, generator=torch.Generator().manual_seed(index))
-        return {"x": row, "number": torch.tensor(index)}
-
-
-@contextlib.contextmanager
-def _may_have_children() -> Iterator[None]:
-    """A rank of the pool is a daemon, and daemons may not start worker processes; nor are they to start as ranks do."""
-    process = multiprocessing.current_process()
-    multiprocessing.set_start_method(None, force=True)  # back to what a training process has
-    daemon, process.daemon = process.daemon, False
-    try:
-        yield
-    finally:
-        process.daemon = daemon
-
-
 def train(folder: str, samples: int, batch: int, workers: int, steps: int | None) -> list[int]:
     """Train ``steps`` steps and save, or (None) load and train to the end of the epoch; the samples seen, in order.
 
     Collective.
     """
+    multiprocessing.current_process().daemon = False  # a rank of the pool is one, and may not start workers so
+    multiprocessing.set_start_method(None, force=True)  # nor are they to start as ranks do
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
+    engine = deepspeed.initialize(model=nn.Linear(_WIDTH, 1), config=config)[0]
+    numbered = TensorDataset(torch.randn(samples, _WIDTH), torch.arange(samples))
+    loader = engine.training_dataloader = engine.deepspeed_io(numbered, num_local_io_workers=workers)
+    if steps is None:
+        engine.load_checkpoint(folder)
     seen: list[int] = []
-    with _may_have_children():
-        engine = deepspeed.initialize(model=nn.Linear(_WIDTH, 1), config=config)[0]
-        loader = engine.training_dataloader = engine.deepspeed_io(
-            NumberedSamples(samples), num_local_io_workers=workers
-        )
-        if steps is None:
-            engine.load_checkpoint(folder)
-        for step, rows in enumerate(loader if steps != 0 else (), 1):
-            seen += rows["number"].tolist()
-            engine.backward(engine(rows["x"]).square().mean())
-            engine.step()
-            if step == steps:
-                break
-        if steps is not None:
-            engine.save_checkpoint(folder)
-        engine.destroy()
+    for step, (rows, numbers) in enumerate(loader if steps != 0 else (), 1):
+        seen += numbers.tolist()
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+        if step == steps:
+            break
+    if steps is not None:
+        engine.save_checkpoint(folder)
+    engine.destroy()
     return seen
 
 
@@ -137,17 +109,12 @@ def run(options: argparse.Namespace, report: Printout) -> int:
         raise ValueError(f"--at {options.at}: an epoch of {samples} samples has {steps} steps of {saving} x {batch}")
     at = max(1, steps // 3) if options.at is None else options.at
     runs = []
-    with (
-        tempfile.TemporaryDirectory(prefix="ds_verify_") as folder,
-        RankPool(saving) as first,
-        RankPool(loading) as other,
-    ):
-        second = first if loading == saving else other
-        for pool, until, end in ((first, at, "saved"), (second, None, "end of the epoch")):
-            arguments = (folder, samples, batch, options.workers, until)
-            runs.append(pool.run(train, *arguments, time_limit=options.time_limit))
+    with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
+        for world, until, end in ((saving, at, "saved"), (loading, None, "end of the epoch")):
+            with RankPool(world, time_limit=options.time_limit) as pool:
+                runs.append(pool.run(train, folder, samples, batch, options.workers, until))
             count = sum(map(len, runs[-1]))
-            report.say(f"{pool.world} ranks, {options.workers} workers each: {count} samples, then {end}")
+            report.say(f"{world} ranks, {options.workers} workers each: {count} samples, then {end}")
     if extra := -max(0, samples - sum(map(len, runs[0]))) % loading:
         report.say(f"{extra} of these only fill the last round of {loading} ranks")
     if wrong := faults(runs[0], runs[1], samples):

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.device import DTYPES
 from deepspeed.errors import InvalidStateError
+from deepspeed.observe.program import CommandLine
 from deepspeed.utils import safe_get_full_grad
-from deepspeed.verify.common import Printout, add_model, config_of
+from deepspeed.verify.common import Printout, add_training, config_of
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
 from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.reference import GATE_ADAM, StepRecord, train_reference, trainable
@@ -38,6 +38,7 @@ COLUMNS = ("model", "stage", "bucket", "overlap", "accum", *KINDS)
 WIDTHS = (24, 5, 6, 7, 5, 8, 8, 8, 8)
 MATRIX_MODELS = ("plain", "used_twice", "tied", "unused", "frozen", "conditional")
 MATRIX_ACCUMULATION = (1, 4)
+Errors = dict[str, tuple[float, str]]  # by kind the largest error over all steps and tensors, and where it is
 
 # "tiny": one parameter per reduction, nothing kept, nothing fetched ahead. "huge": everything in one bucket and fetched
 # ahead; the persistence threshold lies between a bias and a weight of the small models, so both kinds occur.
@@ -96,24 +97,6 @@ class Cell:
         }
 
 
-@dataclass
-class Errors:
-    """The largest error of each kind over all steps and tensors, and the tensor that the largest of all belongs to."""
-
-    largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
-    worst: str = ""
-
-    def add(self, kind: str, error: float, where: str) -> None:
-        """Note one error."""
-        if error > self.top():
-            self.worst = f"{kind} {where}"
-        self.largest[kind] = max(self.largest[kind], error)
-
-    def top(self) -> float:
-        """The largest of all."""
-        return max(self.largest.values())
-
-
 def scaled_error(ours: Tensor, reference: Tensor) -> float:
     """``max|ours - reference| / max(1, max|reference|)``; infinite for a wrong shape, a NaN or an infinity."""
     if ours.shape != reference.shape:
@@ -139,24 +122,25 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_step(engine: Any, case: Case, record: StepRecord, step: int, errors: Errors) -> None:
+    def note(kind: str, ours: Tensor, reference: Tensor, where: str) -> None:
+        errors[kind] = max(errors[kind], (scaled_error(ours, reference), f"{where} step {step}"))
+
     rank, world = dist.get_rank(), dist.get_world_size()
     for micro in range(case.accumulation):
         place = MicroBatch(step, micro, rank, world)
         losses = case.seeded_loss(engine, place)
         for index, (ours, expected) in enumerate(zip(losses, record.losses[rank, micro], strict=True)):
-            error = scaled_error(ours.detach(), torch.tensor(expected))
-            errors.add("loss", error, f"{index} at step {step} micro {micro}")
+            note("loss", ours, expected, f"{index} of micro-batch {micro} at")
         case.backward(losses, engine.backward)
         written = case.after_backward(engine.module, place)
         if micro == case.accumulation - 1 and not written:  # what was just written is reduced in the step
             for name, grad in full_gradients(trainable(engine.module)).items():
-                errors.add("grad", scaled_error(grad, record.grads[name]), f"{name} at step {step}")
+                note("grad", grad, record.grads[name], f"{name} at")
         engine.step()
     norm = engine.get_global_grad_norm()
-    ours_norm = torch.tensor(float("nan") if norm is None else float(norm))
-    errors.add("norm", scaled_error(ours_norm, torch.tensor(record.grad_norm)), f"at step {step}")
+    note("norm", torch.tensor(float("nan") if norm is None else float(norm)), torch.tensor(record.grad_norm), "at")
     for name, value in full_parameters(engine.module).items():
-        errors.add("param", scaled_error(value, record.params[name]), f"{name} after step {step}")
+        note("param", value, record.params[name], f"{name} after")
 
 
 def _start(case: Case, config: dict[str, Any]) -> Any:
@@ -191,7 +175,7 @@ def run_cell(cell: Cell, *, steps: int = STEPS, case: Case | None = None) -> Err
     case = case or case_of(cell.model, cell.config)
     case = case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
     reference = train_reference(case, world=dist.get_world_size(), steps=steps)
-    config, errors = cell.settings(case), Errors()
+    config, errors = cell.settings(case), Errors.fromkeys(KINDS, (0.0, ""))
     engine = _start(case, config)
     for step, record in enumerate(reference):
         _check_step(engine, case, record, step, errors)
@@ -213,11 +197,8 @@ def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] |
 def add_options(parser: CommandLine) -> None:
     """Options of ``ds_verify grads``."""
     parser.switches(matrix="every combination of stage, bucket, overlap and accumulation")
-    add_model(parser, "the configuration to check your model under")
-    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
-    parser.option("--steps", count_of, STEPS, "N", "optimizer steps per cell")
+    add_training(parser, "the configuration to check your model under", steps=STEPS, limit=120.0)
     parser.option("--tolerance", float, TOLERANCE, "N", "largest error allowed")
-    parser.option("--time-limit", float, 120.0, "N", "seconds one cell may take")
 
 
 def _cells(options: argparse.Namespace, config: dict[str, Any]) -> list[Cell]:
@@ -246,11 +227,11 @@ def run(options: argparse.Namespace, report: Printout) -> int:
 
         def check(cell: Cell) -> tuple[str, str]:
             results: list[Errors] = pool.run(run_cell, cell, steps=options.steps)
-            largest = {kind: max(each.largest[kind] for each in results) for kind in KINDS}
-            worst = max(results, key=Errors.top)
-            errors = [f"{largest[kind]:.1e}" for kind in KINDS]
-            fault = f"largest error {worst.top():.3e} in {worst.worst} ({', '.join(errors)})"
-            return f"{_row(errors, WIDTHS[5:])}  ok", "" if worst.top() <= options.tolerance else fault
+            errors = {kind: max(each[kind] for each in results) for kind in KINDS}
+            (top, where), kind = max((error, kind) for kind, error in errors.items())
+            texts = [f"{error:.1e}" for error, _ in errors.values()]
+            fault = f"largest error {top:.3e} in {kind} {where} ({', '.join(texts)})"
+            return f"{_row(texts, WIDTHS[5:])}  ok", "" if top <= options.tolerance else fault
 
         for cell in cells:
             report.row(_row(cell.label()), check, cell)

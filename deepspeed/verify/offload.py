@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.config import load_config
-from deepspeed.verify.common import Printout, add_model, config_of, folder
+from deepspeed.observe.program import CommandLine
+from deepspeed.verify.common import Printout, add_training, config_of, folder
 from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.runs import ADAMW, Digests, Setup, full_states, seed_everything, train_case, user_setup
 
@@ -22,15 +22,10 @@ STEPS = 20
 TIERS = ("cpu", "nvme")
 
 
-def built_in_setups() -> list[Setup]:
-    """A small model in fp32 and bf16 under each stage that shards."""
-    setups = []
-    for stage in (1, 2, 3):
-        for dtype in ("fp32", "bf16"):
-            zero = {"stage": stage, "stage3_param_persistence_threshold": 20}
-            config = {"zero_optimization": zero, "bf16": {"enabled": dtype == "bf16"}, "optimizer": ADAMW}
-            setups.append(Setup(f"stage {stage} {dtype}", "plain", config))
-    return setups
+def _built_in(stage: int, dtype: str) -> Setup:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 20}
+    config = {"zero_optimization": zero, "bf16": {"enabled": dtype == "bf16"}, "optimizer": ADAMW}
+    return Setup(f"stage {stage} {dtype}", "plain", config)
 
 
 def train_tier(setup: Setup, place: str, steps: int) -> list[Digests]:
@@ -58,18 +53,16 @@ def first_difference(base: list[list[Digests]], other: list[list[Digests]]) -> s
 
 def add_options(parser: CommandLine) -> None:
     """Options of ``ds_verify offload``."""
-    add_model(parser, "the configuration to check it under; its offload blocks are replaced")
+    config = "the configuration to check it under; its offload blocks are replaced"
+    add_training(parser, config, steps=STEPS, limit=300.0)
     parser.option("--folder", folder, None, "PATH", "a folder on the drive (default: a temporary one)")
-    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
-    parser.option("--steps", count_of, STEPS, "N", "optimizer steps per run")
-    parser.option("--time-limit", float, 300.0, "N", "seconds one run may take")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:
     """Run ``ds_verify offload``; raises ValueError (bad input) before any rank is started."""
-    config = config_of(options)
-    given = options.model or config
-    setups = [user_setup(options.model or "plain", config, stage=3)] if given else built_in_setups()
+    config, model = config_of(options), options.model
+    given = [user_setup(model or "plain", config, stage=3)] if model or config else []
+    setups = given or [_built_in(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
     for setup in setups:
         load_config(replace(setup, tier="none").settings(""), world_size=1)  # reported before any rank starts
     with (

@@ -112,27 +112,23 @@ class Processes:
         self.processes: list[ForkServerProcess] = []
         self.connections: list[Connection] = []
         try:
-            self._start(world, target, args)
+            context, port = rank_context(), free_port()
+            resource_tracker.ensure_running()  # which ends with interrupts let through
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it
+            try:
+                for rank in range(world):
+                    ours, theirs = multiprocessing.Pipe()
+                    whole = (rank, world, str(self.folder), port, theirs, *args)
+                    process = context.Process(target=target, args=whole, daemon=True, name=f"rank{rank}")
+                    process.start()
+                    theirs.close()
+                    self.processes.append(process)
+                    self.connections.append(ours)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         except BaseException:  # also an interrupt that came meanwhile: nobody else knows of those that run
-            self.kill()
-            self.close()
+            self.close(at_once=True)
             raise
-
-    def _start(self, world: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-        context, port = rank_context(), free_port()
-        resource_tracker.ensure_running()  # which ends with interrupts let through
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it
-        try:
-            for rank in range(world):
-                ours, theirs = multiprocessing.Pipe()
-                whole = (rank, world, str(self.folder), port, theirs, *args)
-                process = context.Process(target=target, args=whole, daemon=True, name=f"rank{rank}")
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self.connections.append(ours)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def kill(self, ranks: Iterable[int] | None = None) -> None:
         """SIGKILL to these ranks, or to all; returns when they are gone."""
@@ -157,8 +153,10 @@ class Processes:
                 except (EOFError, ConnectionResetError):
                     yield ranks.pop(connection), None
 
-    def close(self) -> None:
-        """End the ranks: kindly when they are idle, by SIGKILL when they do not react."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the ranks: kindly when they are idle, by SIGKILL ``at_once`` or when they do not react."""
+        if at_once:
+            self.kill()
         for connection in self.connections:
             connection.close()
         end = time.monotonic() + 1.0
@@ -192,9 +190,7 @@ class RankPool:
         """End the ranks; ``at_once`` also those that are at work."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
-            if at_once:
-                ranks.kill()
-            ranks.close()
+            ranks.close(at_once=at_once)
 
     def run(
         self, function: Callable[..., Any], *args: Any, time_limit: float | None = None, **kwargs: Any
@@ -212,22 +208,23 @@ class RankPool:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by _collect, with its log
                 connection.send_bytes(message)
         answers = _collect(ranks, self.time_limit if time_limit is None else time_limit)
-        if all(answer is not None and answer[0] for answer in answers):
-            return [answer[1] for answer in answers if answer is not None]
-        for process, answer in zip(ranks.processes, answers, strict=True):
-            if answer is None and process.pid is not None:
+        if len(answers) == self.world and all(answer[0] for answer in answers.values()):
+            return [answers[rank][1] for rank in range(self.world)]
+        for rank, process in enumerate(ranks.processes):
+            if rank not in answers and process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)  # a hung rank writes the stacks of its threads into its log
         time.sleep(0.3)
-        tails = [_tail(log, start) for log, start in zip(logs, starts, strict=True)]
+        written = [log.read_bytes()[start:] if log.exists() else b"" for log, start in zip(logs, starts, strict=True)]
         self.close(at_once=True)
-        raise _failure(getattr(function, "__qualname__", str(function)), answers, tails)
+        raise _failure(getattr(function, "__qualname__", str(function)), answers, written)
 
 
-def _collect(ranks: Processes, limit: float) -> list[tuple[Any, ...] | None]:
-    answers: list[tuple[Any, ...] | None] = [None] * len(ranks.connections)
+def _collect(ranks: Processes, limit: float) -> dict[int, tuple[Any, ...]]:
+    """By rank, what those answer that do so in time."""
+    answers: dict[int, tuple[Any, ...]] = {}
     for rank, answer in ranks.messages(limit):
-        if answers[rank] is not None:
+        if rank in answers:
             continue
         if answer is None:
             ranks.processes[rank].join(timeout=1.0)
@@ -235,25 +232,22 @@ def _collect(ranks: Processes, limit: float) -> list[tuple[Any, ...] | None]:
         answers[rank] = answer
         if not answer[0]:
             ranks.deadline = min(ranks.deadline, time.monotonic() + GRACE_SECONDS)
-        if None not in answers:
+        if len(answers) == len(ranks.connections):
             break
     return answers
 
 
-def _tail(log: Path, start: int) -> str:
-    """What a rank wrote during the failed call."""
-    written = log.read_bytes()[start:] if log.exists() else b""
-    lines = written.decode("utf-8", errors="replace").splitlines()
-    return "\n".join(["... log of this rank:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
-
-
-def _failure(function: str, answers: list[tuple[Any, ...] | None], tails: list[str]) -> RankFailure:
-    parts, types = [f"{function} failed on {len(answers)} ranks"], {}
-    for rank, (answer, tail) in enumerate(zip(answers, tails, strict=True)):
-        if answer is not None and answer[0]:
+def _failure(function: str, answers: dict[int, tuple[Any, ...]], written: list[bytes]) -> RankFailure:
+    """``written``: what each rank wrote into its log during the call."""
+    parts, types = [f"{function} failed on {len(written)} ranks"], {}
+    hung = (False, "hung", "no answer within the time limit; its stacks are below")
+    for rank, log in enumerate(written):
+        good, *account = answers.get(rank, hung)
+        if good:
             parts.append(f"--- rank {rank}: finished")
             continue
-        types[rank] = "hung" if answer is None else answer[1]
-        text = "no answer within the time limit; its stacks are below" if answer is None else answer[2]
-        parts.append(f"--- rank {rank}: {types[rank]}\n{text.rstrip()}\n{tail}".rstrip())
+        types[rank], text = account
+        lines = log.decode("utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        tail = "\n".join(["", "... log of this rank:", *lines]) if lines else ""
+        parts.append(f"--- rank {rank}: {types[rank]}\n{text.rstrip()}{tail}")
     return RankFailure("\n".join(parts), types)

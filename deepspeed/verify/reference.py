@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.verify.models import Case, MicroBatch
+from deepspeed.verify.models import Case, Losses, MicroBatch
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """What one optimizer step must give: gradients are averaged and unclipped, parameters are those after the step."""
 
-    losses: dict[tuple[int, int], list[float]]  # (rank, micro) -> the losses there
+    losses: dict[tuple[int, int], Losses]  # (rank, micro) -> the losses there
     grads: dict[str, Tensor]
     grad_norm: float
     params: dict[str, Tensor]
@@ -63,14 +63,14 @@ def train_reference(case: Case, *, world: int, steps: int = 3) -> list[StepRecor
     params = trainable(model)
     records = []
     for step in range(steps):
-        losses: dict[tuple[int, int], list[float]] = {}
+        losses: dict[tuple[int, int], Losses] = {}
         for rank in range(world):
             for micro in range(case.accumulation):
                 place = MicroBatch(step, micro, rank, world)
                 values = case.seeded_loss(model, place)
                 case.backward([value * (1.0 / (world * case.accumulation)) for value in values], Tensor.backward)
                 case.after_backward(model, place, share=1.0 / world)
-                losses[rank, micro] = [float(value.detach()) for value in values]
+                losses[rank, micro] = [value.detach() for value in values]
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
         norm = global_norm(grads)
         for name, param in params.items():

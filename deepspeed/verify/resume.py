@@ -12,17 +12,20 @@ additions only.
 """
 
 import argparse
+import contextlib
+import functools
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.config import load_config
-from deepspeed.verify.common import Printout, add_model, config_of
+from deepspeed.observe.program import CommandLine, count_of
+from deepspeed.verify.common import Printout, add_training, config_of
 from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.runs import ADAMW, Digests, Setup, hash_of, snapshot, train_case, user_setup, whole_state
 
@@ -33,28 +36,26 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}  #
 _WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 15, "warmup_max_lr": 1e-2}}
 # The first scales overflow, so that updates are skipped, and the scale grows again later.
 _FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 1}}
-# label: case, changes of the configuration, other fields
-_VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "fp32": ("plain", {}, {}),
-    "bf16": ("plain", {"bf16": {"enabled": True}}, {}),
-    "fp16, dynamic scale": ("plain", _FP16, {}),
-    "dropout": ("dropout_checkpointed", {}, {}),
-    "open window": ("plain", {"gradient_accumulation_steps": 3}, {"cut": 1}),
-    "uneven shards": ("odd_shapes", {}, {}),
-    "async save": ("plain", {"checkpoint": {"async": True}}, {}),
-    "nvme": ("plain", {}, {"tier": "nvme"}),
-}
+_VARIANTS = (  # what differs from training the plain case in fp32; the configuration is what a cell adds to the usual
+    Setup("fp32", "plain", {}),
+    Setup("bf16", "plain", {"bf16": {"enabled": True}}),
+    Setup("fp16, dynamic scale", "plain", _FP16),
+    Setup("dropout", "dropout_checkpointed", {}),
+    Setup("open window", "plain", {"gradient_accumulation_steps": 3}, cut=1),
+    Setup("uneven shards", "odd_shapes", {}),
+    Setup("async save", "plain", {"checkpoint": {"async": True}}),
+    Setup("nvme", "plain", {}, tier="nvme"),
+)
 
 
 def built_in_cells(stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[Setup]:
     """A small model under every stage and everything that a resume can lose."""
     cells = []
-    for stage in stages:
+    for stage, each in product(stages, _VARIANTS):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 200}
-        base = {"zero_optimization": zero, "optimizer": ADAMW, "scheduler": _WARMUP}
-        for label, (model, changes, fields) in _VARIANTS.items():
-            if stage or label != "nvme":
-                cells.append(Setup(f"stage {stage} {label}", model, {**base, **changes}, **fields))
+        config = {"zero_optimization": zero, "optimizer": ADAMW, "scheduler": _WARMUP, **each.config}
+        if stage or each.tier is None:  # stage 0 has no states to put on a drive
+            cells.append(replace(each, label=f"stage {stage} {each.label}", config=config))
     return cells
 
 
@@ -154,20 +155,18 @@ def state_on_rank(cell: Setup, folder: str, at: int, *, load: bool) -> tuple[Dig
 # -- the command -------------------------------------------------------------------------------------------------
 
 
-def check_resume(pool: RankPool, cell: Setup, folder: str, *, steps: int, at: int) -> tuple[str, str]:
-    """What is fine, and what differs after a resume, if anything does. Raises RankFailure."""
-    wrong = pool.run(resume_on_rank, cell, folder, steps, at)
-    faults = [f"{text} on rank {rank}" for rank, text in enumerate(wrong) if text]
-    return f"identical: {', '.join(FIELDS)}", "".join(faults[:1])
-
-
-def check_other_ranks(save: RankPool, load: RankPool, cell: Setup, folder: str, *, at: int) -> tuple[str, str]:
-    """What survives a change of the number of ranks, and what does not. Raises RankFailure."""
-    before, losses = save.run(state_on_rank, cell, folder, at, load=False)[0]
-    after, again = load.run(state_on_rank, cell, folder, at, load=True)[0]
-    wrong = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
-    if wrong:
-        return "", f"{wrong[0]} is not what was saved"
+def _check(pools: Sequence[RankPool], cell: Setup, folder: str, *, steps: int, at: int) -> tuple[str, str]:
+    """What is fine, and what differs after a resume, if anything does; of ``pools`` the last one loads."""
+    if len(pools) == 1:
+        wrong = pools[0].run(resume_on_rank, cell, folder, steps, at)
+        faults = [f"{text} on rank {rank}" for rank, text in enumerate(wrong) if text]
+        return f"identical: {', '.join(FIELDS)}", "".join(faults[:1])
+    (before, losses), (after, again) = (
+        pool.run(state_on_rank, cell, folder, at, load=load)[0] for load, pool in enumerate(pools)
+    )
+    differing = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
+    if differing:
+        return "", f"{differing[0]} is not what was saved"
     text = f"state hash {hash_of(before)} at the save and after the load"
     error = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(losses, again, strict=True))
     if not error <= TOLERANCES[cell.dtype]:
@@ -177,36 +176,28 @@ def check_other_ranks(save: RankPool, load: RankPool, cell: Setup, folder: str, 
 
 def add_options(parser: CommandLine) -> None:
     """Options of ``ds_verify resume``."""
-    add_model(parser, "the configuration to check it under")
-    parser.option("--steps", count_of, STEPS, "N", "optimizer steps in all")
+    add_training(parser, "the configuration to check it under", steps=STEPS, limit=300.0)
     parser.option("--at", count_of, AT, "N", "steps before the save")
-    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
     parser.option("--load-ranks", count_of, None, "N", "number of ranks that load (default: as many)")
-    parser.option("--time-limit", float, 300.0, "N", "seconds one run may take")
 
 
 def run(options: argparse.Namespace, report: Printout) -> int:
     """Run ``ds_verify resume``; raises ValueError (bad input) before any rank is started."""
-    steps, at, ranks, limit = options.steps, options.at, options.ranks, options.time_limit
+    steps, at, ranks, model = options.steps, options.at, options.ranks, options.model
     if at >= steps:
         raise ValueError(f"--at {at}: the save must lie between the first and the last of --steps {steps}")
     config = config_of(options)
-    given = options.model or config
-    cells = user_cells(options.model or "plain", config) if given else built_in_cells()
+    cells = user_cells(model or "plain", config) if model or config else built_in_cells()
     for cell in cells:  # a fault of the configuration is reported before any rank starts
         load_config(cell.settings(tempfile.gettempdir()), world_size=ranks)
-    others = options.load_ranks not in (None, ranks)
+    others = [options.load_ranks] if options.load_ranks not in (None, ranks) else []
     cells = [cell for cell in cells if not (others and (cell.cut or cell.config.get("checkpoint")))]
     width = max(len(cell.label) for cell in cells)
-    with RankPool(ranks, time_limit=limit) as pool, RankPool(options.load_ranks or 1, time_limit=limit) as load:
-
-        def check(cell: Setup) -> tuple[str, str]:
-            with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
-                if others:
-                    return check_other_ranks(pool, load, cell, folder, at=at)
-                return check_resume(pool, cell, folder, steps=steps, at=at)
-
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(RankPool(n, time_limit=options.time_limit)) for n in (ranks, *others)]
         for cell in cells:
-            report.row(f"{cell.model:<22}  {cell.label:<{width}}", check, cell)
-    where = f"{ranks} ranks" + (f", loaded on {options.load_ranks}" if others else "")
+            with tempfile.TemporaryDirectory(prefix="ds_verify_") as folder:
+                check = functools.partial(_check, pools, cell, folder, steps=steps, at=at)
+                report.row(f"{cell.model:<22}  {cell.label:<{width}}", check)
+    where = f"{ranks} ranks" + "".join(f", loaded on {n}" for n in others)
     return report.end(f"{len(cells)} cells on {where}, saved after {at} steps", "all identical")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.comm.collectives import gather_objects
-from deepspeed.device import map_tensors
+from deepspeed.device import DTYPES, map_tensors
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import SAMPLES, Case, MicroBatch
@@ -45,9 +45,8 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         """Of the model while it trains."""
-        named = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        chosen = [dtype for block, dtype in named.items() if (self.config.get(block) or {}).get("enabled")]
-        return chosen[0] if chosen else torch.float32
+        chosen = [name for name in ("bf16", "fp16") if (self.config.get(name) or {}).get("enabled")]
+        return DTYPES[[*chosen, "fp32"][0]]
 
     def case(self) -> Case:
         """The model and its data, whose batches are in the dtype of the model."""
@@ -57,10 +56,9 @@ class Setup:
 
     def settings(self, folder: str) -> dict[str, Any]:
         """The configuration; ``folder`` is for states on a drive."""
-        config = copy.deepcopy(self.config)
+        config = {"train_micro_batch_size_per_gpu": SAMPLES, **copy.deepcopy(self.config)}
         for key in ("train_batch_size", "memory"):
             config.pop(key, None)
-        config.setdefault("train_micro_batch_size_per_gpu", SAMPLES)
         accumulation = config.get("gradient_accumulation_steps")
         config["gradient_accumulation_steps"] = accumulation if isinstance(accumulation, int) else 1
         zero = config["zero_optimization"]
@@ -146,24 +144,17 @@ def _params(engine: Any) -> Digests:
     return {name: digest(value) for name, value in both.items() if value is not None}
 
 
-def _rates(engine: Any) -> Digests:
-    rates = {"learning rates": _text(engine.get_lr() if engine.basic_optimizer is not None else [])}
-    if engine.lr_scheduler is not None and hasattr(engine.lr_scheduler, "state_dict"):
-        rates["schedule"] = _text(engine.lr_scheduler.state_dict())
-    return rates
-
-
-def _counts(engine: Any) -> Digests:
-    return {
-        **{name: repr(getattr(engine, name)) for name in _COUNTERS},
-        "loss scale": _text(engine.scaler_state()),
-        "gradient norm": _text(engine.get_global_grad_norm()),
-    }
-
-
-def _groups(engine: Any) -> Digests:
-    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
-    return {f"{k} of group {i}": _text(v) for i, g in enumerate(groups) for k, v in g.items() if k != "params"}
+def _alike(engine: Any) -> dict[str, Digests]:
+    """By field, what every rank has: the options of the groups, learning rates and schedule, counters."""
+    optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
+    groups = optimizer.param_groups if optimizer is not None else []
+    options = {f"{k} of group {i}": _text(v) for i, g in enumerate(groups) for k, v in g.items() if k != "params"}
+    rates = {"learning rates": _text(engine.get_lr() if optimizer is not None else [])}
+    if schedule is not None and hasattr(schedule, "state_dict"):
+        rates["schedule"] = _text(schedule.state_dict())
+    counters = {name: repr(getattr(engine, name)) for name in _COUNTERS}
+    scale = {"loss scale": _text(engine.scaler_state()), "gradient norm": _text(engine.get_global_grad_norm())}
+    return {"opt": options, "lr": rates, "scaler": counters | scale}
 
 
 def _spans(view: Any) -> Iterable[tuple[str, int, int]]:
@@ -189,12 +180,11 @@ def _local_slots(engine: Any) -> Digests:
 def snapshot(engine: Any) -> dict[str, Digests]:
     """By field, digests of all that decides how training goes on, as this rank sees it. Collective."""
     arrays = [np.asarray(part).tolist() for part in np.random.get_state()]
-    return {
+    alike = _alike(engine)
+    return alike | {
         "params": _params(engine) | {name: digest(value) for name, value in engine.module.named_buffers()},
-        "opt": _local_slots(engine) | _groups(engine),
-        "lr": _rates(engine),
+        "opt": _local_slots(engine) | alike["opt"],
         "rng": {"torch": digest(torch.get_rng_state()), "numpy": hash_of(arrays), "python": hash_of(random.getstate())},
-        "scaler": _counts(engine),
     }
 
 
@@ -216,7 +206,5 @@ def whole_state(engine: Any) -> Digests:
         for slot, value in engine.basic_optimizer.state.get(view.param, {}).items():
             if isinstance(value, (int, float)) or isinstance(value, Tensor) and not value.dim():
                 numbers |= {f"{slot} of {name}": _text(value) for name, _, _ in _spans(view)}
-    merged = {name: text for theirs in gather_objects(numbers, engine.mesh.job) for name, text in theirs.items()}
-    return dict(
-        sorted({**full_states(engine), **merged, **_groups(engine), **_rates(engine), **_counts(engine)}.items())
-    )
+    parts = [full_states(engine), *gather_objects(numbers, engine.mesh.job), *_alike(engine).values()]
+    return dict(sorted(item for part in parts for item in part.items()))

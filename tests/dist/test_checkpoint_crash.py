@@ -142,7 +142,7 @@ def test_killed_at_random_instants(tmp_path: Path, capsys: pytest.CaptureFixture
         (("loaded", 2, "state", "/d/step2", []), "had ended"),
         (("loaded", 3, "other", "/d/step3", []), "gave rank 0 the state other"),
         (("loaded", 3, "state", "/d/step2", []), "latest names step3"),
-        (("loaded", 3, "state", None, []), "found nothing"),
+        (("loaded", 3, "state", None, []), "loaded nothing"),
         (("loaded", 3, "state", "/d/step3", ["nothing"]), "does not name .t.saving-x"),
         (("saving", 3, "other"), "another state after the resume"),
         (("saved", 4, 0.1), "left .t.saving-x behind"),

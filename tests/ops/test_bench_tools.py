@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.bench import ckpt, cli, common, cpu_adam
+from deepspeed.bench import cli, common, cpu_adam
 from deepspeed.errors import BuildError
 from deepspeed.observe import program
 from deepspeed.observe.program import INTERRUPTED
@@ -62,7 +62,7 @@ def test_the_loop_moves_every_element() -> None:
     a, g, m, v = (buffer.clone() for buffer in buffers)
     with ThreadPoolExecutor(3) as pool:
         try:
-            assert cpu_adam.loop(buffers, 3, pool)() > 0
+            cpu_adam.loop(buffers, 3, pool)()
         except BuildError as error:
             pytest.skip(str(error))
     assert [torch.equal(*pair) for pair in zip(buffers, (a + g, g, m + g, v + g), strict=True)] == [True] * 4
@@ -87,7 +87,7 @@ def test_checkpoints_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert 12 * found["params"] < found["bytes"] < 12 * found["params"] + 100_000
     assert len(found["held_s"]["all"]) == len(found["named_s"]["all"]) == 2
     assert 0 < found["share"] < 1 and found["gb_per_s"] > 0 and found["wall_s"] > sum(found["held_s"]["all"])
-    assert found["ratio"]["there"] == pytest.approx(found["held_s"]["median"] / found["copy_s"]["there"])
+    assert found["ratio"] == pytest.approx(found["held_s"]["median"] / found["copy_s"])
     assert not list(tmp_path.iterdir())
 
 
@@ -196,16 +196,6 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
         for process in runs.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_a_fresh_copy_touches_new_pages() -> None:
-    tensors = [torch.randn(3, 5), torch.randn(7)]
-    room = ckpt._fresh(tensors)
-    assert [(r.shape, r.dtype, r.is_contiguous(), float(r.abs().sum())) for r in room] == [
-        (t.shape, t.dtype, True, 0.0) for t in tensors
-    ]
-    room[1].copy_(tensors[1])
-    assert not room[0].any() and torch.equal(room[1], tensors[1])
 
 
 def test_a_reader_that_left_ends_a_command_with_closed_errors_quietly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from deepspeed.bench import cli, common, io, tune
-from deepspeed.bench.io import Load, Target, WrongBytesError
+from deepspeed.bench.io import Load, Target
 from deepspeed.bench.tune import SWEEP, Trial, best_of, with_block
 from deepspeed.config import load_config
-from deepspeed.errors import UsageError
-from deepspeed.observe.program import INTERRUPTED
+from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.observe.program import INTERRUPTED, count_of
 from deepspeed.tier.aio import AioEngine
 from tests.budget.source import ROOT
 
@@ -56,7 +56,7 @@ def test_sizes() -> None:
         (common.size_of, "-1"),
         (common.size_of, "1.5X"),
         (common.block_of, "1000"),
-        (common.count_of, "0"),
+        (count_of, "0"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=text):
             read(text)
@@ -116,7 +116,7 @@ def test_both_ways_move_the_whole_file(tmp_path: Path, monkeypatch: pytest.Monke
         io.through_loop(target, Load(12 * KIB), write=False)
         assert torch.equal(target.scratch, target.pattern)
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(WrongBytesError, match="between 196608 and 204800"):
+        with pytest.raises(DeepSpeedError, match="between 196608 and 204800"):
             io.check(target, engine)
     target.close()
 

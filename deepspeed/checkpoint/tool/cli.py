@@ -19,11 +19,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deepspeed.bench.common import CommandLine, count_of
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.tool import diff, export, info, verify
 from deepspeed.errors import CheckpointError
-from deepspeed.observe.program import guarded, say, size
+from deepspeed.observe.program import CommandLine, count_of, guarded, say, size
 
 _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the first) or extra (only in the second).
 

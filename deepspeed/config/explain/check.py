@@ -15,6 +15,7 @@ from deepspeed.config.model.settings import Setting, gate_open, plain, settings
 from deepspeed.config.model.spelling import canonical_path
 from deepspeed.config.model.values import AUTO, BATCH_KEYS, MICRO, TRAIN, Support, is_auto
 from deepspeed.config.parse import ConfigSource
+from deepspeed.observe.program import columns
 
 # The keys whose "auto" Transformers and Accelerate replace before the configuration reaches the engine.
 _FILLED: Mapping[str, str] = {
@@ -192,10 +193,9 @@ def dtype_rows(cfg: DeepSpeedConfig) -> list[tuple[str, str, str]]:
 def dtypes_text(findings: Findings) -> str:
     """One table: which dtype each quantity of a step has, and the key that decides it."""
     rows = [("quantity", "dtype", "decided by"), *dtype_rows(findings.config)]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
     waiting = [path for path in findings.autos if canonical_path(path) in ("bf16.enabled", "fp16.enabled")]
-    return "\n".join([*lines, *(f'{path} is "auto": this is the table while it is false.' for path in waiting)])
+    notes = [f'{path} is "auto": this is the table while it is false.' for path in waiting]
+    return "\n".join([*columns(rows, left=3), *notes])
 
 
 def as_json(findings: Findings) -> dict[str, Any]:

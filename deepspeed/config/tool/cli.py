@@ -1,26 +1,20 @@
 """The ``ds_config`` command: check a configuration, show what it comes to, or start one. Imports no torch."""
 
 import argparse
-import json
 import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from deepspeed.config.explain.check import Findings, as_json, dtypes_text, examine, values_text
 from deepspeed.config.model.values import BATCH_KEYS
 from deepspeed.config.parse import read_source, text_source
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.observe.program import BAD_INPUT, guarded, say
+from deepspeed.observe.program import BAD_INPUT, count_of, guarded, say
 
 STARTERS = Path(__file__).parent / "starters"  # what ``ds_config init`` writes, one per goal
-
-
-def _world(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of ranks, at least 1, not {text!r}")
-    return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command, count in ((check, "+"), (show, 1)):
         text = "JSON with comments allowed; - reads standard input"
         command.add_argument("files", nargs=count, metavar="FILE", help=text)
-        command.add_argument("--world", type=_world, metavar="N", help="data-parallel ranks (default: 1)")
+        command.add_argument("--world", type=count_of, metavar="N", help="data-parallel ranks (default: 1)")
     init = commands.add_parser("init", allow_abbrev=False, help="a commented file to start from")
     goals, text = sorted(path.stem for path in STARTERS.glob("*.json")), "what the training is for (default: finetune)"
     init.add_argument("--goal", choices=goals, default="finetune", help=text)
@@ -90,20 +84,16 @@ def _check(args: argparse.Namespace) -> int:
     return status
 
 
-def _show(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> int | str | dict[str, Any]:
     (name,) = args.files
     findings = _examined(name, args)
     if findings is None:
         return BAD_INPUT
-    if args.json:
-        say(json.dumps(as_json(findings), indent=1, default=str))
-    elif args.dtypes:
-        say(dtypes_text(findings))
-    else:
-        table, dtypes = values_text(findings, everything=args.all), f"dtypes\n{dtypes_text(findings)}"
-        notes = ["", *(f"note: {note}" for note in findings.notes)] if findings.notes else []
-        say("\n".join([f"{name}: {_summary(findings)}", "", table, "", dtypes, *notes]))
-    return 0
+    if args.json or args.dtypes:
+        return as_json(findings) if args.json else dtypes_text(findings)
+    table, dtypes = values_text(findings, everything=args.all), f"dtypes\n{dtypes_text(findings)}"
+    notes = ["", *(f"note: {note}" for note in findings.notes)] if findings.notes else []
+    return "\n".join([f"{name}: {_summary(findings)}", "", table, "", dtypes, *notes])
 
 
 def _init(args: argparse.Namespace) -> int:
