@@ -65,11 +65,8 @@ class _Watch(threading.Thread):
         return self.seconds
 
 
-# -- in the ranks --------------------------------------------------------------------------------------------------
-
-
 def on_rank(plan: argparse.Namespace, folder: str) -> dict[str, Any] | str:
-    """Train and save; what was measured, or the sentence of an error that all ranks have."""
+    """In a rank: train and save; what was measured, or the sentence of an error that all ranks have."""
     set_accelerator(Accelerator("cpu"))  # whatever there is: several ranks share this machine
     torch.set_num_threads(plan.threads)
     try:
@@ -143,9 +140,6 @@ def _copy_s(engine: Any) -> float:
     tensors = [*params, *(v for v in slots if isinstance(v, torch.Tensor) and v.dim())]
     room = [tensor.clone() for tensor in tensors]
     return statistics.median([_timed(lambda: torch._foreach_copy_(room, tensors)) for _ in range(_COPIES)])
-
-
-# -- around them ---------------------------------------------------------------------------------------------------
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -28,12 +28,17 @@ def available_backends() -> list[str]:
     return [name for name in ("gloo", "nccl", "xccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
 
 
+def free_port() -> int:
+    """A port of this machine on which nobody listens now."""
+    with socket.create_server((LOOPBACK, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def _publish(ranks: Rendezvous) -> None:
     """Write the identity where ``torch.distributed`` and other libraries look; never over an existing value."""
     port = os.environ.get("MASTER_PORT") or ranks.port
     if port is None:
-        with socket.create_server((LOOPBACK, 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
     values: dict[str, object] = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world_size, "LOCAL_RANK": ranks.local_rank}
     values |= {"LOCAL_WORLD_SIZE": ranks.local_size, "MASTER_ADDR": ranks.address, "MASTER_PORT": port}
     os.environ.update({k: str(v) for k, v in values.items() if v is not None and not os.environ.get(k)})

@@ -59,11 +59,8 @@ class SavingJob:
     keep_last: int = 2
 
 
-# -- in the ranks --------------------------------------------------------------------------------------------------
-
-
 def _train(job: SavingJob, connection: Connection, rank: int) -> None:
-    """Resume, then train and save for ever."""
+    """In a rank: resume, then train and save for ever."""
     seed_everything(7)
     wide = 4 * _WIDTH
     model = nn.Sequential(nn.Linear(_WIDTH, wide), nn.BatchNorm1d(wide), nn.Dropout(0.1), nn.Linear(wide, _WIDTH))
@@ -99,9 +96,6 @@ def _rank(rank: int, world: int, meeting: str, port: int, connection: Connection
         _train(job, connection, rank)
     except BaseException:
         connection.send(("failed", traceback.format_exc()))
-
-
-# -- around them ---------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -191,9 +191,6 @@ def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] |
     return [Cell(m, stage=s, bucket=b, overlap=o, accumulation=a, config=config or {}) for m, s, b, o, a in axes]
 
 
-# -- the command -------------------------------------------------------------------------------------------------
-
-
 def add_options(parser: CommandLine) -> None:
     """Options of ``ds_verify grads``."""
     parser.switches(matrix="every combination of stage, bucket, overlap and accumulation")

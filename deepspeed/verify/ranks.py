@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -28,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.init import free_port
+
 LOG_TAIL_LINES = 60
 GRACE_SECONDS = 3.0  # how long the other ranks may take to report after the first one failed
 
@@ -38,12 +39,6 @@ class RankFailure(RuntimeError):
     def __init__(self, message: str, types: dict[int, str]) -> None:
         super().__init__(message)
         self.types = types
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rank_context() -> ForkServerContext:

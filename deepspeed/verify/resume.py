@@ -81,9 +81,6 @@ def difference(wanted: dict[str, Digests], loaded: dict[str, Digests]) -> str:
     return ""
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------------
-
-
 def interrupted(
     start: Callable[[int], Any], train: Callable[[Any, range], list[float]], folder: str, *, cut: int, last: int
 ) -> str:
@@ -150,9 +147,6 @@ def state_on_rank(cell: Setup, folder: str, at: int, *, load: bool) -> tuple[Dig
     losses = train_case(engine, case, range(at * case.accumulation, (at + NEXT) * case.accumulation), alike=True)
     engine.destroy()
     return state, losses
-
-
-# -- the command -------------------------------------------------------------------------------------------------
 
 
 def _check(pools: Sequence[RankPool], cell: Setup, folder: str, *, steps: int, at: int) -> tuple[str, str]:

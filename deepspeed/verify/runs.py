@@ -112,9 +112,6 @@ def train_case(engine: Any, case: Case, numbers: Iterable[int], *, alike: bool =
     return values
 
 
-# -- what an engine holds ----------------------------------------------------------------------------------------
-
-
 def digest(value: Tensor) -> str:
     """Equal for equal bits."""
     content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

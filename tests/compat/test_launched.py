@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.verify.ranks import free_port
+from deepspeed.comm.init import free_port
 from tests.compat.common import need
 
 pytestmark = pytest.mark.timeout(180)

@@ -20,7 +20,8 @@ from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.save.content import Content
 from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver
-from deepspeed.verify.ranks import enter_world, free_port, rank_context
+from deepspeed.comm.init import free_port
+from deepspeed.verify.ranks import enter_world, rank_context
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
 from tests.harness.plain_optim import PlainOptimizer

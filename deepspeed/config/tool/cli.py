@@ -12,7 +12,7 @@ from deepspeed.config.explain.check import Findings, as_json, dtypes_text, exami
 from deepspeed.config.model.values import BATCH_KEYS
 from deepspeed.config.parse import read_source, text_source
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.observe.program import BAD_INPUT, count_of, guarded, say
+from deepspeed.observe.program import BAD_INPUT, CommandLine, count_of, guarded, say
 
 STARTERS = Path(__file__).parent / "starters"  # what ``ds_config init`` writes, one per goal
 
@@ -20,14 +20,12 @@ STARTERS = Path(__file__).parent / "starters"  # what ``ds_config init`` writes,
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the three subcommands."""
     about = "Check, explain and start training configurations."
-    parser = argparse.ArgumentParser(prog="ds_config", allow_abbrev=False, description=about)
+    parser = CommandLine(prog="ds_config", allow_abbrev=False, description=about)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", allow_abbrev=False, help="say everything that is wrong; exit status 0 or 2")
-    check.add_argument("--resolved", action="store_true", help='no value may be left "auto"')
+    check.switches(resolved='no value may be left "auto"')
     show = commands.add_parser("show", allow_abbrev=False, help="every final value and where it comes from")
-    show.add_argument("--dtypes", action="store_true", help="only the table of dtypes")
-    show.add_argument("--json", action="store_true", help="for programs")
-    show.add_argument("--all", action="store_true", help="also the keys of blocks that are off")
+    show.switches(dtypes="only the table of dtypes", json="for programs", all="also the keys of blocks that are off")
     for command, count in ((check, "+"), (show, 1)):
         text = "JSON with comments allowed; - reads standard input"
         command.add_argument("files", nargs=count, metavar="FILE", help=text)
@@ -36,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     goals, text = sorted(path.stem for path in STARTERS.glob("*.json")), "what the training is for (default: finetune)"
     init.add_argument("--goal", choices=goals, default="finetune", help=text)
     init.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: standard output)")
-    init.add_argument("--force", action="store_true", help="replace FILE when it is there")
+    init.switches(force="replace FILE when it is there")
     return parser
 
 
