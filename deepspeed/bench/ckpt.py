@@ -14,13 +14,13 @@ import os
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -142,10 +142,6 @@ def _copy_s(engine: Any) -> float:
     return statistics.median([_timed(lambda: torch._foreach_copy_(room, tensors)) for _ in range(_COPIES)])
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 @contextlib.contextmanager
 def _place(folder: str, nbytes: float) -> Iterator[str]:
     """A new folder in ``folder``, gone afterwards, also when the process is told to end. Raises UsageError."""
@@ -156,8 +152,8 @@ def _place(folder: str, nbytes: float) -> Iterator[str]:
     except OSError as error:
         raise UsageError(f"no folder can be made in {folder}: {error.strerror}; name one that you may write") from error
     try:
-        signal.signal(signal.SIGTERM, _stop)
-        signal.signal(signal.SIGHUP, _stop)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         yield top
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C leaves no half of it

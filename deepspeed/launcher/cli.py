@@ -19,7 +19,7 @@ from deepspeed.launcher.machine import check_programs, check_reachable, is_this_
 from deepspeed.launcher.resources import Location, find_place, master_address, selected_by
 from deepspeed.launcher.runners import RUNNERS, RunnerOptions, build, describe, find_runner, split_arguments
 from deepspeed.observe.log import logger
-from deepspeed.observe.program import guarded
+from deepspeed.observe.program import CommandLine, guarded
 
 BY_HAND_PORT = 29500
 # For runners that cannot be told a port later: below those from which Linux serves outgoing connections.
@@ -81,7 +81,7 @@ _FLAGS: Mapping[str, Flags] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(CommandLine):
     def error(self, message: str) -> NoReturn:
         """As argparse, and with the flag that a mistyped one resembles."""
         rest = message.partition("unrecognized arguments: ")[2]
@@ -98,7 +98,6 @@ def build_parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_RULES,
         usage="deepspeed [flags] script [arguments of the script...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for title, flags in _FLAGS.items():
         add_flags(parser.add_argument_group(title), flags)

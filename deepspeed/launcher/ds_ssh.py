@@ -24,7 +24,7 @@ from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, load_hos
 from deepspeed.launcher.node.loop import EventLoop
 from deepspeed.launcher.node.verdict import shell_status
 from deepspeed.launcher.runners import RunnerOptions, split_arguments, ssh_prefix
-from deepspeed.observe.program import guarded
+from deepspeed.observe.program import CommandLine, guarded
 
 FANOUT = 64  # ssh processes at a time: each costs three file descriptors, and 1024 is a usual limit
 STOP_GRACE_S = 3.0
@@ -125,8 +125,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_ssh``; returns the exit status."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("ds_ssh", description=__doc__, allow_abbrev=False, formatter_class=form)
+    parser = CommandLine(prog="ds_ssh", description=__doc__, allow_abbrev=False)
     path = f"lines 'name slots=N' (default {DEFAULT_HOSTFILE})"
     parser.add_argument("-f", "-H", "--hostfile", default=DEFAULT_HOSTFILE, help=path)
     parser.add_argument("-i", "--include", default="", metavar="HOSTS", help="only these hosts: NAME[@NAME...]")

@@ -161,16 +161,13 @@ class Processes:
         self._folder.cleanup()
 
 
-class RankPool:
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """``world`` ranks on this machine joined by gloo; use as a context manager or call :meth:`close`."""
 
     def __init__(self, world: int, *, time_limit: float = 60.0) -> None:
         self.world = world
         self.time_limit = time_limit
         self._ranks: Processes | None = None
-
-    def __enter__(self) -> "RankPool":
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(at_once=kind is not None)

@@ -94,7 +94,6 @@ def interrupted(
     straight = train(engine, range(last))
     end = snapshot(engine)
     engine.destroy()
-
     engine = start(5)
     losses = train(engine, range(cut))
     engine.save_checkpoint(folder, tag="resume")
@@ -102,7 +101,6 @@ def interrupted(
     if engine._config.checkpoint.in_background:
         train(engine, range(cut, last))  # must not reach what is being written
     engine.destroy()
-
     engine = start(1000)
     engine.load_checkpoint(folder, tag="resume")
     wrong = difference(saved, snapshot(engine))

@@ -30,7 +30,7 @@ IMAGE_SIDE = 16
 
 
 def resolve(reference: str) -> Any:
-    """Import ``module:attribute``; the current folder counts as importable. Raises ValueError with a sentence."""
+    """Import ``module:function``; the current folder counts as importable. Raises ValueError with a sentence."""
     module_name, colon, attribute = reference.partition(":")
     if not colon or not module_name or not attribute:
         raise ValueError(
@@ -44,7 +44,9 @@ def resolve(reference: str) -> Any:
         raise ValueError(f"cannot import {module_name!r} (searched from {os.getcwd()}): {error}") from error
     if not hasattr(module, attribute):
         raise ValueError(f"module {module_name!r} ({module.__file__}) has no attribute {attribute!r}")
-    return getattr(module, attribute)
+    if not callable(function := getattr(module, attribute)):
+        raise ValueError(f"{reference} is a {type(function).__name__}, not a function")
+    return function
 
 
 def default_loss(output: Any, batch: Any) -> Tensor:
@@ -96,8 +98,6 @@ def parts_of(built: Any, reference: str) -> tuple[nn.Module, BatchFunction | Non
 def load_user_case(reference: str) -> Case:
     """The case of ``module:build``. Raises ValueError."""
     build = resolve(reference)
-    if not callable(build):
-        raise ValueError(f"{reference} is a {type(build).__name__}, not a function")
     built = seeded(lambda: parts_of(build(), reference))
     model, batch_fn, loss_fn = built()
     batch_of, loss_of = batch_fn or invented_batch(model), loss_fn or default_loss

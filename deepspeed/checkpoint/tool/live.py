@@ -60,8 +60,6 @@ def _build(reference: str, device: str) -> nn.Module:
     """The model of ``module:build``, on the host where its own code needs values that the meta device has not."""
     try:
         function = resolve(reference)
-        if not callable(function):
-            raise ValueError(f"{reference} is a {type(function).__name__}, not a function")
         with torch.device(device):
             model = parts_of(function(), reference)[0]
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
