@@ -47,7 +47,7 @@ def main() -> None:
         launchers = {
             "deepspeed": [
                 "-m",
-                "deepspeed.launcher.cli",
+                "deepspeed.launcher.runner",
                 "--num_gpus",
                 str(options.ranks),
                 "--no_local_rank",

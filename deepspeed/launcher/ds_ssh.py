@@ -11,19 +11,17 @@ program.
 
 import argparse
 import contextlib
-import os
 import shlex
-import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher.fanout import Connection
 from deepspeed.launcher.hostfile import DEFAULT_HOSTFILE, filter_hosts, load_hostfile
 from deepspeed.launcher.node.loop import EventLoop
 from deepspeed.launcher.node.verdict import shell_status
-from deepspeed.launcher.runners import RunnerOptions, split_arguments, ssh_prefix
+from deepspeed.launcher.runners import ssh_prefix, ssh_program
 from deepspeed.observe.program import CommandLine, guarded
 
 FANOUT = 64  # ssh processes at a time: each costs three file descriptors, and 1024 is a usual limit
@@ -47,36 +45,28 @@ def choose_hosts(path: str, *, include: str = "", exclude: str = "") -> list[str
     return hosts
 
 
-def ssh_program(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The ssh command and its own arguments. Raises UsageError when it cannot be run."""
-    program = split_arguments(env.get("DS_SSH", ""), source="DS_SSH") or ("ssh",)
-    if shutil.which(program[0]) is None:
-        raise UsageError(f"the ssh program {program[0]!r} was not found; install an ssh client, or name one in DS_SSH")
-    return program
-
-
 def remote_command(command: str) -> str:
     """What the login shell of a host is given so that ``command`` ends when the connection does."""
     return f"/bin/sh -c {shlex.quote(_REMOTE)} ds_ssh {shlex.quote(command)}"
 
 
-class _Fleet(EventLoop):
-    """The ssh processes of one command, at most ``FANOUT`` at a time."""
+class Fleet(EventLoop):
+    """The ssh processes of one shell ``command``, at most ``FANOUT`` at a time."""
 
-    def __init__(self, hosts: Sequence[str], command: str, program: tuple[str, ...]) -> None:
+    def __init__(self, hosts: Sequence[str], command: str) -> None:
         super().__init__()
-        self._command, self._options = remote_command(command), RunnerOptions(ssh=program)
+        self._command, self._ssh = remote_command(command), ssh_program()
         self._waiting = list(enumerate(hosts))
         self._running: dict[int, Connection] = {}
         self._statuses = dict.fromkeys(hosts, 0)
 
     def run(self) -> dict[str, int]:
-        """Host -> exit status."""
+        """Host -> exit status (128 + signal where ssh was killed). An exception ends the commands first."""
         try:
             while self._waiting or self._running:
                 while self._waiting and len(self._running) < FANOUT:
                     rank, host = self._waiting.pop(0)
-                    argv, prefix = [*ssh_prefix(host, options=self._options), self._command], f"{host}: ".encode()
+                    argv, prefix = [*ssh_prefix(self._ssh, host), self._command], f"{host}: ".encode()
                     self._running[rank] = Connection(rank, host, argv, self.post, prefix=prefix, drain_s=None)
                 self.handle_next()
             return self._statuses
@@ -104,17 +94,9 @@ class _Fleet(EventLoop):
         """Nobody is asked for a sign of life."""
 
 
-def run_everywhere(hosts: Sequence[str], command: str, *, program: tuple[str, ...]) -> dict[str, int]:
-    """Run the shell ``command`` on all ``hosts`` and return host -> exit status (128 + signal where ssh was killed).
-
-    On KeyboardInterrupt, or when standard output is closed, the commands are ended before the exception goes on.
-    """
-    return _Fleet(hosts, command, program).run()
-
-
 def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     hosts = choose_hosts(options.hostfile, include=options.include, exclude=options.exclude)
-    statuses = run_everywhere(hosts, " ".join(words), program=ssh_program(os.environ))
+    statuses = Fleet(hosts, " ".join(words)).run()
     failed = {host: status for host, status in statuses.items() if status != 0}
     if failed:
         how = {host: f"{'not reached, or ' if status == 255 else ''}exit {status}" for host, status in failed.items()}

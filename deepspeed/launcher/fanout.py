@@ -1,25 +1,30 @@
-"""Starts one launcher per node through ssh and shows their output; among themselves they talk as ``node.hub`` says.
+"""Starts a job on other hosts: one launcher per node through ssh, or the one process of a backend (mpirun, srun, pdsh).
 
-The connection is the life line both ways: a launcher whose input ends stops its ranks at once, so no node keeps running
-after this command, however it dies; and an ssh that ends before the verdict ends the job.
+The output of launchers is shown; among themselves they talk as ``node.hub`` says. The ssh connection is the life line
+both ways: a launcher whose input ends stops its ranks at once, so no node keeps running after this command, however it
+dies; and an ssh that ends before the verdict ends the job.
 """
 
 import contextlib
 import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from deepspeed.errors import UsageError
 from deepspeed.launcher.job import Job
-from deepspeed.launcher.node.command import BEAT, MARK, PAUSE
 from deepspeed.launcher.node.loop import (
+    BEAT,
+    MARK,
+    PAUSE,
     SIGNAL_GRACE_S,
     EventLoop,
     Message,
@@ -27,15 +32,18 @@ from deepspeed.launcher.node.loop import (
     join_limit,
     signals_to,
 )
-from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted, lost
-from deepspeed.launcher.runners import RunnerOptions, ssh_command
+from deepspeed.launcher.node.ranks import Guard
+from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted, lost, shell_status
+from deepspeed.launcher.runners import RUNNERS, RunnerCommand, ssh_command, ssh_prefix, ssh_words
 from deepspeed.observe.program import BAD_INPUT
 
+_CHECK_S = 10.0
+_CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual limit
 _SSH_FAILED = 255  # what ssh itself ends with; every other status is the remote command's
 _FAREWELL_S = 3.0  # how long nodes may take to end by themselves after the verdict
-_STOP_S = 5.0  # the same where they have yet to stop their ranks
+_STOP_S = 5.0  # the same where they have yet to stop their ranks, and of a backend after a second signal
+_POLL_S = 0.05
 _LAST_WORDS_BYTES = 1000
-_LINE_END = re.compile(rb"\r?\n|\r(?!\n|\Z)")  # a carriage return at the very end may yet get its newline
 _MAX_LINE_BYTES = 1 << 16
 
 
@@ -52,19 +60,24 @@ class FrameReader:
 
     def feed(self, data: bytes) -> tuple[bytes, list[Message]]:
         """Return the lines that are complete, and the frames."""
-        data = self._rest + data
-        output, frames = [], []
-        head, start = b"", 0
-        for end in _LINE_END.finditer(data):
-            line, start = head + data[start : end.end()], end.end()
-            before, mark, text = line.rpartition(MARK)
-            frame = _decode(text) if mark else None
-            if frame is None:
-                output.append(self._prefix + line)
-            else:
+        lines = (self._rest + data).splitlines(keepends=True)
+        # A carriage return at the very end may yet get its newline.
+        rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        output: list[bytes] = []
+        frames: list[Message] = []
+        head = b""
+        for line in lines:
+            before, mark, text = (head + line).rpartition(MARK)
+            frame = None
+            with contextlib.suppress(ValueError):
+                frame = json.loads(text) if mark else None
+            if isinstance(frame, dict) and "kind" in frame:
                 frames.append(frame)
-            head = b"" if frame is None else before  # the line that the frame came amid goes on
-        self._rest = head + data[start:]
+                head = before  # the line that the frame came amid goes on
+            else:
+                output.append(self._prefix + head + line)
+                head = b""
+        self._rest = head + rest
         if len(self._rest) > _MAX_LINE_BYTES and MARK[:1] not in self._rest:
             output.append(self.end())
         return b"".join(output), frames
@@ -75,15 +88,11 @@ class FrameReader:
         return self._prefix + rest + b"\n" if rest else b""
 
 
-def _decode(text: bytes) -> Message | None:
-    with contextlib.suppress(ValueError):
-        message = json.loads(text)
-        return message if isinstance(message, dict) and "kind" in message else None
-    return None
-
-
 class Connection:
-    """One ssh child: its output goes to this process's, its messages and its end become events."""
+    """One ssh child: its output goes to this process's, its messages and its end become events.
+
+    Raises UsageError when it cannot be started.
+    """
 
     def __init__(
         self, rank: int, host: str, argv: Sequence[str], post: Post, *, prefix: bytes, drain_s: float | None = 1.0
@@ -95,8 +104,12 @@ class Connection:
         self._post = post
         self._prefix = prefix
         pipe = subprocess.PIPE
-        # Its own session: Ctrl-C in the terminal must not end the connection over which it is to be passed on.
-        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        try:
+            # Its own session: Ctrl-C in the terminal must not end the connection over which it is to be passed on.
+            self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        except OSError as error:
+            what = "install an ssh client, or name another program in DS_SSH"
+            raise UsageError(f"cannot start {argv[0]}: {error.strerror}; {what}") from error
         assert self._process.stdin is not None
         self._input = self._process.stdin
         streams = ((self._process.stdout, sys.stdout.buffer), (self._process.stderr, sys.stderr.buffer))
@@ -177,9 +190,6 @@ class FanOut(EventLoop):
                     self._running.add(rank)
                 while self._running:
                     self.handle_next()
-        except OSError as error:
-            what = "install ssh, or name another program in DS_SSH"
-            raise UsageError(f"cannot start {self._commands[0][0]}: {error.strerror}; {what}") from error
         finally:
             for node in self._nodes:
                 node.cut()
@@ -254,15 +264,89 @@ class FanOut(EventLoop):
             self._nodes[rank].cut()
 
 
-def run_over_ssh(job: Job, *, options: RunnerOptions) -> int:
+def run_over_ssh(job: Job, options: Namespace) -> int:
     """Run ``job`` on all its hosts through ssh and return its exit status; the verdict is the last text shown.
 
     1 when a host cannot be reached or cannot start its launcher. Raises UsageError when ssh cannot be started.
     """
-    commands = [ssh_command(job, rank, options=options) for rank in range(len(job.hosts))]
-    verdict = FanOut(job.hosts, commands).run()
+    verdict = FanOut(job.hosts, [ssh_command(job, rank, options) for rank in range(len(job.hosts))]).run()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.write(verdict.text)
         sys.stderr.flush()
     return verdict.status
+
+
+def run_backend(command: RunnerCommand) -> int:
+    """Run ``command`` and return its exit status, 128 + S when signal S ended it, or made it or this process fail.
+
+    Signals that end a job are passed on; after a second one the backend has 5 s before it is killed. When this process
+    is killed the backend is ended too. Raises UsageError when the program cannot be started.
+    """
+    received: list[signal.Signals] = []
+    with contextlib.ExitStack() as stack:
+        guardian = Guard()
+        stack.callback(guardian.dismiss)
+        # Before there is a backend, which would outlive a signal that comes in between.
+        stack.enter_context(signals_to(received.append))
+        try:
+            # Its own session, so that Ctrl-C in the terminal reaches it once, from here.
+            child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
+        except OSError as error:
+            raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
+        guardian.watch(child.pid)
+        passed_on, deadline = 0, float("inf")
+        while (status := child.poll()) is None:
+            numbers = received[passed_on:]
+            passed_on += len(numbers)
+            if passed_on > 1:
+                deadline = min(deadline, time.monotonic() + _STOP_S)
+            if time.monotonic() > deadline:
+                numbers = [signal.SIGKILL]
+            for number in numbers:
+                # To the group, as from a terminal: mpirun may be a script, which would not pass it on.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, number)
+            time.sleep(_POLL_S)
+    return 128 + received[0] if received and status != 0 else shell_status(status)
+
+
+def _unreachable(host: str, options: Namespace) -> str | None:
+    """Why ``host`` cannot be reached, None when it can."""
+    command = [*ssh_prefix(options.ssh, host, *ssh_words(options), connect_timeout_s=5), "true"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_S)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return str(error)
+    lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"ssh ended with status {done.returncode}"]
+    return lines[0].strip() if done.returncode else None
+
+
+def check_reachable(hosts: Sequence[str], options: Namespace) -> None:
+    """Run ``true`` on all ``hosts`` at once. Raises UsageError naming those not reached, with ssh's first words."""
+    with ThreadPoolExecutor(max_workers=min(len(hosts), _CHECKS_AT_A_TIME)) as threads:
+        answers = threads.map(lambda host: _unreachable(host, options), hosts)
+        failed = [(host, why) for host, why in zip(hosts, answers, strict=True) if why is not None]
+    if failed:
+        (first, why), *more = failed
+        others = f" (nor are {len(more)} more: {', '.join(host for host, _ in more[:5])})" if more else ""
+        raise UsageError(
+            f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' work "
+            "without a password, or skip this test with --no_ssh_check"
+        )
+
+
+def check_programs(options: Namespace) -> None:
+    """Raise UsageError when a program of the runner is not installed here, or is another backend's."""
+    runner = RUNNERS[options.launcher]
+    for program in (options.ssh[0],) if options.launcher == "ssh" else runner.programs:
+        if shutil.which(program) is None:
+            raise UsageError(
+                f"--launcher {options.launcher} needs the program {program!r}, which is not on PATH; install "
+                f"{runner.install}, or choose another --launcher"
+            )
+    if options.launcher == "mvapich":
+        done = subprocess.run(["mpiname"], stdin=subprocess.DEVNULL, capture_output=True)
+        name = done.stdout.decode(errors="replace").strip()[:80]
+        if "MVAPICH" not in name.upper():
+            raise UsageError(f"the mpiname on PATH reports {name!r}, which is not MVAPICH; put MVAPICH first on PATH")

@@ -1,9 +1,13 @@
-"""Hostfiles and include/exclude filters.
+"""Files that users write for other hosts: hostfiles with their filters, and variables in ``.deepspeed_env``.
 
 A hostfile has one ``name slots=N`` per line; blank lines and lines starting with ``#`` are skipped and
 text behind the slot count is ignored. A filter is ``NODE[@NODE...]`` with ``NODE = name[:slot[,slot...]]``.
+
+The ranks on other hosts are given variables with certain prefixes, and those of ``.deepspeed_env``. Later sources win:
+this process's variables, the file in the home directory, the file in the current directory.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +17,19 @@ from deepspeed.errors import DeepSpeedConfigError, nearest_hint
 _LINE = re.compile(r"^([^\s,-][^\s,]*)\s+slots=(\d+)")
 
 DEFAULT_HOSTFILE = "/job/hostfile"
+# A list on purpose, although it is module state: clients append the prefixes they want forwarded (as
+# runner.EXPORT_ENVS). Of CUDA only what changes how programs run: which devices and toolkit there are differs between
+# machines.
+EXPORT_ENVS = [
+    *("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH_", "PYTORCH_", "OMP_"),
+    *("CUDA_DEVICE_", "CUDA_LAUNCH", "CUDA_MODULE"),
+]
+# What decides how the launchers themselves behave must be the same on all hosts.
+_OUR_OWN = ("DS_ACCELERATOR", "DS_JOIN_TIMEOUT_S", "DS_HOST_TIMEOUT_S")
+# Microsoft's AISC platform sets these on each host by itself.
+_SET_BY_AISC = ("NCCL_IB_HCA", "UCX_NET_DEVICES")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def read_entries(path: str, what: str) -> list[tuple[str, str]]:
@@ -45,8 +62,7 @@ def load_hostfile(path: str) -> dict[str, int]:
         if host in hosts:
             raise DeepSpeedConfigError(f"{where} names host {host!r} a second time; merge the two lines")
         if slots == 0:
-            what = "delete the line, or leave the host out with --exclude"
-            raise DeepSpeedConfigError(f"{where} gives host {host!r} no slot; {what}")
+            raise DeepSpeedConfigError(f"{where} gives host {host!r} no slot; delete the line, or --exclude the host")
         hosts[host] = slots
     if not hosts:
         raise DeepSpeedConfigError(f"hostfile {path} names no host; add at least one line 'name slots=N'")
@@ -59,13 +75,12 @@ def parse_filter(spec: str) -> dict[str, list[int] | None]:
     for node in spec.split("@"):
         host, colon, slot_text = node.strip().partition(":")
         if not host:
-            form = "expected NODE[@NODE...] with NODE = name[:slot[,slot...]]"
-            raise DeepSpeedConfigError(f"filter {spec!r} has an empty host name; {form}")
+            raise DeepSpeedConfigError(f"filter {spec!r} has an empty host name; expected name[:slot,...][@name...]")
         try:
             slots = {int(slot) for slot in slot_text.split(",")} if colon else set()
         except ValueError as error:
-            what = f"slots of host {host!r} must be numbers, got {slot_text!r}"
-            raise DeepSpeedConfigError(f"filter {spec!r}: {what}") from error
+            what = f"filter {spec!r}: slots of host {host!r} must be numbers, got {slot_text!r}"
+            raise DeepSpeedConfigError(what) from error
         known = chosen.get(host, [])
         chosen[host] = None if known is None or not colon else sorted(slots | set(known))
     return chosen
@@ -95,3 +110,51 @@ def filter_hosts(hosts: Mapping[str, Sequence[int]], *, include: str = "", exclu
         if kept:
             result[host] = list(kept)
     return result
+
+
+def environment_file_name(env: Mapping[str, str]) -> str:
+    """Name of the file with variables to forward: ``DS_ENV_FILE``, or ``.deepspeed_env``."""
+    return env.get("DS_ENV_FILE") or ".deepspeed_env"
+
+
+def read_environment_files(name: str, folders: Sequence[str]) -> dict[str, str]:
+    """Variables of the files ``name`` in ``folders``, later folders winning; a folder without the file is skipped.
+
+    A line is ``KEY=VALUE``, and a value everything behind the first ``=``, taken literally. Raises DeepSpeedConfigError
+    for a file that cannot be read, and a line without ``=`` or with a name that no shell accepts.
+    """
+    variables: dict[str, str] = {}
+    paths = dict.fromkeys(os.path.join(folder, name) for folder in folders)
+    for path in filter(os.path.exists, paths):
+        for where, line in read_entries(path, "environment file"):
+            key, equals, value = line.partition("=")
+            key = key.strip()
+            if not equals:
+                # Not the line itself: what has lost its name may be a password.
+                raise DeepSpeedConfigError(f"{where} has no '='; expected KEY=VALUE")
+            if not _NAME.match(key):
+                what = "is not a variable name; use letters, digits and underscores"
+                raise DeepSpeedConfigError(f"{where}: {key!r} {what}")
+            if "\0" in value:
+                raise DeepSpeedConfigError(f"{where}: the value of {key} has a zero byte, which no variable can hold")
+            variables[key] = value
+    return variables
+
+
+def exported(
+    env: Mapping[str, str], *, prefixes: Sequence[str], cwd: str, from_files: Mapping[str, str]
+) -> dict[str, str]:
+    """Return name -> value of everything that other hosts are given, sorted by name.
+
+    ``PYTHONPATH`` begins with ``cwd``, as it does for a script that is started here; a file's value replaces it.
+    """
+    withheld = _SET_BY_AISC if "AISC_JOB_NAME" in env else ()
+    chosen = {name: value for name, value in env.items() if name.startswith(tuple(prefixes)) or name in _OUR_OWN}
+    chosen["PYTHONPATH"] = os.pathsep.join([cwd, env["PYTHONPATH"]]) if env.get("PYTHONPATH") else cwd
+    kept = {name: value for name, value in chosen.items() if name not in withheld and _NAME.match(name)}
+    return dict(sorted((kept | dict(from_files)).items()))
+
+
+def masked(variables: Mapping[str, str]) -> dict[str, str]:
+    """The same with ``***`` for the values of names that look secret."""
+    return {name: "***" if _SECRET.search(name) else value for name, value in variables.items()}

@@ -1,4 +1,4 @@
-"""What one command line asks to run, independent of how the nodes are reached. Pure."""
+"""What one command line asks to run, independent of how the nodes are reached."""
 
 import argparse
 import base64
@@ -100,35 +100,43 @@ def add_flags(group: argparse._ActionsContainer, flags: Flags) -> None:
             group.add_argument(*names.split(), default=default, metavar=metavar, type=kind, help=text)
 
 
-def job_of(options: argparse.Namespace, script: str, arguments: Sequence[str], **rest: Any) -> Job:
+def parse_line(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argparse.Namespace:
+    """Parse ``args`` (default: the command line); a malformed line ends the process with status 2, as argparse does."""
+    parser.add_argument("user_script", metavar="script", help="path of the script (or a module or program, see above)")
+    parser.add_argument("user_args", metavar="arguments", nargs=argparse.REMAINDER, help="passed on to it untouched")
+    given = list(sys.argv[1:] if args is None else args)
+    options = parser.parse_args(given)
+    if options.no_python and options.module:
+        parser.error("--no_python and --module exclude each other; use one of them")
+    rest = len(given) - len(options.user_args)
+    if given[rest - 2 : rest] == [options.user_script, "--"]:  # argparse drops it there
+        options.user_args.insert(0, "--")
+    options.log_level = "error" if options.quiet else options.log_level
+    return options
+
+
+def job_of(options: argparse.Namespace, **rest: Any) -> Job:
     """The job of a parsed command line; ``rest`` are its fields that ``COMMON_FLAGS`` do not give."""
     return Job(
-        script=script,
-        arguments=tuple(arguments),
+        script=options.user_script,
+        arguments=tuple(options.user_args),
         module=options.module,
         no_python=options.no_python,
         local_rank_argument=not options.no_local_rank,
         log_dir=None if options.enable_each_rank_log == "None" else options.enable_each_rank_log,
         bind_cores=options.bind_cores_to_rank,
         core_list=options.bind_core_list,
-        log_level="error" if options.quiet else options.log_level,
+        log_level=options.log_level,
         cwd=os.getcwd(),
         python=sys.executable,
         **rest,
     )
 
 
-def check_kind(options: argparse.Namespace) -> None:
-    """Raise UsageError for a script that is to be two things at once."""
-    if options.no_python and options.module:
-        raise UsageError("--no_python and --module exclude each other; use one of them")
-
-
 def check_node_rank(node_rank: int, nodes: int) -> None:
     """Raise UsageError for a node that a job of ``nodes`` does not have."""
     if not 0 <= node_rank < nodes:
-        what = f"is not one of the {nodes} node(s) of this job; count from 0 to {nodes - 1}"
-        raise UsageError(f"--node_rank {node_rank} {what}")
+        raise UsageError(f"--node_rank {node_rank} is not one of the {nodes} node(s) of this job; count from 0")
 
 
 def encode_world(world: Mapping[str, Sequence[int]]) -> str:
@@ -137,15 +145,8 @@ def encode_world(world: Mapping[str, Sequence[int]]) -> str:
 
 
 def decode_world(text: str) -> dict[str, tuple[int, ...]]:
-    """Inverse of :func:`encode_world`. Raises ValueError when ``text`` is not such an encoding."""
+    """Inverse of :func:`encode_world`. Raises ValueError or TypeError when ``text`` is not such an encoding."""
     world = json.loads(base64.urlsafe_b64decode(text))
-    if not isinstance(world, dict):
-        raise ValueError("--world_info must encode an object of host -> device ids")
-    return {str(host): tuple(int(slot) for slot in slots) for host, slots in world.items()}
-
-
-def arguments_of_script(given: Sequence[str], script: str, parsed: Sequence[str]) -> list[str]:
-    """What follows ``script`` in ``given``; ``parsed`` lacks a ``--`` directly behind it, which argparse drops."""
-    rest = len(parsed)
-    dropped = list(given[len(given) - rest - 2 : len(given) - rest]) == [script, "--"]
-    return ["--", *parsed] if dropped else list(parsed)
+    if not isinstance(world, dict) or not world or not all(world.values()):
+        raise ValueError("it names no host, or a host without devices")
+    return {host: tuple(map(int, slots)) for host, slots in world.items()}

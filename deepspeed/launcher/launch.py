@@ -6,16 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher.job import (
-    COMMON_FLAGS,
-    Flags,
-    Job,
-    add_flags,
-    arguments_of_script,
-    check_kind,
-    decode_world,
-    job_of,
-)
+from deepspeed.launcher.job import COMMON_FLAGS, Flags, Job, add_flags, decode_world, job_of, parse_line
 from deepspeed.observe.log import logger
 from deepspeed.observe.program import guarded
 
@@ -35,34 +26,19 @@ def build_parser() -> argparse.ArgumentParser:
     description = "Run one node's ranks of a job; normally started by 'deepspeed'."
     parser = argparse.ArgumentParser("deepspeed.launcher.launch", allow_abbrev=False, description=description)
     add_flags(parser, {**COMMON_FLAGS, **_FLAGS})
-    parser.add_argument("training_script", help="script to run")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="passed on to it untouched")
     return parser
 
 
-def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse ``args`` (default: the command line); a malformed line ends the process with status 2, as argparse does."""
-    given = list(sys.argv[1:] if args is None else args)
-    options = build_parser().parse_args(given)
-    options.training_script_args = arguments_of_script(given, options.training_script, options.training_script_args)
-    return options
-
-
 def make_job(options: argparse.Namespace) -> Job:
-    """The job that ``options`` describe. Raises UsageError for a bad ``--world_info``, or clashing flags."""
+    """The job that ``options`` describe. Raises UsageError for a bad ``--world_info``."""
     if options.world_info == "None":
         raise UsageError("--world_info is required: it says which hosts and devices the job has")
-    check_kind(options)
     try:
         world = decode_world(options.world_info)
     except (ValueError, TypeError) as error:
         raise UsageError(f"--world_info is not URL-safe base64 of JSON host -> device ids ({error})") from error
-    if not world or not all(world.values()):
-        raise UsageError("--world_info names no host, or a host without devices")
     return job_of(
         options,
-        options.training_script,
-        options.training_script_args,
         world=world,
         save_pid=options.save_pid,
         master_addr=options.master_addr,
@@ -84,8 +60,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run this node's part of the job and end the process with the job's exit status (2: the command cannot work)."""
-    options = parse_args(args)
-    logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
+    options = parse_line(build_parser(), args)
+    logger.setLevel(options.log_level.upper())
     sys.exit(guarded("deepspeed", lambda: _run(options)))
 
 

@@ -1,19 +1,22 @@
-"""What the launcher asks the machine it runs on, and ssh: names, addresses, devices, programs, reachability."""
+"""What the launcher asks the machine it runs on: names, addresses, devices, CPU cores; and its file of process ids.
+
+A *CPU* is what the kernel schedules on; hyperthreads of one physical core are several CPUs. Only the first allowed CPU
+of a physical core is handed out, because two ranks or threads on one core slow each other down. The memory of a rank
+comes from the NUMA node of its cores, as is Linux's default.
+"""
 
 import contextlib
+import glob
 import os
-import shutil
+import re
 import socket
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.launcher.job import Job
 from deepspeed.launcher.resources import LocalDevices
-from deepspeed.launcher.runners import RUNNERS, RunnerOptions, ssh_prefix
 
-_CHECK_S = 10.0
-_CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual limit
+SYSFS = "/sys/devices/system"
 
 
 def is_this_machine(host: str) -> bool:
@@ -54,45 +57,64 @@ def local_devices(env: Mapping[str, str]) -> LocalDevices:
     return LocalDevices(count, variable, env.get(variable) if variable else None)
 
 
-def _unreachable(host: str, options: RunnerOptions) -> str | None:
-    """Why ``host`` cannot be reached, None when it can."""
-    command = [*ssh_prefix(host, options=options, connect_timeout_s=5), "true"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_S)
-    except (subprocess.TimeoutExpired, OSError) as error:
-        return str(error)
-    lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"ssh ended with status {done.returncode}"]
-    return lines[0].strip() if done.returncode else None
+def parse_core_list(text: str) -> list[int]:
+    """CPU numbers of ``0-3,8,10-11``. Raises DeepSpeedConfigError (a ValueError) for anything else."""
+    cores: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", item, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first or (cores and first <= cores[-1]):
+            what = "expected ascending numbers or ranges without blanks, as in 0-3,8,10-11"
+            raise DeepSpeedConfigError(f"core list {text!r}: {item!r} is none, or does not ascend; {what}")
+        cores += range(first, last + 1)
+    return cores
 
 
-def check_reachable(hosts: Sequence[str], options: RunnerOptions) -> None:
-    """Run ``true`` on all ``hosts`` at once. Raises UsageError naming those not reached, with ssh's first words."""
-    with ThreadPoolExecutor(max_workers=min(len(hosts), _CHECKS_AT_A_TIME)) as threads:
-        answers = threads.map(lambda host: _unreachable(host, options), hosts)
-        failed = [(host, why) for host, why in zip(hosts, answers, strict=True) if why is not None]
-    if failed:
-        (first, why), *more = failed
-        others = f" (nor are {len(more)} more: {', '.join(host for host, _ in more[:5])})" if more else ""
-        raise UsageError(
-            f"host {first} cannot be reached: \"{why}\"{others}; make '{' '.join(options.ssh)} {first} true' work "
-            "without a password, or skip this test with --no_ssh_check"
-        )
+def _read_lists(root: str, kind: str, name: str) -> dict[int, list[int]]:
+    """Number -> CPU list of every ``kind`` below ``root``; what the kernel does not show, or is empty, is left out."""
+    lists = {}
+    for path in glob.glob(f"{glob.escape(root)}/{kind}/{kind}[0-9]*/{name}"):
+        with open(path, encoding="ascii") as file:
+            if text := file.read().strip():
+                number = path.removeprefix(f"{root}/{kind}/{kind}").partition("/")[0]
+                lists[int(number)] = parse_core_list(text)
+    return lists
 
 
-def check_programs(options: RunnerOptions) -> None:
-    """Raise UsageError when a program of the runner is not installed here, or is another backend's."""
-    runner = RUNNERS[options.launcher]
-    for program in (options.ssh[0],) if options.launcher == "ssh" else runner.programs:
-        if shutil.which(program) is None:
-            raise UsageError(
-                f"--launcher {options.launcher} needs the program {program!r}, which is not on PATH; install "
-                f"{runner.install}, or choose another --launcher"
-            )
-    if options.launcher == "mvapich":
-        done = subprocess.run(["mpiname"], stdin=subprocess.DEVNULL, capture_output=True)
-        name = done.stdout.decode(errors="replace").strip()[:80]
-        if "MVAPICH" not in name.upper():
-            raise UsageError(f"the mpiname on PATH reports {name!r}, which is not MVAPICH; put MVAPICH first on PATH")
+def usable_cores(allowed: Collection[int], root: str = SYSFS) -> list[int]:
+    """The first allowed CPU of every physical core, NUMA node by NUMA node, so that equal shares cross few borders."""
+    siblings = _read_lists(root, "cpu", "topology/thread_siblings_list")  # some containers show neither
+    nodes = _read_lists(root, "node", "cpulist")
+    home = {cpu: node for node, cpus in sorted(nodes.items(), reverse=True) for cpu in cpus}
+    first = {min({cpu, *siblings.get(cpu, ())} & set(allowed)) for cpu in allowed}
+    return sorted(first, key=lambda cpu: (home.get(cpu, 0), cpu))
+
+
+def share_cores(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+    """Give each rank equally many neighbouring cores. Raises UsageError (an AssertionError) for fewer than ranks."""
+    each = len(cores) // ranks
+    if each == 0:
+        raise UsageError(f"{ranks} ranks cannot be bound to {len(cores)} core(s); start fewer, or list more")
+    return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def plan_cores(
+    job: Job, ranks: int, *, root: str = SYSFS, allowed: Collection[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Cores of the ``ranks`` ranks on this node; empty ones when ``job`` does not ask for binding.
+
+    ``allowed`` are the CPUs this process may use (default: ask the kernel). Raises DeepSpeedConfigError (a ValueError)
+    for a malformed list or KMP_AFFINITY; UsageError for CPUs that are not allowed, or too few of them.
+    """
+    if not job.bind_cores and job.core_list is None:
+        return [()] * ranks
+    if "KMP_AFFINITY" in os.environ:
+        raise DeepSpeedConfigError("KMP_AFFINITY binds threads in its own way; unset it, or do not bind cores to ranks")
+    permitted = os.sched_getaffinity(0) if allowed is None else set(allowed)
+    cores = usable_cores(permitted, root) if job.core_list is None else parse_core_list(job.core_list)
+    if outside := [core for core in cores if core not in permitted]:
+        raise UsageError(f"--bind_core_list: core(s) {outside} do not exist here or are not this process's to use")
+    return share_cores(cores, ranks)
 
 
 @contextlib.contextmanager

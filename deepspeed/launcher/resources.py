@@ -22,6 +22,7 @@ from deepspeed.launcher.hostfile import filter_hosts, parse_filter
 from deepspeed.launcher.job import check_node_rank
 
 LOCALHOST = "localhost"
+_ON_CPU = "set DS_ACCELERATOR=cpu for ranks on the CPU"
 World = dict[str, tuple[int, ...]]
 
 
@@ -92,48 +93,43 @@ def select(hosts: Mapping[str, int], options: Namespace) -> World:
     """Apply the flags to the hostfile's hosts. Raises UsageError or DeepSpeedConfigError rather than start less."""
     nodes, each = options.num_nodes, options.num_gpus
     if nodes > len(hosts):
-        what = f"the hostfile lists {len(hosts)} host(s); add hosts, or lower the number"
-        raise UsageError(f"--num_nodes {nodes}, but {what}")
+        raise UsageError(f"--num_nodes {nodes}, but the hostfile lists {len(hosts)} host(s); add some, or ask for less")
     slots = {host: range(count) for host, count in list(hosts.items())[: nodes if nodes > 0 else None]}
     for host, numbers in slots.items() if each > 0 else ():
         if each > len(numbers):
-            what = f"the hostfile gives host {host} {len(numbers)} slot(s); lower the number"
-            raise UsageError(f"--num_gpus {each}, but {what}")
+            what = f"--num_gpus {each}, but the hostfile gives host {host} {len(numbers)} slot(s)"
+            raise UsageError(f"{what}; lower the number")
         slots[host] = numbers[:each]
     return _filtered(slots, options, f"no slot of the hostfile's {len(slots)} host(s)")
 
 
-def _on_cpu(options: Namespace) -> World:
-    if options.exclude:
-        what = "has nothing to leave out, because no accelerator is used here; give --num_gpus for ranks on the CPU"
-        raise UsageError(f"--exclude {what}")
-    named = [slot for slots in parse_filter(options.include or LOCALHOST).values() for slot in slots or ()]
-    count = options.num_gpus if options.num_gpus > 0 else max(named, default=0) + 1
-    return _filtered({LOCALHOST: range(count)}, options, "nothing")
-
-
 def _check_count(options: Namespace, devices: LocalDevices) -> None:
-    if options.num_gpus > devices.count:
+    if options.num_gpus > devices.count > 0:
         raise UsageError(
             f"--num_gpus {options.num_gpus}, but {devices.count} accelerator(s) are visible to this process; "
-            "lower the number, widen the visible devices, or set DS_ACCELERATOR=cpu for ranks on the CPU"
+            f"lower the number, widen the visible devices, or {_ON_CPU}"
         )
 
 
 def _on_this_machine(options: Namespace, devices: LocalDevices) -> Location:
     """This machine without a hostfile."""
-    node_rank = None if options.force_multi else 0
+    node_rank, each = None if options.force_multi else 0, options.num_gpus
     if devices.count == 0:
-        return Location(_on_cpu(options), node_rank, on_devices=False, uses_devices=False)
+        if options.exclude:
+            why = "no accelerator is used here; give --num_gpus for ranks on the CPU"
+            raise UsageError(f"--exclude has nothing to leave out, because {why}")
+        named = [slot for slots in parse_filter(options.include or LOCALHOST).values() for slot in slots or ()]
+        count = each if each > 0 else max(named, default=0) + 1
+        world = _filtered({LOCALHOST: range(count)}, options, "nothing")
+        return Location(world, node_rank, on_devices=False, uses_devices=False)
     _check_count(options, devices)
     numbers = devices.numbers
     if numbers is None and (options.include or options.exclude):
-        what = f"take device numbers, but {devices.described} does not; use --num_gpus"
-        raise UsageError(f"--include and --exclude {what}")
+        raise UsageError(f"filters take device numbers, but {devices.described} does not; use --num_gpus")
     # Devices without numbers: the ranks see all of them, in that order, and each takes the one of its local rank.
     known = range(devices.count) if numbers is None else numbers
     chosen = _filtered({LOCALHOST: known}, options, f"no device of {devices.described}")[LOCALHOST]
-    world = {LOCALHOST: chosen[: options.num_gpus] if options.num_gpus > 0 else chosen}
+    world = {LOCALHOST: chosen[: each if each > 0 else None]}
     return Location(world, node_rank, on_devices=numbers is not None, uses_devices=True)
 
 
@@ -141,18 +137,18 @@ def _by_hand(world: World, node_rank: int, devices: LocalDevices) -> Location:
     """Node ``node_rank`` is this machine. Raises UsageError for slots that it does not have."""
     check_node_rank(node_rank, len(world))
     host, slots = list(world.items())[node_rank]
+    if devices.count == 0:
+        return Location(world, node_rank, on_devices=False, uses_devices=False)
     numbers = devices.numbers
-    if devices.count and numbers is None and (len(slots) > devices.count or slots != tuple(range(len(slots)))):
-        what = f"cannot be found in {devices.described}, which names no numbers; unset it"
-        raise UsageError(f"slots {list(slots)} of host {host} {what}")
-    if devices.count and numbers is not None and (missing := [str(slot) for slot in slots if slot not in numbers]):
+    if numbers is None and (len(slots) > devices.count or slots != tuple(range(len(slots)))):
+        what = f"slots {list(slots)} of host {host} cannot be found in {devices.described}"
+        raise UsageError(f"{what}, which names no numbers; unset it")
+    if numbers is not None and (missing := [str(slot) for slot in slots if slot not in numbers]):
         raise UsageError(
             f"host {host} is this machine and has no device {', '.join(missing)}: this process sees "
-            f"{devices.described}; correct the hostfile or the selection, widen the visible devices, or set "
-            "DS_ACCELERATOR=cpu for ranks on the CPU"
+            f"{devices.described}; correct the hostfile or the selection, widen the visible devices, or {_ON_CPU}"
         )
-    on_devices = devices.count > 0 and numbers is not None
-    return Location(world, node_rank, on_devices=on_devices, uses_devices=devices.count > 0)
+    return Location(world, node_rank, on_devices=numbers is not None, uses_devices=True)
 
 
 def _by_hand_without_hostfile(options: Namespace, devices: LocalDevices) -> Location:
@@ -163,11 +159,9 @@ def _by_hand_without_hostfile(options: Namespace, devices: LocalDevices) -> Loca
         needs = "--num_nodes, --num_gpus and --master_addr, the same on every node, and no --include or --exclude"
         why = f"; missing: {missing}" if missing else ""
         raise UsageError(f"--node_rank without a hostfile needs {needs}{why}")
-    if devices.count:
-        _check_count(options, devices)
+    _check_count(options, devices)
     world = {f"node{node}": tuple(range(each)) for node in range(nodes)}
-    # The nodes must agree on the slots, and each may have another variable; so that holds as it is, and slots are only
-    # counted.
+    # The nodes must agree on the slots, and each may have another variable: slots are only counted, and that one holds.
     place = _by_hand(world, options.node_rank, LocalDevices(devices.count))
     return place._replace(on_devices=place.on_devices and devices.visible is None)
 
@@ -220,6 +214,7 @@ def master_address(
     if place.node_rank is None:
         return own_address(second) if is_here(first) else first
     if first in (LOCALHOST, "127.0.0.1", "::1"):
-        what = f"the first host is {first}, which the other nodes cannot reach"
-        raise UsageError(f"{what}; name this machine with --master_addr")
+        raise UsageError(
+            f"the other nodes cannot reach the first host as {first}; name this machine with --master_addr"
+        )
     return first

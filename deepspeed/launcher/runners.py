@@ -3,22 +3,22 @@
 Two kinds of runner. *ssh* and *pdsh* start one launcher per host (``deepspeed.launcher.launch``), which starts and
 watches its ranks. *MPI* (openmpi, mpich, impi, mvapich) and *Slurm* start the ranks themselves; each rank learns from
 their variables who it is (``deepspeed.comm.discovery``), and flags that need a launcher on every host are refused.
+``options`` are the flags of the command after ``prepare``.
 """
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from deepspeed.errors import UsageError, nearest_hint
-from deepspeed.launcher.environment import masked
+from deepspeed.launcher.hostfile import masked
 from deepspeed.launcher.job import Job, encode_world
 from deepspeed.launcher.node.loop import silence_limit
-from deepspeed.launcher.resources import Location
+from deepspeed.launcher.resources import Location, selected_by
 
-CONNECT_TIMEOUT_S = 10
-_PDSH_FANOUT = 1024
 # Values that MVAPICH needs for buffers on devices and for a launcher that does not bind ranks itself.
 _MVAPICH = {
     "MV2_SMP_USE_CMA": "0",
@@ -38,19 +38,6 @@ RANK_FROM_MPI: tuple[str, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class RunnerOptions:
-    """What the command line says about reaching the hosts; ``selected_by``: flags that chose hosts or devices."""
-
-    launcher: str = "ssh"
-    launcher_args: tuple[str, ...] = ()
-    ssh: tuple[str, ...] = ("ssh",)
-    ssh_port: int | None = None
-    venv_script: str | None = None
-    hostfile: str | None = None
-    selected_by: tuple[str, ...] = ()
-
-
 class RunnerCommand(NamedTuple):
     """One process to start: its arguments, and variables on top of this process's own."""
 
@@ -59,32 +46,44 @@ class RunnerCommand(NamedTuple):
 
 
 class Runner(NamedTuple):
-    """One backend: programs that must be on PATH, where they come from, and whether it starts a launcher per host."""
+    """One backend: programs that must be on PATH, where they come from, and how it is started."""
 
     programs: tuple[str, ...]
     install: str
-    build: Callable[[Job, RunnerOptions], RunnerCommand] | None
-    per_host: bool = False
+    build: Callable[[Job, Namespace], RunnerCommand] | None  # None: one command per host, see ssh_command
 
 
-def split_arguments(text: str, *, source: str = "--launcher_args") -> tuple[str, ...]:
-    """Words of ``text`` as a shell would split them. Raises UsageError naming ``source`` for an open quote."""
+def _words(text: str, source: str) -> tuple[str, ...]:
+    """Words of ``text`` as a shell would split them."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(f"{source} {text!r} cannot be split into words: {error}") from error
 
 
+def ssh_program() -> tuple[str, ...]:
+    """The ssh command and its own arguments. Raises UsageError when DS_SSH has an open quote."""
+    return _words(os.environ.get("DS_SSH", ""), "DS_SSH") or ("ssh",)
+
+
+def prepare(options: Namespace) -> None:
+    """Put the flags about runners into their final form. Raises UsageError, with the nearest name of a runner."""
+    name = options.launcher.lower()
+    if name not in RUNNERS:
+        hint = nearest_hint(name, RUNNERS) or f"; known: {', '.join(RUNNERS)}"
+        raise UsageError(f"--launcher {options.launcher!r} is unknown{hint}")
+    options.launcher, options.ssh = name, ssh_program()
+    options.launcher_args = _words(options.launcher_args, "--launcher_args")
+
+
 def node_command(job: Job, node_rank: int | str, *, runner: str = "") -> list[str]:
     """Arguments of the launcher of one node, for a person or a ``runner``, which may fill in ``node_rank`` itself."""
-    flags = {
+    given: dict[str, Any] = {
         "--on_devices": job.on_devices,
         "--module": job.module,
         "--no_python": job.no_python,
         "--no_local_rank": not job.local_rank_argument,
         "--bind_cores_to_rank": job.bind_cores,
-    }
-    values = {
         "--from_runner": runner or None,
         "--world_info": encode_world(job.world),
         "--node_rank": node_rank,
@@ -95,12 +94,12 @@ def node_command(job: Job, node_rank: int | str, *, runner: str = "") -> list[st
         "--enable_each_rank_log": job.log_dir,
         "--bind_core_list": job.core_list,
     }
-    words = [flag for flag, given in flags.items() if given]
-    words += [f"{flag}={value}" for flag, value in values.items() if value is not None]
+    wanted = {flag: value for flag, value in given.items() if value is not None and value is not False}
+    words = [flag if value is True else f"{flag}={value}" for flag, value in wanted.items()]
     return [job.python, "-u", "-m", "deepspeed.launcher.launch", *words, job.script, *job.arguments]
 
 
-def _remote_text(job: Job, command: str, options: RunnerOptions) -> str:
+def _remote_text(job: Job, command: str, options: Namespace) -> str:
     """The one text that a host's login shell is given: an ordinary shell (users' may differ) becomes ``command``."""
     steps = [f"cd {shlex.quote(job.cwd)}"]
     if options.venv_script:
@@ -114,23 +113,27 @@ def _remote_text(job: Job, command: str, options: RunnerOptions) -> str:
     return f"exec {shell} -c {shlex.quote(' && '.join(steps))}"
 
 
-def ssh_prefix(host: str, *, options: RunnerOptions, connect_timeout_s: int = CONNECT_TIMEOUT_S) -> list[str]:
+def ssh_prefix(ssh: Sequence[str], host: str, *more: str, connect_timeout_s: int = 10) -> list[str]:
     """The ssh command line up to and with ``host``. Nobody can answer a question of ssh's, so it must not ask any."""
+    return [*ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *more, host]
+
+
+def ssh_words(options: Namespace) -> list[str]:
+    """What the user adds to the command line of ssh."""
     port = ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
-    more = options.launcher_args if options.launcher == "ssh" else ()
-    return [*options.ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *port, *more, host]
+    return [*port, *(options.launcher_args if options.launcher == "ssh" else ())]
 
 
-def ssh_command(job: Job, node_rank: int, *, options: RunnerOptions) -> list[str]:
+def ssh_command(job: Job, node_rank: int, options: Namespace) -> list[str]:
     """The local ssh process that runs node ``node_rank``; ``job.master_port`` 0 passes through for node 0 to choose."""
     command = shlex.join(node_command(job, node_rank, runner="ssh"))
-    *start, host = ssh_prefix(job.hosts[node_rank], options=options)
     # ssh itself ends when three questions to a silent host stay without an answer.
     alive = ("-o", f"ServerAliveInterval={max(1, round(silence_limit() / 3))}", "-o", "ServerAliveCountMax=3")
-    return [*start, *alive, host, _remote_text(job, command, options)]
+    start = ssh_prefix(options.ssh, job.hosts[node_rank], *ssh_words(options), *alive)
+    return [*start, _remote_text(job, command, options)]
 
 
-def _pdsh(job: Job, options: RunnerOptions) -> RunnerCommand:
+def _pdsh(job: Job, options: Namespace) -> RunnerCommand:
     # Its ssh processes keep an input open on which nothing ever comes.
     command = f"{shlex.join(node_command(job, 'PDSH_RANK', runner='pdsh'))} </dev/null"
     text = _remote_text(job, command, options)
@@ -140,11 +143,11 @@ def _pdsh(job: Job, options: RunnerOptions) -> RunnerCommand:
     if options.ssh_port is not None:
         env["PDSH_SSH_ARGS_APPEND"] = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} -p {options.ssh_port}".strip()
     # -S: the largest status of all hosts; -b: one Ctrl-C ends it.
-    head = ("pdsh", "-S", "-b", "-f", str(_PDSH_FANOUT), "-w", ",".join(job.hosts))
+    head = ("pdsh", "-S", "-b", "-f", "1024", "-w", ",".join(job.hosts))
     return RunnerCommand((*head, *options.launcher_args, text), env)
 
 
-def _refuse(job: Job, options: RunnerOptions, *, mpi: bool = True) -> None:
+def _refuse(job: Job, options: Namespace, *, mpi: bool = True) -> None:
     """Raise UsageError for what only a launcher on every host could do, and what an mpirun does not do."""
     name = options.launcher
     given = {
@@ -160,20 +163,20 @@ def _refuse(job: Job, options: RunnerOptions, *, mpi: bool = True) -> None:
             f"{flag} has no effect with --launcher {name}, which starts the ranks itself; use {name}'s own option "
             "through --launcher_args, or --launcher ssh"
         )
-    if mpi and options.selected_by:
+    if mpi and (flags := selected_by(options)):
         raise UsageError(
-            f"{options.selected_by[0]} does not work with --launcher {name}, which takes the hosts and "
-            "slots of the hostfile as they are; write a hostfile with just those, or use --launcher ssh"
+            f"{flags[0]} does not work with --launcher {name}, which takes the hosts and slots of the hostfile as they "
+            "are; write a hostfile with just those, or use --launcher ssh"
         )
     if mpi and ":" in job.arguments:
         raise UsageError(f"the script has the argument ':', which {name}'s mpirun takes for the start of a program")
 
 
-def _equal_slots(job: Job, options: RunnerOptions) -> str:
+def _equal_slots(job: Job, options: Namespace) -> str:
     counts = {host: len(slots) for host, slots in job.world.items()}
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{host} has {count}" for host, count in counts.items())
         needs = f"--launcher {options.launcher} needs the same number of slots on every host"
+        listed = ", ".join(f"{host} has {count}" for host, count in counts.items())
         raise UsageError(f"{needs}, but {listed}; use --launcher ssh")
     return str(next(iter(counts.values())))
 
@@ -188,16 +191,16 @@ def _variables(job: Job) -> dict[str, str]:
     return {**job.exports, **where}
 
 
-def _openmpi(job: Job, options: RunnerOptions) -> RunnerCommand:
+def _openmpi(job: Job, options: Namespace) -> RunnerCommand:
     _refuse(job, options)
-    hostfile = ("-hostfile", options.hostfile) if options.hostfile else ()
+    hostfile = ("-hostfile", options.hostfile) if os.path.exists(options.hostfile) else ()
     variables = {"UCX_TLS": "tcp", **_variables(job)}
     exports = [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
     head = ("mpirun", "-n", str(job.world_size), *hostfile, "--mca", "btl", "^openib", *options.launcher_args)
     return RunnerCommand((*head, *exports, *_rank_command(job)))
 
 
-def _hydra(job: Job, options: RunnerOptions) -> RunnerCommand:
+def _hydra(job: Job, options: Namespace) -> RunnerCommand:
     """MPICH's mpirun, from which those of Intel and MVAPICH descend."""
     _refuse(job, options)
     each = _equal_slots(job, options)
@@ -213,7 +216,7 @@ def _hydra(job: Job, options: RunnerOptions) -> RunnerCommand:
     return RunnerCommand((*head, "-hosts", ",".join(job.hosts), *become, *_rank_command(job)))
 
 
-def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
+def _slurm(job: Job, options: Namespace) -> RunnerCommand:
     _refuse(job, options, mpi=False)
     each = _equal_slots(job, options)
     for host, slots in job.world.items():
@@ -222,7 +225,7 @@ def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
                 f"--launcher slurm can only use the first devices of every host, but {host} is to use "
                 f"{','.join(map(str, slots))}; use --num_gpus, or --launcher ssh"
             )
-    devices = ("--gpus-per-node", each) if "--num_gpus" in options.selected_by else ()
+    devices = ("--gpus-per-node", each) if options.num_gpus > 0 else ()
     hosts = ("--nodelist", ",".join(job.hosts), "--nodes", str(len(job.hosts)), "--ntasks-per-node", each)
     # --export separates values with commas and cannot quote them, so they travel in srun's own environment.
     head = ("srun", "-n", str(job.world_size), *options.launcher_args, *hosts, *devices, "--export=ALL")
@@ -230,8 +233,8 @@ def _slurm(job: Job, options: RunnerOptions) -> RunnerCommand:
 
 
 RUNNERS: Mapping[str, Runner] = {
-    "ssh": Runner(("ssh",), "an ssh client (OpenSSH)", None, per_host=True),
-    "pdsh": Runner(("pdsh",), "pdsh (package pdsh)", _pdsh, per_host=True),
+    "ssh": Runner(("ssh",), "an ssh client (OpenSSH)", None),
+    "pdsh": Runner(("pdsh",), "pdsh (package pdsh)", _pdsh),
     "openmpi": Runner(("mpirun", "ompi_info"), "Open MPI", _openmpi),
     "mpich": Runner(("mpirun",), "MPICH", _hydra),
     "impi": Runner(("mpirun",), "Intel MPI", _hydra),
@@ -240,54 +243,28 @@ RUNNERS: Mapping[str, Runner] = {
 }
 
 
-def find_runner(name: str) -> str:
-    """Canonical name of a runner. Raises UsageError, with the nearest one, for an unknown name."""
-    if name.lower() not in RUNNERS:
-        hint = nearest_hint(name, RUNNERS) or f"; known: {', '.join(RUNNERS)}"
-        raise UsageError(f"--launcher {name!r} is unknown{hint}")
-    return name.lower()
-
-
-def build(job: Job, options: RunnerOptions) -> RunnerCommand:
-    """The one process that starts ``job`` through a backend other than ssh. Raises UsageError for what it cannot do."""
-    how = RUNNERS[options.launcher].build
-    assert how is not None, "ssh has one command per host, see ssh_command"
-    return how(job, options)
-
-
-def _numbers(numbers: tuple[int, ...] | range) -> str:
-    """``0-3`` for consecutive numbers, else ``0,2,3``."""
-    consecutive = len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
-    return f"{numbers[0]}-{numbers[-1]}" if consecutive else ",".join(map(str, numbers))
-
-
-def _commands(job: Job, options: RunnerOptions) -> list[str]:
-    if options.launcher == "ssh":
-        shown = ((host, ssh_command(job, node, options=options)) for node, host in enumerate(job.hosts))
-        return [line for host, argv in shown for line in (f"command for {host}:", f"  {shlex.join(argv)}")]
-    command = build(job, options)
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in masked(command.env).items()]
-    return ["command:", f"  {' '.join([*assignments, shlex.join(command.argv)])}"]
-
-
-def describe(job: Job, place: Location, *, options: RunnerOptions) -> str:
+def describe(job: Job, place: Location, options: Namespace) -> str:
     """What ``--dry_run`` shows: world, meeting point, variables, exact commands; secret values are masked everywhere.
 
     Raises UsageError when the runner cannot run the job.
     """
-    job = replace(job, exports=masked(job.exports))
+    job, build = replace(job, exports=masked(job.exports)), RUNNERS[options.launcher].build
     lines = [f"world: {job.world_size} rank(s) on {len(job.hosts)} host(s)"]
     kind = "devices" if place.uses_devices else "the CPU, slots"
     for node, (host, slots) in enumerate(job.world.items()):
-        first = job.first_rank(node)
-        lines.append(f"  {host}: {kind} {_numbers(slots)}; ranks {_numbers(range(first, first + len(slots)))}")
+        ranks = range(job.first_rank(node), job.first_rank(node) + len(slots))
+        lines.append(f"  {host}: {kind} {','.join(map(str, slots))}; ranks {','.join(map(str, ranks))}")
     port = f"port {job.master_port}" if job.master_port else "a free port that node 0 chooses"
     where = f"{job.master_addr}, {port}" if job.master_addr else "found by the ranks in their scheduler's variables"
     lines.append(f"meeting point: {where}")
     if place.node_rank is not None:
-        command = shlex.join(node_command(job, place.node_rank))
-        lines += [f"node {place.node_rank} runs in this process, as with:", f"  {command}"]
-    else:
-        lines += ["variables for the hosts:", *(f"  {name}={value}" for name, value in job.exports.items())]
-        lines += _commands(job, options)
+        lines.append(f"node {place.node_rank} runs in this process, as with:")
+        return "\n".join([*lines, f"  {shlex.join(node_command(job, place.node_rank))}\n"])
+    lines += ["variables for the hosts:", *(f"  {name}={value}" for name, value in job.exports.items())]
+    if build is not None:
+        command = build(job, options)
+        assignments = "".join(f"{name}={shlex.quote(value)} " for name, value in command.env.items())
+        return "\n".join([*lines, "command:", f"  {assignments}{shlex.join(command.argv)}\n"])
+    for node, host in enumerate(job.hosts):
+        lines += [f"command for {host}:", f"  {shlex.join(ssh_command(job, node, options))}"]
     return "\n".join(lines) + "\n"

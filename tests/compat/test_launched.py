@@ -48,7 +48,7 @@ def started_by(launcher: str) -> list[str]:
         "deepspeed": [
             sys.executable,
             "-m",
-            "deepspeed.launcher.cli",
+            "deepspeed.launcher.runner",
             "--num_gpus",
             "2",
             "--master_port",

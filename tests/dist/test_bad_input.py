@@ -251,7 +251,7 @@ def test_training_goes_on_after_mistakes(pool2: RankPool, stage: int) -> None:
 
 def _command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "deepspeed.launcher.cli", *arguments]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=50, check=False)
 
 

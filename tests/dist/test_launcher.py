@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,7 @@ import pytest
 
 from deepspeed.launcher import runner
 from tests.harness.patience import slowdown, too_long
+from tests.harness.warm import Warm, warm  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0  # generous: several interpreters import torch at once on a busy machine
@@ -70,6 +71,8 @@ print(f"rank {rank} done", flush=True)
 class Job:
     """One launcher process and what its ranks wrote."""
 
+    python = sys.executable
+
     def __init__(
         self, folder: Path, *flags: str, mode: str = "ok", user_args: tuple[str, ...] = (), target: str | None = None
     ) -> None:
@@ -81,9 +84,9 @@ class Job:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "DS_"))}
         env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), "DS_ACCELERATOR": "cpu"}
         command = [
-            sys.executable,
+            self.python,
             "-m",
-            "deepspeed.launcher.cli",
+            "deepspeed.launcher.runner",
             *flags,
             target or str(script),
             *user_args,
@@ -124,6 +127,14 @@ class Job:
         return self.process.returncode, out, err
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick(warm: Warm) -> Iterator[None]:  # noqa: F811
+    """Launchers start at once."""
+    Job.python = warm.python
+    yield
+    Job.python = sys.executable
+
+
 def is_alive(pid: int) -> bool:
     try:
         return pid > 0 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -140,6 +151,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 def test_environment_and_arguments_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(Job, "python", sys.executable)
     user_args = ("--num_gpus", "7", "--", "-q", "$HOME $$ ${local_rank}", "--deepspeed")
     job = Job(tmp_path / "a", "--num_gpus", "2", mode="reduce", user_args=user_args)
     reports = [job.rank(rank) for rank in range(2)]
@@ -305,13 +317,13 @@ def test_hostfile_and_filters(tmp_path: Path) -> None:
 )
 def test_bound_ranks_and_the_pid_file(tmp_path: Path) -> None:
     job = Job(tmp_path / "a", "--num_gpus", "2", "--bind_cores_to_rank", "--save_pid", mode="hang")
-    pid_file = Path(f"/tmp/{job.process.pid}.deepspeed")
-    pid_file.write_text("999999999")  # of a launcher that is gone
     reports = [job.rank(rank) for rank in range(2)]
     cores = [os.sched_getaffinity(report["pid"]) for report in reports]
     assert not cores[0] & cores[1] and len(cores[0]) == len(cores[1])
     assert {report["env"]["OMP_NUM_THREADS"] for report in reports} == {str(len(cores[0]))}
-    assert pid_file.read_text() == str(job.process.pid)
+    launcher = psutil.Process(reports[0]["pid"]).ppid()
+    pid_file = Path(f"/tmp/{launcher}.deepspeed")
+    assert pid_file.read_text() == str(launcher)
     job.process.send_signal(signal.SIGINT)
     assert job.finish()[0] == 128 + signal.SIGINT
     assert not pid_file.exists()

@@ -440,7 +440,7 @@ _CHECKPOINTS = (
     ),
     Mutant(
         "H1",
-        "deepspeed/launcher/node/member.py",
+        "deepspeed/launcher/node/supervisor.py",
         "self._verdict = interrupted(number)",
         "self._verdict = Verdict(1)",
         ("tests/dist/test_launcher.py::test_interrupt_while_looking_for_the_first_node",),

@@ -15,6 +15,7 @@ import pytest
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher import ds_ssh
+from deepspeed.launcher.runners import ssh_program
 from tests.harness.patience import too_long
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,8 +114,10 @@ def test_no_command_no_program_and_help(
         assert ended.value.code == status
     monkeypatch.setenv("DS_SSH", "no-such-ssh -v")
     assert _run(ssh, "true") == 2
-    assert "'no-such-ssh' was not found" in capsys.readouterr().err
-    assert ds_ssh.ssh_program({"DS_SSH": "sh -x"}) == ("sh", "-x")
+    wanted = "cannot start no-such-ssh: No such file or directory; install an ssh client, or name another program"
+    assert wanted in capsys.readouterr().err
+    monkeypatch.setenv("DS_SSH", "sh -x")
+    assert ssh_program() == ("sh", "-x")
 
 
 def test_more_hosts_than_processes_at_a_time(
@@ -122,7 +125,7 @@ def test_more_hosts_than_processes_at_a_time(
 ) -> None:
     monkeypatch.setattr(ds_ssh, "FANOUT", 2)
     hosts = [f"h{number}" for number in range(5)]
-    assert ds_ssh.run_everywhere(hosts, "echo $FAKE_HOST", program=(str(ssh / "ssh"),)) == dict.fromkeys(hosts, 0)
+    assert ds_ssh.Fleet(hosts, "echo $FAKE_HOST").run() == dict.fromkeys(hosts, 0)
     assert sorted(capsys.readouterr().out.splitlines()) == [f"{host}: {host}" for host in hosts]
 
 

@@ -1,12 +1,15 @@
 """Frames amid output, and lines of several hosts on one terminal."""
 
+import json
+
 import pytest
 from hypothesis import given, strategies as st
 
 from deepspeed.launcher.fanout import FrameReader
-from deepspeed.launcher.node.command import MARK, encode_frame
+from deepspeed.launcher.node.loop import MARK
 
 FRAME = {"kind": "verdict", "status": 1, "text": "line\nline\n\u00e9"}
+ENCODED = MARK + json.dumps(FRAME).encode() + b"\n"
 
 
 @given(
@@ -14,7 +17,7 @@ FRAME = {"kind": "verdict", "status": 1, "text": "line\nline\n\u00e9"}
     st.integers(1, 50),
 )
 def test_frames_are_found_however_the_stream_is_cut(parts: list[bytes | None], size: int) -> None:
-    stream = b"".join(encode_frame(FRAME) if part is None else part for part in parts)
+    stream = b"".join(ENCODED if part is None else part for part in parts)
     reader, output, frames = FrameReader(b""), b"", []
     for start in range(0, len(stream), size):
         shown, new = reader.feed(stream[start : start + size])
@@ -46,7 +49,7 @@ def test_lines_and_progress_bars_get_the_prefix() -> None:
     reader = FrameReader(b"h: ")
     assert reader.feed(b"one\ntw") == (b"h: one\n", [])
     assert reader.feed(b"o\r\n\r 10%") == (b"h: two\r\nh: \r", [])
-    assert reader.feed(b"\r 20%" + encode_frame(FRAME)) == (b"h:  10%\r", [FRAME])
+    assert reader.feed(b"\r 20%" + ENCODED) == (b"h:  10%\r", [FRAME])
     assert reader.feed(b"!\r") == (b"", [])  # a newline may follow
     assert reader.end() == b"h:  20%!\r\n"
     assert len(reader.feed(b"x" * 100_000)[0]) > 100_000

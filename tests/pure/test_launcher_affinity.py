@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.launcher.affinity import parse_core_list, plan_cores, share_cores, usable_cores
 from deepspeed.launcher.job import Job
+from deepspeed.launcher.machine import parse_core_list, plan_cores, share_cores, usable_cores
 
 
 def job(**fields: object) -> Job:

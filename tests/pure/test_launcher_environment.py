@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.launcher import runner
-from deepspeed.launcher.environment import (
+from deepspeed.launcher.hostfile import (
     EXPORT_ENVS,
     environment_file_name,
     exported,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.cli import build_parser
 from deepspeed.launcher.hostfile import load_hostfile
 from deepspeed.launcher.machine import is_this_machine, own_address, pid_file
 from deepspeed.launcher.resources import LocalDevices, Location, find_place, master_address, select
+from deepspeed.launcher.runner import parse_args
 
-DEFAULTS = build_parser().parse_args(["s.py"])
+DEFAULTS = parse_args(["s.py"])
 TWO = {"worker-0": 4, "worker-1": 2}
 CPU = LocalDevices(0)
 GPUS = LocalDevices(4, "CUDA_VISIBLE_DEVICES", None)

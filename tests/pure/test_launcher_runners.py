@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,24 +16,10 @@ from unittest import mock
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.launcher import backend, cli, runner
-from deepspeed.launcher.job import Job, decode_world, encode_world
-from deepspeed.launcher.launch import (
-    build_parser as node_parser,
-    make_job as node_make_job,
-    parse_args as node_parse_args,
-)
-from deepspeed.launcher.runners import (
-    RANK_FROM_MPI,
-    RUNNERS,
-    RunnerCommand,
-    RunnerOptions,
-    build,
-    find_runner,
-    node_command,
-    split_arguments,
-    ssh_command,
-)
+from deepspeed.launcher import fanout, runner
+from deepspeed.launcher.job import Job, decode_world, encode_world, parse_line
+from deepspeed.launcher.launch import build_parser as node_parser, make_job as node_make_job
+from deepspeed.launcher.runners import RANK_FROM_MPI, RUNNERS, RunnerCommand, node_command, prepare, ssh_command
 from tests.harness.patience import too_long
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +41,21 @@ def job(**fields: object) -> Job:
     return Job(**{**plain, "exports": EXPORTS, **fields})
 
 
-def words(launcher: str, *, job_: Job | None = None, **options: object) -> list[str]:
-    return list(build(job_ or job(), RunnerOptions(launcher=launcher, **options)).argv)
+def options(*flags: str) -> Namespace:
+    """What the command makes of its ``flags``."""
+    given = runner.parse_args([*flags, "t.py"])
+    prepare(given)
+    return given
+
+
+def build(job_: Job, launcher: str, *flags: str) -> RunnerCommand:
+    how = RUNNERS[launcher].build
+    assert how is not None
+    return how(job_, options("--launcher", launcher, *flags))
+
+
+def words(launcher: str, *flags: str, job_: Job | None = None) -> list[str]:
+    return list(build(job_ or job(), launcher, *flags).argv)
 
 
 # ssh and pdsh
@@ -64,7 +64,7 @@ def words(launcher: str, *, job_: Job | None = None, **options: object) -> list[
 def test_ssh() -> None:
     head = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
-    *start, text = ssh_command(job(), 1, options=RunnerOptions(ssh_port=22, launcher_args=("-4",)))
+    *start, text = ssh_command(job(), 1, options("--ssh_port", "22", "--launcher_args=-4"))
     assert start == [*head, "-p", "22", "-4", *alive, "h2"]
     *shell, script = shlex.split(text)
     assert shell == ["exec", "/bin/sh", "-c"]
@@ -88,7 +88,7 @@ def test_what_ssh_sends_survives_two_shells(tmp_path: Path, venv: str | None) ->
     program.chmod(0o755)
     (tmp_path / "activate me").write_text("SOURCED=yes\nexport SOURCED\n")
     given = job(python=str(program), cwd=str(tmp_path), arguments=nasty)
-    text = ssh_command(given, 0, options=RunnerOptions(venv_script=venv))[-1]
+    text = ssh_command(given, 0, options(*(("--venv_script", venv) if venv else ())))[-1]
     done = subprocess.run(["/bin/sh", "-c", text], capture_output=True, text=True, timeout=20, check=True)
     command = node_command(given, 0, runner="ssh")
     assert done.stdout == f"{command[1:]} {tmp_path} {EXPORTS['ODD']} {'yes' if venv else None}\n"
@@ -107,9 +107,9 @@ def test_node_command_is_what_the_node_launcher_reads() -> None:
         save_pid=77,
     )
     command = node_command(given, 1, runner="pdsh")
-    options = node_parse_args(command[4:])
-    assert options.from_runner == "pdsh" and options.node_rank == 1
-    read = node_make_job(options)
+    parsed = parse_line(node_parser(), command[4:])
+    assert parsed.from_runner == "pdsh" and parsed.node_rank == 1
+    read = node_make_job(parsed)
     for field in (
         "world",
         "script",
@@ -128,26 +128,28 @@ def test_node_command_is_what_the_node_launcher_reads() -> None:
         "debug",
         "/tmp/77.deepspeed",
     )
-    assert node_parser().parse_args(node_command(job(no_python=True), 0)[4:]).no_python
+    assert parse_line(node_parser(), node_command(job(no_python=True), 0)[4:]).no_python
 
 
 def test_pdsh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-q")
-    found = build(job(), RunnerOptions(launcher="pdsh", launcher_args=("-u", "9"), ssh_port=22))
+    found = build(job(), "pdsh", "--launcher_args=-u 9", "--ssh_port", "22")
     assert found.env == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-q -p 22"}
     assert found.argv[:-1] == ("pdsh", "-S", "-b", "-f", "1024", "-w", "h1,h2", "-u", "9")
     text = found.argv[-1]
     assert text.count("--node_rank=%n ") == 1 and "50%%" in text
     assert (
         text.replace("%n", "1").replace("%%", "%").replace(" </dev/null", "").replace("=pdsh", "=ssh")
-        == ssh_command(job(), 1, options=RunnerOptions())[-1]
+        == ssh_command(job(), 1, options())[-1]
     )
 
 
 # MPI and Slurm
 
 
-def test_openmpi() -> None:
+def test_openmpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").write_text("h1 slots=2\n")
     exports = [
         "-x",
         "UCX_TLS=tcp",
@@ -161,13 +163,13 @@ def test_openmpi() -> None:
         "MASTER_PORT=1234",
     ]
     head = ["mpirun", "-n", "4", "-hostfile", "hf", "--mca", "btl", "^openib"]
-    assert words("openmpi", hostfile="hf") == [
+    assert words("openmpi", "-H", "hf") == [
         *head,
         *exports,
         *RANK,
     ]  # no interface is named: few machines have an eth0
     own = ("--mca", "btl_tcp_if_include", "ib0")
-    assert words("openmpi", hostfile="hf", launcher_args=own) == [*head, *own, *exports, *RANK]
+    assert words("openmpi", "-H", "hf", f"--launcher_args={shlex.join(own)}") == [*head, *own, *exports, *RANK]
     assert "-hostfile" not in words("openmpi")
     users = words("openmpi", job_=job(exports={"UCX_TLS": "rc"}))
     assert "UCX_TLS=rc" in users and "UCX_TLS=tcp" not in users
@@ -197,13 +199,13 @@ SIZES = ["-genv", "WORLD_SIZE", "4", "-genv", "LOCAL_SIZE", "2"]
 
 def test_mpich() -> None:
     head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, *SIZES, "-hosts", "h1,h2", *RANK_FROM_MPI]
-    assert words("mpich", launcher_args=("-v",)) == [*head, *RANK]
+    assert words("mpich", "--launcher_args=-v") == [*head, *RANK]
     assert words("mpich", job_=job(module=True))[-4:] == ["-m", "t.py", "--x", "a b"]
 
 
 def test_impi() -> None:
     head = ["mpirun", "-n", "4", "-ppn", "2", "-v", *GENV, *SIZES, "-genv", "I_MPI_PIN", "0", "-hosts", "h1,h2"]
-    assert words("impi", launcher_args=("-v",)) == [*head, *RANK_FROM_MPI, *RANK]
+    assert words("impi", "--launcher_args=-v") == [*head, *RANK_FROM_MPI, *RANK]
 
 
 def test_mvapich() -> None:
@@ -226,11 +228,11 @@ def test_mvapich() -> None:
 
 
 def test_slurm() -> None:
-    found = build(job(master_addr="", master_port=0), RunnerOptions(launcher="slurm", launcher_args=("-p", "gpu")))
+    found = build(job(master_addr="", master_port=0), "slurm", "--launcher_args=-p gpu")
     hosts = ["--nodelist", "h1,h2", "--nodes", "2", "--ntasks-per-node", "2"]
     assert list(found.argv) == ["srun", "-n", "4", "-p", "gpu", *hosts, "--export=ALL", *RANK]
     assert found.env == EXPORTS  # values may have commas, at which --export would split them
-    found = build(job(), RunnerOptions(launcher="slurm", selected_by=("--num_gpus",)))
+    found = build(job(), "slurm", "--num_gpus", "2")
     assert list(found.argv[9:12]) == ["--gpus-per-node", "2", "--export=ALL"]
     assert found.env == {**EXPORTS, "MASTER_ADDR": "h1", "MASTER_PORT": "1234"}
 
@@ -239,44 +241,47 @@ UNEQUAL = {"h1": (0, 1), "h2": (0,)}
 
 
 @pytest.mark.parametrize(
-    ("launchers", "fields", "options", "sentence"),
+    ("launchers", "fields", "flags", "sentence"),
     [
         (
             "mpich impi mvapich slurm",
             {"world": UNEQUAL},
-            {},
+            "",
             "same number of slots on every host, but h1 has 2, h2 has 1",
         ),
-        ("openmpi mpich impi mvapich", {}, {"selected_by": ("--include",)}, "--include does not work with --launcher"),
+        ("openmpi mpich impi mvapich", {}, "-i h1", "--include does not work with --launcher"),
         (
             "openmpi mpich impi mvapich",
             {},
-            {"selected_by": ("--num_gpus",)},
+            "--num_gpus 1",
             "--num_gpus does not work with --launcher",
         ),
-        ("openmpi mpich impi mvapich", {"arguments": ("a", ":", "b")}, {}, "the argument ':'"),
-        ("slurm", {"world": {"h1": (1, 2)}}, {}, "first devices of every host, but h1 is to use 1,2"),
-        ("openmpi mpich impi mvapich slurm", {"log_dir": "l"}, {}, "--enable_each_rank_log has no effect"),
-        ("openmpi mpich impi mvapich slurm", {"bind_cores": True}, {}, "--bind_cores_to_rank has no effect"),
-        ("openmpi mpich impi mvapich slurm", {"core_list": "0"}, {}, "--bind_core_list has no effect"),
-        ("openmpi mpich impi mvapich slurm", {"save_pid": 7}, {}, "--save_pid has no effect"),
-        ("openmpi mpich impi mvapich slurm", {}, {"venv_script": "v"}, "--venv_script has no effect"),
-        ("openmpi mpich impi mvapich slurm", {}, {"ssh_port": 7}, "--ssh_port has no effect"),
+        ("openmpi mpich impi mvapich", {"arguments": ("a", ":", "b")}, "", "the argument ':'"),
+        ("slurm", {"world": {"h1": (1, 2)}}, "", "first devices of every host, but h1 is to use 1,2"),
+        ("openmpi mpich impi mvapich slurm", {"log_dir": "l"}, "", "--enable_each_rank_log has no effect"),
+        ("openmpi mpich impi mvapich slurm", {"bind_cores": True}, "", "--bind_cores_to_rank has no effect"),
+        ("openmpi mpich impi mvapich slurm", {"core_list": "0"}, "", "--bind_core_list has no effect"),
+        ("openmpi mpich impi mvapich slurm", {"save_pid": 7}, "", "--save_pid has no effect"),
+        ("openmpi mpich impi mvapich slurm", {}, "--venv_script v", "--venv_script has no effect"),
+        ("openmpi mpich impi mvapich slurm", {}, "--ssh_port 7", "--ssh_port has no effect"),
     ],
 )
-def test_restrictions_are_sentences(launchers: str, fields: dict, options: dict, sentence: str) -> None:
+def test_restrictions_are_sentences(launchers: str, fields: dict, flags: str, sentence: str) -> None:
     for launcher in launchers.split():
         with pytest.raises(UsageError, match=re.escape(sentence)):
-            build(job(**fields), RunnerOptions(launcher=launcher, **options))
+            build(job(**fields), launcher, *flags.split())
 
 
 def test_names_and_words() -> None:
-    assert find_runner("OpenMPI") == "openmpi" and " ".join(RUNNERS) == "ssh pdsh openmpi mpich impi mvapich slurm"
+    assert (
+        options("--launcher", "OpenMPI").launcher == "openmpi"
+        and " ".join(RUNNERS) == "ssh pdsh openmpi mpich impi mvapich slurm"
+    )
     with pytest.raises(UsageError, match="--launcher 'slrum' is unknown, did you mean 'slurm'"):
-        find_runner("slrum")
-    assert split_arguments("-x 'a b'") == ("-x", "a b")
+        options("--launcher", "slrum")
+    assert options("--launcher_args=-x 'a b'").launcher_args == ("-x", "a b")
     with pytest.raises(UsageError, match="cannot be split"):
-        split_arguments("'a")
+        options("--launcher_args='a")
     assert decode_world(runner.encode_world_info({"a": [0, 2]})) == {"a": (0, 2)}
 
 
@@ -307,7 +312,7 @@ NODE_FLAGS = """--node_rank --master_addr --master_port --world_info --module --
 
 
 def test_flags() -> None:
-    for parser, wanted in ((cli.build_parser(), FLAGS), (node_parser(), NODE_FLAGS)):
+    for parser, wanted in ((runner.build_parser(), FLAGS), (node_parser(), NODE_FLAGS)):
         assert {flag for action in parser._actions for flag in action.option_strings} == set(wanted.split())
     defaults = vars(runner.parse_args(["s.py"]))
     assert (defaults["hostfile"], defaults["num_nodes"], defaults["launcher"]) == (runner.DLTS_HOSTFILE, -1, "ssh")
@@ -327,7 +332,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.delenv("DS_SSH", raising=False)
     monkeypatch.delenv("DS_ENV_FILE", raising=False)
-    monkeypatch.setattr(cli, "is_this_machine", lambda host: host == "localhost")
+    monkeypatch.setattr(runner, "is_this_machine", lambda host: host == "localhost")
     return tmp_path
 
 
@@ -385,10 +390,12 @@ def test_refusals(
 def test_default_hostfile_may_be_absent(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "DEFAULT_HOSTFILE", str(folder / "job"))
+    monkeypatch.setattr(runner, "DEFAULT_HOSTFILE", str(folder / "job"))
     assert status("-H", str(folder / "job"), "--num_gpus", "3", "--dry_run", "t.py") == 0
     out, err = capsys.readouterr()
-    assert out.startswith("world: 3 rank(s) on 1 host(s)\n  localhost: the CPU, slots 0-2; ranks 0-2\n") and err == ""
+    assert (
+        out.startswith("world: 3 rank(s) on 1 host(s)\n  localhost: the CPU, slots 0,1,2; ranks 0,1,2\n") and err == ""
+    )
     (folder / "job").write_text("h1\n")
     assert status("-H", str(folder / "job"), "--dry_run", "t.py") == 2  # it is there, and wrong
 
@@ -403,7 +410,7 @@ def test_dry_run_shows_all_and_starts_nothing(
         assert status("-H", "hosts", "--dry-run", *(("--launcher", launcher) if launcher else ()), "t.py", "it's") == 0
         out = capsys.readouterr().out
         assert out.startswith(
-            "world: 4 rank(s) on 2 host(s)\n  h1: devices 0-1; ranks 0-1\n  h2: devices 0-1; ranks 2-3\nmeeting point: "
+            "world: 4 rank(s) on 2 host(s)\n  h1: devices 0,1; ranks 0,1\n  h2: devices 0,1; ranks 2,3\nmeeting point: "
         )
         assert (
             "  HF_TOKEN=***\n" in out
@@ -498,7 +505,7 @@ def test_backend_gets_its_variables(folder: Path) -> None:
 
 
 def _start(folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "deepspeed.launcher.cli", *MULTI, *args]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *MULTI, *args]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **reset)
@@ -590,5 +597,5 @@ def test_a_signal_while_the_backend_starts_ends_it(tmp_path: Path, number: signa
         return child
 
     script = f"trap 'exit 3' {number.name[3:]}\necho 1 >{tmp_path}/ready\nwhile :; do sleep 0.05; done"
-    with mock.patch.object(backend, "subprocess", SimpleNamespace(Popen=start)):
-        assert backend.run_backend(RunnerCommand(("/bin/sh", "-c", script), {})) == 128 + number
+    with mock.patch.object(fanout, "subprocess", SimpleNamespace(Popen=start)):
+        assert fanout.run_backend(RunnerCommand(("/bin/sh", "-c", script), {})) == 128 + number

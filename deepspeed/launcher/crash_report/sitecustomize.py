@@ -22,22 +22,6 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _PR_SET_PDEATHSIG = 1
 
 
-def _restore_environment() -> tuple[str | None, str | None]:
-    """Remove every trace from path and environment; return the report file and the launcher's process id, if named."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
-    os.environ.pop("PYTHONPATH", None)
-    if (user_path := os.environ.pop("DS_USER_PYTHONPATH", None)) is not None:
-        os.environ["PYTHONPATH"] = user_path
-    return os.environ.pop("DS_CRASH_REPORT", None), os.environ.pop("DS_LAUNCHER_PID", None)
-
-
-def _run_users_sitecustomize() -> None:
-    spec = PathFinder.find_spec("sitecustomize", sys.path)
-    if spec is not None and spec.loader is not None:
-        sys.modules["sitecustomize"] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["sitecustomize"])
-
-
 def _install(report_file: str) -> None:
     previous, owner = sys.excepthook, os.getpid()
 
@@ -53,9 +37,17 @@ def _install(report_file: str) -> None:
     sys.excepthook = hook
 
 
-_report_file, _launcher = _restore_environment()
+# Remove every trace from path and environment.
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+os.environ.pop("PYTHONPATH", None)
+if (_user_path := os.environ.pop("DS_USER_PYTHONPATH", None)) is not None:
+    os.environ["PYTHONPATH"] = _user_path
+_report_file, _launcher = os.environ.pop("DS_CRASH_REPORT", None), os.environ.pop("DS_LAUNCHER_PID", None)
 if _report_file:
     _install(_report_file)
 if _launcher == str(os.getppid()):  # not in what a rank that is no Python program has started
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-_run_users_sitecustomize()
+_spec = PathFinder.find_spec("sitecustomize", sys.path)  # a user's own
+if _spec is not None and _spec.loader is not None:
+    sys.modules["sitecustomize"] = module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["sitecustomize"])

@@ -81,8 +81,8 @@ class Hub:
     def __init__(self, job: Job, store: TCPStore, post: Post) -> None:
         self._job, self._store, self._post = job, store, post
         self._heard = dict.fromkeys(range(1, len(job.hosts)), time.time())
-        self._silent_s = dict.fromkeys(self._heard, 0.0)
-        self._waited_s = 0.0
+        # Counted in ticks and not by a clock, as this process may have been suspended.
+        self._silent_s, self._waited_s = dict.fromkeys(self._heard, 0.0), 0.0
         self._started = self._stopped = self._decided = False
         self._cause: Verdict | None = None  # set when something other than a rank or a host ended the job
         self._ends: dict[int, list[RankEnd]] = {}
@@ -98,9 +98,7 @@ class Hub:
         self.handle(0, message)
 
     def tick(self) -> None:
-        """Hear the other nodes, and count how long each has been silent: not by a clock, as this process may have been
-        suspended.
-        """
+        """Hear the other nodes, and count how long each has been silent or awaited."""
         for node in self._silent_s:
             self._silent_s[node] += self.tick_s
         while self._heard and (heard := _pop(self._store, f"{_KEY}/up")) is not None:
@@ -110,9 +108,6 @@ class Hub:
         for node, silent_s in self._silent_s.items():
             if silent_s > self._limit_s:
                 self.lose(node, f"has not been heard for {self._limit_s:g} s")
-        self._watch_joining()
-
-    def _watch_joining(self) -> None:
         before, self._waited_s = self._waited_s, self._waited_s + self.tick_s
         missing = [host for node, host in enumerate(self._job.hosts) if node not in self.present]
         if missing and not self._started and not self._stopped:
@@ -225,17 +220,15 @@ class Spoke:
     def _talk(self) -> None:
         try:
             store = self._join()
+            self.joined = True
+            self._exchange(store)
         except queue.Empty:
             self._post("refused", f"no launcher on {self._job.hosts[0]} joined within {self._join_s:g} s")
-            return
         except (OSError, RuntimeError, ValueError) as error:
-            self._post("refused", _first_line(error))
-            return
-        self.joined = True
-        try:
-            self._exchange(store)
-        except (OSError, RuntimeError):
-            self._lost("closed its connection: its launcher was killed or the host went down")
+            if self.joined:
+                self._lost("closed its connection: its launcher was killed or the host went down")
+            else:
+                self._post("refused", _first_line(error))
 
     def _exchange(self, store: TCPStore) -> None:
         message: Message = {"kind": "join"}
@@ -256,7 +249,7 @@ class Spoke:
         """Raises UsageError, or what torch raises, when this node cannot take part; queue.Empty without a port."""
         end = time.monotonic() + self._join_s
         address, port = self._job.master_addr, self.port.get(timeout=self._join_s)
-        _await_port(address, port, end)
+        _await_port(address, port, end - time.monotonic())
         left = timedelta(seconds=max(5.0, end - time.monotonic()))
         store = TCPStore(address, port, is_master=False, timeout=left, wait_for_workers=False)
         if store.get(_KEY).decode() != encode_world(self._job.world):
@@ -268,21 +261,20 @@ class Spoke:
         raise UsageError(f"node 0 cannot take this node in: {what}")
 
 
-def _await_port(address: str, port: int, end: float) -> None:
-    """Return when something listens there. Raises UsageError at ``end``, and says after a while what it waits for."""
+def _await_port(address: str, port: int, limit_s: float) -> None:
+    """Return when something listens there, and say after a while what is waited for. Raises UsageError at the limit."""
     started, silent = time.monotonic(), True
     while True:
         try:
             socket.create_connection((address, port), timeout=_CONNECT_S).close()
             return
         except OSError as error:
-            reason = error.strerror or str(error)
+            what = f"node 0 cannot be reached at {address}:{port} ({error.strerror or error})"
         waited = time.monotonic() - started
-        if time.monotonic() > end:
-            what = "check --master_addr and --master_port, that the launcher of node 0 runs, and that no firewall is in"
-            tried = f"node 0 cannot be reached at {address}:{port} ({reason}), tried for {waited:.0f} s"
-            raise UsageError(f"{tried}; {what} between")
-        if waited > SAY_AFTER_S and silent:
+        if waited > limit_s:
+            check = "--master_addr and --master_port, the launcher of node 0, and the firewalls between"
+            raise UsageError(f"{what}, tried for {waited:.0f} s; check {check}")
+        if silent and waited > SAY_AFTER_S:
             silent = False
-            logger.info("waiting up to %.0f s for node 0 at %s:%d (%s)", end - started, address, port, reason)
+            logger.info("%s yet; trying for up to %.0f s", what, limit_s)
         time.sleep(0.1)

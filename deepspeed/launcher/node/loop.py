@@ -1,8 +1,16 @@
-"""What the launchers and the command wait for: one queue of events for each, signals among them."""
+"""What the launchers and the command share: one queue of events for each, and the life line between them.
+
+Over ssh a node writes frames amid its standard error, lines ``\\x1edeepspeed {json}``, for what only the command can
+tell others: ``join`` (node 0: its port) and ``verdict``. The command writes lines of JSON to its standard input: events
+for the node, and beats, because a cable that is pulled closes no connection. Its end means that the command is gone.
+"""
 
 import contextlib
+import functools
+import json
 import os
 import queue
+import select
 import signal
 import threading
 import time
@@ -15,6 +23,9 @@ TICK_S = 0.5
 FAILURE_GRACE_S = 2.0  # how long survivors of a failed rank may take to end
 LOSS_GRACE_S = 1.0  # the same after a lost host, which took the silence limit to be noticed
 SIGNAL_GRACE_S = 10.0  # how long all ranks may take after Ctrl-C or SIGTERM; a second signal ends them at once
+MARK = b"\x1edeepspeed "
+BEAT = ["beat"]
+PAUSE = ["pause"]  # the command is suspended: its silence means nothing until the next line
 
 Post = Callable[..., None]
 Message = Mapping[str, Any]  # between launchers, with a ``kind``
@@ -93,11 +104,49 @@ def _seconds_from(variable: str, default: float) -> float:
     return seconds
 
 
-def silence_limit() -> float:
-    """Seconds without a sign of life after which a node counts as lost. Raises UsageError for another text."""
-    return _seconds_from("DS_HOST_TIMEOUT_S", 10.0)
+# Seconds without a sign of life after which a node counts as lost.
+silence_limit = functools.partial(_seconds_from, "DS_HOST_TIMEOUT_S", 10.0)
+# Seconds that the nodes of one job wait for each other: people and schedulers start them minutes apart.
+join_limit = functools.partial(_seconds_from, "DS_JOIN_TIMEOUT_S", 300.0)
 
 
-def join_limit() -> float:
-    """Seconds that the nodes of one job wait for each other: people and schedulers start them minutes apart."""
-    return _seconds_from("DS_JOIN_TIMEOUT_S", 300.0)
+def tell_command(message: Message) -> None:
+    """Write one frame; nothing happens where nobody reads any more."""
+    data = MARK + json.dumps(message).encode() + b"\n"
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def watch_command(post: Post) -> None:
+    """Post the events that the command sends, from a thread, and ``lost`` when it is gone or silent for too long."""
+    limit_s = silence_limit()
+
+    def watch() -> None:
+        rest = b""
+        wait_s: float | None = limit_s
+        with contextlib.suppress(OSError):
+            while select.select([0], [], [], wait_s)[0] and (chunk := os.read(0, 65536)):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for order in map(json.loads, lines):
+                    wait_s = None if order == PAUSE else limit_s
+                    if order not in (BEAT, PAUSE):
+                        post(*order)
+        post("lost", f"deepspeed: its command is gone, or has not been heard for {limit_s:g} s\n")
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def watch_output(post: Post) -> None:
+    """Post an interrupt from a thread when nobody reads this process's output any more."""
+    poll = select.poll()
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            os.fstat(stream)  # one that was closed before this process began says nothing about a reader
+            poll.register(stream, 0)  # errors and hang-ups are always reported
+
+    def watch() -> None:
+        poll.poll()
+        post("interrupt", signal.SIGTERM, True)  # noqa: FBT003
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,8 +1,7 @@
 """Runs the ranks of one node and answers with the exit status of the whole job, which is the same on every node.
 
-This module turns a job into the ranks' commands and environments. The way of a dead rank: ``ranks`` (the process ends),
-``member`` (what this node does), ``hub`` (all nodes hear of it) and ``verdict`` (what was to blame); over ssh the
-verdict goes through ``command`` to ``deepspeed.launcher.fanout``.
+The way of a dead rank: ``ranks`` (the process ends), ``Member`` (what this node does), ``hub`` (all nodes hear of it)
+and ``verdict`` (what was to blame); over ssh the verdict goes through ``loop`` to ``deepspeed.launcher.fanout``.
 """
 
 import contextlib
@@ -16,14 +15,24 @@ import time
 from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.launcher import crash_report
-from deepspeed.launcher.affinity import plan_cores
 from deepspeed.launcher.job import Job, check_node_rank
-from deepspeed.launcher.machine import pid_file
-from deepspeed.launcher.node.command import tell_command, watch_command, watch_output
+from deepspeed.launcher.machine import pid_file, plan_cores
 from deepspeed.launcher.node.hub import Hub, Spoke, bind_store
-from deepspeed.launcher.node.loop import Message, signals_to
-from deepspeed.launcher.node.member import Member
-from deepspeed.launcher.node.ranks import Guard, RankCommand, Ranks
+from deepspeed.launcher.node.loop import (
+    FAILURE_GRACE_S,
+    LOSS_GRACE_S,
+    SIGNAL_GRACE_S,
+    EventLoop,
+    Message,
+    signals_to,
+    tell_command,
+    watch_command,
+    watch_output,
+)
+from deepspeed.launcher.node.ranks import Guard, Ranks
+from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupted
+
+_KILL_S = 2.0  # a process that SIGKILL has not ended by then is stuck in the kernel; the job does not wait for it
 
 
 def rank_environment(job: Job, node_rank: int, local: int, go: Message, cores: tuple[int, ...]) -> dict[str, str]:
@@ -84,6 +93,110 @@ def rank_log_files(job: Job, node_rank: int) -> list[str]:
     return files
 
 
+class Member(EventLoop):
+    """The launcher of one node as a member of the job: runs its ranks from ``go`` to the verdict.
+
+    Signals, ends of ranks and messages of the hub all arrive as events from handlers and threads. ``orphaned`` is the
+    verdict of a node that has lost the hub or its command, and must judge alone. Raises as ``run_node``.
+    """
+
+    def __init__(self, job: Job, node_rank: int) -> None:
+        super().__init__()
+        self._job, self._node_rank = job, node_rank
+        self._cores = plan_cores(job, len(job.devices(node_rank)))
+        self._log_files = rank_log_files(job, node_rank)
+        self._stopping = self._killed = self._reported = False
+        self._verdict: Verdict | None = None
+        self.orphaned: Verdict | None = None
+
+    def run(self, ranks: Ranks, link: Hub | Spoke) -> Verdict:
+        """Handle events until the job is decided; no rank of this node is left then."""
+        self._ranks, self._link, self.tick_s = ranks, link, link.tick_s
+        try:
+            while self._verdict is None:
+                self.handle_next()
+            return self._verdict
+        finally:
+            if self._stopping or not ranks.all_ended:
+                ranks.kill_groups()
+            ranks.reap()
+            link.close()
+
+    def _on_tick(self) -> None:
+        self._link.tick()
+
+    def _on_port(self, port: int) -> None:
+        if isinstance(self._link, Spoke):
+            self._link.port.put(port)
+
+    def _on_refused(self, why: str) -> None:
+        self._verdict = Verdict(LOST_HOST_STATUS, f"deepspeed: {why}\n")
+
+    def _on_hub(self, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "go" and not self._stopping:
+            job, node_rank = self._job, self._node_rank
+            for local, (log_file, cores) in enumerate(zip(self._log_files, self._cores, strict=True)):
+                rank, argv = job.first_rank(node_rank) + local, rank_arguments(job, local)
+                self._ranks.start(rank, argv, rank_environment(job, node_rank, local, message, cores), log_file, cores)
+        elif kind == "stop":
+            self._stop(message["signal"], message["grace"])
+        elif kind == "verdict":
+            self._verdict = Verdict(message["status"], message["text"])
+
+    def _on_lost(self, text: str) -> None:
+        self.orphaned = Verdict(LOST_HOST_STATUS, text)
+        self._stop(signal.SIGTERM, LOSS_GRACE_S)
+        if self._reported:
+            self._verdict = self.orphaned
+
+    def _on_rank(self, exitcode: int) -> None:
+        if exitcode != 0 and not self._stopping:
+            # The other nodes first: they need the time more.
+            self._link.send({"kind": "failed"})
+            self._stop(signal.SIGTERM, FAILURE_GRACE_S)
+        if self._ranks.all_ended:
+            self._report()
+
+    def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001 - a value of an event
+        if not self._link.joined:
+            self._verdict = interrupted(number)
+            return
+        self._link.send({"kind": "signal", "number": number, "immediate": immediate})
+        self._stop(number, 0.0 if immediate else SIGNAL_GRACE_S)
+
+    def _stop(self, number: int, grace_s: float) -> None:
+        """End the ranks: ``number`` to each, once, and SIGKILL to what is left after ``grace_s``."""
+        deadline = time.monotonic() + grace_s
+        first, self._stopping = not self._stopping, True
+        if self._ranks.all_ended:
+            self._report()
+        elif not self._reported:
+            if first and grace_s > 0:
+                self._ranks.signal(number)
+            self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
+
+    def _on_deadline(self) -> None:
+        if self._killed:
+            self._report()
+        else:
+            self._killed = True
+            self._ranks.kill_groups()
+            self.deadline = time.monotonic() + _KILL_S
+
+    def _report(self) -> None:
+        """Tell the hub how the ranks of this node ended, once."""
+        if self._reported:
+            return
+        self._reported, self.deadline = True, None
+        if self._stopping:
+            self._ranks.kill_groups()
+        ends = [vars(end) for end in self._ranks.failures()]
+        self._link.send({"kind": "report", "ends": ends, "now": time.time()})
+        if self.orphaned is not None:
+            self._verdict = self.orphaned
+
+
 def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     """Run one node's part of ``job`` to the job's end and return the job's exit status, equal on all nodes.
 
@@ -96,26 +209,15 @@ def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     if len(job.hosts) > 1 and job.master_port == 0 and runner != "ssh":
         what = "when nodes are started one by one: the others cannot know a port that node 0 chooses"
         raise UsageError(f"--master_port is needed {what}")
-    cores, log_files = plan_cores(job, len(job.devices(node_rank))), rank_log_files(job, node_rank)
-
-    def start(go: Message) -> Ranks:
-        commands = []
-        for local, log_file in enumerate(log_files):
-            report_file = os.path.join(scratch, f"rank{local}")
-            environment = rank_environment(job, node_rank, local, go, cores[local])
-            environment["DS_CRASH_REPORT"] = report_file
-            rank, argv = job.first_rank(node_rank) + local, rank_arguments(job, local)
-            commands.append(RankCommand(rank, argv, environment, report_file, log_file, cores[local]))
-        stdin = subprocess.DEVNULL if runner else None
-        return Ranks(commands, guardian, lambda index: member.post("rank", index), stdin=stdin)
-
-    member = Member(start)
+    member = Member(job, node_rank)
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(lambda number: member.post("signal", number)))
         stack.enter_context(pid_file(job.pid_file))
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
         guardian = Guard([scratch, *([os.path.abspath(job.pid_file)] if job.pid_file else [])])
         stack.callback(guardian.dismiss)
+        stdin = subprocess.DEVNULL if runner else None
+        ranks = Ranks(guardian, lambda exitcode: member.post("rank", exitcode), scratch=scratch, stdin=stdin)
         # The store goes last: it must be there until the last rank of the last node has ended.
         store = bind_store(job.master_addr, job.master_port) if node_rank == 0 else None
         link = Spoke(job, node_rank, member.post) if store is None else Hub(job, store, member.post)
@@ -125,8 +227,8 @@ def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
         elif isinstance(link, Spoke):
             link.port.put(job.master_port)
         if runner == "pdsh":
-            watch_output(lambda: member.post("interrupt", signal.SIGTERM, True))  # noqa: FBT003
-        verdict = member.run(link)
+            watch_output(member.post)
+        verdict = member.run(ranks, link)
         # Of the launchers of one pdsh only one speaks; over ssh the command does.
         if runner == "ssh":
             tell_command({"kind": "verdict", "status": verdict.status, "text": verdict.text})
