@@ -37,13 +37,11 @@ from deepspeed.launcher.node.verdict import LOST_HOST_STATUS, Verdict, interrupt
 from deepspeed.launcher.runners import RUNNERS, RunnerCommand, ssh_command, ssh_prefix, ssh_words
 from deepspeed.observe.program import BAD_INPUT
 
-_CHECK_S = 10.0
 _CHECKS_AT_A_TIME = 64  # each costs three file descriptors, and 1024 is a usual limit
 _SSH_FAILED = 255  # what ssh itself ends with; every other status is the remote command's
 _FAREWELL_S = 3.0  # how long nodes may take to end by themselves after the verdict
 _STOP_S = 5.0  # the same where they have yet to stop their ranks, and of a backend after a second signal
-_POLL_S = 0.05
-_LAST_WORDS_BYTES = 1000
+_LAST_WORDS = 1000  # characters of them, in a message
 _MAX_LINE_BYTES = 1 << 16
 
 
@@ -100,9 +98,8 @@ class Connection:
         self.rank, self.host = rank, host
         self._drain_s = drain_s  # how long its output may take after its end
         self.joined = False
-        self._tail = b""
-        self._post = post
-        self._prefix = prefix
+        self.last_words = ""  # the last line of its standard error
+        self._post, self._prefix = post, prefix
         pipe = subprocess.PIPE
         try:
             # Its own session: Ctrl-C in the terminal must not end the connection over which it is to be passed on.
@@ -146,17 +143,11 @@ class Connection:
             output, messages = reader.feed(chunk)
             for message in messages:
                 self._post("message", self.rank, message)
-            if source is self._process.stderr:
-                self._tail = (self._tail + output)[-_LAST_WORDS_BYTES:]
+            if source is self._process.stderr and (words := output.decode(errors="replace").strip()):
+                self.last_words = words.splitlines()[-1].removeprefix(self._prefix.decode())[-_LAST_WORDS:]
             self._write(target, output)
         self._write(target, reader.end())
         source.close()
-
-    @property
-    def last_words(self) -> str:
-        """The last line of its standard error that is not empty, for a message."""
-        lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
-        return f'; its last words: "{lines[-1].removeprefix(self._prefix.decode())}"' if lines else ""
 
     def _write(self, target: BinaryIO, data: bytes) -> None:
         try:
@@ -216,7 +207,8 @@ class FanOut(EventLoop):
     def _on_ended(self, rank: int, status: int) -> None:
         self._running.discard(rank)
         node = self._nodes[rank]
-        why = f"its command ended with status {status}{node.last_words}"
+        words = f'; its last words: "{node.last_words}"' if node.last_words else ""
+        why = f"its command ended with status {status}{words}"
         if self._interrupted is not None:
             return
         if node.joined:
@@ -307,7 +299,7 @@ def run_backend(command: RunnerCommand) -> int:
                 # To the group, as from a terminal: mpirun may be a script, which would not pass it on.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.pid, number)
-            time.sleep(_POLL_S)
+            time.sleep(0.05)
     return 128 + received[0] if received and status != 0 else shell_status(status)
 
 
@@ -315,7 +307,7 @@ def _unreachable(host: str, options: Namespace) -> str | None:
     """Why ``host`` cannot be reached, None when it can."""
     command = [*ssh_prefix(options.ssh, host, *ssh_words(options), connect_timeout_s=5), "true"]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CHECK_S)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)
     except (subprocess.TimeoutExpired, OSError) as error:
         return str(error)
     lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"ssh ended with status {done.returncode}"]

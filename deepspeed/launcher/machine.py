@@ -10,7 +10,7 @@ import glob
 import os
 import re
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.launcher.job import Job
@@ -44,9 +44,9 @@ def own_address(toward: str) -> str:
         return socket.gethostname()
 
 
-def local_devices(env: Mapping[str, str]) -> LocalDevices:
+def local_devices() -> LocalDevices:
     """Accelerators of this machine; none when ``DS_ACCELERATOR=cpu``, which needs no torch."""
-    if env.get("DS_ACCELERATOR") == "cpu":
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
         return LocalDevices(0)
     import torch  # noqa: PLC0415 - takes about a second, and a wrong command line should be refused at once
 
@@ -54,7 +54,7 @@ def local_devices(env: Mapping[str, str]) -> LocalDevices:
 
     count = torch.accelerator.device_count()
     variable = next(iter(get_accelerator().visible_devices_envs()), "") if count else ""
-    return LocalDevices(count, variable, env.get(variable) if variable else None)
+    return LocalDevices(count, variable, os.environ.get(variable))
 
 
 def parse_core_list(text: str) -> list[int]:
@@ -118,11 +118,8 @@ def plan_cores(
 
 
 @contextlib.contextmanager
-def pid_file(path: str | None) -> Iterator[None]:
+def pid_file(path: str) -> Iterator[None]:
     """Keep this process's id in ``path``. Raises UsageError when the file names another living process."""
-    if path is None:
-        yield
-        return
     with contextlib.suppress(FileNotFoundError, PermissionError):  # PermissionError: it runs, as somebody else
         try:
             with open(path, encoding="ascii") as file:

@@ -177,7 +177,7 @@ def _find_place(options: argparse.Namespace) -> Location:
         options,
         hosts,
         cpu_only=os.environ.get("DS_ACCELERATOR") == "cpu",
-        devices=lambda: local_devices(os.environ),
+        devices=local_devices,
         is_here=is_this_machine,
     )
     if hosts is not None and place.node_rank is None and place.uses_devices and os.environ.get("CUDA_VISIBLE_DEVICES"):

@@ -151,7 +151,6 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 def test_environment_and_arguments_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(Job, "python", sys.executable)
     user_args = ("--num_gpus", "7", "--", "-q", "$HOME $$ ${local_rank}", "--deepspeed")
     job = Job(tmp_path / "a", "--num_gpus", "2", mode="reduce", user_args=user_args)
     reports = [job.rank(rank) for rank in range(2)]
@@ -334,7 +333,7 @@ def test_nodes_started_by_hand_without_a_hostfile(tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     flags = ("--num_nodes", "2", "--num_gpus", "1", "--master_addr", "127.0.0.1", "--master_port", port)
-    nodes = [Job(tmp_path / str(node), *flags, "--node_rank", str(node), mode="reduce") for node in (1, 0)]
+    nodes = [Job(tmp_path / str(node), *flags, "--node_rank", str(node)) for node in (1, 0)]
     for rank, job in zip((1, 0), nodes, strict=True):
         env = job.rank(rank)["env"]
         assert (env["LOCAL_RANK"], env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_PORT"]) == (

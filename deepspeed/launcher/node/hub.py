@@ -51,14 +51,11 @@ def bind_store(address: str, port: int) -> TCPStore:
     try:
         return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     except (RuntimeError, OSError) as error:
+        why = str(error).partition("\n")[0]
         raise UsageError(
-            f"cannot listen on {address}:{port} ({_first_line(error)}); choose another --master_port, or leave it out "
-            "to get a free one; --master_addr must be an address of this machine"
+            f"cannot listen on {address}:{port} ({why}); choose another --master_port, or leave it out to get a free "
+            "one; --master_addr must be an address of this machine"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _pop(store: TCPStore, key: str) -> Any:
@@ -228,7 +225,7 @@ class Spoke:
             if self.joined:
                 self._lost("closed its connection: its launcher was killed or the host went down")
             else:
-                self._post("refused", _first_line(error))
+                self._post("refused", str(error).partition("\n")[0])
 
     def _exchange(self, store: TCPStore) -> None:
         message: Message = {"kind": "join"}

@@ -68,10 +68,7 @@ class EventLoop:
             name, wait = signal.Signals(number).name, f"waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end"
             with contextlib.suppress(OSError):
                 os.write(2, f"deepspeed: {name} received; {wait}\n".encode())
-        self._on_interrupt(number, again)
-
-    def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001 - a value of an event
-        raise NotImplementedError
+        self.post("interrupt", number, again)
 
 
 @contextlib.contextmanager

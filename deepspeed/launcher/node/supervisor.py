@@ -212,9 +212,10 @@ def run_node(job: Job, node_rank: int, *, runner: str = "") -> int:
     member = Member(job, node_rank)
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(lambda number: member.post("signal", number)))
-        stack.enter_context(pid_file(job.pid_file))
+        if job.pid_file:
+            stack.enter_context(pid_file(job.pid_file))
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="deepspeed_"))
-        guardian = Guard([scratch, *([os.path.abspath(job.pid_file)] if job.pid_file else [])])
+        guardian = Guard([scratch, *([job.pid_file] if job.pid_file else [])])
         stack.callback(guardian.dismiss)
         stdin = subprocess.DEVNULL if runner else None
         ranks = Ranks(guardian, lambda exitcode: member.post("rank", exitcode), scratch=scratch, stdin=stdin)
