@@ -14,6 +14,8 @@ from typing import NamedTuple
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.errors import DeepSpeedConfigError
 
+Env = Mapping[str, str]
+Count = Callable[[], int]
 LOOPBACK = "127.0.0.1"
 # Below the range from which Linux hands out ports for outgoing connections. A prime number of ports: see job_port.
 JOB_PORT_FIRST, JOB_PORT_COUNT = 20000, 9973
@@ -70,7 +72,7 @@ _ROWS: list[list[str]] = [
 _SCHEDULERS = [_Scheduler(*row) for row in _ROWS]
 
 
-def _integer(env: Mapping[str, str], name: str, *, least: int = 0, most: float = math.inf) -> int:
+def _integer(env: Env, name: str, *, least: int = 0, most: float = math.inf) -> int:
     try:
         value = int(env[name])
     except ValueError:
@@ -81,11 +83,11 @@ def _integer(env: Mapping[str, str], name: str, *, least: int = 0, most: float =
     raise DeepSpeedConfigError(f"the environment variable {name}={env[name]!r} {whole}; correct it, or unset it")
 
 
-def _first(env: Mapping[str, str], *names: str) -> str:
+def _first(env: Env, *names: str) -> str:
     return next((name for name in " ".join(names).split() if env.get(name)), "")
 
 
-def _optional(env: Mapping[str, str], *names: str, least: int = 0) -> int | None:
+def _optional(env: Env, *names: str, least: int = 0) -> int | None:
     return _integer(env, name, least=least) if (name := _first(env, *names)) else None
 
 
@@ -116,17 +118,17 @@ def job_port(identity: str) -> int | None:
     return JOB_PORT_FIRST + int(digits) % JOB_PORT_COUNT if digits else None
 
 
-def is_azure(env: Mapping[str, str]) -> bool:
+def is_azure(env: Env) -> bool:
     """Whether this is an Azure ML job, whose machines are named by the batch service."""
     return bool(env.get("AZUREML_EXPERIMENT_ID")) and not env.get("DLTS_JOB_ID")
 
 
-def _speaking(env: Mapping[str, str], rank: int, world_size: int) -> list[_Scheduler]:
+def _speaking(env: Env, rank: int, world_size: int) -> list[_Scheduler]:
     """Schedulers whose variables are about this very process, not about one that started it."""
     return [row for row in _SCHEDULERS if env.get(row.rank) == str(rank) and env.get(row.world_size) == str(world_size)]
 
 
-def _address(env: Mapping[str, str], scheduler: _Scheduler | None, *, one_machine: bool) -> str | None:
+def _address(env: Env, scheduler: _Scheduler | None, *, one_machine: bool) -> str | None:
     """Where rank 0 is; None when nothing says so."""
     azure = env if is_azure(env) else {}
     if address := env.get("MASTER_ADDR"):
@@ -142,7 +144,7 @@ def _address(env: Mapping[str, str], scheduler: _Scheduler | None, *, one_machin
     return None
 
 
-def _port(env: Mapping[str, str], scheduler: _Scheduler | None, port: int, *, one_machine: bool) -> int:
+def _port(env: Env, scheduler: _Scheduler | None, port: int, *, one_machine: bool) -> int:
     """MASTER_PORT, else a ``port`` that the program chose, else one that follows from the job, else the usual one."""
     if env.get("MASTER_PORT"):
         return _integer(env, "MASTER_PORT", least=1, most=65535)
@@ -154,7 +156,7 @@ def _port(env: Mapping[str, str], scheduler: _Scheduler | None, port: int, *, on
     return job_port(identity) or port
 
 
-def adopted(env: Mapping[str, str], rank: int, world_size: int, devices: Callable[[], int] = lambda: 1) -> Rendezvous:
+def adopted(env: Env, rank: int, world_size: int, devices: Count = lambda: 1) -> Rendezvous:
     """What ``env`` says of a rank whose process group was started by others. Where LOCAL_RANK, MPI and Slurm are
     silent, ranks are counted round those of this machine, or round its ``devices``, which are counted only then."""
     speaking = _speaking(env, rank, world_size)
@@ -170,7 +172,7 @@ def adopted(env: Mapping[str, str], rank: int, world_size: int, devices: Callabl
     return Rendezvous(rank, world_size, local_rank, env.get("MASTER_ADDR", ""), None, local_size)
 
 
-def scheduled(env: Mapping[str, str]) -> tuple[int, int] | None:
+def scheduled(env: Env) -> tuple[int, int] | None:
     """Rank and number of ranks as MPI's or Slurm's variables state them; None when there are none. Raises
     DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE."""
     # Slurm's rank without a size is no sign of anything but a batch script.
@@ -191,11 +193,7 @@ def scheduled(env: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def discover(
-    env: Mapping[str, str],
-    port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
-    *,
-    auto_mpi_discovery: bool = True,
-    devices: Callable[[], int] = lambda: 1,
+    env: Env, port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, *, auto_mpi_discovery: bool = True, devices: Count = lambda: 1
 ) -> Rendezvous:
     """Identity of this process from ``env``. ``port`` is used when nothing names another; ``devices`` as in
     ``adopted``. DeepSpeedConfigError, which names the variable, when variables are missing or contradict."""

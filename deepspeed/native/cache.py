@@ -18,9 +18,7 @@ from deepspeed.observe.log import logger
 
 SHIPPED = Path(__file__).resolve().parent / "prebuilt"
 LOCK_LIMIT_S = 600.0
-TELL_AFTER_S = 10.0
-POLL_S = 0.05
-FORGOTTEN_AFTER_S = 86400.0
+_DAY_S = 86400.0
 ELSEWHERE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
 
 
@@ -98,7 +96,7 @@ class BuildLock:
             yield
 
     def _acquire(self, handle: int, limit_s: float) -> None:
-        begin, tell = time.monotonic(), TELL_AFTER_S
+        begin, tell = time.monotonic(), 10.0
         while True:
             try:
                 return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,14 +110,14 @@ class BuildLock:
             if waited > tell:
                 logger.info("op %s: waiting for its build by %s", self._name, self.read())
                 tell = limit_s
-            time.sleep(POLL_S)
+            time.sleep(0.05)
 
 
 def _is_dead(work: Path) -> bool:
     """Whether the process of a work folder is gone; one of another machine counts as gone after a day."""
     _, host, pid, _ = work.name.rsplit("@", 3)
     elsewhere = host != socket.gethostname()
-    return time.time() - work.stat().st_mtime > FORGOTTEN_AFTER_S if elsewhere else not os.path.exists(f"/proc/{pid}")
+    return time.time() - work.stat().st_mtime > _DAY_S if elsewhere else not os.path.exists(f"/proc/{pid}")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ NVCC_FOLDERS = ("/usr/local/cuda/bin",)
 CUDA_TARGETS = ("80", "90")
 PROBE_LIMIT_S = 20.0
 COMPILE_LIMIT_S = 900.0
-_GRACE_S = 2.0
 
 _ERROR = re.compile(
     r"\berror\s*:|\bfatal\b|undefined reference|cannot find|not found|No such file|No space left|[Pp]ermission denied"
@@ -56,7 +55,7 @@ def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
                 if child.poll() is None:
                     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                         os.killpg(child.pid, kind)
-                        child.wait(_GRACE_S)
+                        child.wait(2.0)
         output.seek(0)
         return child.returncode, output.read().decode(errors="replace")
 

@@ -17,9 +17,8 @@ from deepspeed.device import get_accelerator
 from deepspeed.native.build import try_load
 from deepspeed.native.spec import FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec
 from deepspeed.optim import host
-from deepspeed.optim.host import Tensors
+from deepspeed.optim.host import Betas, Scalar, Tensors
 
-Scalar = float | torch.Tensor
 _Row = Sequence[Any]  # tensors: parameter, gradient, both moments, output; None for what is not there
 
 _CHUNK = 8192  # elements per block; LAMB keeps two sums for each
@@ -146,7 +145,7 @@ def _update(
     *,
     step: int | Tensors = 1,
     lr: Scalar,
-    betas: tuple[float, float],
+    betas: Betas,
     grad_scale: Scalar = 1.0,
     found_inf: torch.Tensor | None = None,
     outs: Sequence[torch.Tensor | None] | None = None,

@@ -19,6 +19,9 @@ from deepspeed.native.build import try_load
 from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, OpSpec
 
 Tensors = Sequence[torch.Tensor]
+Output = torch.Tensor | None
+Scalar = float | torch.Tensor
+Betas = tuple[float, float]
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GRAIN = 1 << 18  # elements below which a second thread costs more than it saves
 _SHARES = 4  # pieces for each thread: one that other work slows down leaves some of its own to the rest
@@ -72,7 +75,7 @@ def check(place: str, tensors: Tensors, moments: Tensors, on: Callable[[torch.Te
         raise ValueError(f"a {place} kernel takes both moments of a tensor in one dtype, not {' and '.join(dtypes)}")
 
 
-def _run(op: OpSpec, tensors: Tensors, out: torch.Tensor | None, scalars: list[float]) -> None:
+def _run(op: OpSpec, tensors: Tensors, out: Output, scalars: list[float]) -> None:
     """Cut the flat range into pieces and run them on the threads; ``tensors`` are weights, gradient and moments."""
     weights, grad, *moments = tensors
     check("CPU", tensors if out is None else [*tensors, out], moments, lambda t: t.device.type == "cpu")
@@ -107,14 +110,14 @@ def _run(op: OpSpec, tensors: Tensors, out: torch.Tensor | None, scalars: list[f
 def adam_step(
     *tensors: torch.Tensor,
     step: int,
-    lr: float | torch.Tensor,
-    betas: tuple[float, float],
+    lr: Scalar,
+    betas: Betas,
     eps: float,
     weight_decay: float,
     decoupled: bool = True,
     bias_correction: bool = True,
     grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
+    out: Output = None,
 ) -> None:
     """One Adam or AdamW update in place (Kingma and Ba 2015; Loshchilov and Hutter 2019). ``step`` counts from 1.
 
@@ -130,24 +133,14 @@ def adam_step(
 
 
 def adagrad_step(
-    *tensors: torch.Tensor,
-    rate: float,
-    eps: float,
-    weight_decay: float,
-    grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
+    *tensors: torch.Tensor, rate: float, eps: float, weight_decay: float, grad_scale: float = 1.0, out: Output = None
 ) -> None:
     """One Adagrad update in place (Duchi et al. 2011) at the decayed ``rate``; otherwise as :func:`adam_step`."""
     _run(CPU_ADAGRAD, tensors, out, [rate, eps, weight_decay, grad_scale])
 
 
 def lion_step(
-    *tensors: torch.Tensor,
-    lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    weight_decay: float,
-    grad_scale: float = 1.0,
-    out: torch.Tensor | None = None,
+    *tensors: torch.Tensor, lr: Scalar, betas: Betas, weight_decay: float, grad_scale: float = 1.0, out: Output = None
 ) -> None:
     """One Lion update in place (Chen et al. 2023); otherwise as :func:`adam_step`."""
     lr = float(lr)

@@ -32,8 +32,6 @@ _CLASSES: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[..., to
     "muon": (MuonWithAuxAdam, MuonWithAuxAdam),
 }
 _MUP_CLASSES = {name.lower(): name for name in _NAMES[-3:]}
-_REMOVED_NAMES = ("onebitadam", "onebitlamb", "zerooneadam")
-_TORCH_ADAM_KEYS = ("fused", "maximize", "capturable", "differentiable")
 _NOT_SHARDABLE = {
     "SparseAdam": "sparse gradients, which the gradient reduction does not produce",
     "LBFGS": "several losses per step",
@@ -166,7 +164,7 @@ def _choose_adam(
     adam_w_mode = settings.pop("adam_w_mode", True)
     decoupled = name == "adamw" or adam_w_mode
     needs_torch = settings.get("amsgrad") or settings.get("foreach") is not None
-    if not torch_adam and not needs_torch and not any(k in settings for k in _TORCH_ADAM_KEYS):
+    if not torch_adam and not needs_torch and not {"fused", "maximize", "capturable", "differentiable"} & set(settings):
         settings.pop("foreach", None)
         if offload:
             return DeepSpeedCPUAdam, settings | {"adamw_mode": decoupled}
@@ -189,7 +187,7 @@ def _foreign_class(type_name: str) -> Callable[..., torch.optim.Optimizer]:
     """A class of torch, or of the package mup."""
     name = _MUP_CLASSES.get(type_name.lower())
     if name is None:
-        if type_name.lower() in _REMOVED_NAMES:
+        if type_name.lower() in ("onebitadam", "onebitlamb", "zerooneadam"):
             what = 'the compressed-communication optimizers were removed; use "AdamW" or "Lamb"'
             raise OptimizerConfigError(f'optimizer.type "{type_name}": {what}')
         return class_of_torch("optimizer", type_name, torch.optim, torch.optim.Optimizer, _NAMES)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 from deepspeed.attrs import answers
 from deepspeed.device import get_accelerator
@@ -38,7 +39,7 @@ def _check_size(file: DirectFile, offset: int, nbytes: int, *, whole: bool) -> N
         raise FileMismatchError(f"{facts}; {nbytes} from offset {offset} on are more than there are")
 
 
-def _check_contents(path: str, offset: int, host: torch.Tensor) -> None:
+def _check_contents(path: str, offset: int, host: Tensor) -> None:
     """Compare the bytes of ``path`` from ``offset`` on with those of ``host``, through ordinary reads."""
     expected = host.reshape(-1).view(torch.uint8).numpy().data
     with open(path, "rb") as file:
@@ -51,7 +52,7 @@ def _check_contents(path: str, offset: int, host: torch.Tensor) -> None:
 
 
 def _operation(
-    engine: AioEngine, buffer: torch.Tensor, name: Name, offset: int, *, write: bool, whole: bool, validate: bool
+    engine: AioEngine, buffer: Tensor, name: Name, offset: int, *, write: bool, whole: bool, validate: bool
 ) -> Iterator[None]:
     """One read or write: it starts up to the ``yield``, then ends, closes the file and raises what failed. ``whole``:
     it is all of the file. Bytes of a device travel through ``host``, which else is ``buffer`` itself."""
@@ -85,7 +86,7 @@ def _finish(operation: Iterator[None]) -> Exception | None:
     return None
 
 
-def _lock(memory: torch.Tensor, call: str = "mlock") -> None:
+def _lock(memory: Tensor, call: str = "mlock") -> None:
     """``mlock`` or ``munlock``, where the host is the device: else its driver locks."""
     if memory.nbytes and get_accelerator().is_synchronized_device():
         libc = ctypes.CDLL(None, use_errno=True)
@@ -93,7 +94,7 @@ def _lock(memory: torch.Tensor, call: str = "mlock") -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _end(engine: AioEngine, pending: deque[Iterator[None]], locked: dict[int, torch.Tensor]) -> None:
+def _end(engine: AioEngine, pending: deque[Iterator[None]], locked: dict[int, Tensor]) -> None:
     while pending:
         if failure := _finish(pending.popleft()):
             logger.warning("file IO that nobody waited for failed: %s", failure)
@@ -131,7 +132,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
         self._engine = AioEngine(block_bytes=block_size, queue_depth=queue_depth, threads=intra_op_parallelism)
         self._pending: deque[Iterator[None]] = deque()
         self._ended: list[Exception | None] = []  # that were queued, before wait() was called
-        self._locked, self._lock_refused = dict[int, torch.Tensor](), False
+        self._locked, self._lock_refused = dict[int, Tensor](), False
         self._last = weakref.finalize(self, _end, self._engine, self._pending, self._locked)
 
     get_block_size, get_queue_depth = answers("_settings.block"), answers("_settings.depth")
@@ -139,9 +140,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
     get_intra_op_parallelism = get_thread_count = answers("_settings.threads")
     get_alignment = answers("_settings.alignment")
 
-    def _go(
-        self, buffer: torch.Tensor, filename: Name, file_offset: int = 0, *, later: bool = False, **how: bool
-    ) -> int:
+    def _go(self, buffer: Tensor, filename: Name, file_offset: int = 0, *, later: bool = False, **how: bool) -> int:
         if not self._last.alive:
             raise ValueError(f"this aio_handle is closed: {filename}")
         buffer = buffer.detach()
@@ -158,13 +157,13 @@ class aio_handle(AbstractContextManager["aio_handle"]):
         return int(not later)
 
     def _whole(
-        self, buffer: torch.Tensor, filename: Name, validate: bool = False, file_offset: int = 0, *, write: bool
+        self, buffer: Tensor, filename: Name, validate: bool = False, file_offset: int = 0, *, write: bool
     ) -> int:
         self._go(buffer, filename, file_offset, write=write, whole=file_offset == 0, validate=validate)
         return 0
 
     def _part(
-        self, buffer: torch.Tensor, filename: Name, validate: bool, async_op: bool, file_offset: int = 0, *, write: bool
+        self, buffer: Tensor, filename: Name, validate: bool, async_op: bool, file_offset: int = 0, *, write: bool
     ) -> int:
         return self._go(buffer, filename, file_offset, write=write, later=async_op, validate=validate)
 
@@ -190,7 +189,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
         while len(self._pending) > keep:
             self._ended.append(_finish(self._pending.popleft()))
 
-    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
         """``num_elem`` zeros of the example's dtype at a multiple of 4096, in page-locked memory. Where locking is
         refused it is ordinary memory, and one line in the log says so."""
         memory = aligned_empty(num_elem, dtype=example_tensor.dtype)
@@ -205,14 +204,14 @@ class aio_handle(AbstractContextManager["aio_handle"]):
             self._lock_refused = True
         return memory
 
-    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
         """Let go of such a tensor; False when it is none. Its memory lives as long as the caller keeps it."""
         whole = self._locked.pop(tensor.data_ptr(), None)
         if whole is not None:
             _lock(whole, "munlock")
         return whole is not None
 
-    def is_pinned(self, buffer: torch.Tensor) -> bool:
+    def is_pinned(self, buffer: Tensor) -> bool:
         """Whether ``buffer`` is page-locked, by this handle or by torch."""
         first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
         locked = any(start <= first and last <= start + whole.nbytes for start, whole in self._locked.items())
@@ -228,7 +227,7 @@ class aio_handle(AbstractContextManager["aio_handle"]):
 
 def _once(act: Callable[..., int]) -> Callable[..., int]:
     def call(
-        buffer: torch.Tensor,
+        buffer: Tensor,
         filename: Name,
         block_size: int,
         queue_depth: int,
@@ -246,7 +245,7 @@ def _once(act: Callable[..., int]) -> Callable[..., int]:
 aio_read, aio_write = _once(aio_handle.read), _once(aio_handle.write)
 
 
-def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
+def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
     """Copy ``src`` to ``dest``, of as many bytes. 0."""
     dest.copy_(src.view_as(dest))
     return 0

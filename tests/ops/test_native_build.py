@@ -272,8 +272,7 @@ def test_several_sources_are_compiled_at_once(tiny: OpSpec, tmp_path: Path, wrap
     assert (library.add(2, 3), library.two()) == (5, 2)
 
 
-@pytest.mark.parametrize("ninja", [True, False])
-@pytest.mark.parametrize("jobs", ["1", "20", "0", "many"])
+@pytest.mark.parametrize(("jobs", "ninja"), [("1", True), ("20", True), ("0", True), ("many", True), ("1", False)])
 def test_max_jobs_limits_how_many_sources_are_compiled_at_once(
     tiny: OpSpec, monkeypatch: pytest.MonkeyPatch, jobs: str, *, ninja: bool
 ) -> None:
