@@ -24,7 +24,6 @@ class LossScaler:
 
     def update(self, overflow: bool) -> None:  # noqa: FBT001
         """Count one optimizer step; the scale stays."""
-        del overflow
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:

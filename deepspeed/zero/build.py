@@ -95,9 +95,8 @@ def build(
         hostmem.return_large_blocks()
     born_sharded = any(hasattr(p, "_ds_unit") for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
-    parts = partition(
-        model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of or (lambda *_: facts)
-    )
+    facts_of = facts_of or (lambda *_: facts)
+    parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
     fitted = _fitted(model, parts.units, plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
     if any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
@@ -112,9 +111,8 @@ def build(
         unit = _lay_out(index, spec, row, rules=rules, groups=group_of or {})
         unit.adopt(_values(unit, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
-            mark_zero_parameter(
-                unit.params[position], unit, position, name=segment.name, plain=not plan.regular.param.sharded
-            )
+            plain = not plan.regular.param.sharded
+            mark_zero_parameter(unit.params[position], unit, position, name=segment.name, plain=plain)
         units.append(unit)
         if rules.device.type == "cpu":
             heap.passed(2 * unit.layout.numel * spec.dtype.itemsize)

@@ -119,7 +119,7 @@ class Runtime:
     def meet(self, *, passing: bool = False) -> int:
         """The model's outermost forward has ended: serve ranks that still run parts of it which this one skipped (I7).
 
-        A user's context ends so too; the pins tell whether the same one everywhere. ``passing``: a backward follows.
+        A user's context ends so too; the pins tell whether all end the same one. ``passing``: a backward follows.
         """
         # A second forward before any backward may be one of many, of an evaluation that keeps gradients on.
         passing = passing and torch.is_grad_enabled() and self._trains and not (self._watchful or self._unanswered)

@@ -1,9 +1,8 @@
 """zero.Init: build a model that never exists whole on any rank.
 
 A module's parameters are cut into shards as soon as the module is attached to its parent (torch's global registration
-hooks tell when), so at most one small subtree is whole at a time. Inside the context a sharded parameter that code
-touches again, such as ``self.apply(init_weights)`` at the end of a constructor, is gathered on demand and cut again
-afterwards; values come from rank 0.
+hooks tell when), so at most one small subtree is whole at a time. A sharded parameter that code touches again, such as
+by ``self.apply(init_weights)``, is gathered on demand and cut again afterwards; values come from rank 0.
 """
 
 import functools

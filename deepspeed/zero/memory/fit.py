@@ -187,10 +187,8 @@ class Limits:
 
     def doubt(self, plan: MemoryPlan) -> str:
         """A warning when what is planned is more than there is; empty otherwise."""
-        if self.allow_host(plan):
-            return ""
-        broken, sizes = self.broken_by(plan), self.with_used(plan)
-        return f"{broken}, but model states alone will hold {sizes}: the system may end the run"
+        sizes = f"but model states alone will hold {self.with_used(plan)}: the system may end the run"
+        return "" if self.allow_host(plan) else f"{self.broken_by(plan)}, {sizes}"
 
 
 def limits_of(offload: OffloadPlan, ranks: Sequence[RankMemory]) -> Limits:
@@ -278,10 +276,8 @@ def _moved(first: MemoryPlan, now: MemoryPlan, limits: Limits) -> str:
     before = {line.what: line.drive for line in first.lines}
     more = {line.what: line.drive - before.get(line.what, 0) for line in now.lines}
     parts = [f"{nbytes / 2**20:,.0f} MiB of {what}" for what, nbytes in more.items() if nbytes > 0]
-    return (
-        f"{limits.broken_by(first)}, so {' and '.join(parts)} rest on the drive instead (state memory.host_limit "
-        "to decide yourself)"
-    )
+    on_drive = f"{' and '.join(parts)} rest on the drive instead (state memory.host_limit to decide yourself)"
+    return f"{limits.broken_by(first)}, so {on_drive}"
 
 
 def _alternatives(rows: list[UnitPlan], offload: OffloadPlan) -> Iterator[tuple[str, list[UnitPlan], OffloadPlan]]:
