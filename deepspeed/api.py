@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from deepspeed.comm import trace
 from deepspeed.comm.group_getters import register_mpu
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
-from deepspeed.engine_reports import follow_collectives, report_start
+from deepspeed.engine_reports import report_start
 from deepspeed.errors import DeepSpeedConfigError, NotYetError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
 from deepspeed.observe.log import log_dist
@@ -101,8 +102,7 @@ def _from_args(args: Any, name: str) -> Any:
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     config = config_params if config is None else config
-    stated = [_from_args(args, name) for name in ("deepspeed_config", "deepscale_config")]
-    given = next((source for source in stated if source is not None), None)
+    given = next((s for n in ("deepspeed_config", "deepscale_config") if (s := _from_args(args, n)) is not None), None)
     if (config is None) is (given is None):
         raise UsageError(
             f"the configuration was given {'not at all' if given is None else 'twice'}: pass config= to "
@@ -145,7 +145,10 @@ def _assemble(
     base = choose_optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, probe.zero.size)
     mesh = build_mesh(backend, inner_size=plan.inner_size, group=group, control=plan.divergence != "assume_none")
-    follow_collectives(cfg, mesh)
+    trace.configure(cfg)
+    if "comms_logger" in cfg.model_fields_set:
+        for axis in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():
+            axis.ledger.append(trace.begin)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
     if "leaf_module" in cfg.zero.model_fields_set:

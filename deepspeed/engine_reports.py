@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from deepspeed.attrs import answers
-from deepspeed.comm import trace
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.device import DTYPES
-from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
 from deepspeed.pending import raise_not_yet
@@ -29,11 +27,6 @@ if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine
 
 PHASES = ("forward", "backward", "step")
-
-
-def _of_block(block: str, name: str) -> Any:
-    """A method that answers with ``name`` of the configuration's ``block``, None without the block."""
-    return lambda self: getattr(getattr(self._config, block), name, None)
 
 
 class EngineReports:
@@ -89,8 +82,9 @@ class EngineReports:
     model_dtype = answers(lambda self: DTYPES[self._config.compute_dtype])
     accumulation_dtype = answers(lambda self: DTYPES[self._config.grad_accum_dtype or "fp32"])
     get_data_types = answers(lambda self: (self.model_dtype(), self.accumulation_dtype()))
-    optimizer_params = _of_block("optimizer", "params")
-    scheduler_name, scheduler_params = _of_block("scheduler", "type"), _of_block("scheduler", "params")
+    optimizer_params = answers(lambda self: getattr(self._config.optimizer, "params", None))
+    scheduler_name = answers(lambda self: getattr(self._config.scheduler, "type", None))
+    scheduler_params = answers(lambda self: getattr(self._config.scheduler, "params", None))
     get_model_parallel_rank = get_tensor_parallel_rank = answers(lambda self: 0)
     get_sequence_parallel_group = answers(lambda self: None)
     _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
@@ -194,11 +188,3 @@ def report_start(engine: "DeepSpeedEngine") -> None:
     if engine.dump_state():
         log_dist(f"dump_state\n{state_dump(engine)}")
     see_memory_usage("memory after initialize", force=engine.memory_breakdown())
-
-
-def follow_collectives(cfg: DeepSpeedConfig, mesh: Mesh) -> None:
-    """With a ``comms_logger`` block, switch the communication log on and enter this mesh's collectives in it."""
-    trace.configure(cfg)
-    groups = {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}
-    for group in groups.values() if "comms_logger" in cfg.model_fields_set else ():
-        group.ledger.append(trace.begin)

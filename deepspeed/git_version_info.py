@@ -5,8 +5,7 @@ import torch
 from deepspeed.native.builders import compatible_ops, installed_ops
 from deepspeed.version import __version__ as version
 
-git_hash = None
-git_branch = None
+git_hash = git_branch = None
 # What is compiled at install time depends on no torch, so the accelerator is whatever this torch was built for; no
 # device is touched.
 accelerator_name = "cuda" if torch.version.cuda or torch.version.hip else "cpu"

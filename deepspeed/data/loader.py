@@ -169,13 +169,12 @@ class DeepSpeedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """A pass over the next epoch, or over the rest of the one whose position was loaded."""
-        batches: Iterator[Any] | None = None
-        position, loads = Position(), -1
+        position, loads, batches = Position(), -1, iter(())
         while True:
             if self.tput_timer is not None:
                 self.tput_timer.start()
-            if batches is None or loads != self._loads:  # a position loaded meanwhile holds for passes that already run
-                batches, loads = None, self._loads  # first end the old workers
+            if loads != self._loads:  # a position loaded meanwhile holds for passes that already run
+                loads, batches = self._loads, iter(())  # first end the old workers
                 position, batches = self._begin()
             batch = next(batches, _END)
             spent, self._maybe_spent = self._maybe_spent and self._running is position, False
@@ -185,8 +184,7 @@ class DeepSpeedDataLoader:
             elif spent:
                 batches = self._fetch()
             else:
-                if self._running is position:
-                    self._running = None
+                self._running = None if self._running is position else self._running
                 return
 
     def _begin(self) -> tuple[Position, Iterator[Any]]:

@@ -113,13 +113,10 @@ def memory_groups(root: Path = ROOT) -> list[Pool]:
 
 
 def memory_pools(root: Path = ROOT) -> list[Pool]:
-    """Everything that bounds this process's memory: its control groups, and the machine. Empty where unknown."""
-    pools, kib = memory_groups(root), _numbers(root / "proc/meminfo")
-    if "MemAvailable" in kib:
-        free, total = kib["MemAvailable"] << 10, kib["MemTotal"] << 10
-        name = f"available memory of the machine ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
-        pools.append(Pool((_text(root / _BOOT),), name, total, free))
-    return pools
+    """Everything that bounds this process's memory: its control groups, and the machine."""
+    free, total = host_available_bytes(), host_total_bytes()
+    name = f"available memory of the machine ({free / 2**20:,.0f} of {total / 2**20:,.0f} MiB)"
+    return [*memory_groups(root), Pool((_text(root / _BOOT),), name, total, free)]
 
 
 def return_large_blocks() -> None:
