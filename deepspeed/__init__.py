@@ -7,7 +7,7 @@ version pay nothing. Each public name is loaded when it is first used and kept f
 from importlib import import_module
 from typing import Any
 
-from deepspeed.pending import pending_class, pending_function
+from deepspeed.errors import pending_class, pending_function
 from deepspeed.version import __version__
 
 # Clients compare ``deepspeed.version`` as a string. The submodule of that name is loaded above, so that nothing binds

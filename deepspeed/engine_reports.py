@@ -16,9 +16,9 @@ from deepspeed.attrs import answers
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import declared_fields, settings
 from deepspeed.device import DTYPES
+from deepspeed.errors import raise_not_yet
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
-from deepspeed.pending import raise_not_yet
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StatePlan
 from deepspeed.zero.unit import Unit

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from deepspeed.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, pending_function, raise_not_yet
 from deepspeed.mesh.topology import Axis, dense_topology, expert_topology
-from deepspeed.pending import pending_function, raise_not_yet
 
 # Family: the axis of the topology that its groups span; those of experts cut the same ranks in another way.
 _DENSE = {"data_parallel": "dp", "tensor_model_parallel": "tp", "model_parallel": "tp"}

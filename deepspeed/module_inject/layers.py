@@ -3,7 +3,7 @@
 import contextlib
 from typing import Any
 
-from deepspeed.pending import pending_class
+from deepspeed.errors import pending_class
 
 LinearLayer = pending_class("deepspeed.module_inject.layers.LinearLayer")
 LinearAllreduce = pending_class("deepspeed.module_inject.layers.LinearAllreduce")

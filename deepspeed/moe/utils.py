@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.pending import pending_function
+from deepspeed.errors import pending_function
 
 
 def is_moe_param(param: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Names of pipeline parallelism; not in this release."""
 
-from deepspeed.pending import pending_class
+from deepspeed.errors import pending_class
 
 _INSTEAD = "Use ZeRO data parallelism (zero_optimization.stage 1 to 3)."
 

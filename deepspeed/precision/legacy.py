@@ -1,6 +1,6 @@
 """Classes that clients name or compare an optimizer against; nothing is an instance of them."""
 
-from deepspeed.pending import pending_class
+from deepspeed.errors import pending_class
 
 _INSTEAD = "Configure fp16 or bf16 and call deepspeed.initialize."
 

@@ -14,7 +14,6 @@ LAYERS = {
     "deepspeed.errors": 0,
     "deepspeed.version": 0,
     "deepspeed.constants": 0,
-    "deepspeed.pending": 0,
     "deepspeed.attrs": 0,
     "deepspeed.device": 0,
     "deepspeed.observe": 0,
