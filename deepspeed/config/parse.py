@@ -93,11 +93,8 @@ def line_of(lines: Mapping[str, list[int]], path: str) -> int | None:
 
 def plain_json(text: str) -> str:
     """``text`` with comments and trailing commas blanked out; every other character keeps its position."""
-
-    def blank(match: re.Match[str]) -> str:
-        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
-
-    return _TRAILING_COMMA.sub(" ", _COMMENT.sub(blank, text))
+    blanked = _COMMENT.sub(lambda found: found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0]), text)
+    return _TRAILING_COMMA.sub(" ", blanked)
 
 
 def _unique(pairs: list[tuple[str, Any]], text: str, name: str) -> dict[str, Any]:

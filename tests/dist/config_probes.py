@@ -2,7 +2,7 @@
 change.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError, create_model
@@ -226,8 +226,8 @@ def _report_probes() -> dict[str, Probe]:
         "log_level": Probe(base(), "error"),
         "disable_python_gc": Probe(base(), value=True),
         "vocabulary_size": Probe(base(), 50257),
-        "timers.throughput.enabled": Probe(reported, value=False),
-        "timers.throughput.synchronized": Probe(reported, value=False),
+        "timers.throughput.enabled": Probe(reported, value=False, scenario="longer"),
+        "timers.throughput.synchronized": Probe(reported, value=False, scenario="longer"),
         "comms_logger.enabled": Probe(base(comms_logger={"enabled": False}), value=True),
         "comms_logger.prof_all": Probe(base(comms_logger={"enabled": True}), value=False),
         "comms_logger.prof_ops": Probe(base(comms_logger={"enabled": True, "prof_all": False}), ["all_gather"]),
@@ -299,7 +299,7 @@ PROBES: dict[str, Probe] = {
     "managed_gradient_accumulation": Probe(base(gradient_accumulation_steps=2), value=False),
     "dataloader_drop_last": Probe(base(), value=True),
     **_under("optimizer", _optimizer_probes()),
-    **_under("scheduler", _schedule_probes()),
+    **_under("scheduler", {name: replace(probe, scenario="longer") for name, probe in _schedule_probes().items()}),
     **_precision_probes(),
     **_reduction_probes(),
     "zero_optimization": Probe(base(drop=("zero_optimization",)), value=True),

@@ -35,7 +35,7 @@ from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from deepspeed.zero.partition import UnitState
 from tests.harness.faults import modules_replaced
 
-STEPS = 4
+STEPS, FEW = 4, 2  # updates of a run, and of a plain one
 SAMPLES = 9  # not a multiple of ranks x micro batch, so that the last batch of an epoch is short
 WORKDIR = "<work>"  # stands for a fresh folder in configuration values
 _NUMBERS = re.compile(r"-?\d+\.\d+(e[-+]?\d+)?")
@@ -47,7 +47,7 @@ class ProbeModel(Stack):
     """Blocks of small and larger parameters, a floating buffer, and one module that only some inputs use."""
 
     def __init__(self) -> None:
-        super().__init__(depth=3)
+        super().__init__(depth=2)
         self.register_buffer("shift", torch.full((HIDDEN,), 0.1003))
         self.side = nn.Linear(HIDDEN, HIDDEN)
         self.seen: list[Any] = []  # (dtype, units gathered) at every forward of a block
@@ -161,6 +161,7 @@ def _say_files(folder: Path) -> Any:
 # The kinds of run, and the steps whose gradients are infinite in each.
 SCENARIOS: dict[str, tuple[int, ...]] = {
     "train": (),
+    "longer": (),  # the same with more updates, for what shows only then
     "overflow": (1, 2),
     "apart": (0, 2),  # a clean step between two bad ones
     "uncast": (),  # inputs stay fp32, whatever the model is
@@ -275,7 +276,7 @@ def _start(engine: Any, loader: Any) -> Fingerprint:
 
 def _steps(engine: Any, batches: Iterator[Any], scenario: str) -> list[Any]:
     seen = []
-    for step in range(STEPS):
+    for step in range(FEW if scenario == "train" else STEPS):
         losses = []
         for _ in range(engine.gradient_accumulation_steps()):
             x, y = next(batches)

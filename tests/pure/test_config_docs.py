@@ -16,8 +16,7 @@ from deepspeed.config.model.settings import all_keys, declared_fields
 from deepspeed.config.model.spelling import REMOVED_KEYS, SPELLED
 from deepspeed.config.parse import plain_json
 from deepspeed.config.tool.cli import STARTERS
-from deepspeed.config.tool.manual import main, page, type_text
-from deepspeed.config.tool.schema import schema_text
+from deepspeed.config.tool.manual import main, page, schema_text, type_text
 from tests.pure.test_client_configs import ACCEPTED, HF_ZERO2, HF_ZERO3
 
 ROOT = Path(__file__).parents[2]

@@ -6,21 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, field_validator
 
 from deepspeed.config.model import unread, values
-from deepspeed.config.model.values import (
-    AutoBlock,
-    Block,
-    Count,
-    Flag,
-    Int,
-    Names,
-    Num,
-    PathText,
-    Positive,
-    Support,
-    Text,
-    key,
-)
+from deepspeed.config.model.values import AutoBlock, Block, Count, Flag, Int, Names, Num, PathText, Positive, Text, key
 
+_INERT = values.Support.INERT
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], values.LowerCase]
 _OnTags = Annotated[Literal["WARN", "IGNORE", "FAIL"], values.UpperCase]
 MeanOrSum = Annotated[Literal["mean", "sum"], values.LowerCase]
@@ -117,7 +105,7 @@ class CheckpointConfig(unread.CheckpointKeys):
     """``checkpoint``: saving and loading. The last six keys, and ``async``, are extensions."""
 
     tag_validation: _OnTags = key("WARN", "When ranks save under different tags: WARN (rank 0's counts), IGNORE, FAIL.")
-    load_universal: Flag = key(False, "Load the universal format.", values.Support.INERT, "files tell their kind")
+    load_universal: Flag = key(False, "Load the universal format.", _INERT, "files tell their kind")
     keep_last: Positive | None = key(None, "Remove all but so many of the newest checkpoints after each save.")
     rate_limit: values.Bytes | None = key(None, "Most bytes a second of a rank in the background; absent: no limit.")
     allow_pickle: Flag = key(False, "Save and load client state that needs pickle; loading it can run any code.")
@@ -271,7 +259,7 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     """
 
     stage: Int = key(0, "Shard: 1 optimizer states, 2 and gradients, 3 and parameters; 0 nothing.", ge=0, le=3)
-    reduce_scatter: Flag = key(True, "Reduce gradients to their owners instead of to all.", Support.INERT, _SCATTERS)
+    reduce_scatter: Flag = key(True, "Reduce gradients to their owners instead of to all.", _INERT, _SCATTERS)
     reduce_bucket_size: Positive = key(500_000_000, "Elements of small modules packed into one unit of communication.")
     overlap_comm: Flag | None = key(None, "Communicate beside computation; only false switches it off.")
     compute_grad_norm: Flag = key(True, "Compute the norm of all gradients at each update; false saves a reduction.")
@@ -284,7 +272,7 @@ class ZeroConfig(unread.ZeroOptimizationKeys):
     max_reuse_distance: Count = key(10**9, "Keep parameters used again within so many elements; absent releases them.")
     gather_16bit_weights_on_model_save: Flag = key(False, "Let save_16bit_model gather the weights under stage 3.")
     allgather_sequential: Flag = key(False, "Gather little ahead: the same as a prefetch_bucket_size of 1.")
-    pipeline_loading_checkpoint: Flag = key(False, "Ranks of a node read one after another.", Support.INERT, _OWN_PART)
+    pipeline_loading_checkpoint: Flag = key(False, "Ranks of a node read one after another.", _INERT, _OWN_PART)
     leaf_module: LeafModuleConfig = Field(default_factory=LeafModuleConfig)
     offload_param: OffloadParamConfig | None = key(None, "Where sharded parameters rest; absent or false: the device.")
     offload_optimizer: OffloadOptimizerConfig | None = key(None, "Where optimizer states rest; absent: the device.")

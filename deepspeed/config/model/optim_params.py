@@ -115,14 +115,10 @@ class SchedulerParams(Block):
 
 
 PARAM_BLOCKS: Mapping[Part, type[Block]] = {"optimizer": OptimizerParams, "scheduler": SchedulerParams}
+_FIELDS = [(part, name, info) for part, block in PARAM_BLOCKS.items() for name, info in block.model_fields.items()]
 PARAM_FIELDS: Mapping[str, FieldInfo] = {
-    f"{part}.params.{name}": info
-    for part, block in PARAM_BLOCKS.items()
-    for name, info in block.model_fields.items()
-    if info.description
+    f"{part}.params.{name}": info for part, name, info in _FIELDS if info.description
 }
-
-
 _TORCH_ADAM = ("fused", "maximize", "capturable", "differentiable")
 _COMMON = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad")
 _ADAM = (*_COMMON, "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states", "set_grad_none", *_TORCH_ADAM)

@@ -7,22 +7,11 @@ from pydantic import Field, SkipValidation, ValidationError
 
 from deepspeed.config.explain.messages import RESEMBLES, Judgement, fields_by_key, unknown_key
 from deepspeed.config.explain.rules import resolve_batch, rule_violations
-from deepspeed.config.model import blocks, unread
+from deepspeed.config.model import blocks, unread, values
 from deepspeed.config.model.optim_params import PARAM_BLOCKS, check_params
 from deepspeed.config.model.settings import support_faults
 from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree, removed_key, removed_parts
-from deepspeed.config.model.values import (
-    TRAIN,
-    DtypeName,
-    DtypePolicy,
-    Flag,
-    Int,
-    Num,
-    OptionalDtype,
-    Period,
-    Positive,
-    key,
-)
+from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
 from deepspeed.config.parse import ConfigSource, read_source
 from deepspeed.errors import DeepSpeedConfigError, nearest_hint
 from deepspeed.observe.log import logger
@@ -102,9 +91,9 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
         return self.data_types.grad_accum_dtype
 
     @property
-    def dtype_policy(self) -> DtypePolicy:
+    def dtype_policy(self) -> values.DtypePolicy:
         """The dtype of each quantity of a training step."""
-        return DtypePolicy(
+        return values.DtypePolicy(
             compute=None if self.compute_dtype == "fp32" else self.compute_dtype,
             low=self.torch_autocast.dtype,
             accumulation=self.grad_accum_dtype or "fp32",
@@ -198,8 +187,8 @@ def judge(
     except (LookupError, ValueError) as error:
         # A misspelt batch key must not be reported as a triangle that does not close as well.
         if not report.follows(str(error)):
-            report.batch = report.at_line(TRAIN, str(error)) if isinstance(error, ValueError) else ""
-            report.fault(TRAIN, str(error))
+            report.batch = report.at_line(values.TRAIN, str(error)) if isinstance(error, ValueError) else ""
+            report.fault(values.TRAIN, str(error))
     wrong = [*rule_violations(config, lenient=lenient), *(support_faults(config) if check_support else [])]
     for path, sentence in [(path, sentence) for path, sentence in wrong if not report.follows(sentence)]:
         report.fault(path, sentence, unread=False)

@@ -8,17 +8,8 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictStr,
-    ValidationInfo,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
 from pydantic.fields import FieldInfo
 
 AUTO = "auto"
@@ -93,9 +84,9 @@ class Block(BaseModel):
     )
     auto_is_absent: ClassVar[bool] = False
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
-    def _drop_absent(cls, value: Any, info: ValidationInfo) -> Any:
+    def _drop_absent(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
         kinds = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
@@ -227,13 +218,11 @@ UpperCase = BeforeValidator(lambda value: value.upper() if isinstance(value, str
 
 
 class DtypePolicy(NamedTuple):
-    """Names of dtypes; None means that of the parameter (``compute``: as the model was built).
+    """Names of dtypes; None means that of the parameter (``compute``: as the model was built). fp64 stays fp64.
 
-    ``compute`` is how parameters rest and enter the forward; autograd gives gradients the same dtype. ``low`` is the
-    same for the modules that ``torch_autocast.lower_precision_safe_modules`` lists. ``accumulation`` is
-    the sum over micro-batches, ``reduction`` what travels between ranks, ``master`` the copy that the optimizer updates
-    (its slots follow it), ``buffers`` the model's floating buffers and the parameters of batch norms. fp64 parameters
-    keep their precision throughout.
+    ``compute``: parameters at rest and in the forward, and gradients from autograd; ``low``: the same for the modules
+    of ``torch_autocast.lower_precision_safe_modules``; ``accumulation``: the sum over micro-batches; ``reduction``:
+    between ranks; ``master``: what the optimizer updates, and its slots; ``buffers``: these, and batch norms.
     """
 
     compute: DtypeName | None
