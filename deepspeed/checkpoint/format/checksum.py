@@ -28,10 +28,7 @@ def crc32c(data: torch.Tensor | bytes | bytearray | memoryview, crc: int = 0) ->
 
 
 def copy_with_crc32c(dst: torch.Tensor, src: torch.Tensor, crc: int = 0) -> int:
-    """Copy the bytes of ``src`` to ``dst``, as many, not overlapping, in one pass over memory; their :func:`crc32c`.
-
-    Both are contiguous host tensors, of any dtypes. Raises ValueError for others.
-    """
+    """Copy ``src`` to ``dst``, contiguous host tensors of as many bytes, in one pass; its :func:`crc32c`."""
     to, source, calls = _as_bytes(dst), _as_bytes(src), _native()
     if to.numel() != source.numel():
         raise ValueError(f"{source.numel()} bytes do not fit a tensor of {to.numel()} bytes")

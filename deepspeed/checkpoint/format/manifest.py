@@ -23,10 +23,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Box:
-    """Elements [lo, hi) of ``region`` (None: the whole tensor), at byte ``offset`` of ``file``.
-
-    ``extent``: bytes up to the next box, zeros behind the values included. ``crcs``: a crc32c per 4 MiB of the extent.
-    """
+    """Elements [lo, hi) of ``region`` (None: all), at ``offset`` of ``file``; a crc32c per 4 MiB of ``extent``."""
 
     file: str
     offset: int

@@ -93,10 +93,7 @@ class Collected:
 
 
 def decode(json: Any, tensor: Callable[[str], torch.Tensor], *, pickled: Mapping[str, Any] | None = None) -> Any:
-    """What ``encode`` was given, types included. ``tensor``: gives one by name; ``pickled``: the ``rest``.
-
-    Raises CheckpointError when one of these is missing, or for malformed JSON.
-    """
+    """What ``encode`` was given; ``tensor`` gives one by name, ``pickled`` is the ``rest``. Raises CheckpointError."""
     decoder = _Decoder(tensor, pickled or {})
     try:
         value = decoder.value(json)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from deepspeed.checkpoint.format.folders import sync
 from deepspeed.checkpoint.format.manifest import Key, Manifest
 from deepspeed.version import __version__
 
@@ -113,10 +114,8 @@ def _write(folder: Path, names: list[str], content: bytes | None) -> None:
             if name != names[0]:
                 os.link(folder / names[0], folder / name)
                 continue
-        with (folder / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        (folder / name).write_bytes(content)
+        sync(folder / name)
 
 
 def write_script(save_dir: Path) -> None:

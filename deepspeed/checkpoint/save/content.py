@@ -1,8 +1,4 @@
-"""Everything one rank puts into a checkpoint: tensors as parts, the rest as JSON.
-
-Nothing of a drive is copied: whoever wants to write over it waits until it has been read (``Stored.hold``), in the
-order of the next update, so that nobody waits as a rule.
-"""
+"""Everything one rank puts into a checkpoint. What is on a drive is read there, before an update may write over it."""
 
 import functools
 import itertools

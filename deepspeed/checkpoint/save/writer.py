@@ -1,7 +1,4 @@
-"""One save: every rank streams its parts into a file of its own; the first joins the lists and publishes the folder.
-
-Ranks tell where their bytes lie through files in the folder, so that a save can end without a collective.
-"""
+"""One save: every rank streams its parts into its file; the first joins their lists and publishes the folder."""
 
 import atexit
 import contextlib
