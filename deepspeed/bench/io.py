@@ -121,11 +121,7 @@ def check(target: Target, engine: AioEngine) -> None:
 
 
 def speed(target: Target, engine: AioEngine | None, load: Load, *, write: bool) -> float:
-    """GB/s over the whole file, once; without an engine, of the loop.
-
-    The file is written once before: blocks that never were are slow the first time, and reading them asks nothing of a
-    drive.
-    """
+    """GB/s over the whole file, which was written before; without an engine, of the loop."""
     begin = time.perf_counter()
     if engine is None:
         through_loop(target, load, write=write)
@@ -135,10 +131,8 @@ def speed(target: Target, engine: AioEngine | None, load: Load, *, write: bool) 
 
 
 def _compare(target: Target, engine: AioEngine, load: Load, options: Any) -> dict[str, dict[str, list[float]]]:
-    """GB/s of both ways by operation: they take turns, and who begins changes. ``--validate`` reads all back.
-
-    Raises OSError when the drive fails, DeepSpeedError when it lies.
-    """
+    """GB/s of both ways by operation, in turns. Raises OSError when the drive fails, DeepSpeedError when it lies."""
+    # Blocks that never were written are slow the first time, and reading them asks nothing of a drive.
     through_engine(target, engine, load, write=True)
     operations = [name for name in ("write", "read") if getattr(options, name)] or ["write", "read"]
     rates: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in operations}

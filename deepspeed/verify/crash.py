@@ -34,7 +34,6 @@ from deepspeed.verify.common import Finding, Printout, folder
 from deepspeed.verify.ranks import Processes, enter_world
 from deepspeed.verify.runs import hash_of, seed_everything, snapshot
 
-KILLS = 200
 _WIDTH = 64
 _LIMIT_S = 60.0  # until a job reports what is waited for
 _MEASURED = 4  # saves that are timed first
@@ -202,7 +201,7 @@ def kill_once(job: SavingJob, witness: Witness, dice: random.Random, save_s: flo
 
 def add_options(parser: CommandLine) -> None:
     """Options of ``ds_verify crash``."""
-    parser.option("--kills", count_of, KILLS, "N", "how often")
+    parser.option("--kills", count_of, 200, "N", "how often")
     parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
     parser.option("--seed", int, 0, "N", "of the first kill; kill n has seed + n")
     stage = "how states are spread over the ranks (default 3)"

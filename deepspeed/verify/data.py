@@ -22,16 +22,12 @@ from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankPool
 
 SAMPLES = 997  # a prime: no number of ranks divides it
-BATCH = 4
 _SHOWN = 8
 _WIDTH = 4
 
 
 def train(folder: str, samples: int, batch: int, workers: int, steps: int | None) -> list[int]:
-    """Train ``steps`` steps and save, or (None) load and train to the end of the epoch; the samples seen, in order.
-
-    Collective.
-    """
+    """Train ``steps`` steps and save, or (None) load and finish the epoch; the samples seen, in order. Collective."""
     multiprocessing.current_process().daemon = False  # a rank of the pool is one, and may not start workers so
     multiprocessing.set_start_method(None, force=True)  # nor are they to start as ranks do
     config = {
@@ -94,7 +90,7 @@ def add_options(parser: CommandLine) -> None:
     parser.option("--load-n", count_of, 3, "N", "ranks that load and finish it")
     parser.option("--workers", int, 2, "N", "worker processes of each rank's loader")
     parser.option("--samples", count_of, SAMPLES, "N", "samples of an epoch")
-    parser.option("--batch", count_of, BATCH, "N", "samples of a batch on each rank")
+    parser.option("--batch", count_of, 4, "N", "samples of a batch on each rank")
     parser.option("--at", int, None, "N", "steps before the save (default: a third of the epoch)")
     parser.option("--time-limit", float, 180.0, "N", "seconds each of the two runs may take")
 

@@ -144,11 +144,7 @@ def _check_step(engine: Any, case: Case, record: StepRecord, step: int, errors: 
 
 
 def _start(case: Case, config: dict[str, Any]) -> Any:
-    """An engine over the case's model. Collective.
-
-    Raises InvalidStateError for tensors that are neither in the dtype they were built in nor in one that the table of
-    dtypes has for their kind.
-    """
+    """An engine. Raises InvalidStateError for a dtype that is neither the one built nor in the table. Collective."""
     model = case.build().train()
     built = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     engine = deepspeed.initialize(model=model, config=config)[0]

@@ -18,9 +18,6 @@ from deepspeed.verify.common import Printout, add_training, config_of, folder
 from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.runs import ADAMW, Digests, Setup, full_states, seed_everything, train_case, user_setup
 
-STEPS = 20
-TIERS = ("cpu", "nvme")
-
 
 def _built_in(stage: int, dtype: str) -> Setup:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 20}
@@ -54,7 +51,7 @@ def first_difference(base: list[list[Digests]], other: list[list[Digests]]) -> s
 def add_options(parser: CommandLine) -> None:
     """Options of ``ds_verify offload``."""
     config = "the configuration to check it under; its offload blocks are replaced"
-    add_training(parser, config, steps=STEPS, limit=300.0)
+    add_training(parser, config, steps=20, limit=300.0)
     parser.option("--folder", folder, None, "PATH", "a folder on the drive (default: a temporary one)")
 
 
@@ -78,6 +75,6 @@ def run(options: argparse.Namespace, report: Printout) -> int:
 
         for setup in setups:
             base = states(setup, "none")
-            for tier in TIERS:
+            for tier in ("cpu", "nvme"):
                 report.row(f"{setup.model:<24}  {setup.label:<14}  {tier:<4}", check, base, setup, tier)
     return report.end(f"{len(setups)} configurations on {options.ranks} ranks, {options.steps} steps each", "all equal")

@@ -30,7 +30,6 @@ from deepspeed.verify.ranks import RankPool
 from deepspeed.verify.runs import ADAMW, Digests, Setup, hash_of, snapshot, train_case, user_setup, whole_state
 
 FIELDS = ("loss", "params", "opt", "lr", "rng", "scaler")
-STEPS, AT = 20, 10
 NEXT = 3  # steps compared after a load on other ranks
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # of a loss, relative
 _WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 15, "warmup_max_lr": 1e-2}}
@@ -168,8 +167,8 @@ def _check(pools: Sequence[RankPool], cell: Setup, folder: str, *, steps: int, a
 
 def add_options(parser: CommandLine) -> None:
     """Options of ``ds_verify resume``."""
-    add_training(parser, "the configuration to check it under", steps=STEPS, limit=300.0)
-    parser.option("--at", count_of, AT, "N", "steps before the save")
+    add_training(parser, "the configuration to check it under", steps=20, limit=300.0)
+    parser.option("--at", count_of, 10, "N", "steps before the save")
     parser.option("--load-ranks", count_of, None, "N", "number of ranks that load (default: as many)")
 
 

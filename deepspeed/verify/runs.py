@@ -95,10 +95,7 @@ def seed_everything(seed: int) -> None:
 
 
 def train_case(engine: Any, case: Case, numbers: Iterable[int], *, alike: bool = False) -> list[float]:
-    """Micro-batches by their number in the run; dropout draws from the running generators. Their losses.
-
-    ``alike``: samples and draws are the same on every rank, and so under any number of ranks.
-    """
+    """Losses of the micro-batches of these numbers; ``alike``: samples and draws are those of any number of ranks."""
     rank, world = (0, 1) if alike else (dist.get_rank(), dist.get_world_size())
     values = []
     for number in numbers:
