@@ -93,7 +93,7 @@ def line_of(lines: Mapping[str, list[int]], path: str) -> int | None:
 
 def plain_json(text: str) -> str:
     """``text`` with comments and trailing commas blanked out; every other character keeps its position."""
-    blanked = _COMMENT.sub(lambda found: found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0]), text)
+    blanked = _COMMENT.sub(lambda hit: hit[0] if hit[0][0] == '"' else re.sub(r"[^\n]", " ", hit[0]), text)
     return _TRAILING_COMMA.sub(" ", blanked)
 
 
