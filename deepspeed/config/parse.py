@@ -29,17 +29,12 @@ _TRAILING_COMMA = re.compile(r",(?=\s*[}\]])")
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A configuration as handed over, before any key is judged.
-
-    ``data`` is the caller's own dict, or the parsed one. ``name`` is how messages call it.
-    ``lines`` maps dotted key paths to line numbers and is empty unless there is a text to point into.
-    ``from_program`` is true for dicts and base64, which other programs write and decorate with keys of their own.
-    """
+    """A configuration as handed over, before any key is judged. ``data``: the caller's own dict, or the parsed one."""
 
     data: dict[str, Any]
-    name: str
-    from_program: bool
-    lines: Mapping[str, list[int]] = field(default_factory=dict)
+    name: str  # in messages
+    from_program: bool  # a dict or base64, which other programs write and decorate with keys of their own
+    lines: Mapping[str, list[int]] = field(default_factory=dict)  # of dotted key paths, where there is a text
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:

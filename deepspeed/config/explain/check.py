@@ -200,17 +200,11 @@ def dtypes_text(findings: Findings) -> str:
 
 def as_json(findings: Findings) -> dict[str, Any]:
     """The same facts for programs; JSON has no infinity."""
-    rows = [
-        {
-            "path": item.path,
-            "value": "inf" if item.value == float("inf") else plain(item.value),
-            "default": plain(item.default),
-            "origin": item.origin,
-            "line": item.line,
-            "class": None if item.key is None else item.key.support.value,
-            "without_effect": item.idle or None,
-        }
-        for item in findings.settings.values()
-    ]
+    names = ("path", "value", "default", "origin", "line", "class", "without_effect")
+    rows = []
+    for item in findings.settings.values():
+        value, support = "inf" if item.value == float("inf") else plain(item.value), item.key and item.key.support.value
+        facts = (item.path, value, plain(item.default), item.origin, item.line, support, item.idle or None)
+        rows.append(dict(zip(names, facts, strict=True)))
     dtypes = [dict(zip(("quantity", "dtype", "decided_by"), row, strict=True)) for row in dtype_rows(findings.config)]
     return {"world_size": findings.config.world_size, "settings": rows, "dtypes": dtypes}

@@ -66,17 +66,13 @@ def _block_at(root: type[BaseModel], loc: tuple[Any, ...]) -> type[BaseModel] | 
 
 @dataclass
 class Judgement:
-    """What is found wrong, or worth a word, while one source is read.
-
-    ``renames`` maps canonical paths to those that the user wrote; ``broken`` holds the canonical paths whose values
-    could not be read. ``batch`` is the fault of the batch sizes.
-    """
+    """What is found wrong, or worth a word, while one source is read. ``batch`` is the fault of the batch sizes."""
 
     source: ConfigSource
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    renames: dict[str, str] = field(default_factory=dict)
-    broken: set[str] = field(default_factory=set)
+    renames: dict[str, str] = field(default_factory=dict)  # canonical path -> the one that the user wrote
+    broken: set[str] = field(default_factory=set)  # canonical paths whose values could not be read
     batch: str = ""
 
     def written(self, path: str) -> str:
@@ -104,8 +100,8 @@ class Judgement:
     def raise_faults(self) -> None:
         """Raise all faults as one error. Programs look for the beginning of the batch sentence; people get the file."""
         name, count = self.source.name, len(self.faults)
-        if self.faults:
-            text = f"{name} has {count} problems:" + "".join(f"\n  - {item}" for item in self.faults)
+        if count:
+            text = "\n  - ".join([f"{name} has {count} problems:", *self.faults])
             if count == 1:
                 text = self.batch if self.batch and self.source.from_program else f"{name}: {self.faults[0]}"
             error = (BatchConfigError if self.batch else DeepSpeedConfigError)(text)

@@ -161,10 +161,7 @@ def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
 def judge(
     source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True
 ) -> tuple[DeepSpeedConfig | None, Judgement]:
-    """Read and resolve ``source`` and find everything that is wrong with it, each thing once.
-
-    The configuration holds defaults where a value could not be read; it is None where that is impossible.
-    """
+    """``source`` resolved, with defaults for what could not be read (else None), and all that is wrong with it."""
     read = source if isinstance(source, ConfigSource) else read_source(source)
     report, config = Judgement(read), None
     _unknown(report)

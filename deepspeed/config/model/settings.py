@@ -34,10 +34,7 @@ class Declared(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One key with its final value. ``pattern`` is its path in the manual; ``line`` is known for files only.
-
-    ``idle`` is why it changes nothing, where that has been asked for.
-    """
+    """One key with its final value. ``pattern``: its path in the manual; ``idle``: why it changes nothing, if asked."""
 
     path: str
     pattern: str
@@ -54,8 +51,7 @@ def keys_of(block: type[BaseModel]) -> tuple[tuple[str, str, FieldInfo], ...]:
     """(field name, key in the file, field) of ``block``; what is honoured comes first, what no code reads last."""
     fields = [(name, info.alias or name, info) for name, info in block.model_fields.items() if name not in _HIDDEN]
     ranks, unread = list(Support), list(UNREAD.values())
-    order = sorted(fields, key=lambda field: (ranks.index(Key.of(field[2]).support), field[2].annotation in unread))
-    return tuple(order)
+    return tuple(sorted(fields, key=lambda each: (ranks.index(Key.of(each[2]).support), each[2].annotation in unread)))
 
 
 def default_of(info: FieldInfo) -> Any:
@@ -146,10 +142,7 @@ def gate_open(key: Key, values: Mapping[str, Setting]) -> bool:
 
 
 def support_faults(config: "DeepSpeedConfig") -> list[tuple[str, str]]:
-    """(path, sentence) of each requested feature that is not in this release.
-
-    A feature is requested by a key that was written, with another value than its default, behind a switch that is on.
-    """
+    """(path, sentence) of each feature that this release lacks, and that is asked for: written, no default, not off."""
     values, out = {item.path: item for item in settings(config)}, []
     for item in values.values():
         key = item.key
@@ -158,10 +151,10 @@ def support_faults(config: "DeepSpeedConfig") -> list[tuple[str, str]]:
         gate = values.get(key.gate)
         asked_by_gate = gate is not None and gate.key is not None and gate.key.support is Support.NOT_YET
         if not asked_by_gate and _differs(item, key) and gate_open(key, values):
-            value = (
+            block = (
                 item.value.model_dump(exclude_unset=True) if isinstance(item.value, BaseModel) else plain(item.value)
             )
-            reason, shown = f": {key.note}" if key.note else "", json.dumps(value, default=str)
+            reason, shown = f": {key.note}" if key.note else "", json.dumps(block, default=str)
             text = f"{item.path} {shown} is not in this release yet{reason}. Remove it from the configuration."
             out.append((item.path, text))
     return out
