@@ -282,11 +282,16 @@ def run_backend(command: RunnerCommand) -> int:
         # Before there is a backend, which would outlive a signal that comes in between.
         stack.enter_context(signals_to(received.append))
         try:
-            # Its own session, so that Ctrl-C in the terminal reaches it once, from here.
-            child = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
+            # Its own session, so that Ctrl-C in the terminal reaches it once, from here. The guard knows it before it
+            # runs, or this process could be killed in between.
+            child = subprocess.Popen(
+                command.argv,
+                env={**os.environ, **command.env},
+                start_new_session=True,
+                preexec_fn=lambda: guardian.watch(os.getpid()),
+            )
         except OSError as error:
             raise UsageError(f"cannot start {command.argv[0]}: {error.strerror}") from error
-        guardian.watch(child.pid)
         passed_on, deadline = 0, float("inf")
         while (status := child.poll()) is None:
             numbers = received[passed_on:]

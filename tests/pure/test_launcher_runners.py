@@ -567,6 +567,33 @@ def test_what_the_backend_started_does_not_survive_the_command(folder: Path, num
     job_.communicate()
 
 
+def test_a_backend_that_has_just_begun_does_not_survive_the_command(tmp_path: Path) -> None:
+    """The command is killed before it comes to know that the backend runs."""
+    code = f"""
+import os, signal, subprocess, time
+from pathlib import Path
+from deepspeed.launcher import fanout
+from deepspeed.launcher.runners import RunnerCommand
+
+class Late(subprocess.Popen):
+    def __init__(self, argv, **more):
+        super().__init__(argv, **more)
+        while argv[0] == "sh" and not os.path.exists("{tmp_path}/pid"):
+            time.sleep(0.01)
+        if argv[0] == "sh":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+subprocess.Popen = Late
+fanout.run_backend(RunnerCommand(("sh", "-c", "echo $$ >{tmp_path}/pid; sleep 60; exit"), {{}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    pid, begun = int(_await(tmp_path / "pid")), time.monotonic()
+    while not _gone(pid):
+        assert not too_long(begun, 5)
+        time.sleep(0.02)
+
+
 def test_quick_answers_need_no_torch(folder: Path) -> None:
     code = """
 import sys

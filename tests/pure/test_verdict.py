@@ -11,7 +11,14 @@ from torch.distributed import TCPStore
 from deepspeed.errors import UsageError
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.node.hub import Hub, bind_store
-from deepspeed.launcher.node.loop import FAILURE_GRACE_S, LOSS_GRACE_S, SIGNAL_GRACE_S, Message, silence_limit
+from deepspeed.launcher.node.loop import (
+    FAILURE_GRACE_S,
+    LOSS_GRACE_S,
+    SIGNAL_GRACE_S,
+    EventLoop,
+    Message,
+    silence_limit,
+)
 from deepspeed.launcher.node.verdict import RankEnd, judge, lost
 
 KILLED = RankEnd(1, 11, -signal.SIGKILL, 10.0)
@@ -50,6 +57,26 @@ def test_lost_host_is_the_cause_unless_a_rank_failed_before_it_was_last_heard() 
     assert judge([broken], [loss], show_traceback=True) == loss[1]
     assert judge([], [loss], show_traceback=True).status == 1
     assert judge([RankEnd(0, 10, 7, 9.0)], [loss], show_traceback=True).status == 7
+
+
+def test_ranks_that_a_signal_to_all_has_ended_come_after_the_interrupt() -> None:
+    """A scheduler signals launcher and ranks at once: their ends must find a job that is being stopped."""
+
+    class Seen(EventLoop):
+        def _on_interrupt(self, number: int, immediate: bool) -> None:  # noqa: FBT001
+            seen.append(("interrupt", number, immediate))
+
+        def _on_rank(self, exitcode: int) -> None:
+            seen.append(("rank", exitcode))
+
+    seen: list[tuple] = []
+    loop = Seen()
+    for event in (("signal", signal.SIGTERM), ("rank", -signal.SIGTERM), ("signal", signal.SIGTERM)):
+        loop.post(*event)
+    for _ in range(3):
+        loop.handle_next()
+    first, again = (("interrupt", signal.SIGTERM, immediate) for immediate in (False, True))
+    assert seen == [first, ("rank", -signal.SIGTERM), again]
 
 
 class Wire:

@@ -59,6 +59,9 @@ class EventLoop:
                 kind, self.deadline = "deadline", None
             else:
                 self._next_tick = time.monotonic() + self.tick_s
+        self._act(kind, *values)
+
+    def _act(self, kind: str, *values: Any) -> None:
         getattr(self, f"_on_{kind}")(*values)
 
     def _on_signal(self, number: int) -> None:
@@ -68,7 +71,7 @@ class EventLoop:
             name, wait = signal.Signals(number).name, f"waiting up to {SIGNAL_GRACE_S:g} s for the ranks to end"
             with contextlib.suppress(OSError):
                 os.write(2, f"deepspeed: {name} received; {wait}\n".encode())
-        self.post("interrupt", number, again)
+        self._act("interrupt", number, again)  # now: ranks that the same signal has ended are no failures
 
 
 @contextlib.contextmanager
