@@ -133,13 +133,14 @@ class LRRangeTest(LRSchedule):
     }
 
     def _prepare(self) -> None:
+        _, _, self.step_rate, self.staircase = self.settings.values()
         self.min_lr = self._per_group("lr_range_test_min_lr")
         self.step_size = self._whole_number("lr_range_test_step_size", least=1)
 
     def _rates(self, iteration: int) -> list[float]:
-        interval, rate = (iteration + 1) / self.step_size, self.settings["lr_range_test_step_rate"]
-        factor = 1 + rate * (math.floor(interval) if self.settings["lr_range_test_staircase"] else interval)
-        return [least * factor for least in self.min_lr]
+        interval = (iteration + 1) / self.step_size
+        factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [rate * factor for rate in self.min_lr]
 
 
 class OneCycle(LRSchedule):
@@ -168,6 +169,8 @@ class OneCycle(LRSchedule):
         stairs, second_stairs = max(settings["cycle_first_stair_count"] or 0, 0), settings["cycle_second_stair_count"]
         second_stairs = stairs if second_stairs is None else max(second_stairs, 0)
         self.stairs = (stairs or second_stairs, second_stairs or stairs)
+        self.decay_lr_rate, self.decay_mom_rate = settings["decay_lr_rate"], settings["decay_mom_rate"]
+        self.decay_step_size = settings["decay_step_size"]
         names = ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom")
         self.min_lrs, self.max_lrs, self.min_moms, self.max_moms = map(self._per_group, names)
         known = all("betas" in group for group in self.optimizer.param_groups)
@@ -183,7 +186,7 @@ class OneCycle(LRSchedule):
 
     def _write(self, iteration: int) -> None:
         super()._write(iteration)
-        place, decay = self._place(iteration, self.settings["decay_mom_rate"])
+        place, decay = self._place(iteration, self.decay_mom_rate)
         pairs = zip(self.min_moms, self.max_moms, strict=True)
         self._write_momentum([(high - (high - low) * place) * decay for low, high in pairs])
 
@@ -197,9 +200,9 @@ class OneCycle(LRSchedule):
         return [group["betas"][0] for group in self.optimizer.param_groups] if self.cycle_momentum else []
 
     def _place(self, iteration: int, decay_rate: float) -> tuple[float, float]:
-        """0 at the ends of the cycle, 1 at its top; and 1, behind the cycle ``1 + rate * d / decay_step_size`` at d
-        iterations after it."""
-        total, batch, size = self.total_size, iteration + 1, self.settings["decay_step_size"]
+        """0 at the ends of the cycle, 1 at its top; and 1, or ``1 + rate * d / decay_step_size`` at ``d`` iterations
+        behind the cycle."""
+        total, batch, size = self.total_size, iteration + 1, self.decay_step_size
         if iteration >= total:
             return 0.0, 1 + decay_rate * (iteration - total + 1) / size if decay_rate and size else 1.0
         if any(self.stairs):
@@ -213,7 +216,7 @@ class OneCycle(LRSchedule):
         return x / top if x <= top else (x - 1) / (top - 1), 1.0
 
     def _rates(self, iteration: int) -> list[float]:
-        place, decay = self._place(iteration, self.settings["decay_lr_rate"])
+        place, decay = self._place(iteration, self.decay_lr_rate)
         return [(low + (high - low) * place) / decay for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
 
@@ -287,13 +290,17 @@ class WarmupCosineLR(_Warmup):
     keywords = {"total_num_steps": ..., "warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 0.0001}
     keywords |= {"warmup_type": "log"}
 
+    def _prepare(self) -> None:
+        self.warmup_min_ratio, self.cos_min_ratio = self.settings["warmup_min_ratio"], self.settings["cos_min_ratio"]
+        super()._prepare()
+
     def get_lr_ratio(self) -> float:
         """The factor on every group's own rate at the present iteration."""
         return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, iteration: int) -> float:
         steps, total = self.warmup_num_steps, self.total_num_steps
-        start, end = self.settings["warmup_min_ratio"], self.settings["cos_min_ratio"]
+        start, end = self.warmup_min_ratio, self.cos_min_ratio
         if iteration < 0:
             return 0.0
         if iteration < steps:

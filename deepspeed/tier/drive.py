@@ -50,7 +50,7 @@ class Drive:
         self.backend = self._engine.backend
         # whether transfers bypass the page cache: the filesystem allows it, and native code makes use of it
         self.direct = self._file.direct and self.backend != "python"
-        self.read_bytes = self.used_bytes = 0  # the latter: size of the arena
+        self.used_bytes = self.read_bytes = self.written_bytes = 0  # size of the arena, and what has moved so far
         self._allocated = self._expected = self._in_use = 0
         self._free: dict[int, list[Extent]] = {}
         # Also when nobody closes it: fds and IO threads go with the last tensor that rests here.
@@ -93,6 +93,7 @@ class Drive:
     def write(self, extent: Extent, start: int, values: torch.Tensor) -> Transfer:
         """Start writing ``values`` (a host tensor) to byte ``start`` of ``extent``."""
         assert start + values.nbytes <= extent.nbytes, "a write beyond its extent"
+        self.written_bytes += values.nbytes
         return self._engine.write(self._file, extent.offset + start, values)
 
     def close(self) -> None:

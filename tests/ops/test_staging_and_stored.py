@@ -325,6 +325,15 @@ def test_reading_ahead_starts_what_there_is_room_for(make_drive: Callable[..., D
     assert torch.equal(out, a) and drive.read_bytes == before + 2 * numel * 4
 
 
+def test_a_drive_counts_the_bytes_it_moves(make_drive: Callable[..., Drive]) -> None:
+    drive = make_drive(staging=2)
+    stored = Stored(drive, 3000, torch.float32)
+    stored.put(torch.ones(3000)).wait()
+    stored.settle()
+    stored.get(torch.zeros(3000)).wait()
+    assert (drive.written_bytes, drive.read_bytes) == (12000, 12000)
+
+
 def test_a_write_after_reading_ahead_wins(make_drive: Callable[..., Drive]) -> None:
     stored = Stored(make_drive(staging=2), 3000, torch.float32)
     stored.put(torch.zeros(3000))

@@ -79,6 +79,19 @@ def test_one_cycle_climbs_falls_and_decays():
     assert momenta == pytest.approx([*mom_down, *mom_up, *[0.9 * (1 + 0.25 * d / 2) for d in range(1, 5)]])
 
 
+def test_settings_are_attributes_that_clients_read_and_change():
+    ranged = LRRangeTest(adam(), 0.01, 4, 2.0, True)
+    assert (ranged.min_lr, ranged.step_size, ranged.step_rate, ranged.staircase) == ([0.01], 4, 2.0, True)
+    cycle = OneCycle(adam(), 0.1, 0.5, decay_lr_rate=0.5, decay_step_size=2, decay_mom_rate=0.25)
+    assert (cycle.decay_lr_rate, cycle.decay_step_size, cycle.decay_mom_rate) == (0.5, 2, 0.25)
+    cosine = WarmupCosineLR(adam(), 10, 0.2, 4, 0.01)
+    assert (cosine.warmup_min_ratio, cosine.cos_min_ratio, cosine.total_num_steps) == (0.2, 0.01, 10)
+    cycle.decay_step_size, cosine.cos_min_ratio, ranged.step_rate = 4, 0.5, 1.0
+    for schedule, iteration, rate in ((cycle, 4001, 0.1 / (1 + 0.5 * 2 / 4)), (cosine, 20, 0.25), (ranged, 7, 0.03)):
+        schedule.step(iteration)
+        assert schedule.get_last_lr() == pytest.approx([rate])
+
+
 def test_one_cycle_without_decay_stays():
     schedule = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=2)
     assert trace(schedule, 8) == pytest.approx([0.1, 0.3, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1])
