@@ -97,7 +97,7 @@ class CommsLog:
 
 def _against_the_fastest(_op: str, _nbytes: int, calls: list[float]) -> dict[str, Any]:
     """One row of the straggler table: the latencies of the fastest rank of each call, and the waits beyond them."""
-    least = torch.tensor(calls, device=get_accelerator().current_device_name())
+    least = torch.tensor(calls, device=get_accelerator().current_device_name(), dtype=torch.float32)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     fastest = least.tolist()
     waits = [max(0.0, mine - best) for mine, best in zip(calls, fastest, strict=True)]

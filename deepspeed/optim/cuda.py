@@ -110,9 +110,9 @@ def _submit(
             "device_lr": device_lr,
             "device_scale": device_scale,
             "found_inf": None if scalars[2] is None else scalars[2].to(device, torch.float32),
-            "rows": torch.empty(count * _ROW_FLOATS, device=device),
+            "rows": torch.empty(count * _ROW_FLOATS, device=device, dtype=torch.float32),
             "partials": torch.empty(sums, device=device, dtype=torch.float64) if lamb else None,
-            "ratios": torch.ones(count, device=device) if lamb else None,
+            "ratios": torch.ones(count, device=device, dtype=torch.float32) if lamb else None,
         }
         call = _Call(
             bytes=ctypes.sizeof(_Call),

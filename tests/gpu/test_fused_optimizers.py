@@ -287,6 +287,22 @@ def test_numbers_on_the_device_are_those_of_the_host(place: str, *, bias_correct
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_the_default_dtype_changes_no_bit(place: str) -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        adam, lamb = (draw(SIZES * 4, place=place) for _ in range(2))
+        steps = [torch.tensor(3.0, device=place)] * len(adam[0])
+        torch.set_default_dtype(dtype)
+        try:
+            cuda.adam_step(*adam, step=steps, **ADAM)
+            ratios = cuda.lamb_step(*lamb, step=steps, **LAMB)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([tensor for column in (*adam, *lamb, ratios) for tensor in column])
+    assert found[0][-1].dtype is found[1][-1].dtype is torch.float32
+    assert equal(*found)
+
+
 # --- the classes ---
 
 

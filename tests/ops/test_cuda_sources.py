@@ -43,6 +43,7 @@ from tests.gpu.test_fused_optimizers import (  # noqa: F401 - collected here too
     test_lion_in_16_bits,
     test_numbers_on_the_device_are_those_of_the_host,
     test_tensors_that_do_not_fit,
+    test_the_default_dtype_changes_no_bit,
     test_the_named_classes_run_on_the_kernels,
     test_the_named_classes_write_the_rounded_weights,
 )
