@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import deepspeed
 import deepspeed.comm as comm
-from deepspeed.comm import group_getters as groups
+from deepspeed.comm import group_getters as groups, trace
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import build_mesh, destroy_mesh
 from tests.harness.pool import RankPool
@@ -96,6 +96,18 @@ def test_the_log_changes_no_result(pool2: RankPool) -> None:
         assert summary["summary"]["all_reduce"][8]["count"] == 2
         assert summary["straggler_analysis"]["all_reduce"][8]["total_straggler_ms"] >= 0
         assert summary["metadata"]["world_size"] == 2 and summary["metadata"]["rank"] == index
+
+
+def _latencies_with_bf16_as_the_default() -> float:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return trace._against_the_fastest("all_reduce", 8, [1.001, 2.003])["total_comm_lat_ms"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_latencies_are_compared_in_fp32_whatever_the_default_dtype(pool2: RankPool) -> None:
+    assert pool2.run(_latencies_with_bf16_as_the_default) == [pytest.approx(3.004)] * 2
 
 
 def _getters() -> list:
