@@ -5,9 +5,11 @@ absent.
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import weakref
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -350,7 +352,36 @@ def test_weights_alone_have_no_optimizer_for_the_reference_layout(tmp_path: Path
         export.reference_layout.write(source, tmp_path / "out", level=2, world=1, exclude_frozen=False)
 
 
+@pytest.mark.parametrize("form", export.FORMATS)
+def test_a_wrong_shard_size_is_refused_at_once_whatever_the_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out"), "--format", form, "--max-shard-size", "5XB"])
+    assert re.search(r"--max-shard-size: must be .*, not '5XB'\n", capsys.readouterr().err)
+
+
 # --- memory ---
+
+
+class _Counting(Memory):
+    """Knows how many of the tensors that it was asked to fill are alive."""
+
+    most, living = 0, list["weakref.ref[torch.Tensor]"]()
+
+    def read(self, key: tuple[str, str], out: torch.Tensor, **kwargs: Any) -> None:
+        self.living = [*(ref for ref in self.living if ref() is not None), weakref.ref(out)]
+        self.most = max(self.most, len(self.living))
+        super().read(key, out, **kwargs)
+
+
+def test_the_reference_layout_holds_one_tensor_in_the_dtype_it_is_stored_in(tmp_path: Path) -> None:
+    source = _Counting({}, sample().facts)
+    source.path = Path("t")
+    source.tensors = {key: t.bfloat16() if key[0] != "buffer" else t for key, t in sample().tensors.items()}
+    export.reference_layout.write(source, tmp_path, level=2, world=1, exclude_frozen=True)
+    assert source.most == 1
+
 
 # One interpreter for all exports: importing torch costs more than exporting. What is freed goes back to the system at
 # once (see the environment below), so that each is measured from where it starts.

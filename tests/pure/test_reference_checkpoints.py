@@ -405,6 +405,15 @@ def test_other_files_of_torch_are_no_checkpoint(tmp_path: Path) -> None:
         open_reference(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_file_that_holds_no_state_is_named(copy: Any, kind: str) -> None:
+    folder = copy("s2_fp32_r4")
+    file = next(folder.glob(f"*_{kind}_states.pt"))
+    torch.save([1], file)
+    with pytest.raises(CheckpointError, match=f"{file} holds a list, not the state of"):
+        open_reference(folder)
+
+
 READ_ENDS = """
 import sys
 from pathlib import Path

@@ -19,8 +19,10 @@ from deepspeed.observe.log import logger
 from deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
+    get_checkpoint_files,
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,
+    get_model_state_files,
     get_optim_files,
     load_state_dict_from_zero_checkpoint,
     main,
@@ -218,9 +220,12 @@ def test_file_lookups_by_rank(tmp_path: Path) -> None:
     (folder / "mp_rank_00_model_states.pt").touch()
     assert [Path(p).name.split("_")[4] for p in get_optim_files(folder)] == ["0", "9", "10"]
     assert get_model_state_file(folder, 2) == str(folder / "mp_rank_00_model_states.pt")
+    assert get_model_state_files(folder) == [str(folder / "mp_rank_00_model_states.pt")]
+    assert get_checkpoint_files(folder, "*_model_states.pt") == get_model_state_files(folder)
     for missing in (
         lambda: get_model_state_file(folder, 3),
         lambda: get_optim_files(tmp_path),
+        lambda: get_model_state_files(tmp_path),
         lambda: get_model_state_file("nowhere", 0),
     ):
         with pytest.raises(FileNotFoundError):

@@ -43,7 +43,7 @@ class ReferenceSource:
         self.path, self._pieces = path, dict[Key, Pieces]()
         self.kind = "universal" if (path / "zero").is_dir() else "deepspeed-0.19"
         model_files, optim_files = _files(path)
-        models = [load_restricted(file) for file in model_files]
+        models = [_load(file) for file in model_files]
         self.facts = _facts(models[0], model_files[0])
         listed = models[0].get("param_shapes")
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in listed or ()]
@@ -57,7 +57,7 @@ class ReferenceSource:
         else:
             if not optim_files:
                 raise CheckpointError(f"{path} has no optimizer state files; the trained weights lie in them")
-            states = [load_restricted(file)["optimizer_state_dict"] for file in optim_files]
+            states = [_load(file)["optimizer_state_dict"] for file in optim_files]
             counts, many = states[0]["partition_count"], "fp32_flat_groups" in states[0]
             world = max(counts) if isinstance(counts, list) else int(counts)
             for files, of in ((optim_files, "optimizer"), (model_files if many else optim_files, "model")):
@@ -134,6 +134,12 @@ def _files(folder: Path) -> list[list[Path]]:
     if not by_kind[0]:
         raise CheckpointError(f"{folder} is no complete checkpoint of DeepSpeed: no file *mp_rank_00_model_states.pt")
     return by_kind
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if not isinstance(state := load_restricted(path), dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not the state of a model or optimizer")
+    return state
 
 
 def _facts(model: dict[str, Any], where: Path) -> dict[str, Any]:

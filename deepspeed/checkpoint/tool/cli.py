@@ -21,6 +21,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.tool import diff, export, info, verify
+from deepspeed.config.model.values import byte_count
 from deepspeed.errors import CheckpointError
 from deepspeed.observe.program import CommandLine, count_of, guarded, say, size
 
@@ -32,6 +33,13 @@ _DIFF_HELP = """Compare tensor by tensor: equal, different, missing (only in the
 With "live" nothing is trained, names and shapes are compared, and what agrees "fits"; values of a fresh model are
 random, and those of the checkpoint are not read ("ds_checkpoint verify" does). On a running engine,
 deepspeed.checkpoint.diff_live(engine, folder) compares values. A folder of the name is ./live."""
+
+
+def _size(text: str) -> int:
+    try:
+        return byte_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("export", export.run, "write the weights, or everything, for other programs", "checkpoint", "out")
     add("--format", choices=export.FORMATS, required=True, help="hf: safetensors; fp32: as zero_to_fp32; torch: .bin")
     add("--dtype", choices=sorted(export.CHOICES), help="of the weights (default keep: what training computes in)")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)")
+    add("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="most bytes of one file (default 5GB)")
     add("--stage", dest="zero", type=int, choices=(0, 1, 2, 3), help="deepspeed: its layout (default: as saved)")
     add("--world", type=count_of, metavar="N", help="deepspeed: ranks (default: as saved)")
     add("--exclude-frozen", action="store_true", help="leave frozen weights out")

@@ -99,8 +99,9 @@ class _Layout:
     def _values(self, state: str, rank: int, part: int, *, padding: int = 0) -> torch.Tensor:
         """A flat tensor of ``state`` without its last ``padding`` elements, zeros where nothing is stored."""
         out = torch.zeros(self.lengths[part] - padding, dtype=torch.float32)
-        slices = (s for s in self.slices.get((rank, part), []) if (state, s.name) in self.source.entries)
-        fill(self.source, [Wish((state, s.name), out[s.at : s.at + s.hi - s.lo], s.lo) for s in slices])
+        for s in self.slices.get((rank, part), []):
+            if (state, s.name) in self.source.entries:  # one by one: no more than one is held in the stored dtype
+                fill(self.source, [Wish((state, s.name), out[s.at : s.at + s.hi - s.lo], s.lo)])
         return out
 
     def _scaler(self) -> Any:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import glob
 import logging
 import os
 import sys
@@ -130,12 +131,22 @@ def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
     return str(path)
 
 
+def get_checkpoint_files(checkpoint_dir: Folder, glob_pattern: str) -> list[str]:
+    """Files of a tag's folder that match, by rank. Raises FileNotFoundError when there is none."""
+    paths = glob.glob(os.path.join(glob.escape(os.fspath(checkpoint_dir)), glob_pattern))
+    if not paths:
+        raise FileNotFoundError(f"there is no file {glob_pattern} in {os.fspath(checkpoint_dir)}")
+    return sorted(paths, key=names.natural_order)
+
+
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
     """The optimizer-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
-    paths = [str(path) for path in Path(checkpoint_dir).glob(f"*{names.OPTIM_FILE_SUFFIX}")]
-    if not paths:
-        raise FileNotFoundError(f"there is no file *{names.OPTIM_FILE_SUFFIX} in {os.fspath(checkpoint_dir)}")
-    return sorted(paths, key=names.natural_order)
+    return get_checkpoint_files(checkpoint_dir, f"*{names.OPTIM_FILE_SUFFIX}")
+
+
+def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
+    """The model-state files of a tag's folder, by rank. Raises FileNotFoundError when there is none."""
+    return get_checkpoint_files(checkpoint_dir, f"*{names.MODEL_FILE_SUFFIX}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
