@@ -231,8 +231,9 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
 
 
 def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[], int] = lambda: 0) -> dict[int, str]:
-    """Rank -> what went wrong there. Collective: what one rank raises alone, the others wait for. ``depth``: how deep
-    this rank is in nested calls, of which the outer ones repeat theirs until all are out."""
+    """Rank -> what went wrong there, of members with a ``fault``. Collective: what one rank raises alone, the others
+    wait for. ``depth``: how deep this rank is in nested calls, of which the outer ones repeat theirs until all are out.
+    """
     named = str(fault) if isinstance(fault, DeepSpeedError) else f"{type(fault).__name__}: {fault}"
     text = None if fault is None else named
     while True:

@@ -34,7 +34,8 @@ class Rendezvous(NamedTuple):
     local_size: int | None = None
 
     @property
-    def one_machine(self) -> bool:  # all ranks are known to be here
+    def one_machine(self) -> bool:
+        """Whether all ranks are known to be on this machine."""
         return self.world_size in (1, self.local_size) or _leads_here(self.address)
 
 
@@ -195,8 +196,11 @@ def scheduled(env: Env) -> tuple[int, int] | None:
 def discover(
     env: Env, port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, *, auto_mpi_discovery: bool = True, devices: Count = lambda: 1
 ) -> Rendezvous:
-    """Identity of this process from ``env``. ``port`` is used when nothing names another; ``devices`` as in
-    ``adopted``. DeepSpeedConfigError, which names the variable, when variables are missing or contradict."""
+    """Identity of this process from ``env``: RANK and WORLD_SIZE first, then MPI or Slurm, else one process alone.
+
+    ``port`` is used when nothing names another; ``devices`` as in ``adopted``. Raises DeepSpeedConfigError, which names
+    the variable, when variables are missing or contradict.
+    """
     # some MPI launchers export WORLD_SIZE to all ranks and leave the rank to MPI's own variables
     started = scheduled(env) if auto_mpi_discovery and not env.get("RANK") else None
     missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]

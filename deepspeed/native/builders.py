@@ -38,7 +38,9 @@ def _ask(kind: Kind, limit_s: float = compiler.PROBE_LIMIT_S) -> Compiler | str:
 class OpBuilder:
     """Builder of one op. A subclass sets NAME, BUILD_VAR and SPEC, or overrides ``sources`` and the other lists.
 
-    ``MODULE`` names the Python module that ``load`` returns once the library is there; without one, the library itself.
+    ``sources`` are ``csrc/...`` or absolute, ``include_paths`` folders for ``#include`` besides ``csrc``, ``cxx_args``
+    and ``nvcc_args`` flags besides the common ones, ``extra_ldflags`` libraries as ``-l...``. ``MODULE`` names the
+    Python module that ``load`` returns once the library is there; without one, the library itself.
     """
 
     NAME: ClassVar[str] = ""
@@ -50,8 +52,8 @@ class OpBuilder:
         self.name = name or self.NAME
 
     absolute_name = answers(lambda self: f"deepspeed.ops.{self.name}")
-    sources = answers(lambda self: [_SOURCE_FOLDER + source for source in self.SPEC.sources])  # or absolute names
-    include_paths = answers(lambda self: [])  # folders for ``#include`` besides ``csrc``
+    sources = answers(lambda self: [_SOURCE_FOLDER + source for source in self.SPEC.sources])
+    include_paths = answers(lambda self: [])
     cpu_arch = simd_width = answers(lambda self: "")  # no flag: libraries run everywhere, and choose when they run
     cxx_args = answers(lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cpp" else [])
     nvcc_args = answers(lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cuda" else [])

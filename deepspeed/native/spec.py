@@ -66,7 +66,7 @@ class OpSpec:
         return tuple(read)
 
     def stem(self) -> str:
-        """Name, and hash of all that the library depends on but the tools; BuildError when a file cannot be read."""
+        """Name, and hash of contents, flags, version and kind of machine; BuildError for a file that cannot be read."""
         try:
             contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in self.inputs()]
         except OSError as error:

@@ -133,7 +133,10 @@ def _move(write: int, fd: int, offset: int, address: int, size: int) -> int:
 
 
 class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
-    """A file open twice: with O_DIRECT where the filesystem has it, and through the page cache; OSError as ``open``."""
+    """A file open twice: with O_DIRECT where the filesystem has it (``direct``), and through the page cache.
+
+    With ``create`` it is made if need be. Raises OSError as ``open`` does.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = True) -> None:
         self.path, self._direct = os.fspath(path), -1
