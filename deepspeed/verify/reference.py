@@ -70,7 +70,7 @@ def train_reference(case: Case, *, world: int, steps: int = 3) -> list[StepRecor
                 values = case.seeded_loss(model, place)
                 case.backward([value * (1.0 / (world * case.accumulation)) for value in values], Tensor.backward)
                 case.after_backward(model, place, share=1.0 / world)
-                losses[rank, micro] = [value.detach() for value in values]
+                losses[rank, micro] = [value.detach().clone() for value in values]
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
         norm = global_norm(grads)
         for name, param in params.items():

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from deepspeed.verify.cli import main
 from deepspeed.verify.grads import matrix_cells, scaled_error
+from deepspeed.verify.models import Case
+from deepspeed.verify.reference import train_reference
 from deepspeed.verify.user_model import case_of, default_loss, invented_batch
 
 pytestmark = pytest.mark.timeout(180)
@@ -28,6 +30,17 @@ class Language(nn.Module):
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         logits = self.head(self.body(self.embed(tokens)))
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), "logits": logits}
+
+
+class Bare(nn.Module):
+    """Returns its only parameter: the loss is the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, _x: Tensor) -> Tensor:
+        return self.weight
 
 
 def build() -> nn.Module:
@@ -153,3 +166,9 @@ def test_inputs_are_invented_from_the_first_layer() -> None:
     with pytest.raises(ValueError, match="loss_fn"):
         default_loss("text", None)
     assert case_of(f"{HERE}:build", {"gradient_accumulation_steps": 3, "gradient_clipping": 0}).accumulation == 3
+
+
+def test_the_reference_keeps_a_loss_as_it_was_before_the_step() -> None:
+    case = Case("bare", Bare, lambda place: torch.zeros(1), lambda model, batch, place: [model(batch)])
+    first, second = train_reference(case, world=1, steps=2)
+    assert first.losses[0, 0][0] == 1 and second.losses[0, 0][0] == first.params["weight"] != 1
