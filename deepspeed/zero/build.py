@@ -266,5 +266,5 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
             expose(param, Unit.view(unit.full, segment).clone())
             unit.forget(param)
         unit.drop()
-    if not any(unit.drives for unit in parts.units):
-        parts.tiers.close()
+    parts.runtime.gradients.close()
+    parts.tiers.close(params=not any(unit.drives for unit in parts.units))

@@ -223,6 +223,10 @@ class Gradients:
                 take_gradient(unit.params[position])
             unit.clear_grad()
 
+    def close(self) -> None:
+        """Let go of the memory of rest gradients, all of which are cleared."""
+        self._views.clear()
+
     def any(self) -> bool:
         """True when some unit holds a gradient (local or reduced)."""
         return any(u.grad_state is not GradState.EMPTY for u in self._units)

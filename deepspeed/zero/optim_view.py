@@ -349,7 +349,7 @@ class _Tile:
             point(view.param, nothing(view.param.shape, self._master.dtype))
             for slot in self.slots:
                 point(self._state[slot.key], slot.void)
-            self._staging.give(self._buffer, after=Several(transfers) if transfers else None)
+            self._give_back(Several(transfers) if transfers else None)
         if write and not self.slots:
             self.make_slots()
 
@@ -358,7 +358,13 @@ class _Tile:
         for transfer in self._transfers:
             with contextlib.suppress(OSError):
                 transfer.wait()
-        self._staging.give(self._buffer)
+        self._give_back()
+
+    def _give_back(self, after: Transfer | None = None) -> None:
+        """The staging buffer is another's, ``after`` that."""
+        self._staging.give(self._buffer, after=after)
+        self._buffer = self._master = self._inside = torch.empty(0)
+        self.grad, self._transfers = None, []
 
     @contextlib.contextmanager
     def _given_back_on_error(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """Several engines in one process, at different stages, interleaved; and engines one after the other on one module."""
 
 import gc
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,6 +190,33 @@ def _live_tensor_bytes() -> int:
 def test_destroy_returns_every_byte(pool2: RankPool, stage: int) -> None:
     for first, last in pool2.run(rebuilt_many_times, stage, 6):
         assert last <= first, (first, last)
+
+
+def held_after_destroy(stage: int, born: bool, zero: dict[str, Any]) -> int:
+    """Bytes of live tensors besides the model's while somebody keeps an engine that has trained and was destroyed."""
+    gc.collect()
+    before = _live_tensor_bytes()
+    config = make_config(stage, zero=zero, gradient_accumulation_steps=2, bf16={"enabled": True})
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=born):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    engine = start(model, config)
+    for _ in range(3):  # the last one is amid a window
+        engine.backward(engine(torch.ones(2, 64, dtype=torch.bfloat16)).square().mean())
+        engine.step()
+    engine.destroy()
+    gc.collect()
+    params = [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in model.parameters()]
+    own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in params}
+    return _live_tensor_bytes() - before - sum(own.values())
+
+
+@pytest.mark.parametrize("case", ["0", "2", "3 born", "2 drive", "3 drives", "3 born drives"])
+def test_a_destroyed_engine_that_somebody_keeps_holds_no_buffer(pool2: RankPool, tmp_path: Path, case: str) -> None:
+    drive = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"offload_optimizer": drive} if "drive" in case else {}
+    zero |= {"offload_param": drive} if "drives" in case else {}
+    for left in pool2.run(held_after_destroy, int(case[0]), "born" in case, zero):
+        assert left <= 1024, left
 
 
 def after_a_failed_start() -> tuple[str, float]:

@@ -1,5 +1,7 @@
 """Where states rest besides the device: host memory, page-locked where that helps, and drives."""
 
+import contextlib
+
 import torch
 
 from deepspeed.errors import UsageError
@@ -106,8 +108,11 @@ class Tiers:
         pinned = [what for what, pin in (("parameters", plan.pin_param), ("optimizer state", plan.pin_optim)) if pin]
         return [*clauses, f"page-locked memory for {' and '.join(pinned) or 'nothing'}{effect}"]
 
-    def close(self) -> None:
-        """Give every drive's space back; what rested there is gone."""
-        for drive in self._drives.values():
-            drive.close()
-        self._drives.clear()
+    def close(self, *, params: bool = True) -> None:
+        """Give memory and every drive's space back; what rested there is gone. Without ``params`` those stay."""
+        for what in [what for what in self._drives if params or what != "param"]:
+            self._drives.pop(what).close()
+        for staging in [self._grad_staging, *(drive.staging for drive in self._drives.values())]:
+            with contextlib.suppress(OSError):  # of a failed write, which its own waiters hear of
+                if staging is not None:
+                    staging.clear()
