@@ -118,7 +118,10 @@ class Agreement:
         self.rounds = self.mismatches = 0
 
     def ask(self, request: Request, *, urgent: bool = True) -> Iterator[Decision]:
-        """What all ranks execute now (collective); repeat until served. Not ``urgent``: only if it is next by habit."""
+        """What all ranks execute now; repeat until served. Collective. Raises DivergenceError in mode "error".
+
+        Without ``urgent`` only what comes next by habit: there may be nothing, and the request is dropped.
+        """
         if self._group is None:
             yield request.whole
             return

@@ -163,6 +163,10 @@ class ModuleHooks:
                 self._watch_stash(needed, module)
             # Trained parameters, and nothing to tell when they are needed again.
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
+            if keep and module not in self._warned:
+                self._warned.add(module)
+                text = "%s returned no tensor that needs a gradient, so its parameters stay gathered until the backward"
+                logger.info(text, type(module).__name__)
             runtime.leave(units, keep=keep)
             # An exception on its way out must not wait for other ranks.
             if module is self._model and sys.exc_info()[0] is None:

@@ -167,6 +167,46 @@ def test_alternating_train_and_eval_keeps_the_forecast_and_logs_nothing(pool2: R
         assert lines == []
 
 
+class Boxed(nn.Linear):
+    """Hands its output over in an object that nothing can be found in."""
+
+    def forward(self, x: torch.Tensor) -> object:
+        y = super().forward(x)
+        return lambda: y
+
+
+class Unboxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Boxed(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)()
+
+
+def stays_gathered() -> tuple[list[str], bool]:
+    level = logger.level
+    logger.addHandler(recorder := Recorder())
+    logger.setLevel(logging.INFO)
+    engine = start(Unboxing(), make_config(3))
+    try:
+        for _ in range(2):
+            loss = engine(torch.ones(2, 8)).sum()
+            kept = all(u.kept for u in engine.runtime.units if u.movable)
+            engine.backward(loss)
+            engine.step()
+    finally:
+        logger.removeHandler(recorder)
+        logger.setLevel(level)
+    engine.destroy()
+    return [line for line in recorder.lines if "stay gathered" in line], kept
+
+
+def test_a_module_whose_parameters_stay_gathered_is_named_once(pool2: RankPool) -> None:
+    for lines, kept in pool2.run(stays_gathered):
+        assert kept and len(lines) == 1 and lines[0].startswith("Boxed returned no tensor"), lines
+
+
 def live_bytes() -> dict[str, int]:
     engine = _engine(bf16={"enabled": True})
     units = engine.runtime.units

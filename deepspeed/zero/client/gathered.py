@@ -209,7 +209,10 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
 
 
 def consolidated_state_dict(module: nn.Module, *, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """Parameters and persistent buffers by name on the CPU, tied ones once; None without ``keep``. Collective."""
+    """Parameters and persistent buffers by name on the CPU, tied names sharing one tensor; None without ``keep``.
+
+    Collective over the units' ranks. One unit is gathered at a time.
+    """
     tensors, aliases = state_names(module, exclude_frozen=exclude_frozen)
     kept: dict[str, torch.Tensor] = {}
     for name, values in whole_weights(module, tensors):

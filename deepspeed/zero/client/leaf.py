@@ -56,7 +56,10 @@ def _by_class(model: nn.Module, classes: list[type] | list[str], *, flag: bool, 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: list[type] | list[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of the given classes (or their names, short or long). Raises ValueError when nothing matches."""
+    """Mark the modules of the given classes (or their names, short or with the module's); returns them.
+
+    Raises ValueError when nothing matches and ``raise_if_not_found``.
+    """
     return _by_class(model, leaf_module_classes, flag=True, required=raise_if_not_found)
 
 
