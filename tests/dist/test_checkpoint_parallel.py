@@ -17,13 +17,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.checkpoint import diff_live
 from deepspeed.checkpoint.format.boxes import Region
+from deepspeed.checkpoint.load.match import Comparison
 from deepspeed.checkpoint.load.reader import OwnSource
-from deepspeed.checkpoint.load.restore import client_state
+from deepspeed.checkpoint.load.restore import _fillings, client_state
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.tool.cli import main as tool
 from deepspeed.checkpoint.tool.verify import verify
 from deepspeed.checkpoint.weights.weights import weight_streams
 from deepspeed.checkpoint.weights.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.errors import CheckpointError
 from deepspeed.zero.layout import Granularity
 from tests.dist.parallel_parts import LAYOUTS, SHAPES, rank_of, value, world_of
 from tests.dist.test_checkpoint_format_doc import reader
@@ -190,6 +192,17 @@ def test_state_that_sees_rows_of_a_part_comes_back_to_the_same_cut_only(pool4: R
     assert pool4.run(factored, "rows x 2", str(tmp_path / "a"), "rows x 2") == [("", [])] * 4
     for error, _ in pool4.run(factored, "rows x 2", str(tmp_path / "b"), "columns x 2"):
         assert "CheckpointError" in error and "cannot be cut anew" in error
+
+
+def test_the_refusal_names_the_parameter_whose_state_has_no_place() -> None:
+    segments = [SimpleNamespace(name=name, offset=at, stop=at + 4, numel=4) for at, name in ((0, "a"), (4, "b"))]
+    for segment in segments:
+        segment.global_start, segment.global_shape, segment.shape = None, None, (4,)
+    layout = SimpleNamespace(segments=segments, granularity=Granularity.ELEMENT)
+    view: Any = SimpleNamespace(unit=SimpleNamespace(layout=layout), start=0, stop=8, name="unit[0]")
+    source: Any = SimpleNamespace(entries={})
+    with pytest.raises(CheckpointError, match="optimizer state 'rows' of b belongs to the layout"):
+        _fillings(view, source, Comparison(parts={"b": {"rows"}}))
 
 
 # -- names ------------------------------------------------------------

@@ -85,6 +85,32 @@ def test_client_state_that_raises_when_it_is_pickled_is_an_error_on_every_rank(p
     assert all("not me" in text for text in said), said
 
 
+# -- lazy conjugates ---------------------------------------------------------------------------------------------
+
+
+def resume_with_lazy_buffers(folder: str, background: bool) -> list[str]:  # noqa: FBT001
+    """Buffers that torch holds with a conjugate or a negative bit; which of them come back as other values."""
+    model = Net()
+    model.register_buffer("rotation", torch.tensor([1 + 2j, 3 - 1j]).conj())
+    model.register_buffer("negative", torch._neg_view(torch.arange(3.0)))
+    assert model.rotation.is_conj() and model.negative.is_neg() and model.negative.is_contiguous()
+    engine = start(model, make_config(1, checkpoint={"async": background}))
+    wanted = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    engine.save_checkpoint(folder)
+    model.rotation.zero_()
+    engine.load_checkpoint(folder)
+    found = dict(model.named_buffers())
+    engine.destroy()
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_buffers_with_a_conjugate_or_negative_bit_come_back(
+    pool1: RankPool, tmp_path: Path, *, background: bool
+) -> None:
+    assert pool1.run(resume_with_lazy_buffers, str(tmp_path), background) == [[]]
+
+
 # -- at the end of a process -------------------------------------------------------------------------------------
 
 ENDS_AT_ONCE = """

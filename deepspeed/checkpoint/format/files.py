@@ -38,6 +38,7 @@ _READING = {
     errno.ENOENT: f"it is missing; {_AGAIN}",
     errno.EACCES: "this user may not read it; change its permissions",
     errno.EIO: "the disk failed; the kernel log (dmesg) says more",
+    **dict.fromkeys((errno.EISDIR, errno.ESPIPE), f"it is not a regular file; {_AGAIN}"),
 }
 
 

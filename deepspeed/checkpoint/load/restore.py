@@ -200,14 +200,14 @@ def _fillings(view: OptimView, source: Source, match: Comparison) -> dict[str, _
             fillings[slot] = _all_of(source, first, region)
         else:
             fillings[slot] = (view.stop - view.start,), dtype, list(_elementwise(view, slot, keys, source))
-    fixed: dict[str, Key] = {slot: (f"opaque.{slot}", collect.view_key(view)) for slot in sorted(match.opaque)}
+    fixed = [(slot, view.name, (f"opaque.{slot}", collect.view_key(view))) for slot in sorted(match.opaque)]
     for segment, slot in ((s, slot) for s in segments for slot in sorted(match.parts.get(s.name, ()))):
         region = region_of(segment)
         part = segment.name if region is None else collect.part_key(segment.name, region)
-        fixed[slot] = (f"part.{slot}", part if by_parameter else "")
-    for slot, key in fixed.items():
+        fixed.append((slot, segment.name, (f"part.{slot}", part if by_parameter else "")))
+    for slot, whose, key in fixed:
         if key not in source.entries:
-            raise CheckpointError(f"optimizer state {slot!r} of {segments[0].name} {_CUT_ANEW}")
+            raise CheckpointError(f"optimizer state {slot!r} of {whose} {_CUT_ANEW}")
         fillings[slot] = _all_of(source, key)
     return fillings
 

@@ -79,7 +79,7 @@ def content_of(
 ) -> Content:
     """This rank's content, with the facts that are ``given``. Collective; PlainStateError for what needs pickle."""
     rank, plain, content = states.mesh.job.index, Collected(), Content()
-    buffers = persistent_buffers(states.module)
+    buffers = {n: b.detach().resolve_conj().resolve_neg() for n, b in persistent_buffers(states.module).items()}
     adds = rank > 0 and states.mesh.zero.index == 0  # to the common facts; one of the ranks with the same modules
     with together(states.mesh, "collecting the state") as shared:
         facts = given()
@@ -96,7 +96,7 @@ def content_of(
         client = encode(facts["client_state"], name="client_state", allow_rest=allow_pickle)
         text = json.dumps(client.json, sort_keys=True).encode()
         digest = rank if client.rest else [crc32c(text), *map(crc32c, client.tensors.values())]  # pickled: never equal
-        digests = {name: crc32c(b.detach().cpu().contiguous()) for name, b in buffers.items()}
+        digests = {name: crc32c(b.cpu().contiguous()) for name, b in buffers.items()}
         shared.mine = (digest, digests, collect.sites(states), list(collect.extra_modules(states.module)))
     clients, of_buffers, of_sites, extra_paths = zip(*shared.all, strict=True)
     if rank and clients[rank] != clients[0]:
