@@ -199,7 +199,7 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
 def all_equal(value: int, group: AxisGroup) -> bool:
     """Whether all passed the same ``value`` (0 <= value < 2^62): ceil(log2(size)) exchanges of 16 bytes, over doubling
     distances; a maximum may meet the same value twice, also when size is no power of two."""
-    extremes = torch.tensor([value, -value])
+    extremes = torch.tensor([value, -value], device="cpu")
     for distance in (1 << k for k in range((group.size - 1).bit_length())):
         theirs = torch.empty_like(extremes)
         source, target = (group.index - distance) % group.size, (group.index + distance) % group.size
@@ -213,8 +213,8 @@ def all_equal(value: int, group: AxisGroup) -> bool:
 
 def exchange_ints(values: list[int], group: AxisGroup) -> list[list[int]]:
     """All-gather one short list of int64 (same length everywhere); rank order."""
-    mine = torch.tensor(values, dtype=torch.int64)
-    everyone = torch.empty(group.size * len(values), dtype=torch.int64)
+    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+    everyone = torch.empty(group.size * len(values), dtype=torch.int64, device="cpu")
     end = group.note("rows", everyone)
     gather_flat(everyone, mine, group=group.pg)
     end()

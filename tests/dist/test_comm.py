@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 import deepspeed
 import deepspeed.comm as comm
-from deepspeed.comm import group_getters as groups, trace
+from deepspeed.comm import collectives, group_getters as groups, trace
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.mesh.groups import build_mesh, destroy_mesh
+from deepspeed.mesh.groups import build_mesh, destroy_mesh, plain_mesh
 from tests.harness.pool import RankPool
 
 
@@ -108,6 +108,17 @@ def _latencies_with_bf16_as_the_default() -> float:
 
 def test_latencies_are_compared_in_fp32_whatever_the_default_dtype(pool2: RankPool) -> None:
     assert pool2.run(_latencies_with_bf16_as_the_default) == [pytest.approx(3.004)] * 2
+
+
+def _messages_beside_another_default_device() -> list:
+    group = plain_mesh("gloo").zero
+    with torch.device("meta"):
+        equal = [collectives.all_equal(7, group), collectives.all_equal(group.index, group)]
+        return [*equal, collectives.exchange_ints([group.index, 5], group)]
+
+
+def test_ranks_agree_in_host_memory_whatever_the_default_device(pool2: RankPool) -> None:
+    assert pool2.run(_messages_beside_another_default_device) == [[True, False, [[0, 5], [1, 5]]]] * 2
 
 
 def _getters() -> list:
