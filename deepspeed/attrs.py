@@ -18,13 +18,17 @@ def recursive_setattr(obj: Any, path: str, value: Any) -> None:
 
 class _Answer(NamedTuple):
     read: Callable[[Any], Any]
+    text: str | None
 
     def __set_name__(self, owner: type, name: str) -> None:
-        answer = lambda holder: self.read(holder)  # noqa: E731 - it gets its name here
-        answer.__name__, answer.__qualname__ = name, f"{owner.__qualname__}.{name}"
+        read = self.read
+        answer = lambda self: read(self)  # noqa: E731 - it gets its name here
+        answer.__name__, answer.__qualname__, answer.__doc__ = name, f"{owner.__qualname__}.{name}", self.text
         setattr(owner, name, answer)
 
 
-def answers(what: str | Callable[[Any], Any]) -> Any:
-    """A method that answers with what its object holds at the path ``what``, or with that function of it."""
-    return _Answer(operator.attrgetter(what) if isinstance(what, str) else what)
+def answers(what: str | Callable[[Any], Any], text: str | None = None) -> Any:
+    """A method that answers with what its object holds at the path ``what``, or with that function of it; ``text`` is
+    its docstring.
+    """
+    return _Answer(operator.attrgetter(what) if isinstance(what, str) else what, text)

@@ -10,11 +10,11 @@ import functools
 import importlib
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepspeed.attrs import answers
@@ -64,7 +64,7 @@ class NullStream:
         return event
 
 
-def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | None = None) -> Any:
+def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | None = None, text: str = "") -> Any:
     """A method that calls ``name`` of the device's module, without the arguments that are None.
 
     ``absent``, a function or a value, answers where the module has none, and on the CPU unless ``on_cpu`` does.
@@ -84,7 +84,7 @@ def _forwarded(name: str, absent: Any = None, *, on_cpu: Callable[[], Any] | Non
         return run(*given, **{key: value for key, value in kwargs.items() if value is not None})
 
     method.__name__ = method.__qualname__ = last
-    method.__doc__ = f"``{name}`` as the device's module has it; a harmless stand-in where it has none."
+    method.__doc__ = text or f"``{name}`` as the device's module has it; a harmless stand-in where it has none."
     return method
 
 
@@ -111,11 +111,16 @@ class Accelerator:
     _module = property(lambda self: torch.get_device_module(self._name))
 
     # names and selection
-    is_available = answers(lambda self: bool(self._module.is_available()))  # can this kind of device be used here
+    is_available = answers(
+        lambda self: bool(self._module.is_available()), "True when this kind of device can be used here."
+    )
     # whether work is finished when the call returns: no streams are needed, and host clocks are right
     is_synchronized_device = answers("_is_cpu")
     communication_backend_name = answers("_communication_backend_name")  # nccl, gloo, ...
-    current_device_name = answers(lambda self: "cpu" if self._is_cpu else f"{self._name}:{self.current_device()}")
+    current_device_name = answers(
+        lambda self: "cpu" if self._is_cpu else f"{self._name}:{self.current_device()}",
+        '``"cuda:<current>"`` or ``"cpu"``.',
+    )
     torch_device = answers(lambda self: torch.device(self.current_device_name()))  # the current one
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -169,7 +174,9 @@ class Accelerator:
     memory_reserved = _forwarded("memory_reserved", 0, on_cpu=hostmem.rss_bytes)
     max_memory_reserved = _forwarded("max_memory_reserved", 0, on_cpu=hostmem.peak_rss_bytes)
     reset_peak_memory_stats = _forwarded("reset_peak_memory_stats", on_cpu=hostmem.reset_peak_rss)
-    memory_stats = _forwarded("memory_stats", lambda *_: {}, on_cpu=_process_stats)
+    memory_stats = _forwarded(
+        "memory_stats", lambda *_: {}, on_cpu=_process_stats, text="The allocator's own counters, by name; in bytes."
+    )
 
     def available_memory(self, device_index: Any = None) -> int:
         """Memory of the device that is still free, or of the machine on the CPU."""
@@ -305,9 +312,10 @@ def move_to_device(
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed ``random``, ``numpy``, torch's CPU generator and every device of this process."""
+    """Seed ``random``, ``numpy`` where it is loaded, torch's CPU generator and every device of this process."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     get_accelerator().manual_seed_all(seed)
 

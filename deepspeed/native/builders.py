@@ -51,13 +51,24 @@ class OpBuilder:
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
 
-    absolute_name = answers(lambda self: f"deepspeed.ops.{self.name}")
-    sources = answers(lambda self: [_SOURCE_FOLDER + source for source in self.SPEC.sources])
-    include_paths = answers(lambda self: [])
-    cpu_arch = simd_width = answers(lambda self: "")  # no flag: libraries run everywhere, and choose when they run
-    cxx_args = answers(lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cpp" else [])
-    nvcc_args = answers(lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cuda" else [])
-    extra_ldflags = answers(lambda self: [f"-l{name}" for name in self.SPEC.libraries])
+    absolute_name = answers(lambda self: f"deepspeed.ops.{self.name}", "Dotted name of the op.")
+    sources = answers(
+        lambda self: [_SOURCE_FOLDER + source for source in self.SPEC.sources],
+        "Source files, as ``csrc/...`` or absolute.",
+    )
+    include_paths = answers(lambda self: [], "Folders for ``#include`` besides ``csrc``.")
+    cpu_arch = simd_width = answers(
+        lambda self: "", "No flag: libraries are built for every machine of this kind, and choose when they run."
+    )
+    cxx_args = answers(
+        lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cpp" else [],
+        "Flags of the C++ compiler besides the common ones.",
+    )
+    nvcc_args = answers(
+        lambda self: list(self.SPEC.flags) if self.SPEC.kind == "cuda" else [],
+        "Flags of nvcc besides the common ones.",
+    )
+    extra_ldflags = answers(lambda self: [f"-l{name}" for name in self.SPEC.libraries], "Libraries, as ``-l...``.")
 
     def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
         """Without the empty flags."""

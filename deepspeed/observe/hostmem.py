@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +119,11 @@ def memory_pools(root: Path = ROOT) -> list[Pool]:
     return [*memory_groups(root), Pool((_text(root / _BOOT),), name, total, free)]
 
 
+def _libc(name: str) -> Callable[..., int]:
+    """A function of the C library; one that does nothing where the library has none of that name (musl, macOS)."""
+    return getattr(_LIBC, name, lambda *_: 0)
+
+
 def return_large_blocks() -> None:
     """Have glibc serve blocks of 4 MiB and more by mmap, so that a freed gather buffer goes back to the system at once.
 
@@ -128,8 +133,8 @@ def return_large_blocks() -> None:
     """
     tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     if not tuned and "malloc" not in os.environ.get("LD_PRELOAD", ""):
-        _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        _LIBC.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+        _libc("mallopt")(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        _libc("mallopt")(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
 class HeapTrimmer:
@@ -150,7 +155,7 @@ class HeapTrimmer:
     def trim(self) -> None:
         """Give back now."""
         self._passed = 0
-        _LIBC.malloc_trim(0)
+        _libc("malloc_trim")(0)
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import operator
 import subprocess
 import sys
 from types import ModuleType
@@ -174,6 +175,20 @@ def test_star_imports_bring_no_module_by_accident(package: str, carried: str) ->
 def test_engine_methods() -> None:
     assert issubclass(deepspeed.DeepSpeedEngine, torch.nn.Module)
     assert [name for name in ENGINE if not callable(getattr(deepspeed.DeepSpeedEngine, name, None))] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("accelerator.DeepSpeedAccelerator", "is_available current_device_name memory_stats"),
+        ("ops.op_builder.OpBuilder", "absolute_name sources include_paths cxx_args nvcc_args extra_ldflags cpu_arch"),
+    ],
+)
+def test_help_says_what_one_line_methods_answer(path: str, names: str) -> None:
+    owner = operator.attrgetter(path)(deepspeed)
+    for name in names.split():
+        method = getattr(owner, name)
+        assert inspect.getdoc(method) and next(iter(inspect.signature(method).parameters)) == "self", name
 
 
 def test_the_same_object_under_every_path() -> None:

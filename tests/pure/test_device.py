@@ -2,10 +2,13 @@
 
 import io
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,6 +132,22 @@ def test_random_state_round_trip(cpu: Accelerator) -> None:
     set_random_seed(7)
     assert torch.equal(first, torch.rand(3)) and cpu.initial_seed() == 7
     assert cpu.default_generator(0) is torch.default_generator
+
+
+def test_seeding_reaches_numpy_where_it_is_loaded_and_needs_none(
+    cpu: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_random_seed(2**32 + 5)
+    drawn = np.random.random(3).tolist()
+    set_random_seed(5)
+    assert np.random.random(3).tolist() == drawn
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "numpy")
+        set_random_seed(7)
+    assert cpu.initial_seed() == 7
+    probe = "import sys; sys.modules['numpy'] = None; import deepspeed; deepspeed.get_accelerator(); deepspeed.comm"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", probe], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
 
 
 def test_kernel_builders_by_class_name(cpu: Accelerator) -> None:

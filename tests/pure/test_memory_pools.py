@@ -2,6 +2,7 @@
 ranks.
 """
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,6 +127,14 @@ def test_the_machine_is_a_pool_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert machine.key != group.key
     other = tree(tmp_path / "b", {"proc/sys/kernel/random/boot_id": "another machine\n"})
     assert hostmem.memory_pools(other)[0].key != machine.key
+
+
+def test_a_c_library_without_glibcs_calls_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostmem, "_LIBC", SimpleNamespace())
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))] + ["LD_PRELOAD"]:
+        monkeypatch.delenv(name, raising=False)
+    hostmem.return_large_blocks()
+    hostmem.HeapTrimmer().passed(1 << 30)
 
 
 def test_this_machine_can_be_read() -> None:
