@@ -63,7 +63,8 @@ def require_group(what: str) -> None:
 def issued() -> int:
     """A number that grows by one from call to call, and by more if this process has communicated in between. Counted
     are the collectives of this package, and those of anybody on a process group; where a group does not count them, it
-    counts as busy. (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)"""
+    counts as busy. (Private torch names: ``_world.pg_map``, ``_get_sequence_number_for_group``.)
+    """
     groups = dist.distributed_c10d._world.pg_map
     try:
         return next(_odometer) + sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
@@ -123,7 +124,8 @@ def _exchange(
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Collective:
     """Fill ``full`` (numel = size * shard.numel()) with every member's ``shard``, in member order. ``shard`` may be
-    this rank's slice of ``full`` itself. Asynchronous on every backend."""
+    this rank's slice of ``full`` itself. Asynchronous on every backend.
+    """
     end = group.note("all_gather", full)
     full, shard = _bytes(full), _bytes(shard)
     piece = shard.numel()
@@ -139,7 +141,8 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
 def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accumulate: bool) -> Collective:
     """Sum ``full`` over the members and put (or, with ``accumulate``, add) this rank's piece into ``out``. ``out`` has
     numel full/size and any floating dtype: on gloo the members' pieces are added one after the other, in member order,
-    in the dtype of ``out``. ``full`` must stay untouched until ``wait``."""
+    in the dtype of ``out``. ``full`` must stay untouched until ``wait``.
+    """
     piece = full.numel() // group.size
     end = group.note("reduce_scatter", full)
     mine = full[group.index * piece : (group.index + 1) * piece]
@@ -198,7 +201,8 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
 
 def all_equal(value: int, group: AxisGroup) -> bool:
     """Whether all passed the same ``value`` (0 <= value < 2^62): ceil(log2(size)) exchanges of 16 bytes, over doubling
-    distances; a maximum may meet the same value twice, also when size is no power of two."""
+    distances; a maximum may meet the same value twice, also when size is no power of two.
+    """
     extremes = torch.tensor([value, -value], device="cpu")
     for distance in (1 << k for k in range((group.size - 1).bit_length())):
         theirs = torch.empty_like(extremes)

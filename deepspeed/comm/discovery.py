@@ -24,7 +24,8 @@ AZURE_PORT, AZURE_ONE_NODE_PORT = 6105, 54965
 
 class Rendezvous(NamedTuple):
     """Who this process is and where the ranks meet. ``port`` None: the process is alone and needs no meeting point.
-    Where unknown, ``local_size``, ranks on this machine, is None, and ``address`` is empty."""
+    Where unknown, ``local_size``, ranks on this machine, is None, and ``address`` is empty.
+    """
 
     rank: int
     world_size: int
@@ -114,7 +115,8 @@ def first_host(nodelist: str) -> str:
 
 def job_port(identity: str) -> int | None:
     """Port that follows from a job's identity, such as ``"<SLURM_JOB_ID>.<SLURM_STEP_ID>"``: 20000 + (its digits read
-    as one number) mod 9973, None without a digit. All ranks compute the same one, and neighbouring jobs never meet."""
+    as one number) mod 9973, None without a digit. All ranks compute the same one, and neighbouring jobs never meet.
+    """
     digits = re.sub(r"\D", "", identity)
     return JOB_PORT_FIRST + int(digits) % JOB_PORT_COUNT if digits else None
 
@@ -159,7 +161,8 @@ def _port(env: Env, scheduler: _Scheduler | None, port: int, *, one_machine: boo
 
 def adopted(env: Env, rank: int, world_size: int, devices: Count = lambda: 1) -> Rendezvous:
     """What ``env`` says of a rank whose process group was started by others. Where LOCAL_RANK, MPI and Slurm are
-    silent, ranks are counted round those of this machine, or round its ``devices``, which are counted only then."""
+    silent, ranks are counted round those of this machine, or round its ``devices``, which are counted only then.
+    """
     speaking = _speaking(env, rank, world_size)
     local_rank = _optional(env, "LOCAL_RANK", *(row.local_rank for row in speaking))
     if world_size == 1:  # what a launcher left of other ranks is not about this process
@@ -175,7 +178,8 @@ def adopted(env: Env, rank: int, world_size: int, devices: Count = lambda: 1) ->
 
 def scheduled(env: Env) -> tuple[int, int] | None:
     """Rank and number of ranks as MPI's or Slurm's variables state them; None when there are none. Raises
-    DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE."""
+    DeepSpeedConfigError when they are there only in part, or contradict WORLD_SIZE.
+    """
     # Slurm's rank without a size is no sign of anything but a batch script.
     rows = [row for row in _SCHEDULERS if env.get(row.rank) and (env.get(row.world_size) or row.name != "Slurm")]
     if not rows:

@@ -25,7 +25,8 @@ _WHAT = ("group", "world_size", "rank")
 
 class _Registered:
     """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``. The getters are bare functions that clients
-    call without any engine in hand, so the last one has to be remembered here; engines keep their own."""
+    call without any engine in hand, so the last one has to be remembered here; engines keep their own.
+    """
 
     mpu: Any = None
 

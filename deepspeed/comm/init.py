@@ -78,7 +78,8 @@ def _source_address(host: str) -> str:
 
 def _prepare(backend: str, ranks: Rendezvous) -> None:
     """What must stand before groups are made: the device, and the network for gloo, which carries the control messages
-    of nccl jobs too and, left to itself, listens where this machine's own name points to, often the loopback."""
+    of nccl jobs too and, left to itself, listens where this machine's own name points to, often the loopback.
+    """
     # torch's device_id stays unset: with it every later new_group of some ranks only, such as those that carry weights
     # to inference engines, is a split that all ranks would have to take part in.
     if backend != "gloo":
@@ -103,7 +104,8 @@ def _start(backend: str, timeout: timedelta, ranks: Rendezvous, init_method: str
 def _leave_at_exit(limit_s: float = 20.0) -> None:
     """Let gloo's worker threads, which carry nccl's control messages too, end before the interpreter does: one that
     asks for it during finalization, to drop a tensor, ends the process with SIGABRT. A backend that waits for ranks
-    that are gone is left alone after ``limit_s``."""
+    that are gone is left alone after ``limit_s``.
+    """
     asked, left, owner = threading.Event(), threading.Event(), os.getpid()
 
     def leave() -> None:

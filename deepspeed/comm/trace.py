@@ -43,7 +43,8 @@ class CommsLog:
 
     def started(self, op: str, nbytes: int, caller: str | None = None) -> Callable[[], None]:
         """A message of ``nbytes`` sets out: what to call when it has arrived, which enters it; with ``debug``, each
-        ``caller`` has entries of its own."""
+        ``caller`` has entries of its own.
+        """
         name = f"{op} | [Caller Func: {caller or _caller()}]" if self.debug else op
         start = time.perf_counter()
 

@@ -65,7 +65,8 @@ def publish(built: Path, library: Path, origin: dict[str, Any]) -> None:
 class BuildLock:
     """The right to build one op in one folder; the kernel takes it from an owner that died. The file's text is for
     people, and for those who waited while a build failed: it would fail for them too. It stays: removing it would let
-    two owners in."""
+    two owners in.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path, self._name = folder / f"{name}.lock", name
@@ -83,7 +84,8 @@ class BuildLock:
     @contextlib.contextmanager
     def owned(self, *, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
         """Inside, nobody else builds; after ``limit_s`` (a stopped owner), or where files cannot be locked, all may.
-        That is safe: a build has a folder to itself and its result appears in one step."""
+        That is safe: a build has a folder to itself and its result appears in one step.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # one that another user of a shared folder has made is good enough to lock

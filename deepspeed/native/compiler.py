@@ -38,7 +38,8 @@ def first_error(text: str) -> str:
 def run_tool(command: Sequence[str], *, limit_s: float) -> tuple[int, str]:
     """Exit status and output of ``command`` within ``limit_s`` seconds; BuildError when it cannot run. It has a process
     group of its own and writes to a file, so that nothing it starts can outlive the limit or keep us waiting on a
-    pipe."""
+    pipe.
+    """
     what, plain = shlex.join(command[:2]), {**os.environ, "LC_ALL": "C"}  # in English: first_error reads it
     with tempfile.TemporaryFile() as output:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
@@ -78,7 +79,8 @@ def ninja_plan(commands: Mapping[Path, Sequence[str]], work: Path) -> str:
 @dataclass(frozen=True)
 class Compiler:
     """A compiler that answered: its command (several words with ``CXX="ccache g++"``), its version and its kind.
-    ``static_runtime``: the C++ runtime can go into the library, so that an older one in the process does no harm."""
+    ``static_runtime``: the C++ runtime can go into the library, so that an older one in the process does no harm.
+    """
 
     command: tuple[str, ...]
     version: str
@@ -110,7 +112,8 @@ class Compiler:
 
 def gencode(targets: str = "") -> list[str]:
     """nvcc's flags for machine code of all ``targets`` ("8.0;9.0"), and PTX of the last, for newer devices. Without
-    targets those of TORCH_CUDA_ARCH_LIST are meant, else the two that this package is tested for."""
+    targets those of TORCH_CUDA_ARCH_LIST are meant, else the two that this package is tested for.
+    """
     text = targets or os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     names = [major + minor for major, minor in re.findall(r"(\d+)\.(\d+[a-z]?)", text)] or CUDA_TARGETS
     codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in names]

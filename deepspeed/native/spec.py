@@ -27,7 +27,8 @@ def source_root() -> Path:
 class OpSpec:
     """One shared library of ``extern "C"`` functions. ``sources`` are paths below the source root; what they include
     with quotes becomes part of the cache key by itself. ``flags`` go to the compiler and the linker, ``libraries`` are
-    names for ``-l``. ``instead`` names what runs when the op is not there."""
+    names for ``-l``. ``instead`` names what runs when the op is not there.
+    """
 
     name: str
     sources: tuple[str, ...]

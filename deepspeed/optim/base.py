@@ -27,7 +27,8 @@ def constructor(
     first: str, settings: Group, build: Callable[[Any, Any, Group], None], *, unused: tuple[str, ...] = ()
 ) -> Callable[..., None]:
     """An ``__init__`` that takes ``first`` and the keys of ``settings``, by place or name, and hands them to ``build``.
-    The values of ``settings`` are the defaults; ``...``: there is none. ``unused`` keywords mean nothing."""
+    The values of ``settings`` are the defaults; ``...``: there is none. ``unused`` keywords mean nothing.
+    """
     kind, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
     known = [Parameter(key, kind, default=empty if value is ... else value) for key, value in settings.items()]
     ignored = [Parameter(key, Parameter.KEYWORD_ONLY, default=None) for key in unused]
@@ -46,7 +47,8 @@ class GroupStep(torch.optim.Optimizer):
     """Updates a group by the kernels of the device it is on, where they fit, else by ``_update_rest``, with torch. A
     subclass names its ``keywords`` with their defaults, its state (``slots``) and its kernels, and says how to call
     them: ``_on_cuda`` (False, and nothing changed, where its kernel does not fit after all), ``_on_host`` and
-    ``_update``. Raises OptimizerConfigError for a setting out of range, RuntimeError for ``amsgrad``."""
+    ``_update``. Raises OptimizerConfigError for a setting out of range, RuntimeError for ``amsgrad``.
+    """
 
     keywords: ClassVar[Group]
     unused: ClassVar[tuple[str, ...]] = ()  # keywords that clients pass and that mean nothing
@@ -83,7 +85,8 @@ class GroupStep(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; what ``closure`` returned, or None without one. Raises
-        OptimizerConfigError for a sparse gradient, AssertionError where a host optimizer meets a device."""
+        OptimizerConfigError for a sparse gradient, AssertionError where a host optimizer meets a device.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -161,7 +164,8 @@ class GroupStep(torch.optim.Optimizer):
         """Inside, ``step`` may also round parameters into their ``outputs``, in the pass of the update by a kernel. An
         output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
         Gives the parameters whose output has the new value after the step: none where the user's code may run behind
-        the kernels."""
+        the kernels.
+        """
         written: set[torch.Tensor] = set()
         pairs = outputs.items() if self._ends_with_the_kernels() else ()
         alike = {p: o for p, o in pairs if o.numel() == p.numel() and o.device == p.device and host.fits(o)}

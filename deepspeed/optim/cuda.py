@@ -94,7 +94,8 @@ def _submit(
     op: OpSpec, rows: Sequence[_Row], steps: Tensors, scalars: Sequence[Any], fields: dict[str, float]
 ) -> torch.Tensor | None:
     """One native call for tensors of one device and the same dtypes; the trust ratios of LAMB. ``scalars``: rate,
-    gradients' scale, overflow flag; ``fields``: those of ``_Call`` that the host knows."""
+    gradients' scale, overflow flag; ``fields``: those of ``_Call`` that the host knows.
+    """
     if (run := _kernel(op)) is None:
         raise RuntimeError(f"the native op {op.name} is not available (the log says why); use {op.instead}")
     param, grad, first, _, out = rows[0]

@@ -47,7 +47,8 @@ class LRSchedule:
     """What the native schedules share: the counter, writing rates into the groups, and saving. A subclass names its
     ``keywords`` with their defaults, prepares what it was given, its ``settings``, and states its formula in
     ``_rates``. The initial rate is written at once, unless the schedule resumes from a ``last_batch_iteration`` other
-    than -1."""
+    than -1.
+    """
 
     keywords: ClassVar[Settings]
     _prepare: Callable[[], None]
@@ -201,7 +202,8 @@ class OneCycle(LRSchedule):
 
     def _place(self, iteration: int, decay_rate: float) -> tuple[float, float]:
         """0 at the ends of the cycle, 1 at its top; and 1, or ``1 + rate * d / decay_step_size`` at ``d`` iterations
-        behind the cycle."""
+        behind the cycle.
+        """
         total, batch, size = self.total_size, iteration + 1, self.decay_step_size
         if iteration >= total:
             return 0.0, 1 + decay_rate * (iteration - total + 1) / size if decay_rate and size else 1.0

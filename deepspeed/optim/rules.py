@@ -35,7 +35,8 @@ def adam_update_(param: torch.Tensor, grad: torch.Tensor, state: Group, group: G
     """One Adam step in the dtype of the moments, also for what torch's kernels lack (no bias correction, wide moments).
     ``param`` (any shape) and ``state`` are updated in place: ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq``
     (shape of ``param``). ``grad`` has any floating dtype; ``group`` gives ``lr, betas, eps, weight_decay,
-    bias_correction, decoupled_weight_decay``. Source: Loshchilov and Hutter 2019 (decoupled decay)."""
+    bias_correction, decoupled_weight_decay``. Source: Loshchilov and Hutter 2019 (decoupled decay).
+    """
     dtype, decay = state["exp_avg"].dtype, group["weight_decay"]
     value, grad = param.to(dtype), grad.to(dtype)
     if decay and not group["decoupled_weight_decay"]:
@@ -49,7 +50,8 @@ def adam_update_(param: torch.Tensor, grad: torch.Tensor, state: Group, group: G
 
 class AdamBase(GroupStep, torch.optim.Adam):
     """Adam whose groups also know ``bias_correction``; native and torch's fused kernels do the work wherever they can.
-    Raises RuntimeError also for a parameter group that asks for ``amsgrad``."""
+    Raises RuntimeError also for a parameter group that asks for ``amsgrad``.
+    """
 
     elementwise = True
     fixed = GroupStep.fixed | dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)

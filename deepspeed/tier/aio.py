@@ -61,7 +61,8 @@ def _failure(code: int, what: str, path: str) -> TransferError:
 
 class _Native:
     """csrc/aio: C functions, which leave the interpreter to other threads. ``submit`` gives a ticket or a negative
-    errno, ``wait`` 0 or the first failure of a ticket, once."""
+    errno, ``wait`` 0 or the first failure of a ticket, once.
+    """
 
     def __init__(self, library: ctypes.CDLL, *, backend: str, depth: int, block: int, threads: int) -> None:
         def function(name: str) -> Any:
@@ -189,7 +190,8 @@ class DirectFile(contextlib.AbstractContextManager["DirectFile"]):
 
 def _reserve(fd: int, nbytes: int) -> None:
     """Disk space for the first ``nbytes`` bytes of a file. Raises OSError, EOPNOTSUPP among them. Not by
-    ``os.posix_fallocate``: on a filesystem without reservations it writes a byte into every block."""
+    ``os.posix_fallocate``: on a filesystem without reservations it writes a byte into every block.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     while libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         if (code := ctypes.get_errno()) != errno.EINTR:
@@ -296,7 +298,8 @@ class AioEngine(contextlib.AbstractContextManager["AioEngine"]):
 
     def read(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:
         """Start filling ``tensor`` (contiguous, on the host) with the bytes of ``file`` from ``offset`` (bytes) on.
-        Raises ValueError for another tensor or something closed, TransferError when it cannot start; ``wait`` too."""
+        Raises ValueError for another tensor or something closed, TransferError when it cannot start; ``wait`` too.
+        """
         return self._start(file, offset, tensor, write=False)
 
     def write(self, file: DirectFile, offset: int, tensor: torch.Tensor) -> FileTransfer:

@@ -55,7 +55,8 @@ def _operation(
     engine: AioEngine, buffer: Tensor, name: Name, offset: int, *, write: bool, whole: bool, validate: bool
 ) -> Iterator[None]:
     """One read or write: it starts up to the ``yield``, then ends, closes the file and raises what failed. ``whole``:
-    it is all of the file. Bytes of a device travel through ``host``, which else is ``buffer`` itself."""
+    it is all of the file. Bytes of a device travel through ``host``, which else is ``buffer`` itself.
+    """
     host = buffer
     if buffer.device.type != "cpu":
         host = aligned_empty(buffer.shape, dtype=buffer.dtype)
@@ -191,7 +192,8 @@ class aio_handle(AbstractContextManager["aio_handle"]):
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
         """``num_elem`` zeros of the example's dtype at a multiple of 4096, in page-locked memory. Where locking is
-        refused it is ordinary memory, and one line in the log says so."""
+        refused it is ordinary memory, and one line in the log says so.
+        """
         memory = aligned_empty(num_elem, dtype=example_tensor.dtype)
         try:
             memory = get_accelerator().pin_memory(memory)

@@ -37,7 +37,8 @@ class Drive:
     """An arena in ``folder``, ``staging`` buffers of at most ``piece_bytes`` beside it. Close it when nothing rests
     there any more. ``folder`` is made if only its last part is missing: a path that is wrong earlier is more often a
     drive that is not mounted. ``engine``: ``queue_depth``, ``block_bytes`` and ``threads`` of the AioEngine. Raises
-    UsageError for such a path, TransferError (an OSError) when the drive fails or is full."""
+    UsageError for such a path, TransferError (an OSError) when the drive fails or is full.
+    """
 
     def __init__(
         self, folder: str, *, label: str, staging: int, piece_bytes: int = 1 << 30, pin: bool = False, **engine: Any
@@ -166,7 +167,8 @@ class _Ahead(NamedTuple):
 
 class Stored(TierStore):
     """``numel`` elements of ``dtype`` in an extent of ``drive``, through staging buffers. A write goes on in the
-    background; whatever touches the same tensor next waits for it. Failures surface there, or at ``settle``."""
+    background; whatever touches the same tensor next waits for it. Failures surface there, or at ``settle``.
+    """
 
     on_drive = True
 
@@ -195,7 +197,8 @@ class Stored(TierStore):
 
     def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
         """Fill ``out`` (any device) with the elements from ``start`` on, using what was read ahead. Host memory that
-        lies within its page as the elements do in theirs is read into in the background."""
+        lies within its page as the elements do in theirs is read into in the background.
+        """
         if not self._ahead and self._straight(out, start):
             self._wait_for_writes(start, start + out.numel())
             return self.drive.read(self._extent, start * self.dtype.itemsize, out)
@@ -264,7 +267,8 @@ class Stored(TierStore):
 
     def hold(self, hurry: Callable[[], None]) -> Held:
         """What is here now, for a reader of any thread: the next write calls ``hurry`` and waits until it is released.
-        Raises TransferError when an earlier write failed."""
+        Raises TransferError when an earlier write failed.
+        """
         self.settle()
         reader = Held(self.drive, self._extent, hurry)
         left = [ref for ref in self._readers if (earlier := ref()) is not None and not earlier._released.is_set()]

@@ -19,7 +19,8 @@ _HUGE_FROM = 4 << 20  # bytes from which 2 MiB pages are worth asking for
 
 def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """A contiguous host tensor whose memory begins at a multiple of 4096 bytes; zeros, resident from the first touch
-    on. ``shape`` is a number of elements or a shape. Raises OSError when the memory cannot be mapped."""
+    on. ``shape`` is a number of elements or a shape. Raises OSError when the memory cannot be mapped.
+    """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     count = math.prod(sizes)
     if count == 0:
@@ -37,7 +38,8 @@ class Staging:
     """Hands out byte buffers, normally ``count`` at most; one that is given back with a transfer is free after that.
     Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is
     better than a hang. ``pin`` asks for page-locked memory; where the system refuses it, ordinary memory serves, and
-    one line in the log says so."""
+    one line in the log says so.
+    """
 
     def __init__(self, count: int, *, pin: bool = False) -> None:
         self._count, self._pin = max(1, count), pin

@@ -12,7 +12,8 @@ _PIECE_NUMEL = 1 << 24  # that many fp32 numbers at once on their way to a devic
 
 class TierStore:
     """Flat elements of one state in one place: here the memory of the host or a device, as ``tensor``. A subclass keeps
-    them on a drive, and its ``tensor`` reads as not-a-number."""
+    them on a drive, and its ``tensor`` reads as not-a-number.
+    """
 
     on_drive = False
 
@@ -21,7 +22,8 @@ class TierStore:
 
     def put(self, values: torch.Tensor, *, start: int = 0, lent: bool = False) -> Transfer:
         """Store ``values`` (any device, any floating dtype) at element ``start``. With ``lent`` they stay untouched
-        until the transfer has ended, and need no copy on the way."""
+        until the transfer has ended, and need no copy on the way.
+        """
         round_into(self.tensor[start : start + values.numel()], values)
         return ARRIVED
 
