@@ -10,7 +10,7 @@ CONFIG ?= examples/configs/zero3.json
 # Wall-clock bound of a whole test run; single tests are bounded in pyproject.toml.
 TEST_LIMIT ?= 3600
 # Test files run side by side in so many processes; the tests of one file stay together.
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 
 .PHONY: venv train train-nvme test test-all lint bench clean

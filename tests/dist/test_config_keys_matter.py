@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(300)
 KEYS = all_keys(DeepSpeedConfig)
 HONOURED = sorted(path for path, key in KEYS.items() if key.support is Support.HONOURED)
 INERT = sorted(path for path, key in KEYS.items() if key.support is Support.INERT)
+# What these do a single rank shows as well as two.
+_LOCAL = ("optimizer.params.", "scheduler.params.")
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ def _set(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 def _pair(path: str, probe: Probe) -> tuple[Run, Run]:
     key = probe.path or path
+    world = 1 if path.startswith(_LOCAL) else probe.world
     runs = [
-        Run(json.dumps(c, sort_keys=True), probe.scenario, probe.world)
+        Run(json.dumps(c, sort_keys=True), probe.scenario, world)
         for c in (probe.config, _set(probe.config, key, probe.value))
     ]
     return runs[0], runs[1]
