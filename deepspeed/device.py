@@ -103,7 +103,6 @@ class Accelerator:
 
     def __init__(self, name: str) -> None:
         self._name, self._is_cpu = name, name == "cpu"
-        self._communication_backend_name = _BACKENDS.get(name, "gloo")
 
     def __repr__(self) -> str:
         return f"Accelerator({self._name!r})"
@@ -116,7 +115,10 @@ class Accelerator:
     )
     # whether work is finished when the call returns: no streams are needed, and host clocks are right
     is_synchronized_device = answers("_is_cpu")
-    communication_backend_name = answers("_communication_backend_name")  # nccl, gloo, ...
+    # nccl, gloo, ...; a module that torch does not know may say itself
+    communication_backend_name = answers(
+        lambda self: _BACKENDS.get(self._name) or getattr(self._module, "communication_backend", "gloo")
+    )
     current_device_name = answers(
         lambda self: "cpu" if self._is_cpu else f"{self._name}:{self.current_device()}",
         '``"cuda:<current>"`` or ``"cpu"``.',

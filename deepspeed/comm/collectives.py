@@ -38,6 +38,11 @@ class AxisGroup:
         default_factory=list, compare=False
     )
 
+    @property
+    def alike(self) -> bool:
+        """True where no other member exists: each is taken to say what this one says (torch's backend "fake")."""
+        return self.backend == "fake"
+
     def note(self, op: str, tensor: torch.Tensor) -> Callable[[], None]:
         """Tell the listeners; what is to be called when it has ended."""
         next(_odometer)
@@ -203,6 +208,9 @@ def all_equal(value: int, group: AxisGroup) -> bool:
     """Whether all passed the same ``value`` (0 <= value < 2^62): ceil(log2(size)) exchanges of 16 bytes, over doubling
     distances; a maximum may meet the same value twice, also when size is no power of two.
     """
+    if group.alike:
+        group.note("digest", torch.empty(2, device="cpu"))()
+        return True
     extremes = torch.tensor([value, -value], device="cpu")
     for distance in (1 << k for k in range((group.size - 1).bit_length())):
         theirs = torch.empty_like(extremes)
@@ -220,15 +228,18 @@ def exchange_ints(values: list[int], group: AxisGroup) -> list[list[int]]:
     mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = torch.empty(group.size * len(values), dtype=torch.int64, device="cpu")
     end = group.note("rows", everyone)
-    gather_flat(everyone, mine, group=group.pg)
+    if group.alike:
+        everyone.copy_(mine.repeat(group.size))
+    else:
+        gather_flat(everyone, mine, group=group.pg)
     end()
     return everyone.view(group.size, len(values)).tolist()
 
 
 def gather_objects(value: object, group: AxisGroup) -> list[Any]:
     """All-gather one picklable object per member (set-up paths only)."""
-    if group.size == 1:
-        return [value]
+    if group.size == 1 or group.alike:
+        return [value] * group.size
     everyone: list[Any] = [None] * group.size
     dist.all_gather_object(everyone, value, group=group.pg)
     return everyone

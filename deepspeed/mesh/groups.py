@@ -86,7 +86,7 @@ def build_mesh(
     # A name that no mesh over these ranks has had, the same on all of them.
     count = c10d._get_default_store().add(f"deepspeed/meshes/{everyone.ranks[everyone.index]}", 1)
     name = f"deepspeed/mesh{max(gather_objects(count, everyone))}"
-    host = _new_group(f"{name}/control", everyone, "gloo") if control else None
+    host = _new_group(f"{name}/control", everyone, backend if everyone.alike else "gloo") if control else None
     axes = shard_axes(dense_topology(everyone.ranks, inner_size=inner_size), dist.get_rank())
     if len(axes) > 1:
         groups = tuple(_new_group(f"{name}/{axis.name}", axis, backend) for axis in axes)
@@ -99,7 +99,7 @@ def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
     Not a collective: a rank that has raised may never come, or be in another collective of a group that this one would
     disturb. So they meet in the store, where the first to decide decides for all.
     """
-    if mesh.job.size == 1:
+    if mesh.job.size == 1 or mesh.job.alike:
         return True
     try:
         store = dist.PrefixStore(f"{mesh.name}/end", c10d._get_default_store())

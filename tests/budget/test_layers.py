@@ -56,6 +56,7 @@ LAYERS = {
     "deepspeed.checkpoint.tool": 9,
     "deepspeed.bench": 9,
     "deepspeed.report": 9,
+    "deepspeed.simulate": 9,
     "deepspeed": 9,
 }
 
@@ -67,6 +68,7 @@ DISTRIBUTED_HOMES = (
     "deepspeed.mesh",
     "deepspeed.launcher",
     "deepspeed.verify",
+    "deepspeed.simulate",
     "deepspeed.checkpoint.tool.dcp",
 )
 

@@ -28,7 +28,7 @@ CORE = (
     "checkpoint.save",
     "checkpoint.load",
 )
-TOOLS = ("verify", "bench", "report", "checkpoint.tool", "config.tool", "observe.program")
+TOOLS = ("verify", "bench", "report", "checkpoint.tool", "config.tool", "observe.program", "simulate")
 SURFACE = ("zero.client", "checkpoint.save.client_files", "tier.aio_handle")
 # Files a folder, sub-folders not counted.
 FOLDER_FILES = 15

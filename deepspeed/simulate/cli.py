@@ -1,0 +1,131 @@
+"""``ds_simulate``: what a step would take on GPUs that are not here. The real engine runs in this one process, without
+data and without a device, and every operation is recorded.
+
+    ds_simulate --model config.json --config ds_config.json --gpus 8
+    ds_simulate --model my_model:build --config ds_config.json --gpus 512 --device h100 --trace step.json
+    ds_simulate ... --max-memory 70G --max-exposed 5% --no-sync     a gate for CI
+
+Out come the memory of one rank by category, the time of a step with what is exposed of its transfers, and every place
+where the program waits for the device. Times rest on the constants of --device; docs/simulator.md says how far they can
+be trusted.
+
+Exit code: 0 all is well, 1 an access without order or a limit that is passed, 2 the command or its files are wrong or
+the model does not fit, 130 after Ctrl-C.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from deepspeed.bench.common import size_of
+from deepspeed.errors import UsageError
+from deepspeed.observe.program import CommandLine, count_of, guarded, say
+from deepspeed.simulate import report
+from deepspeed.simulate.costs import Machine, load_machine, machines
+from deepspeed.simulate.models import subject_of
+from deepspeed.simulate.run import Outcome, simulate
+
+
+def _share_of(text: str) -> float:
+    """A share: ``5%`` or ``0.05``."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; write 5% or 0.05")
+    return share
+
+
+def _parser() -> CommandLine:
+    parser = CommandLine(prog="ds_simulate", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="M", help="module:build, or a Hugging Face config.json")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the DeepSpeed configuration")
+    parser.option("--gpus", count_of, 8, "N", "devices of the job")
+    parser.option("--rank", int, 0, "R", "the rank to be simulated")
+    parser.option("--device", str, "h100", "D", f"{', '.join(machines())} or a JSON file")
+    parser.option("--sequence", count_of, None, "N", "tokens of a sample, for a config.json")
+    parser.option("--steps", count_of, 5, "N", "steps, of which the last is reported")
+    parser.option("--trace", str, None, "FILE", "write the last step for ui.perfetto.dev")
+    parser.option("--max-memory", size_of, None, "SIZE", "exit 1 where the device needs more")
+    parser.option("--max-exposed", _share_of, None, "SHARE", "exit 1 where more of the step is exposed transfers")
+    texts = {
+        "no-sync": "exit 1 where the program waits for the device",
+        "recompute": "activation checkpointing of every block, for a config.json",
+        "no-init": "build the model whole also at stage 3, not under zero.Init",
+        "json": "print facts as JSON",
+    }
+    parser.switches(**texts)
+    return parser
+
+
+def _config(path: str) -> dict[str, Any]:
+    try:
+        config = hjson.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no configuration: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} is no configuration: it holds no object")
+    if "auto" in (config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")):
+        raise UsageError(f'{path} leaves the batch size to a trainer ("auto"); give train_micro_batch_size_per_gpu')
+    return dict(config)
+
+
+def _samples(config: dict[str, Any], gpus: int) -> int:
+    """The micro-batch that a configuration asks for."""
+    if micro := config.get("train_micro_batch_size_per_gpu"):
+        return int(micro)
+    accumulation = int(config.get("gradient_accumulation_steps") or 1)
+    return max(1, int(config.get("train_batch_size") or gpus) // (gpus * accumulation))
+
+
+def _failures(outcome: Outcome, options: argparse.Namespace, machine: Machine) -> list[str]:
+    """What of the limits is passed, a sentence each."""
+    share, waits = outcome.exposed_seconds / outcome.seconds, sum(outcome.waits.values())
+    texts = [f"{len(outcome.unordered)} accesses are without order"] if outcome.unordered else []
+    if options.max_memory is not None and outcome.reserved > options.max_memory:
+        texts.append(f"--max-memory: {outcome.reserved:,} bytes of the device are needed, not {options.max_memory:,}")
+    if options.max_exposed is not None and share > options.max_exposed:
+        texts.append(f"--max-exposed: {share:.1%} of the step are exposed transfers, not {options.max_exposed:.1%}")
+    if options.no_sync and waits:
+        texts.append(f"--no-sync: the program waits for the device {waits} times in a step")
+    return texts
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not 0 <= options.rank < options.gpus:
+        raise UsageError(f"--rank {options.rank} is not one of {options.gpus} ranks, 0 to {options.gpus - 1}")
+    machine, config = load_machine(options.device), _config(options.config)
+    samples = _samples(config, options.gpus)
+    subject = subject_of(options.model, samples=samples, sequence=options.sequence, recompute=options.recompute)
+    outcome = simulate(
+        subject, config, machine, world=options.gpus, rank=options.rank, keep=options.trace is not None,
+        sharded_init=False if options.no_init else None, steps=options.steps,
+    )  # fmt: skip
+    if options.trace is not None:
+        report.write_trace(outcome, options.trace)
+    title = (
+        f"{subject.name}, {outcome.parameters:,} parameters, rank {options.rank} of {options.gpus} on {machine.name}"
+    )
+    say(json.dumps(report.facts(outcome), indent=1) if options.json else report.text(outcome, machine, title))
+    failures = _failures(outcome, options, machine)
+    for failure in failures:
+        sys.stderr.write(f"ds_simulate: {failure}\n")
+    if failures:
+        return 1
+    return 2 if outcome.reserved > machine["device_bytes"] else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``ds_simulate``; returns the exit code."""
+    options = _parser().parse_args(argv)
+    return guarded("ds_simulate", lambda: _run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What work takes on a machine: constants from a JSON file, each with its source, and the formulas they go into."""
+
+import json
+import math
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from deepspeed.errors import UsageError
+from deepspeed.simulate.events import Work
+
+# Every constant of a machine's file. Seconds, bytes, bytes a second, operations a second; shares of the peak.
+CONSTANTS = {
+    "device_bytes": "memory of one device that a program can use",
+    "host_bytes": "memory of one node's host",
+    "gpus_per_node": "devices of one node",
+    "flops_bf16": "peak of matrix products in bf16 and fp16",
+    "flops_fp32": "peak of matrix products in fp32",
+    "matmul_share": "share of the peak that large products reach",
+    "matmul_half": "smallest side of a product at which it reaches half of that",
+    "attention_share": "share of the bf16 peak that fused attention reaches",
+    "memory_rate": "of the device's memory, as a kernel sees it",
+    "kernel_s": "shortest time of a kernel",
+    "launch_s": "of the program for one launch",
+    "wait_s": "of the program to notice that the device is done",
+    "node_rate": "of a collective inside a node: bytes that each device sends",
+    "node_hop_s": "of one step of a ring inside a node",
+    "network_rate": "of one device's share of the network between nodes",
+    "network_hop_s": "of one step of a ring that crosses nodes",
+    "bus_rate": "of a copy between pinned host memory and the device",
+    "pageable_rate": "of a copy between ordinary host memory and the device",
+    "copy_s": "of any such copy",
+    "host_rate": "of host memory, as one rank's share",
+    "adam_rate": "of the host's optimizer, in bytes read and written, as one rank's share",
+    "drive_read_rate": "of one rank's share of the drives",
+    "drive_write_rate": "of one rank's share of the drives",
+    "agreement_s": "of one exchange of a few numbers between the ranks' programs, inside a node",
+    "agreement_hop_s": "what every doubling of the nodes adds to it",
+}
+
+_FLAT = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_reduce": 2}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of device with its links and its host; ``values`` has all of CONSTANTS."""
+
+    name: str
+    values: dict[str, float]
+
+    def __getitem__(self, constant: str) -> float:
+        return self.values[constant]
+
+    def seconds(self, work: Work, name: str = "") -> float:
+        """Time of one launch on its stream."""
+        match work.kind:
+            case "collective":
+                return self.collective(name, work.nbytes, work.ranks)
+            case "up" | "down":
+                return self["copy_s"] + work.nbytes / self["bus_rate" if work.pinned else "pageable_rate"]
+            case "host":
+                return work.nbytes / self["host_rate"]
+            case "adam":
+                return work.nbytes / self["adam_rate"]
+            case "read" | "write":
+                return work.nbytes / self[f"drive_{work.kind}_rate"]
+        rate = self["flops_fp32"] if work.dtype in ("fp32", "fp64") else self["flops_bf16"]
+        share = self["attention_share"] if work.kind == "attention" else self.product_share(work.shape)
+        return max(self["kernel_s"], work.flops / (rate * share), work.nbytes / self["memory_rate"])
+
+    def product_share(self, shape: tuple[int, ...]) -> float:
+        """Of the peak, for a product with these sides: it saturates with the smallest one."""
+        side = min(shape, default=0)
+        return self["matmul_share"] * (side / (side + self["matmul_half"]) if side else 1.0)
+
+    def collective(self, name: str, nbytes: int, ranks: tuple[int, ...]) -> float:
+        """A ring over ``ranks`` that moves ``nbytes`` in all, or for an all-reduce a tree where that is faster.
+
+        Ring: (n - 1) steps of latency and (n - 1)/n of the bytes, twice for an all-reduce; tree: 2 log2(n) steps.
+        """
+        size = len(ranks)
+        if size < 2:
+            return self["kernel_s"]
+        nodes = len({rank // int(self["gpus_per_node"]) for rank in ranks})
+        hop, rate = self["node_hop_s"], self["node_rate"]
+        if nodes > 1:
+            hop, rate = self["network_hop_s"], min(rate, self["network_rate"] * size / nodes)
+        ring = _FLAT.get(name, 1) * ((size - 1) * hop + nbytes * (size - 1) / size / rate)
+        tree = 2 * math.ceil(math.log2(size)) * hop + 2 * nbytes / rate
+        return self["kernel_s"] + (min(ring, tree) if name == "all_reduce" else ring)
+
+    def agreement(self, ranks: int) -> float:
+        """One exchange of a few numbers between ``ranks`` programs."""
+        nodes = max(1, math.ceil(ranks / self["gpus_per_node"]))
+        return self["agreement_s"] + self["agreement_hop_s"] * math.ceil(math.log2(nodes))
+
+
+def machines() -> list[str]:
+    """The machines that come with the package."""
+    return sorted(path.name[:-5] for path in _folder().iterdir() if path.name.endswith(".json"))
+
+
+def _folder() -> Any:
+    return resources.files("deepspeed.simulate") / "machines"
+
+
+def load_machine(name: str) -> Machine:
+    """The machine of that name, or of that JSON file: {"name": ..., "constants": {constant: [value, source]}}.
+
+    A file may say {"like": "h100"} and give only what differs. Raises UsageError for anything else.
+    """
+    try:
+        text = (_folder() / f"{name}.json").read_text() if name in machines() else Path(name).read_text()
+        document = json.loads(text)
+        given = {key: float(value) for key, (value, _) in document["constants"].items()}
+    except OSError as error:
+        raise UsageError(f"no machine {name!r}: there are {', '.join(machines())}, or a file ({error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{name} is no machine: wanted {{'name': ..., 'constants': {{constant: [value, source]}}}} ({error!r})"
+        ) from error
+    values = ({**load_machine(str(document["like"])).values} if "like" in document else {}) | given
+    if problems := [
+        *(f"{key!r} is no constant" for key in given if key not in CONSTANTS),
+        *(f"{key!r} is missing ({text})" for key, text in CONSTANTS.items() if key not in values),
+        *(
+            f"{key!r} must be a positive number, not {value}"
+            for key, value in given.items()
+            if not 0 < value < math.inf
+        ),
+    ]:
+        raise UsageError(f"{name}: {'; '.join(problems)}")
+    return Machine(str(document.get("name", name)), values)

@@ -1,0 +1,115 @@
+"""What a run did, as a sequence of events in the order of the host's program. Pure: no torch, no device.
+
+A recorder emits them; order, memory and time are found by consumers that read the sequence once. A stream is a number:
+``COMPUTE``, those that the program makes, those of communicators and drives, and ``HOST``, the program itself.
+"""
+
+from typing import NamedTuple
+
+HOST, COMPUTE = -1, 0
+DRIVE_READS, DRIVE_WRITES = -2, -3
+
+# Where a buffer lies: memory of the device; host memory that the driver's caching allocator pinned; that the program
+# itself registered; ordinary host memory.
+DEVICE, PINNED, REGISTERED, PAGEABLE = "device", "pinned", "registered", "pageable"
+
+# Frames outside torch, innermost first: (file, line, function).
+Site = tuple[tuple[str, int, str], ...]
+
+
+def place_of(site: Site) -> str:
+    """The site for people."""
+    return " <- ".join(f"{file}:{line} {function}" for file, line, function in site) or "(outside of any file)"
+
+
+class Touch(NamedTuple):
+    """Bytes [start, stop) of a buffer."""
+
+    buffer: int
+    start: int
+    stop: int
+
+
+class Work(NamedTuple):
+    """What one launch has to do: arithmetic, bytes to and from memory, and for collectives the ranks that take part.
+
+    ``kind``: "kernel", "matmul", "attention", "up" (host to device), "down", "collective", "host", "adam", "read",
+    "write".
+    ``nbytes`` of a collective is the size of the whole tensor. ``shape``: rows, columns and depth of a product.
+    """
+
+    kind: str
+    flops: float = 0.0
+    nbytes: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    pinned: bool = True
+
+
+class Launch(NamedTuple):
+    """``name`` is put on ``stream`` and reads and writes so much of some buffers; on HOST it runs at once.
+
+    ``label`` is what it is done for: a unit, a phase.
+    """
+
+    stream: int
+    name: str
+    reads: tuple[Touch, ...]
+    writes: tuple[Touch, ...]
+    work: Work
+    site: Site = ()
+    label: str = ""
+
+
+class Record(NamedTuple):
+    """``event`` stands for all that ``stream`` has been given so far."""
+
+    event: int
+    stream: int
+
+
+class Wait(NamedTuple):
+    """``stream`` goes on after ``event``; one that was never recorded orders nothing."""
+
+    stream: int
+    event: int
+    site: Site = ()
+
+
+class HostWait(NamedTuple):
+    """The program stops until ``event``, or all of ``stream``, or (both None) the whole device is done."""
+
+    what: str
+    stream: int | None = None
+    event: int | None = None
+    site: Site = ()
+
+
+class Allocate(NamedTuple):
+    """A buffer begins; the device's comes from the pool of ``stream``."""
+
+    buffer: int
+    nbytes: int
+    place: str
+    stream: int
+    category: str = ""
+    site: Site = ()
+
+
+class Free(NamedTuple):
+    """A buffer ends, and its memory may be given to the next one at once. ``covered``: streams that the allocator was
+    told about, whose work it waits for by itself."""
+
+    buffer: int
+    covered: frozenset[int] = frozenset()
+    site: Site = ()
+
+
+class Phase(NamedTuple):
+    """From here on the program is in ``name``."""
+
+    name: str
+
+
+Event = Launch | Record | Wait | HostWait | Allocate | Free | Phase

@@ -1,0 +1,210 @@
+"""What is simulated: a user's ``module:build``, or the model of a Hugging Face ``config.json``."""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.errors import UsageError
+from deepspeed.verify.user_model import default_loss, invented_batch, parts_of, resolve
+
+# What the families call the same thing.
+_NAMES = {
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "blocks": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "inner": ("intermediate_size", "n_inner", "ffn_dim"),
+    "vocabulary": ("vocab_size",),
+    "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+}
+_GATED = ("llama", "mistral", "qwen", "gemma", "phi3", "olmo", "granite", "mixtral")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder: sizes, and whether its feed-forward part is gated, with rotary positions and RMS norms."""
+
+    width: int
+    blocks: int
+    heads: int
+    inner: int
+    vocabulary: int
+    positions: int
+    key_heads: int
+    gated: bool = False
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be built inside the simulation; ``batch(step)`` gives its inputs, ``loss(output, batch)`` a scalar."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[nn.Module, int], Any]
+    loss: Callable[[Any, Any], torch.Tensor]
+    samples: int
+
+
+def shape_of(config: dict[str, Any], name: str) -> Shape:
+    """The decoder that a Hugging Face configuration describes; UsageError, with what is missing, for another."""
+    given = {key: next((config[n] for n in names if config.get(n)), None) for key, names in _NAMES.items()}
+    if missing := [_NAMES[key][0] for key in ("width", "blocks", "heads", "vocabulary") if not given[key]]:
+        raise UsageError(f"{name} describes no decoder: {', '.join(missing)} is missing")
+    numbers = {key: int(value) for key, value in given.items() if value}
+    gated = str(config.get("model_type", "")).startswith(_GATED)
+    numbers.setdefault("inner", int(config.get("expansion_ratio", 4)) * numbers["width"])
+    numbers.setdefault("positions", 2048)
+    tied = bool(config.get("tie_word_embeddings", not gated))
+    key_heads = int(config.get("num_key_value_heads") or numbers["heads"])
+    if numbers["width"] % numbers["heads"] or numbers["heads"] % key_heads:
+        raise UsageError(f"{name}: {numbers['heads']} heads ({key_heads} of keys) do not divide {numbers['width']}")
+    return Shape(**numbers, key_heads=key_heads, gated=gated, tied=tied)
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward with norms before them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        bias, narrow = not shape.gated, shape.width // shape.heads * shape.key_heads
+        norm = nn.RMSNorm if shape.gated else nn.LayerNorm
+        self.norm1, self.norm2 = norm(shape.width), norm(shape.width)
+        self.query = nn.Linear(shape.width, shape.width, bias=bias)
+        self.key, self.value = (nn.Linear(shape.width, narrow, bias=bias) for _ in range(2))
+        self.out = nn.Linear(shape.width, shape.width, bias=bias)
+        self.up = nn.Linear(shape.width, shape.inner, bias=bias)
+        self.gate = nn.Linear(shape.width, shape.inner, bias=bias) if shape.gated else None
+        self.down = nn.Linear(shape.inner, shape.width, bias=bias)
+
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        normed = self.norm1(x)
+        heads = [
+            layer(normed).unflatten(-1, (count, -1)).transpose(1, 2)
+            for layer, count in (
+                (self.query, self.shape.heads),
+                (self.key, self.shape.key_heads),
+                (self.value, self.shape.key_heads),
+            )
+        ]
+        query, key, value = heads
+        if angles is not None:
+            query, key = _rotated(query, *angles), _rotated(key, *angles)
+        gqa = self.shape.key_heads != self.shape.heads
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        normed = self.norm2(x)
+        if self.gate is not None:
+            return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return x + self.down(functional.gelu(self.up(normed)))
+
+
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat((-second, first), -1) * sine
+
+
+class Decoder(nn.Module):
+    """A causal language model of that shape; ``recompute``: each block's activations are made again in the backward."""
+
+    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.shape, self.recompute = shape, recompute
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.places = None if shape.gated else nn.Embedding(shape.positions, shape.width)
+        self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.blocks))
+        self.norm = nn.RMSNorm(shape.width) if shape.gated else nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        angles = None
+        if self.places is not None:
+            x = x + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        else:
+            table = torch.ones(tokens.shape[1], self.shape.width // self.shape.heads, device=x.device, dtype=x.dtype)
+            angles = (table, table)
+        for block in self.blocks:
+            x = checkpoint(block, x, angles, use_reentrant=False) if self.recompute else block(x, angles)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def decoder_subject(name: str, shape: Shape, *, samples: int, sequence: int, recompute: bool) -> Subject:
+    """A decoder fed with ``samples`` sequences of ``sequence`` tokens."""
+
+    def batch(model: nn.Module, step: int) -> torch.Tensor:
+        return torch.randint(shape.vocabulary, (samples, sequence), device=next(model.parameters()).device)
+
+    return Subject(name, lambda: Decoder(shape, recompute=recompute), batch, lambda output, _: output, samples)
+
+
+def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool) -> Subject:
+    """What ``name`` stands for: ``module:build`` as in ds_verify, or a ``config.json``. UsageError where it is wrong.
+
+    A configuration file becomes transformers' own model where that package is installed, else a decoder of its shape.
+    """
+    if not name.endswith(".json"):
+        return _users(name, samples)
+    try:
+        config = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name} is no Hugging Face configuration: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{name} is no Hugging Face configuration: it holds no object")
+    config = config.get("text_config", config)
+    shape = shape_of(config, name)
+    length = sequence or min(shape.positions, 4096)
+    if not shape.gated and length > shape.positions:
+        raise UsageError(f"{name} has {shape.positions} positions, fewer than the sequence of {length}")
+    ours = decoder_subject(name, shape, samples=samples, sequence=length, recompute=recompute)
+    if "model_type" not in config or importlib.util.find_spec("transformers") is None:
+        return ours
+    return _transformers(config, ours, recompute=recompute)
+
+
+def _transformers(config: dict[str, Any], ours: Subject, *, recompute: bool) -> Subject:
+    transformers = importlib.import_module("transformers")
+
+    def build() -> nn.Module:
+        kind = dict(config)
+        parsed = transformers.AutoConfig.for_model(kind.pop("model_type"), **kind)
+        parsed.use_cache = False
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(parsed, attn_implementation="sdpa")
+        if recompute:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        return model.train()
+
+    def batch(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+        tokens = ours.batch(model, step)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return Subject(ours.name, build, batch, lambda output, _: default_loss(output, None), ours.samples)
+
+
+def _users(name: str, samples: int) -> Subject:
+    build = resolve(name)
+    parts: list[Any] = []
+
+    def model() -> nn.Module:
+        parts[:] = parts_of(build(), name)
+        return parts[0]
+
+    def batch(module: nn.Module, step: int) -> Any:
+        return (parts[1] or invented_batch(module))(step, 0, 0, 1)
+
+    def loss(output: Any, given: Any) -> torch.Tensor:
+        return (parts[2] or default_loss)(output, given)
+
+    return Subject(name, model, batch, loss, samples)

@@ -1,0 +1,155 @@
+"""Native code that is not run: libraries whose functions note which bytes they would touch.
+
+They take the place of what ``native.build`` loads, so that everything above, the packing of arguments included, is the
+code that runs on a real machine.
+"""
+
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec
+from deepspeed.optim import cuda, host, rules
+from deepspeed.simulate.device import MODULE, NAME
+from deepspeed.simulate.events import DRIVE_READS, DRIVE_WRITES, HOST, Launch, Touch, Work
+from deepspeed.simulate.record import Recorder
+from deepspeed.tier import aio, drive
+
+_WIDTHS = {0: 4, 1: 2, 2: 2}  # of the dtype codes
+_PASSES = {FUSED_LAMB: 2}  # how often parameter and moments are read and written
+# Columns of a host kernel's arguments: weights, gradient, moments, rounded output.
+_HOST_POINTERS = {CPU_ADAM: 5, CPU_ADAGRAD: 4, CPU_LION: 4}
+
+
+class _Function:
+    """What ctypes gives for a symbol."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+        self.argtypes: Any = None
+        self.restype: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+
+class _Library:
+    """What ``try_load`` gives: every ``ds_*`` symbol is the kernel of ``op``."""
+
+    def __init__(self, run: Callable[..., int]) -> None:
+        self._function = _Function(run)
+
+    def __getitem__(self, symbol: str) -> _Function:
+        return _Function(lambda _: b"") if symbol.endswith("_error") else self._function
+
+    __getattr__ = __getitem__
+
+
+class _Natives:
+    """The kernels of one recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._stores = recorder, recorder.stores
+
+    def load(self, op: OpSpec) -> Any:
+        """In the place of ``try_load``."""
+        if op in (FUSED_ADAM, FUSED_LAMB, FUSED_LION):
+            return _Library(lambda reference: self._fused(op, reference._obj))
+        if op in _HOST_POINTERS:
+            return _Library(lambda *args: self._host(op, *args))
+        return None
+
+    def _launch(self, stream: int, name: str, reads: list[Touch], writes: list[Touch], kind: str, passes: int) -> None:
+        nbytes = sum(t.stop - t.start for t in reads) + 2 * passes * sum(t.stop - t.start for t in writes)
+        site = self._stores.site()
+        work = Work(kind, nbytes=nbytes)
+        self._recorder.emit(Launch(stream, name, tuple(reads), tuple(writes), work, site, self._recorder.phase))
+
+    def _fused(self, op: OpSpec, call: Any) -> int:
+        """One launch over ``call.count`` tensors: ``cuda._Call``."""
+        sizes = (ctypes.c_int64 * call.count).from_address(call.sizes)
+        codes = (call.param_code, call.grad_code, call.moment_code, call.moment_code, call.out_code)
+        columns: list[list[Touch]] = []
+        for pointer, code in zip(call.columns, codes, strict=True):
+            if pointer is None:
+                columns.append([])
+                continue
+            addresses = (ctypes.c_void_p * call.count).from_address(pointer)
+            columns.append(
+                [self._stores.at(a, n * _WIDTHS[code]) for a, n in zip(addresses, sizes, strict=True) if a and n]
+            )
+        params, grads, *others = columns
+        written = [*params, *itertools.chain.from_iterable(others)]
+        self._launch(MODULE.current_stream().number, op.name, grads, written, "kernel", _PASSES.get(op, 1))
+        return 0
+
+    def _host(self, op: OpSpec, count: int, *args: Any) -> int:
+        pointers = args[: _HOST_POINTERS[op]]
+        weights, grad, first, out = args[len(pointers) : len(pointers) + 4]
+        codes = [weights, grad, *[first] * (len(pointers) - 3), out]
+        touches = [
+            None if not address else self._stores.at(address, count * _WIDTHS[code])
+            for address, code in zip(pointers, codes, strict=True)
+        ]
+        reads = [t for t in touches[1:2] if t is not None]
+        writes = [t for t in (touches[0], *touches[2:]) if t is not None]
+        self._launch(HOST, op.name, reads, writes, "adam", 1)
+        return 0
+
+
+class _Transfers:
+    """In the place of the engines of file IO: bytes take their time on the drive and go nowhere."""
+
+    name = "simulated"
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._tickets: dict[int, int] = {}
+
+    def submit(self, write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
+        stream, name = (DRIVE_WRITES, "write") if write else (DRIVE_READS, "read")
+        touch, recorder = (self._recorder.stores.at(address, nbytes),), self._recorder
+        work, site = Work(name, nbytes=nbytes), recorder.stores.site()
+        recorder.emit(Launch(stream, name, touch if write else (), () if write else touch, work, site, recorder.phase))
+        event = recorder.record(stream)
+        self._tickets[event] = event
+        return event
+
+    def wait(self, ticket: int) -> int:
+        if self._tickets.pop(ticket, None) is not None:
+            self._recorder.host_wait("wait for a drive", event=ticket)
+        return 0
+
+    def done(self, ticket: int) -> int:
+        return int(ticket not in self._tickets or self._recorder.done(ticket))
+
+    def free(self) -> None:
+        """Nothing is held."""
+
+
+@contextlib.contextmanager
+def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Iterator[None]:
+    """Inside, native kernels and drives are simulated; ``replace(owner, name, value)`` puts one thing in place."""
+    natives = _Natives(recorder)
+
+    def forget() -> None:
+        for module in (cuda, host):
+            module._kernel.cache_clear()
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(forget)
+        forget()
+        for owner, name, value in (
+            (cuda, "try_load", natives.load),
+            (host, "try_load", natives.load),
+            (cuda, "on_cuda", lambda tensor: tensor.device.type == NAME),
+            (cuda, "usable", lambda op, tensors: all(t.device.type == NAME and t.is_contiguous() for t in tensors)),
+            (rules, "can_fuse", lambda tensors: bool(tensors) and all(t.is_floating_point() for t in tensors)),
+            (aio, "try_load", lambda op: None),
+            (aio, "_PythonThreads", lambda **_: _Transfers(recorder)),
+            (drive.DirectFile, "allocate", lambda file, nbytes: None),
+        ):
+            stack.enter_context(replace(owner, name, value))
+        yield

@@ -1,0 +1,166 @@
+"""Is every access ordered after those it must come after? Vector clocks over streams (Mattern 1989; torch's sanitizer
+of CUDA streams works alike, with one clock for each tensor instead of byte ranges)."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepspeed.simulate.events import (
+    DEVICE,
+    HOST,
+    PINNED,
+    Allocate,
+    Event,
+    Free,
+    HostWait,
+    Launch,
+    Record,
+    Site,
+    Touch,
+    Wait,
+    place_of,
+)
+
+_Clock = dict[int, int]
+
+
+class Access(NamedTuple):
+    """Bytes [start, stop) of a buffer were read or written by the ``number``-th launch, on ``stream``."""
+
+    start: int
+    stop: int
+    stream: int
+    number: int
+    writes: bool
+    name: str
+    site: Site
+
+    def __str__(self) -> str:
+        where = "by the host" if self.stream == HOST else f"on stream {self.stream}"
+        return f"{'write' if self.writes else 'read'} of {self.name} {where} at {place_of(self.site)}"
+
+
+@dataclass(frozen=True)
+class Unordered:
+    """Two accesses that may happen in either order, or one to memory that may already be somebody else's."""
+
+    problem: str
+    first: Access
+    second: Access
+    buffer: Allocate
+
+    def __str__(self) -> str:
+        b = self.buffer
+        return (
+            f"{self.problem}: {self.second}\n  is not ordered after the {self.first};\n"
+            f"  buffer of {b.nbytes:,} bytes ({b.category or b.place}), allocated at {place_of(b.site)}"
+        )
+
+
+class _Buffer:
+    __slots__ = ("accesses", "allocated", "freed")
+
+    def __init__(self, allocated: Allocate) -> None:
+        self.allocated = allocated
+        self.accesses: list[Access] = []
+        self.freed: Access | None = None
+
+
+class OrderCheck:
+    """Feed it the events of a run; ``problems`` has each unordered pair of places once."""
+
+    def __init__(self) -> None:
+        self.problems: list[Unordered] = []
+        self._clocks: defaultdict[int, _Clock] = defaultdict(dict)
+        self._events: dict[int, _Clock] = {}
+        self._buffers: dict[int, _Buffer] = {}
+        self._number = 0
+        self._seen: set[tuple[object, ...]] = set()
+
+    def feed(self, event: Event) -> None:
+        """The next event of the program."""
+        if isinstance(event, Launch):
+            self._launch(event)
+        elif isinstance(event, Allocate):
+            self._allocate(event)
+        elif isinstance(event, Free):
+            self._free(event)
+        elif isinstance(event, Record):
+            self._events[event.event] = dict(self._clocks[event.stream])
+        elif isinstance(event, Wait):
+            _merge(self._clocks[event.stream], self._events.get(event.event, {}))
+        elif isinstance(event, HostWait):
+            self._host_wait(event)
+
+    def _host_wait(self, event: HostWait) -> None:
+        if event.event is not None:
+            clocks = [self._events.get(event.event, {})]
+        elif event.stream is not None:
+            clocks = [self._clocks[event.stream]]
+        else:
+            clocks = list(self._clocks.values())
+        for clock in clocks:
+            _merge(self._clocks[HOST], clock)
+
+    def _launch(self, event: Launch) -> None:
+        self._number += 1
+        clock = self._clocks[event.stream]
+        if event.stream != HOST:  # what the program did before, and waited for, is done before
+            _merge(clock, self._clocks[HOST])
+        clock[event.stream] = self._number
+        for touches, writes in ((event.reads, False), (event.writes, True)):
+            for touch in touches:
+                self._access(touch, Access(*touch[1:], event.stream, self._number, writes, event.name, event.site))
+
+    def _access(self, touch: Touch, access: Access) -> None:
+        buffer = self._buffers.get(touch.buffer)
+        if buffer is None or access.start >= access.stop:
+            return
+        if buffer.freed is not None:
+            self._report("use of freed memory", buffer.freed, access, buffer)
+            return
+        clock = self._clocks[access.stream]
+        kept = []
+        for other in buffer.accesses:
+            ordered = other.stream == access.stream or clock.get(other.stream, 0) >= other.number
+            either = access.writes or other.writes
+            if not ordered and either and other.start < access.stop and access.start < other.stop:
+                self._report("race", other, access, buffer)
+            # Whatever has to come after ``other`` has to come after this one too, which comes after it.
+            inside = access.start <= other.start and other.stop <= access.stop
+            if not (inside and ordered and (access.writes or not other.writes)):
+                kept.append(other)
+        buffer.accesses = [*kept, access]
+
+    def _allocate(self, event: Allocate) -> None:
+        buffer = self._buffers[event.buffer] = _Buffer(event)
+        if event.place == DEVICE:
+            # The memory may have been another buffer's until all that its stream was given is done.
+            last = self._clocks[event.stream].get(event.stream, 0)
+            name = "the memory's last owner"
+            buffer.accesses.append(Access(0, event.nbytes, event.stream, last, writes=True, name=name, site=event.site))
+
+    def _free(self, event: Free) -> None:
+        buffer = self._buffers.get(event.buffer)
+        if buffer is None:
+            return
+        home = buffer.allocated.stream if buffer.allocated.place == DEVICE else HOST
+        whole = (0, buffer.allocated.nbytes, home, self._number)
+        freed = Access(*whole, writes=True, name="the allocator", site=event.site)
+        clock = self._clocks[home]
+        for other in buffer.accesses if buffer.allocated.place != PINNED else ():
+            if other.stream != home and other.stream not in event.covered and clock.get(other.stream, 0) < other.number:
+                self._report("freed while in use", other, freed, buffer)
+        buffer.accesses, buffer.freed = [], freed
+
+    def _report(self, problem: str, first: Access, second: Access, buffer: _Buffer) -> None:
+        key = (problem, first.site[:1], second.site[:1], first.name, second.name)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.problems.append(Unordered(problem, first, second, buffer.allocated))
+
+
+def _merge(clock: _Clock, other: _Clock) -> None:
+    for stream, number in other.items():
+        if clock.get(stream, 0) < number:
+            clock[stream] = number

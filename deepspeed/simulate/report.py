@@ -1,0 +1,92 @@
+"""What a simulated step took: in words, as facts, and as a picture over time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from deepspeed.observe.program import columns
+from deepspeed.simulate.costs import Machine
+from deepspeed.simulate.events import DRIVE_READS, DRIVE_WRITES, HOST
+from deepspeed.simulate.run import Outcome
+
+_MOST = 6  # rows of a list that can be long
+_NAMES = {HOST: "program", DRIVE_READS: "drive: reads", DRIVE_WRITES: "drive: writes"}
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _largest(sums: dict[Any, float]) -> list[tuple[Any, float]]:
+    return sorted(sums.items(), key=lambda item: -item[1])
+
+
+def facts(outcome: Outcome) -> dict[str, Any]:
+    """The numbers, for programs: seconds and bytes."""
+    return {
+        "parameters": outcome.parameters,
+        "step_seconds": outcome.seconds,
+        "phase_seconds": outcome.phases,
+        "exposed_seconds": outcome.exposed_seconds,
+        "exposed": [{"launch": n, "for": label, "seconds": s} for (n, label), s in _largest(outcome.exposed)],
+        "late_seconds": dict(outcome.late),
+        "host_waits": [
+            {"what": what, "where": where, "times": times, "seconds": outcome.waited.get((what, where), 0.0)}
+            for (what, where), times in outcome.waits.most_common()
+        ],
+        "agreements": outcome.agreements,
+        "device_bytes": {"states": outcome.states, "peak": outcome.peak, "reserved": outcome.reserved}
+        | {"building": outcome.build_peak, "at_peak": outcome.at_peak},
+        "host_bytes": outcome.host,
+        "unordered": [str(problem) for problem in outcome.unordered],
+    }
+
+
+def text(outcome: Outcome, machine: Machine, title: str) -> str:
+    """The report that people read."""
+    over = outcome.reserved - int(machine["device_bytes"])
+    memory: list[tuple[str, float]] = [("model states at rest", outcome.states), ("peak", outcome.peak)]
+    memory += [(f"  of it {name}", size) for name, size in _largest(dict(outcome.at_peak)) if size]
+    memory += [("reserved by the allocator", outcome.reserved), ("peak while building", outcome.build_peak)]
+    memory += [(f"host memory, {place}", size) for place, size in outcome.host.items()]
+    share = outcome.exposed_seconds / outcome.seconds if outcome.seconds else 0.0
+    times = [("step", outcome.seconds), *((f"  {name}", seconds) for name, seconds in outcome.phases.items())]
+    times += [("exposed transfers", outcome.exposed_seconds)]
+    times += [(f"  {n} {label}".rstrip(), seconds) for (n, label), seconds in _largest(outcome.exposed)[:_MOST]]
+    times += [("device without work from the program", sum(outcome.late.values()))]
+    times += [(f"  after {name}", seconds) for name, seconds in _largest(outcome.late)[:_MOST] if name]
+    times += [("program busy with its own work", outcome.busy.get(HOST, 0.0))]
+    lines = [title, "", *columns([(name, _gib(size)) for name, size in memory]), ""]
+    lines += [*columns([(name, _ms(seconds)) for name, seconds in times]), ""]
+    lines += [f"exposed transfers are {share:.1%} of the step; the ranks exchange {outcome.agreements} messages"]
+    waits = outcome.waits.most_common()
+    lines += [f"the program waits for the device {sum(outcome.waits.values())} times in the step"]
+    lines += [
+        f"  {times} x {what}, {_ms(outcome.waited.get((what, where), 0.0))}: {where}"
+        for (what, where), times in waits[:_MOST]
+    ]
+    lines += [f"  and {len(waits) - _MOST} other places"] * (len(waits) > _MOST)
+    if over > 0:
+        lines += [f"DOES NOT FIT: {_gib(over)} more than the {_gib(machine['device_bytes'])} of {machine.name}"]
+    lines += [f"UNORDERED {problem}" for problem in outcome.unordered]
+    return "\n".join(lines)
+
+
+def write_trace(outcome: Outcome, path: str) -> None:
+    """Write a row for each stream, for ui.perfetto.dev and chrome://tracing (Trace Event Format). Raises OSError."""
+    begin = min((span.start for span in outcome.spans), default=0.0)
+    streams = sorted({span.stream for span in outcome.spans})
+    rows: list[dict[str, object]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "one rank"}}]
+    for order, stream in enumerate(streams):
+        name = _NAMES.get(stream) or outcome.streams.get(stream, f"stream {stream}")
+        rows.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": order, "args": {"name": name}})
+        rows.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": order, "args": {"sort_index": order}})
+    for span in outcome.spans:
+        when = {"ts": (span.start - begin) * 1e6, "dur": span.seconds * 1e6}
+        row = {"ph": "X", "pid": 0, "tid": streams.index(span.stream), "name": span.name}
+        rows.append({**row, "cat": span.label or "program", **when})
+    Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))

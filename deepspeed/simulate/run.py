@@ -1,0 +1,176 @@
+"""One simulated run: the real engine on a device that does not exist, for a few steps, and what the last one took."""
+
+import contextlib
+import logging
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.api import initialize
+from deepspeed.observe import hostmem
+from deepspeed.observe.log import logger
+from deepspeed.simulate.costs import Machine
+from deepspeed.simulate.device import NAME
+from deepspeed.simulate.events import DEVICE
+from deepspeed.simulate.install import recording, replaced
+from deepspeed.simulate.models import Subject
+from deepspeed.simulate.order import Unordered
+from deepspeed.simulate.record import Recorder
+from deepspeed.simulate.timeline import Interval
+from deepspeed.zero.client.init import Init
+
+# Some steps teach the schedule and the ranks, who then agree in advance; the fifth is what every later one is.
+STEPS = 5
+
+
+@dataclass
+class Outcome:
+    """The last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
+    ``engine.destroy()``, the weights."""
+
+    parameters: int
+    seconds: float
+    phases: dict[str, float]
+    exposed: dict[tuple[str, str], float]
+    late: dict[str, float]
+    waited: dict[tuple[str, str], float]
+    waits: Counter[tuple[str, str]]
+    busy: dict[int, float]
+    work: dict[str, float]
+    agreements: int
+    states: int
+    peak: int
+    at_peak: dict[str, int]
+    reserved: int
+    build_peak: int
+    host: dict[str, int]
+    left: int
+    unordered: list[Unordered]
+    operations: int
+    streams: dict[int, str]
+    spans: list[Interval] = field(default_factory=list)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long the compute stream stood because of other streams."""
+        return sum(self.exposed.values())
+
+
+def _on_device(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: _on_device(value) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map(_on_device, batch))
+    return batch.to(NAME) if isinstance(batch, torch.Tensor) else batch
+
+
+def _forward(engine: Any, subject: Subject, step: int) -> torch.Tensor:
+    batch = _on_device(subject.batch(engine.module, step))
+    if isinstance(batch, dict):
+        return subject.loss(engine(**batch), batch)
+    return subject.loss(engine(*batch) if isinstance(batch, (list, tuple)) else engine(batch), batch)
+
+
+@contextlib.contextmanager
+def _elsewhere(machine: Machine, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configuration on the simulated machine: its host memory, and for drives a folder that stays empty."""
+    size = int(machine["host_bytes"])
+    pool = hostmem.Pool(("simulated",), "memory of the simulated node", size, size)
+    level = logger.level
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_simulate_"))
+        stack.enter_context(replaced(hostmem, "memory_pools", lambda *_: [pool]))
+        stack.callback(logger.setLevel, level)
+        logger.setLevel(max(level, logging.WARNING))
+        zero = {
+            key: value | {"nvme_path": folder} if isinstance(value, dict) and value.get("device") == "nvme" else value
+            for key, value in dict(config.get("zero_optimization", {})).items()
+        }
+        yield config | {"zero_optimization": zero} if zero else config
+
+
+def simulate(
+    subject: Subject, config: dict[str, Any], machine: Machine, *, world: int, rank: int = 0, keep: bool = False,
+    sharded_init: bool | None = None, steps: int = STEPS,
+) -> Outcome:  # fmt: skip
+    """Rank ``rank`` of ``world`` trains ``subject`` for so many steps with ``config`` (a dict, as for ``initialize``).
+
+    ``sharded_init``: the model is built under ``zero.Init``; by default at stage 3. ``keep``: with every span of the
+    last step. One process, no data; raises what ``initialize`` raises.
+    """
+    zero = config.get("zero_optimization", {})
+    sharded = zero.get("stage") == 3 if sharded_init is None else sharded_init
+    accumulation = int(config.get("gradient_accumulation_steps") or 1)
+    with recording(machine, world=world, rank=rank, keep=keep) as recorder, _elsewhere(machine, config) as config:
+        with Init(config_dict_or_path=config) if sharded else torch.device(NAME):
+            model = subject.build()
+        engine, *_ = initialize(model=model, config=config)
+        build_peak = recorder.usage.of(DEVICE).peak
+        asked = Counter[str]()
+        _count_agreements(engine, recorder, asked)
+        for step in range(steps):
+            recorder.usage.restart()
+            recorder.timeline.restart()
+            asked.clear()
+            begin = recorder.timeline.end
+            for micro in range(accumulation):
+                recorder.enter_phase("forward")
+                loss = _forward(engine, subject, step * accumulation + micro)
+                recorder.enter_phase("backward")
+                engine.backward(loss)
+                del loss
+                recorder.enter_phase("step")
+                engine.step()
+        outcome = _outcome(recorder, model, begin, asked.total())
+        outcome.build_peak = build_peak
+        engine.destroy()
+        outcome.left = recorder.usage.of(DEVICE).now
+        outcome.unordered = list(recorder.order.problems)
+    return outcome
+
+
+def _count_agreements(engine: Any, recorder: Recorder, asked: Counter[str]) -> None:
+    """Let the programs' messages to each other take their time, which is that of the host."""
+
+    def listen(op: str, numel: int, dtype: torch.dtype, size: int) -> None:
+        if op in ("rows", "digest"):
+            asked[op] += 1
+            recorder.timeline.host_work(recorder.timeline.machine.agreement(size), "agreement")
+
+    if engine.mesh.control is not None:
+        engine.mesh.control.ledger.append(listen)
+
+
+def _outcome(recorder: Recorder, model: nn.Module, begin: float, agreements: int) -> Outcome:
+    timeline, usage = recorder.timeline, recorder.usage.of(DEVICE)
+    end, phases = timeline.end, defaultdict[str, float](float)
+    for (name, start), (_, stop) in zip(timeline.phases, [*timeline.phases[1:], ("", end)], strict=True):
+        phases[name] += stop - start
+    return Outcome(
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+        seconds=end - begin,
+        phases=dict(phases),
+        exposed=dict(timeline.exposed),
+        late=dict(timeline.late),
+        waited=dict(timeline.waited),
+        waits=timeline.waits.copy(),
+        busy=dict(timeline.busy),
+        work=dict(timeline.work),
+        agreements=agreements,
+        states=usage.by_category["states"],
+        peak=usage.peak,
+        at_peak=dict(usage.at_peak),
+        reserved=recorder.usage.allocator.peak_reserved,
+        build_peak=0,
+        host={place: place_usage.peak for place, place_usage in recorder.usage.places.items() if place != DEVICE},
+        left=0,
+        unordered=[],
+        operations=recorder.operations,
+        streams=dict(recorder.streams),
+        spans=list(timeline.spans or ()),
+    )

@@ -1,0 +1,191 @@
+"""The memory of simulated tensors: none is there, but every storage has a size, a place, an address and an end."""
+
+import bisect
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from deepspeed.simulate.device import MODULE, NAME
+from deepspeed.simulate.events import DEVICE, HOST, PAGEABLE, PINNED, Allocate, Event, Free, Site, Touch
+
+_PAGE = 4096
+_FIRST_ADDRESS = 1 << 56  # no process has memory there
+_TORCH = ("/torch/", "/deepspeed/simulate/", "/contextlib.py", "/functools.py", "/weakref.py", "<frozen", "<string>")
+
+# (file, function) of this package that allocates -> what for; of a site the first row that fits decides.
+CATEGORIES = {
+    ("zero/unit.py", "fetch"): "gathered",
+    ("zero/unit.py", "adopt"): "states",
+    ("zero/unit.py", "_settled"): "states",
+    ("zero/unit.py", "_spread"): "states",
+    ("zero/unit.py", "open_grad"): "states",
+    ("zero/unit.py", "open_partial"): "gradients",
+    ("zero/memory/tiers.py", "host_empty"): "states",
+    ("zero/build.py", "_values"): "build",
+    ("zero/gradients.py", "reduce"): "reduction",
+    ("zero/gradients.py", "_rest"): "reduction",
+    ("zero/gradients.py", "reduce_over_axes"): "reduction",
+    ("comm/collectives.py", "reduce_scatter"): "reduction",
+    ("optim/base.py", "_moment"): "states",
+    ("tier/staging.py", "_make"): "staging",
+}
+
+
+class _Frames:
+    """Frames outside torch and the simulator, with what their code objects are called."""
+
+    def __init__(self) -> None:
+        self._names: dict[Any, tuple[str, str] | None] = {}
+
+    def site(self, depth: int, frame: FrameType | None) -> Site:
+        places: list[tuple[str, int, str]] = []
+        while frame is not None and len(places) < depth:
+            code = frame.f_code
+            if code not in self._names:
+                file = code.co_filename
+                outside = not any(part in file for part in _TORCH)
+                self._names[code] = (file.rpartition("/deepspeed/")[2], code.co_name) if outside else None
+            if (name := self._names[code]) is not None:
+                places.append((name[0], frame.f_lineno, name[1]))
+            frame = frame.f_back
+        return tuple(places)
+
+
+class _Store:
+    """One storage with bytes; ``buffer`` names it in events and changes when it is filled anew."""
+
+    __slots__ = ("address", "buffer", "covered", "nbytes", "place", "reference")
+
+    def __init__(self, buffer: int, nbytes: int, place: str, reference: Any) -> None:
+        self.buffer, self.nbytes, self.place, self.reference = buffer, nbytes, place, reference
+        self.address: int | None = None
+        self.covered: set[int] = set()
+
+
+class _Torch(NamedTuple):
+    """What torch has where the recorder puts its own."""
+
+    resize: Any
+    storage_pointer: Any
+
+
+class Stores:
+    """Every storage that the simulation has met. Events go to ``emit``; ``phase()`` names what nobody else does."""
+
+    def __init__(self, emit: Callable[[Event], None], phase: Callable[[], str]) -> None:
+        self._emit, self._phase = emit, phase
+        self._frames = _Frames()
+        self._stores: dict[int, _Store] = {}
+        self._count = 0
+        self._addresses: list[tuple[int, _Store]] = []
+        self._next_address = _FIRST_ADDRESS
+        self._torch = _Torch(torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr)
+
+    def site(self, depth: int = 3) -> Site:
+        """Where the program is."""
+        return self._frames.site(depth, sys._getframe(1))
+
+    def touch(self, tensor: torch.Tensor, *, pinned: bool = False) -> Touch:
+        """The bytes that the tensor spans."""
+        store = self.of(tensor, pinned=pinned)
+        width, numel = tensor.element_size(), tensor.numel()
+        start = int(tensor.storage_offset()) * width
+        if numel and not tensor.is_contiguous():
+            numel = 1 + sum(
+                int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+        return Touch(store.buffer, start, start + numel * width)
+
+    def known(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage has been met."""
+        return tensor.untyped_storage()._cdata in self._stores
+
+    def of(self, tensor: torch.Tensor, *, pinned: bool = False) -> _Store:
+        """The storage of a tensor; met for the first time, it is allocated here and now."""
+        storage = tensor.untyped_storage()
+        store = self._stores.get(storage._cdata)
+        if store is None:
+            device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+            place = DEVICE if device.type == NAME else PINNED if pinned else PAGEABLE
+            store = self._adopt(storage, place)
+        return store
+
+    def pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in page-locked memory."""
+        store = self._stores.get(tensor.untyped_storage()._cdata)
+        return store is not None and store.place not in (DEVICE, PAGEABLE)
+
+    def _adopt(self, storage: torch.UntypedStorage, place: str) -> _Store:
+        key = storage._cdata
+        # The C++ owners of a storage keep its weak reference alive: this is its true end.
+        store = _Store(0, 0, place, weakref.ref(storage, lambda _: self._gone(key)))
+        self._stores[key] = store
+        self._fill(store, storage.nbytes())
+        return store
+
+    def _fill(self, store: _Store, nbytes: int) -> None:
+        self._count += 1
+        store.buffer, store.nbytes, store.address = self._count, nbytes, None
+        stream = MODULE.current_stream().number if store.place == DEVICE else HOST
+        site = self.site(4)
+        self._emit(Allocate(store.buffer, nbytes, store.place, stream, self._category(site), site))
+
+    def _category(self, site: Site) -> str:
+        for file, _, function in site:
+            if (file, function) in CATEGORIES:
+                return CATEGORIES[file, function]
+            if file.startswith("optim/"):
+                return "states" if self._phase() != "step" else "step"
+        return self._phase()
+
+    def _empty(self, store: _Store) -> None:
+        if store.nbytes:
+            self._emit(Free(store.buffer, frozenset(store.covered), self.site()))
+        store.nbytes = 0
+
+    def _gone(self, key: int) -> None:
+        store = self._stores.pop(key, None)
+        if store is not None:
+            self._empty(store)
+
+    def cover(self, tensor: torch.Tensor, stream: int) -> None:
+        """``record_stream``: the allocator waits for that stream before it gives the memory away."""
+        self.of(tensor).covered.add(stream)
+
+    # -- in the place of torch's methods --------------------------------------------------------------------------
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        """``UntypedStorage.resize_``: to nothing and back, which is how units are released and gathered."""
+        store = self._stores.get(storage._cdata)
+        self._torch.resize(storage, nbytes)
+        if store is not None and nbytes != store.nbytes:
+            self._empty(store)
+            if nbytes:
+                self._fill(store, nbytes)
+        return storage
+
+    def storage_pointer(self, storage: torch.UntypedStorage) -> int:
+        """``UntypedStorage.data_ptr``: of a simulated one an address that nothing else has."""
+        store = self._stores.get(storage._cdata)
+        return self._torch.storage_pointer(storage) if store is None else self._address(store)
+
+    def pointer(self, tensor: torch.Tensor) -> int:
+        """``FakeTensor.data_ptr``."""
+        return self._address(self.of(tensor)) + int(tensor.storage_offset()) * tensor.element_size()
+
+    def _address(self, store: _Store) -> int:
+        if store.address is None:
+            store.address = self._next_address
+            self._next_address += (store.nbytes // _PAGE + 2) * _PAGE
+            self._addresses.append((store.address, store))
+        return store.address
+
+    def at(self, address: int, nbytes: int) -> Touch:
+        """The bytes behind an address that a native kernel is given."""
+        start, store = self._addresses[bisect.bisect_right(self._addresses, address, key=lambda entry: entry[0]) - 1]
+        assert store.address == start and address + nbytes <= start + store.nbytes, "a kernel is given a stale address"
+        return Touch(store.buffer, address - start, address - start + nbytes)

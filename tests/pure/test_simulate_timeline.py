@@ -1,0 +1,169 @@
+"""The clock, on sequences short enough to reckon by hand, and the machine's constants."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed.errors import UsageError
+from deepspeed.simulate.costs import CONSTANTS, Machine, load_machine, machines
+from deepspeed.simulate.events import COMPUTE, HOST, Event, HostWait, Launch, Phase, Record, Wait, Work
+from deepspeed.simulate.timeline import Timeline
+
+SIDE = 1
+# One flop or byte a second, nothing for launches: times are what the work says.
+PLAIN = dict.fromkeys(CONSTANTS, 1.0) | {"launch_s": 0.0, "wait_s": 0.0, "kernel_s": 0.0, "matmul_half": 0.0}
+PLAIN |= {"copy_s": 0.0, "gpus_per_node": 8.0, "node_hop_s": 0.0, "network_hop_s": 0.0, "memory_rate": 1e30}
+
+
+def kernel(stream: int, seconds: float, name: str = "work", label: str = "") -> Launch:
+    return Launch(stream, name, (), (), Work("kernel", flops=seconds), label=label)
+
+
+def play(*events: Event, **constants: float) -> Timeline:
+    timeline = Timeline(Machine("plain", PLAIN | constants), keep=True)
+    for event in events:
+        timeline.feed(event)
+    return timeline
+
+
+def test_streams_run_beside_each_other_and_each_in_order() -> None:
+    timeline = play(kernel(COMPUTE, 3), kernel(SIDE, 4), kernel(COMPUTE, 2))
+    assert timeline.end == 5
+    assert timeline.busy == {COMPUTE: 5, SIDE: 4}
+
+
+def test_what_the_compute_stream_waits_for_is_exposed_by_cause() -> None:
+    timeline = play(
+        kernel(COMPUTE, 3),
+        kernel(SIDE, 5, "all_gather", "block"),
+        Record(1, SIDE),
+        Wait(COMPUTE, 1),
+        kernel(COMPUTE, 1),
+    )
+    assert timeline.end == 6
+    assert timeline.exposed == {("all_gather", "block"): 2}
+
+
+def test_a_cause_travels_through_a_side_stream() -> None:
+    timeline = play(kernel(2, 5, "all_gather", "block"), Record(1, 2), Wait(SIDE, 1), Record(2, SIDE), Wait(COMPUTE, 2))
+    assert timeline.exposed == {("all_gather", "block"): 5}
+
+
+def test_a_wait_for_what_is_done_costs_nothing() -> None:
+    timeline = play(kernel(SIDE, 1), Record(1, SIDE), kernel(COMPUTE, 3), Wait(COMPUTE, 1), Wait(COMPUTE, 99))
+    assert timeline.end == 3 and not timeline.exposed
+
+
+def test_the_program_runs_ahead_until_it_waits() -> None:
+    timeline = play(
+        kernel(COMPUTE, 3), kernel(COMPUTE, 3), HostWait("read", stream=COMPUTE), kernel(COMPUTE, 1), launch_s=1.0
+    )
+    assert timeline.waited == {("read", "(outside of any file)"): 5}  # launched at 1 and 2, done at 7
+    assert timeline.end == 9  # the next launch takes until 8
+    assert timeline.late == {"": 1, "read": 1}
+
+
+def test_launches_bound_small_kernels() -> None:
+    timeline = play(*(kernel(COMPUTE, 1) for _ in range(10)), launch_s=2.0)
+    assert timeline.end == 21 and sum(timeline.late.values()) == 11
+
+
+def test_work_of_the_program_is_not_exposed_transfer_but_lateness() -> None:
+    timeline = play(kernel(COMPUTE, 1), Launch(HOST, "adam", (), (), Work("adam", nbytes=4)), kernel(COMPUTE, 1))
+    assert timeline.end == 5 and not timeline.exposed and timeline.late == {"": 3}
+
+
+def test_lateness_and_exposure_are_told_apart() -> None:
+    """The program comes at 4, what it waits for at 6."""
+    own = Launch(HOST, "own", (), (), Work("host", nbytes=4))
+    transfer = (kernel(SIDE, 6, "all_gather"), Record(1, SIDE))
+    timeline = play(kernel(COMPUTE, 1), *transfer, own, Wait(COMPUTE, 1), kernel(COMPUTE, 1))
+    assert timeline.late == {"": 3} and timeline.exposed == {("all_gather", ""): 2} and timeline.end == 7
+
+
+def test_phases_begin_when_the_device_gets_there() -> None:
+    timeline = play(Phase("forward"), kernel(COMPUTE, 3), Phase("backward"), kernel(COMPUTE, 2))
+    assert timeline.phases == [("forward", 0), ("backward", 3)]
+
+
+def test_a_restart_counts_from_an_idle_device() -> None:
+    timeline = play(kernel(COMPUTE, 3))
+    timeline.restart()
+    assert timeline.now == 3 and timeline.end == 3 and not timeline.busy and timeline.spans == []
+
+
+def test_events_are_done_at_the_program_s_time() -> None:
+    timeline = play(kernel(COMPUTE, 3), Record(1, COMPUTE))
+    assert not timeline.done(1)
+    timeline.feed(HostWait("event", event=1))
+    assert timeline.done(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("all_gather", range(8), 8 * 7 / 8),  # a ring inside a node
+        ("all_reduce", range(8), 2 * 8 * 7 / 8),
+        ("all_gather", range(16), 8 * 15 / 16 / 1),  # 8 devices a node share the network: as fast as inside
+        ("all_gather", range(0, 16, 8), 8 * 1 / 2 / 0.5),  # one a node: its own share only
+        ("all_gather", range(1), 0.0),
+    ],
+)
+def test_a_collective_takes_a_ring_s_time(name: str, ranks: range, expected: float) -> None:
+    machine = Machine("plain", PLAIN | {"network_rate": 0.5 if len(ranks) == 2 else 1.0})
+    assert machine.collective(name, 8, tuple(ranks)) == pytest.approx(expected)
+
+
+def test_an_all_reduce_of_little_over_many_ranks_takes_a_tree_s_time() -> None:
+    machine = Machine("plain", PLAIN | {"node_hop_s": 1.0, "network_hop_s": 1.0})
+    assert machine.collective("all_reduce", 0, tuple(range(512))) == pytest.approx(2 * 9)
+    assert machine.collective("all_gather", 0, tuple(range(512))) == pytest.approx(511)
+
+
+def test_the_slowest_of_arithmetic_memory_and_the_kernel_itself_decides() -> None:
+    machine = Machine("plain", PLAIN | {"memory_rate": 2.0, "kernel_s": 3.0})
+    assert machine.seconds(Work("kernel", flops=1)) == 3
+    assert machine.seconds(Work("kernel", flops=5)) == 5
+    assert machine.seconds(Work("kernel", flops=5, nbytes=12)) == 6
+
+
+def test_products_reach_their_share_with_their_smallest_side() -> None:
+    machine = Machine("plain", PLAIN | {"matmul_share": 0.5, "matmul_half": 100.0})
+    assert machine.product_share((100, 10_000, 10_000)) == 0.25
+    assert machine.product_share((100_000, 10**6, 10**6)) == pytest.approx(0.5, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", machines())
+def test_every_constant_of_every_machine_has_a_source(name: str) -> None:
+    assert set(load_machine(name).values) == set(CONSTANTS)
+    document = json.loads((Path(__file__).parents[2] / f"deepspeed/simulate/machines/{name}.json").read_text())
+    assert all(len(source) > 3 for _, source in document["constants"].values())
+
+
+def test_a_machine_may_be_like_another(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"name": "mine", "like": "h100", "constants": {"bus_rate": [1e9, "measured"]}}))
+    machine = load_machine(str(path))
+    assert machine.name == "mine" and machine["bus_rate"] == 1e9
+    assert machine["flops_bf16"] == load_machine("h100")["flops_bf16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "no machine '.*': there are .*h100.*, or a file"),
+        ("{", "is no machine"),
+        ('{"constants": {"bus_rate": 3}}', "is no machine"),
+        ('{"constants": {"bus_rat": [3, "x"]}}', "'bus_rat' is no constant"),
+        ('{"constants": {"bus_rate": [3, "x"]}}', "'node_rate' is missing"),
+        ('{"like": "h100", "constants": {"bus_rate": [0, "x"]}}', "'bus_rate' must be a positive number, not 0"),
+        ('{"like": "h1", "constants": {}}', "no machine 'h1'"),
+    ],
+)
+def test_a_wrong_machine_is_a_sentence(tmp_path: Path, text: str | None, expected: str) -> None:
+    path = tmp_path / "mine.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=expected):
+        load_machine(str(path))

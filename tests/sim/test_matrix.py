@@ -1,0 +1,91 @@
+"""The table of configurations on the simulated device: order, memory and waits of the real engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.sim.matrix import CASES, WORLD
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 300
+pytestmark = pytest.mark.skipif(
+    torch.__version__.split("+")[0] < "2.13", reason="the simulated device needs devices written in Python (torch 2.13)"
+)
+
+NORM = "read of numbers on the device: zero/step.py global_norm"
+GRADIENTS_DOWN = "blocking copy: tier/store.py round_into"
+SQUARES_UP = "blocking copy: zero/step.py global_norm"
+DRIVE = "wait for a drive: tier/aio.py settle"
+# Where the program waits for the device in a step, by where states rest. Each further place is a step that got slower.
+WAITS = {
+    "host": {NORM, GRADIENTS_DOWN, SQUARES_UP, "blocking copy: zero/runtime.py _publish_one"},
+    "drive": {NORM, GRADIENTS_DOWN, SQUARES_UP, DRIVE, "blocking copy: tier/drive.py _load"},
+}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of every case, from one process: torch gives a simulated device back at its end only."""
+    out = tmp_path_factory.mktemp("sim") / "facts.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.sim.matrix", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return dict(json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_access_is_ordered(facts: dict[str, dict[str, Any]], name: str) -> None:
+    assert not facts[name]["unordered"], "\n".join(facts[name]["unordered"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str, dict[str, Any]], name: str) -> None:
+    allowed = WAITS.get(name.rpartition("-")[2], {NORM})
+    if name.startswith(("optimizer-on-host", "stage2-optimizer")):
+        allowed = WAITS["host"]
+    assert set(facts[name]["waits"]) <= allowed
+
+
+# Bytes a parameter: its share of 16-bit weights, fp32 gradients and fp32 master and moments.
+PARAM, GRAD, OPTIM = 2.0, 4.0, 12.0
+STATES = {
+    "stage0": PARAM + GRAD + OPTIM,
+    "stage1": PARAM + (GRAD + OPTIM) / WORLD,
+    "stage2": PARAM + (GRAD + OPTIM) / WORLD,
+    "stage3": (PARAM + GRAD + OPTIM) / WORLD,
+    "stage3-accumulated": (PARAM + GRAD + OPTIM) / WORLD,
+    "mics": (PARAM + GRAD + OPTIM) / 4,
+    "hpz": PARAM / 2 + (GRAD + OPTIM) / WORLD,
+    "stage3-fp32": 16.0 / WORLD,
+    "optimizer-on-host": PARAM / WORLD,
+    "parameters-on-host": (GRAD + OPTIM) / WORLD,
+    "both-on-host": 0.0,
+    "both-on-drive": 0.0,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_model_states_take_the_bytes_of_the_formula(facts: dict[str, dict[str, Any]], name: str) -> None:
+    """Zhang et al. 2020, table 1; small parameters stay whole, which is the rest."""
+    each = facts[name]["states"] / facts[name]["parameters"]
+    assert each == pytest.approx(STATES[name], rel=2e-3, abs=1e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_destroy_gives_back_all_but_the_weights(facts: dict[str, dict[str, Any]], name: str) -> None:
+    on_device = not ("parameters-on-host" in name or "both-on" in name or name == "skipping-on-drive")
+    axis = {"stage0": 1, "stage1": 1, "stage2": 1, "mics": 4, "hpz": 2}.get(name.partition("-")[0], WORLD)
+    each = (2 * PARAM if name == "stage3-fp32" else PARAM) / axis * on_device
+    assert facts[name]["left"] / facts[name]["parameters"] == pytest.approx(each, abs=2e-2)
+
+
+def test_parameters_on_a_drive_are_read_in_every_step(facts: dict[str, dict[str, Any]]) -> None:
+    """Or the case would say nothing of drives."""
+    assert facts["both-on-drive"]["times"] > facts["optimizer-on-drive"]["times"]
