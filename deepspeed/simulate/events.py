@@ -10,8 +10,8 @@ HOST, COMPUTE = -1, 0
 DRIVE_READS, DRIVE_WRITES = -2, -3
 
 # Where a buffer lies: memory of the device; host memory that the driver's caching allocator pinned; that the program
-# itself registered; ordinary host memory.
-DEVICE, PINNED, REGISTERED, PAGEABLE = "device", "pinned", "registered", "pageable"
+# itself registered; ordinary host memory; a drive.
+DEVICE, PINNED, REGISTERED, PAGEABLE, FILE = "device", "pinned", "registered", "pageable", "file"
 
 # Frames outside torch, innermost first: (file, line, function).
 Site = tuple[tuple[str, int, str], ...]

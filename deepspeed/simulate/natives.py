@@ -21,6 +21,7 @@ _WIDTHS = {0: 4, 1: 2, 2: 2}  # of the dtype codes
 _PASSES = {FUSED_LAMB: 2}  # how often parameter and moments are read and written
 # Columns of a host kernel's arguments: weights, gradient, moments, rounded output.
 _HOST_POINTERS = {CPU_ADAM: 5, CPU_ADAGRAD: 4, CPU_LION: 4}
+_PART = 1 << 28
 
 
 class _Function:
@@ -107,15 +108,26 @@ class _Transfers:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._tickets: dict[int, int] = {}
+        self._parts: dict[tuple[int, int], int] = {}  # (descriptor, number of a part of the file) -> its buffer
 
     def submit(self, write: int, direct: int, plain: int, offset: int, address: int, nbytes: int) -> int:
         stream, name = (DRIVE_WRITES, "write") if write else (DRIVE_READS, "read")
-        touch, recorder = (self._recorder.stores.at(address, nbytes),), self._recorder
+        recorder = self._recorder
+        memory, file = (recorder.stores.at(address, nbytes),), tuple(self._bytes_of(plain, offset, offset + nbytes))
         work, site = Work(name, nbytes=nbytes), recorder.stores.site()
-        recorder.emit(Launch(stream, name, touch if write else (), () if write else touch, work, site, recorder.phase))
+        touched = (memory, file) if write else (file, memory)
+        recorder.emit(Launch(stream, name, *touched, work, site, recorder.phase))
         event = recorder.record(stream)
         self._tickets[event] = event
         return event
+
+    def _bytes_of(self, descriptor: int, start: int, stop: int) -> Iterator[Touch]:
+        """Bytes of a file, each part of it a buffer: there are not many accesses to look through in one."""
+        for part in range(start // _PART, -(-stop // _PART)):
+            if (descriptor, part) not in self._parts:
+                self._parts[descriptor, part] = self._recorder.stores.file()
+            begin = part * _PART
+            yield Touch(self._parts[descriptor, part], max(start - begin, 0), min(stop - begin, _PART))
 
     def wait(self, ticket: int) -> int:
         if self._tickets.pop(ticket, None) is not None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from deepspeed.simulate.events import (
     DEVICE,
+    DRIVE_READS,
+    DRIVE_WRITES,
     HOST,
     PINNED,
     Allocate,
@@ -22,6 +24,7 @@ from deepspeed.simulate.events import (
 )
 
 _Clock = dict[int, int]
+_DRIVES = (DRIVE_READS, DRIVE_WRITES)
 
 
 class Access(NamedTuple):
@@ -104,13 +107,15 @@ class OrderCheck:
 
     def _launch(self, event: Launch) -> None:
         self._number += 1
+        if event.stream in _DRIVES:  # its transfers overtake each other: only what the program waited for is before
+            self._clocks[event.stream] = dict(self._clocks[HOST])
         clock = self._clocks[event.stream]
         if event.stream != HOST:  # what the program did before, and waited for, is done before
             _merge(clock, self._clocks[HOST])
-        clock[event.stream] = self._number
         for touches, writes in ((event.reads, False), (event.writes, True)):
             for touch in touches:
                 self._access(touch, Access(*touch[1:], event.stream, self._number, writes, event.name, event.site))
+        clock[event.stream] = self._number
 
     def _access(self, touch: Touch, access: Access) -> None:
         buffer = self._buffers.get(touch.buffer)
@@ -122,7 +127,8 @@ class OrderCheck:
         clock = self._clocks[access.stream]
         kept = []
         for other in buffer.accesses:
-            ordered = other.stream == access.stream or clock.get(other.stream, 0) >= other.number
+            in_turn = other.stream == access.stream not in _DRIVES
+            ordered = in_turn or clock.get(other.stream, 0) >= other.number
             either = access.writes or other.writes
             if not ordered and either and other.start < access.stop and access.start < other.stop:
                 self._report("race", other, access, buffer)

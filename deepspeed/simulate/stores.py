@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from deepspeed.simulate.device import MODULE, NAME
-from deepspeed.simulate.events import DEVICE, HOST, PAGEABLE, PINNED, Allocate, Event, Free, Site, Touch
+from deepspeed.simulate.events import DEVICE, FILE, HOST, PAGEABLE, PINNED, Allocate, Event, Free, Site, Touch
 
 _PAGE = 4096
 _FIRST_ADDRESS = 1 << 56  # no process has memory there
@@ -100,6 +100,12 @@ class Stores:
                 int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
             )
         return Touch(store.buffer, start, start + numel * width)
+
+    def file(self) -> int:
+        """A buffer for what a file holds, whose size nobody counts."""
+        self._count += 1
+        self._emit(Allocate(self._count, 0, FILE, HOST, "file", self.site()))
+        return self._count
 
     def known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage has been met."""

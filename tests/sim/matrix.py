@@ -5,12 +5,28 @@ python -m tests.sim.matrix OUT.json [--only NAME ...]
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import re
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import deepspeed
+from deepspeed.simulate.costs import load_machine
+from deepspeed.simulate.device import NAME
+from deepspeed.simulate.install import recording
+from deepspeed.simulate.models import Shape, Subject, decoder_subject
+from deepspeed.simulate.record import Recorder
+from deepspeed.simulate.run import simulate
+from deepspeed.tier.drive import Drive, Stored
+from deepspeed.tier.transfer import Several
+from deepspeed.utils import safe_get_local_grad
 
 _CPU = {"device": "cpu", "pin_memory": True}
 _DRIVE = {"device": "nvme", "nvme_path": "/nowhere", "pin_memory": True}
@@ -55,56 +71,156 @@ CASES: dict[str, dict[str, Any]] = {
     "skipping-on-drive": _config(3, offload_optimizer=_DRIVE, offload_param=_DRIVE_ALL),
     # the user holds gathered parameters over a step
     "held": _config(3),
+    # another rank runs other modules, and asks for what this one does not need
+    "serving": _config(3),
+    # gradients and states are looked at and moved in the middle of a window
+    "looking": _config(3, accumulation=2),
+    "looking-at-stage2": _config(2, accumulation=2),
     "hpz-parameters-on-host": _config(3, zero_hpz_partition_size=2, offload_param=_CPU),
     "hpz-accumulated": _config(3, accumulation=2, zero_hpz_partition_size=2),
     "stage1-optimizer-on-drive": _config(1, offload_optimizer=_DRIVE),
 }
 WORLD = 8
 _LINE = re.compile(r":[0-9]+ ")
+_WIDTH, _VOCABULARY, _TOKENS = 256, 2048, 64
 
 
-def _skipping(subject: Any) -> Any:
-    """Batches of a model that leaves its middle block out of the last step."""
+class Block(nn.Module):
+    """A block that costs few operations."""
 
-    def batch(model: Any, step: int) -> Any:
-        if step == 2:
-            block = model.blocks[1]
-            block.forward = lambda x, angles: x
-            model.blocks[1].__class__ = type("Absent", (type(block),), {"__call__": lambda self, x, angles: x})
-        return subject.batch(model, step)
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 1024), nn.Linear(1024, _WIDTH)
 
-    return batch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
-def _holding(subject: Any) -> Any:
-    """Batches of a loop whose second step is inside a context that has the first block's parameters gathered."""
-    import deepspeed
+class Model(nn.Module):
+    """Embedding, three blocks, head."""
 
-    held = contextlib.ExitStack()
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
 
-    def batch(model: Any, step: int) -> Any:
-        if step == 1:
-            held.enter_context(deepspeed.zero.GatheredParameters(list(model.blocks[0].parameters())))
-        held.close() if step == 2 else None
-        return subject.batch(model, step)
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).float(), tokens)
 
-    return batch
+
+def _skip(model: Any, step: int) -> None:
+    """The last step leaves the middle block out."""
+    if step == 2:
+        block = model.blocks[1]
+        block.__class__ = type("Absent", (type(block),), {"__call__": lambda self, x: x})
+
+
+_held = contextlib.ExitStack()
+
+
+def _hold(model: Any, step: int) -> None:
+    """The second step is inside a context that has the first block's parameters gathered."""
+    if step == 1:
+        _held.enter_context(deepspeed.zero.GatheredParameters(list(model.blocks[0].parameters())))
+    if step == 2:
+        _held.close()
+
+
+def _serve(model: Any, step: int) -> None:
+    """In the forward of the second step another rank asks for what this one has, or has asked for: no peer is there to
+    do so, so what its message leads to is called."""
+    if step != 1:
+        return
+
+    def ask(block: Any, *_: Any) -> None:
+        for parameter in (block.up.weight, model.blocks[2].up.weight):
+            unit = parameter._ds_unit
+            unit.keeper._gather(unit, guest=True)
+
+    model.blocks[1].register_forward_pre_hook(ask)
+
+
+def _look(model: Any, step: int) -> None:
+    """In the middle of a window the client reads a gradient, and in that of the next one takes states away for a
+    while."""
+    parameter = model.blocks[0].up.weight
+    engine = parameter._ds_unit.keeper.client()
+    if step == 1:
+        safe_get_local_grad(parameter).sum()
+    if step == 3:
+        engine.offload_states()
+        engine.reload_states()
+
+
+# What a loop of the user's does before a forward, by the first word of a case's name.
+LOOPS: dict[str, tuple[Callable[[Any, int], None], int]] = {
+    "skipping": (_skip, 3), "held": (_hold, 3), "serving": (_serve, 2), "looking": (_look, 2)
+}  # fmt: skip
+
+
+def _subject(name: str) -> Subject:
+    if name in ("stage3", "recomputed"):  # attention too
+        shape = Shape(_WIDTH, 2, 4, 1024, _VOCABULARY, 128, 4)
+        return decoder_subject(name, shape, samples=1, sequence=64, recompute=name == "recomputed")
+    before, _ = LOOPS.get(name.partition("-")[0], (lambda model, step: None, 2))
+
+    def batch(model: nn.Module, step: int) -> torch.Tensor:
+        before(model, step)
+        return torch.randint(_VOCABULARY, (_TOKENS,), device=NAME)
+
+    return Subject(name, Model, batch, lambda output, _: output, 1)
+
+
+def use_a_drive(recorder: Recorder) -> None:
+    """Every verb of a drive, with nothing around it that waits too."""
+    numel = 5 << 18
+    with tempfile.TemporaryDirectory() as folder:
+        drive = Drive(folder, label="nvme_path", staging=3, piece_bytes=1 << 20, pin=True)
+        stored = Stored(drive, numel, torch.float32)
+        values, out = (torch.empty(numel, device="cpu", pin_memory=True) for _ in range(2))
+        stored.put(values, lent=True).wait()
+        stored.put(values, lent=True)
+        stored.get(out).wait()  # what is written is read
+        out.add_(1)
+        stored.put(values, lent=True)
+        stored.put(out, lent=True)  # and written again
+        with stored.open(write=True) as opened:  # in pieces
+            opened.add_(1)
+        device = torch.empty(numel, device=NAME)
+        stored.get(device)
+        stored.put(device)
+        held = stored.hold(lambda: None)
+        held.read(0, out.view(torch.uint8))
+        out.add_(1)
+        held.release()
+        stored.put(out, lent=True)
+        Several([stored.get(values[:4096]), stored.get(values[4096:8192], start=4096)]).wait()
+        values.add_(1)
+        stored.drop()
+        other = Stored(drive, numel, torch.float32)
+        other.put(values, lent=True)
+        drive.staging.settle()
+        drive.close()
+
+
+def order_of(name: str) -> list[str]:
+    """What is unordered in that case, or with a drive alone."""
+    if name != "drive":
+        return list(run(name)["unordered"])
+    with recording(load_machine("h100"), world=1) as recorder:
+        use_a_drive(recorder)
+    return [str(problem) for problem in recorder.order.problems]
 
 
 def run(name: str) -> dict[str, Any]:
     """Two steps of one configuration, as facts."""
-    from deepspeed.simulate.costs import load_machine
-    from deepspeed.simulate.models import Shape, decoder_subject
-    from deepspeed.simulate.run import simulate
-
-    begin = time.perf_counter()
-    shape = Shape(width=512, blocks=3, heads=4, inner=2048, vocabulary=4096, positions=256, key_heads=4)
-    subject = decoder_subject(name, shape, samples=1, sequence=128, recompute=name == "recomputed")
-    kind = name.partition("-")[0]
-    if kind in ("skipping", "held"):
-        subject = dataclasses.replace(subject, batch=_skipping(subject) if kind == "skipping" else _holding(subject))
-    steps = 3 if kind in ("skipping", "held") else 2
-    outcome = simulate(subject, CASES[name], load_machine("h100"), world=WORLD, steps=steps)
+    begin = time.process_time()
+    _, steps = LOOPS.get(name.partition("-")[0], (None, 2))
+    outcome = simulate(_subject(name), CASES[name], load_machine("h100"), world=WORLD, steps=steps)
     return {
         "parameters": outcome.parameters,
         "states": outcome.states,
@@ -114,7 +230,7 @@ def run(name: str) -> dict[str, Any]:
         "waits": sorted({f"{what}: {_LINE.sub(' ', where.partition(' <- ')[0])}" for what, where in outcome.waits}),
         "times": sum(outcome.waits.values()),
         "unordered": [str(problem) for problem in outcome.unordered],
-        "took": time.perf_counter() - begin,
+        "took": time.process_time() - begin,
     }
 
 

@@ -1,64 +1,110 @@
-"""Each statement of the package that orders streams, taken out in turn: the simulation must see that it is missing.
+"""Each call of the package that orders streams, or what the program does with them, taken out in turn: the simulation
+must see that it is missing.
 
-python -m tests.sim.mutants [MODULE[:NUMBER] ...]     prints a line for each; 1 if one is not seen
+python -m tests.sim.mutants [--quick] [ID ...]     prints a line for each; 1 if one is neither seen nor in UNSEEN
+
+First every case runs as it is, and has to be in order; that pass also notes which of the calls it reaches. A mutant then
+runs the cases that reach it, until one reports an access without order or fails. A case that failed runs once more as it
+is, or its failure might be left over from elsewhere. Code objects are exchanged inside one process, so a mutant costs
+one small simulation.
 """
 
 import ast
 import contextlib
+import gc
 import importlib
 import inspect
 import json
+import pkgutil
+import signal
 import sys
+import time
 import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import deepspeed
+from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "deepspeed.comm.collectives",
-    "deepspeed.zero.runtime",
-    "deepspeed.zero.unit",
-    "deepspeed.zero.gradients",
-    "deepspeed.zero.optim_view",
-    "deepspeed.tier.drive",
-    "deepspeed.tier.staging",
-)
-_ORDERING = ("wait", "wait_event", "wait_stream", "record", "arrive", "settle")
-# In this order, until one sees it.
-CASES = (
-    "stage3", "stage2", "stage1-accumulated", "mics", "both-on-host", "optimizer-on-host-accumulated", "both-on-drive",
-    "no-overlap", "hpz", "skipping", "held", "hpz-parameters-on-host", "hpz-accumulated", "skipping-on-drive",
-    "stage1-optimizer-on-drive",
+    "comm.collectives", "zero.runtime", "zero.unit", "zero.gradients", "zero.optim_view", "zero.client.safe_state",
+    "tier.drive", "tier.staging", "tier.transfer", "tier.aio", "engine",
 )  # fmt: skip
-# Statements whose loss no order of accesses can show: their text -> why.
-UNSEEN: dict[str, str] = {}
+# What they are called, and what stands for the answer where one is asked for.
+ORDERING: dict[str, object] = {
+    "wait": True, "wait_event": None, "wait_stream": None, "record": None, "arrive": None, "settle": 0,
+    "land_all": None, "_wait_for_writes": None, "_wait_for_readers": None,
+}  # fmt: skip
+_NOTE = "_note_of_mutants"
+LEAST_S, TIMES = 5.0, 10  # seconds of CPU that a mutant may take at least, and how many times what the case takes
 
 
-class _Taker(ast.NodeTransformer):
-    """Takes out statement ``number`` of those that wait; None only counts them."""
+class Endless(Exception):
+    """A case took much longer than it does."""
 
-    def __init__(self, number: int | None) -> None:
-        self.number = number
-        self.statements: list[ast.stmt] = []
+
+class _Calls(ast.NodeTransformer):
+    """Finds the calls that order. ``out``: of that number, only what it is called on is left. Else each is noted."""
+
+    def __init__(self, module: str, out: int | None) -> None:
+        self.module, self.out = module, out
+        self.ids: list[str] = []
+        self._where: list[str] = []
+        self._seen = Counter[str]()
+        self._statement: ast.AST | None = None
+
+    def _inside(self, node: ast.AST) -> ast.AST:
+        self._where.append(node.name)  # type: ignore[attr-defined]
+        self.generic_visit(node)
+        self._where.pop()
+        return node
+
+    visit_FunctionDef = visit_ClassDef = _inside
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        call = node.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _ORDERING:
-            self.statements.append(node)
-            if len(self.statements) - 1 == self.number:
-                return ast.copy_location(ast.Pass(), node)
-        return node
+        self._statement = node.value
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        bare = node is self._statement
+        text = ast.unparse(node)
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in ORDERING:
+            return node
+        name = f"{self.module}:{self._where[-1]}: {text}"
+        self._seen[name] += 1
+        self.ids.append(name if self._seen[name] == 1 else f"{name} ({self._seen[name]})")
+        number = len(self.ids) - 1
+        if self.out is None:
+            note = ast.Call(ast.Name(_NOTE, ast.Load()), [ast.Constant(self.ids[-1])], [])
+            return ast.copy_location(ast.Subscript(ast.Tuple([note, node], ast.Load()), ast.Constant(1), ast.Load()), node)
+        if number != self.out:
+            return node
+        left = [n for n in ast.walk(node.func.value) if isinstance(n, ast.Call)]
+        answer = ast.Constant(ORDERING[node.func.attr])
+        if bare:
+            return node.func.value if left else ast.copy_location(answer, node)
+        return ast.copy_location(answer, node)
 
 
 def _tree(module: str) -> ast.Module:
-    return ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    return ast.parse((ROOT / "deepspeed" / f"{module.replace('.', '/')}.py").read_text())
 
 
-def statements(module: str) -> list[str]:
-    """Each that waits, in order."""
-    taker = _Taker(None)
-    taker.visit(_tree(module))
-    return [ast.unparse(statement) for statement in taker.statements]
+def calls(module: str) -> list[str]:
+    """Each that orders, in the order of the file, as "module:function: text"."""
+    finder = _Calls(module, None)
+    finder.visit(_tree(module))
+    return finder.ids
+
+
+def unlisted() -> set[str]:
+    """Modules of the package that have such calls, and are neither looked at nor said to be no matter of streams."""
+    modules = {m.name.removeprefix("deepspeed.") for m in pkgutil.walk_packages(deepspeed.__path__, "deepspeed.")}
+    files = {m for m in modules if (ROOT / "deepspeed" / f"{m.replace('.', '/')}.py").is_file()}
+    return {m for m in files - {*MODULES} if not m.startswith(tuple(OUTSIDE)) and calls(m)}
 
 
 def _functions(owner: object, module: str) -> Iterator[types.FunctionType]:
@@ -82,19 +128,27 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
                 yield from _codes(constant)
 
 
+def _bytes_of(code: types.CodeType | None) -> list[object]:
+    """What the function and those inside it do."""
+    inner = [c for c in (code.co_consts if code else ()) if isinstance(c, types.CodeType)]
+    plain = [c for c in (code.co_consts if code else ()) if not isinstance(c, types.CodeType)]
+    return [code.co_code if code else b"", plain, *(part for c in inner for part in _bytes_of(c))]
+
+
 @contextlib.contextmanager
-def left_out(module: str, number: int) -> Iterator[None]:
-    """Inside, the functions of ``module`` run without that statement."""
-    made = importlib.import_module(module)
-    tree = ast.fix_missing_locations(_Taker(number).visit(_tree(module)))
-    changed = {(c.co_name, c.co_firstlineno): c for c in _codes(compile(tree, made.__file__ or "", "exec"))}
+def changed(module: str, out: int | None) -> Iterator[None]:
+    """Inside, the functions of ``module`` run without that call; None: every call is noted."""
+    made = importlib.import_module(f"deepspeed.{module}")
+    tree = ast.fix_missing_locations(_Calls(module, out).visit(_tree(module)))
+    file = made.__file__ or ""
+    codes = {(c.co_name, c.co_firstlineno): c for c in _codes(compile(tree, file, "exec"))}
     before = {}
-    for function in _functions(made, module):
+    for function in _functions(made, f"deepspeed.{module}"):
         code = function.__code__
-        other = changed.get((code.co_name, code.co_firstlineno))
-        if other is not None and other.co_code != code.co_code or _inner(other) != _inner(code):
+        other = codes.get((code.co_name, code.co_firstlineno))
+        if other is not None and _bytes_of(other) != _bytes_of(code):
             before[function], function.__code__ = code, other
-    assert before, f"no function of {module} has statement {number}"
+    assert before, f"no function of {module} has call {out}"
     try:
         yield
     finally:
@@ -102,43 +156,89 @@ def left_out(module: str, number: int) -> Iterator[None]:
             function.__code__ = code
 
 
-def _inner(code: types.CodeType | None) -> list[bytes]:
-    """What the functions inside do."""
-    inner = [c for c in (code.co_consts if code else ()) if isinstance(c, types.CodeType)]
-    return [part for c in inner for part in (c.co_code, *_inner(c))]
+def _stop(*_: object) -> None:
+    raise Endless("it did not end")
 
 
-def seen(module: str, number: int) -> str:
-    """How the simulation sees that the statement is missing; "" if it does not."""
-    from tests.sim.matrix import run
+class Bench:
+    """Runs cases as they are and with a call taken out. ``cases``: names of ``tests.sim.matrix``, tried in that order."""
 
-    with left_out(module, number):
-        for name in CASES:
-            try:
-                problems = run(name)["unordered"]
-            except Exception as error:
-                return f"{name} fails: {type(error).__name__}: {error}"
-            if problems:
-                return f"{name}: {problems[0].splitlines()[0]}"
-    return ""
+    def __init__(self, cases: list[str]) -> None:
+        self.reached: dict[str, list[str]] = {}  # call -> cases
+        self._seconds: dict[str, float] = {}
+        for name in cases:
+            self._as_it_is(name)
+
+    def _as_it_is(self, name: str) -> None:
+        reached: set[str] = set()
+        with contextlib.ExitStack() as stack:
+            for module in MODULES:
+                vars(importlib.import_module(f"deepspeed.{module}"))[_NOTE] = reached.add
+                stack.enter_context(changed(module, None))
+            begin = time.process_time()
+            problems = self._run(name)
+        assert not problems, f"{name} is not in order as it is: {problems[0]}"
+        self._seconds.setdefault(name, time.process_time() - begin)
+        for call in reached:
+            cases = self.reached.setdefault(call, [])
+            cases += [name] * (name not in cases)
+
+    @staticmethod
+    def _run(name: str) -> list[str]:
+        from tests.sim.matrix import order_of
+
+        gc.collect()
+        return order_of(name)
+
+    def seen(self, module: str, number: int, call: str, *, first: str = "") -> tuple[str, str]:
+        """The case that sees that the call is missing, and how; "" and "" if none does."""
+        cases = sorted(self.reached.get(call, ()), key=lambda name: name != first)
+        with changed(module, number):
+            for name in cases:
+                limit = max(LEAST_S, TIMES * self._seconds[name])
+                before = signal.signal(signal.SIGPROF, _stop)
+                signal.setitimer(signal.ITIMER_PROF, limit)
+                try:
+                    problems = self._run(name)
+                except Exception as error:
+                    signal.setitimer(signal.ITIMER_PROF, 0)
+                    how = f"fails: {type(error).__name__}: {error}"
+                    break
+                finally:
+                    signal.setitimer(signal.ITIMER_PROF, 0)
+                    signal.signal(signal.SIGPROF, before)
+                if problems:
+                    return name, problems[0]
+            else:
+                return "", ""
+        self._as_it_is(name)
+        return name, how
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--json"]:
-        wanted, out = list(MODULES), sys.argv[2]
-    else:
-        wanted, out = sys.argv[1:] or list(MODULES), ""
-    results: dict[str, str] = {}
-    for module in MODULES:
-        for number, text in enumerate(statements(module)):
-            if module in wanted or f"{module}:{number}" in wanted:
-                how = seen(module, number)
-                results[f"{module}:{number} {text}"] = how
-                sys.stdout.write(f"{'seen' if how else 'UNSEEN'} {module}:{number} {text}\n    {how[:200]}\n")
-                sys.stdout.flush()
+    """With ``--json FILE`` the results go there too: id -> [case, how, cases that reach it]."""
+    from tests.sim.matrix import CASES
+
+    words = sys.argv[1:]
+    out = words.pop(words.index("--json") + 1) if "--json" in words else ""
+    wanted = [word for word in words if not word.startswith("--")]
+    every = [(module, number, call) for module in MODULES for number, call in enumerate(calls(module))]
+    assert len({call for _, _, call in every}) == len(every)
+    chosen = [entry for entry in every if not wanted or entry[2] in wanted]
+    quick = "--quick" in words
+    hints = {call: SEEN.get(call, "") for _, _, call in chosen}
+    bench = Bench(sorted({*hints.values()} - {""}) if quick else ["drive", *CASES])
+    results = {}
+    for module, number, call in chosen:
+        case, how = bench.seen(module, number, call, first=hints[call])
+        results[call] = [case, how, bench.reached.get(call, [])]
+        count = len(bench.reached.get(call, []))
+        text = f"{case}: {how.splitlines()[0][:200]}" if case else UNSEEN.get(call, "NO REASON IS GIVEN")
+        sys.stdout.write(f"{'seen  ' if case else 'UNSEEN'} {call}\n    (reached by {count}) {text}\n")
+        sys.stdout.flush()
     if out:
-        Path(out).write_text(json.dumps(results))
-    return int(any(not how and name.partition(" ")[2] not in UNSEEN for name, how in results.items()))
+        Path(out).write_text(json.dumps(results, indent=1))
+    return int(any(not case and call not in UNSEEN for call, (case, _, _) in results.items()))
 
 
 if __name__ == "__main__":
