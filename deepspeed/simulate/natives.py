@@ -115,8 +115,8 @@ class _Transfers:
         recorder = self._recorder
         memory, file = (recorder.stores.at(address, nbytes),), tuple(self._bytes_of(plain, offset, offset + nbytes))
         work, site = Work(name, nbytes=nbytes), recorder.stores.site()
-        touched = (memory, file) if write else (file, memory)
-        recorder.emit(Launch(stream, name, *touched, work, site, recorder.phase))
+        reads, writes = (memory, file) if write else (file, memory)
+        recorder.emit(Launch(stream, name, reads, writes, work, site, recorder.phase))
         event = recorder.record(stream)
         self._tickets[event] = event
         return event

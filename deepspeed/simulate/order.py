@@ -153,7 +153,9 @@ class OrderCheck:
         home = buffer.allocated.stream if buffer.allocated.place == DEVICE else HOST
         whole = (0, buffer.allocated.nbytes, home, self._number)
         freed = Access(*whole, writes=True, name="the allocator", site=event.site)
-        clock = self._clocks[home]
+        # The next owner's kernels come after this in the program, and so after all that the program has waited for.
+        clock = dict(self._clocks[home])
+        _merge(clock, self._clocks[HOST])
         for other in buffer.accesses if buffer.allocated.place != PINNED else ():
             if other.stream != home and other.stream not in event.covered and clock.get(other.stream, 0) < other.number:
                 self._report("freed while in use", other, freed, buffer)

@@ -1,6 +1,7 @@
 """One simulated run: the real engine on a device that does not exist, for a few steps, and what the last one took."""
 
 import contextlib
+import gc
 import logging
 import tempfile
 from collections import Counter, defaultdict
@@ -109,7 +110,7 @@ def simulate(
     with recording(machine, world=world, rank=rank, keep=keep) as recorder, _elsewhere(machine, config) as config:
         with Init(config_dict_or_path=config) if sharded else torch.device(NAME):
             model = subject.build()
-        engine, *_ = initialize(model=model, config=config)
+        engine = initialize(model=model, config=config)[0]
         build_peak = recorder.usage.of(DEVICE).peak
         asked = Counter[str]()
         _count_agreements(engine, recorder, asked)
@@ -130,6 +131,8 @@ def simulate(
         outcome.build_peak = build_peak
         engine.destroy()
         outcome.left = recorder.usage.of(DEVICE).now
+        del engine
+        gc.collect()  # the end of what it held is part of the run
         outcome.unordered = list(recorder.order.problems)
     return outcome
 

@@ -92,6 +92,7 @@ CORNERS: dict[str, str] = {
     r"test_dtypes.py::test_dynamic_scale_follows.*-[12]\]": "one rule for all stages",
     r"test_example.py::test_every_level_gives_the_same_curve.*": "seven jobs; parity is held cell by cell elsewhere",
     r"test_harness.py::test_a_planted_fault_is_killed_or_survives_in_a_copy": "a test of python -m tests.mutants",
+    r"test_mutants.py::test_each_is_seen_or_cannot_be": "two minutes; a few mutants of order stay",
 }
 
 

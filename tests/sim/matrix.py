@@ -1,16 +1,17 @@
 """Every configuration of the table on the simulated device, in a process of its own: the device is there to stay.
 
-python -m tests.sim.matrix OUT.json [--only NAME ...]
+python -m tests.sim.matrix OUT.json [--only NAME ...] [--events NAME]
 """
 
 import argparse
 import contextlib
 import json
+import pickle
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,15 +19,18 @@ from torch import nn
 from torch.nn import functional
 
 import deepspeed
+from deepspeed.simulate import run as run_module
 from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.device import NAME
-from deepspeed.simulate.install import recording
+from deepspeed.simulate.events import Event
+from deepspeed.simulate.install import recording, replaced
 from deepspeed.simulate.models import Shape, Subject, decoder_subject
 from deepspeed.simulate.record import Recorder
 from deepspeed.simulate.run import simulate
+from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.transfer import Several
-from deepspeed.utils import safe_get_local_grad
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_fp32_param
 
 _CPU = {"device": "cpu", "pin_memory": True}
 _DRIVE = {"device": "nvme", "nvme_path": "/nowhere", "pin_memory": True}
@@ -76,6 +80,10 @@ CASES: dict[str, dict[str, Any]] = {
     # gradients and states are looked at and moved in the middle of a window
     "looking": _config(3, accumulation=2),
     "looking-at-stage2": _config(2, accumulation=2),
+    "reading-at-stage0": _config(0),
+    "leaving": _config(3),
+    "setting-on-drive": _config(3, dtype="fp32", offload_optimizer=_DRIVE, offload_param=_DRIVE_ALL),
+    "stage2-optimizer-on-host-accumulated": _config(2, accumulation=2, offload_optimizer=_CPU),
     "hpz-parameters-on-host": _config(3, zero_hpz_partition_size=2, offload_param=_CPU),
     "hpz-accumulated": _config(3, accumulation=2, zero_hpz_partition_size=2),
     "stage1-optimizer-on-drive": _config(1, offload_optimizer=_DRIVE),
@@ -147,18 +155,50 @@ def _serve(model: Any, step: int) -> None:
 def _look(model: Any, step: int) -> None:
     """In the middle of a window the client reads a gradient, and in that of the next one takes states away for a
     while."""
-    parameter = model.blocks[0].up.weight
-    engine = parameter._ds_unit.keeper.client()
+    parameter = model.tokens.weight  # the last whose gradient is reduced
     if step == 1:
         safe_get_local_grad(parameter).sum()
     if step == 3:
+        engine = parameter._ds_unit.keeper.client()
         engine.offload_states()
         engine.reload_states()
 
 
+def _set(model: Any, step: int) -> None:
+    """The client writes a master, and goes on with the memory that it took the values from."""
+    parameter = model.tokens.weight
+    value = torch.empty(safe_get_local_fp32_param(parameter).shape, device="cpu")
+    safe_set_local_fp32_param(parameter, value)
+    value.add_(1)
+
+
+def _read(model: Any, step: int) -> None:
+    """The client reads ``.grad`` between backward and step, and puts another gradient in the place of one."""
+    parameter = model.tokens.weight
+    engine = parameter._ds_unit.keeper.client()
+    if step > 0:
+        return
+    take_step = engine.step
+
+    def read_and_step() -> None:
+        other = torch.zeros_like(parameter.grad)
+        sum(p.grad.square().sum() for p in model.parameters())
+        parameter.grad = other
+        take_step()
+
+    engine.step = read_and_step
+
+
+def _leave(model: Any, step: int) -> None:
+    """The last step is not taken: the end of the engine comes while gradients are reduced."""
+    if step == 1:
+        model.tokens.weight._ds_unit.keeper.client().step = lambda: None
+
+
 # What a loop of the user's does before a forward, by the first word of a case's name.
 LOOPS: dict[str, tuple[Callable[[Any, int], None], int]] = {
-    "skipping": (_skip, 3), "held": (_hold, 3), "serving": (_serve, 2), "looking": (_look, 2)
+    "skipping": (_skip, 3), "held": (_hold, 3), "serving": (_serve, 2), "looking": (_look, 2),
+    "reading": (_read, 2), "setting": (_set, 2), "leaving": (_leave, 2),
 }  # fmt: skip
 
 
@@ -181,7 +221,7 @@ def use_a_drive(recorder: Recorder) -> None:
     with tempfile.TemporaryDirectory() as folder:
         drive = Drive(folder, label="nvme_path", staging=3, piece_bytes=1 << 20, pin=True)
         stored = Stored(drive, numel, torch.float32)
-        values, out = (torch.empty(numel, device="cpu", pin_memory=True) for _ in range(2))
+        values, out = torch.empty(numel, device="cpu"), torch.empty(numel, device="cpu", pin_memory=True)
         stored.put(values, lent=True).wait()
         stored.put(values, lent=True)
         stored.get(out).wait()  # what is written is read
@@ -200,11 +240,18 @@ def use_a_drive(recorder: Recorder) -> None:
         stored.put(out, lent=True)
         Several([stored.get(values[:4096]), stored.get(values[4096:8192], start=4096)]).wait()
         values.add_(1)
+        stored.put(out, lent=True)
         stored.drop()
-        other = Stored(drive, numel, torch.float32)
-        other.put(values, lent=True)
-        drive.staging.settle()
+        stored = Stored(drive, numel, torch.float32)  # the same place
+        stored.put(values, lent=True)
         drive.close()
+        # Either end of a transfer waits for it by itself.
+        for first, second in ((0, 1), (1, 0)):
+            ends = AioEngine(), DirectFile(f"{folder}/file", create=True)
+            ends[0].write(ends[1], 0, values)
+            ends[first].close()
+            values.add_(1)
+            ends[second].close()
 
 
 def order_of(name: str) -> list[str]:
@@ -234,16 +281,35 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
+def events_of(name: str) -> list[Event]:
+    """What a case does, event by event."""
+    events: list[Event] = []
+
+    @contextlib.contextmanager
+    def heard(*args: Any, **options: Any) -> Iterator[Recorder]:
+        with recording(*args, **options) as recorder:
+            recorder.listeners.append(events.append)
+            yield recorder
+
+    with replaced(run_module, "recording", heard):
+        run(name)
+    return events
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--only", nargs="*", default=list(CASES))
+    parser.add_argument("--events", metavar="NAME", help="pickle the events of a case into OUT.events")
     options = parser.parse_args()
     facts = {}
     for name in options.only:
         facts[name] = run(name)
     with open(options.out, "w") as file:
         json.dump(facts, file, indent=1)
+    if options.events:
+        with open(f"{options.out}.events", "wb") as file:
+            pickle.dump(events_of(options.events), file)
     return 0
 
 

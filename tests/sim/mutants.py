@@ -3,19 +3,17 @@ must see that it is missing.
 
 python -m tests.sim.mutants [--quick] [ID ...]     prints a line for each; 1 if one is neither seen nor in UNSEEN
 
-First every case runs as it is, and has to be in order; that pass also notes which of the calls it reaches. A mutant then
-runs the cases that reach it, until one reports an access without order or fails. A case that failed runs once more as it
-is, or its failure might be left over from elsewhere. Code objects are exchanged inside one process, so a mutant costs
-one small simulation.
+First every case runs as it is, and has to be in order; that pass also notes which of the calls it reaches. A mutant
+then runs the cases that reach it, until one reports an access without order or fails. A case that failed runs once more
+as it is, or its failure might be left over from elsewhere. Code objects are exchanged inside one process, so a mutant
+costs one small simulation. ``--quick``: of the calls that are named, and only the cases that should see them.
 """
 
 import ast
 import contextlib
-import gc
 import importlib
 import inspect
 import json
-import pkgutil
 import signal
 import sys
 import time
@@ -24,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import deepspeed
 from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +32,7 @@ MODULES = (
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {
     "wait": True, "wait_event": None, "wait_stream": None, "record": None, "arrive": None, "settle": 0,
-    "land_all": None, "_wait_for_writes": None, "_wait_for_readers": None,
+    "synchronize": None, "land_all": None, "_wait_for_writes": None, "_wait_for_readers": None,
 }  # fmt: skip
 _NOTE = "_note_of_mutants"
 LEAST_S, TIMES = 5.0, 10  # seconds of CPU that a mutant may take at least, and how many times what the case takes
@@ -79,7 +76,9 @@ class _Calls(ast.NodeTransformer):
         number = len(self.ids) - 1
         if self.out is None:
             note = ast.Call(ast.Name(_NOTE, ast.Load()), [ast.Constant(self.ids[-1])], [])
-            return ast.copy_location(ast.Subscript(ast.Tuple([note, node], ast.Load()), ast.Constant(1), ast.Load()), node)
+            return ast.copy_location(
+                ast.Subscript(ast.Tuple([note, node], ast.Load()), ast.Constant(1), ast.Load()), node
+            )
         if number != self.out:
             return node
         left = [n for n in ast.walk(node.func.value) if isinstance(n, ast.Call)]
@@ -100,11 +99,16 @@ def calls(module: str) -> list[str]:
     return finder.ids
 
 
+def modules_of(beginning: str) -> list[str]:
+    """Modules of the package whose name begins so, without the package's."""
+    package = ROOT / "deepspeed"
+    files = [".".join(path.relative_to(package).with_suffix("").parts) for path in sorted(package.rglob("*.py"))]
+    return [name for name in files if name.startswith(beginning)]
+
+
 def unlisted() -> set[str]:
-    """Modules of the package that have such calls, and are neither looked at nor said to be no matter of streams."""
-    modules = {m.name.removeprefix("deepspeed.") for m in pkgutil.walk_packages(deepspeed.__path__, "deepspeed.")}
-    files = {m for m in modules if (ROOT / "deepspeed" / f"{m.replace('.', '/')}.py").is_file()}
-    return {m for m in files - {*MODULES} if not m.startswith(tuple(OUTSIDE)) and calls(m)}
+    """Modules that have such calls, and are neither looked at nor said to be no matter of streams."""
+    return {m for m in modules_of("") if m not in MODULES and not m.startswith(tuple(OUTSIDE)) and calls(m)}
 
 
 def _functions(owner: object, module: str) -> Iterator[types.FunctionType]:
@@ -161,7 +165,7 @@ def _stop(*_: object) -> None:
 
 
 class Bench:
-    """Runs cases as they are and with a call taken out. ``cases``: names of ``tests.sim.matrix``, tried in that order."""
+    """Runs ``cases`` of ``tests.sim.matrix``, in that order: as they are, and with a call taken out."""
 
     def __init__(self, cases: list[str]) -> None:
         self.reached: dict[str, list[str]] = {}  # call -> cases
@@ -187,7 +191,6 @@ class Bench:
     def _run(name: str) -> list[str]:
         from tests.sim.matrix import order_of
 
-        gc.collect()
         return order_of(name)
 
     def seen(self, module: str, number: int, call: str, *, first: str = "") -> tuple[str, str]:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
@@ -23,28 +23,73 @@ CONFIG = {
 }
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    (tmp_path / "model.json").write_text(json.dumps(MODEL))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path
+# Every command in one process: torch is loaded once, and knows the simulated device once.
+RUN_ALL = """
+import contextlib, io, json, sys
+from deepspeed.simulate import cli
+ended = []
+for argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(argv)
+    ended.append([code, out.getvalue(), err.getvalue()])
+json.dump(ended, sys.stdout)
+"""
+THEIRS = """
+import torch
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    batch = lambda step, micro, rank, world: torch.randn(4, 64)
+    return model, batch, lambda output, batch: output.square().mean()
+"""
+THIMBLE = {"name": "a thimble", "like": "h100", "constants": {"device_bytes": [1000, "a test"]}}
+LIMITS = ["--max-memory", "1K", "--max-exposed", "0.001%", "--no-sync"]
+COMMANDS: dict[str, list[str]] = {
+    "report": ["--gpus", "4", "--rank", "2", "--steps", "2", "--trace", "step.json"],
+    "facts": ["--json", "--steps", "2", *LIMITS],
+    "a model of theirs": ["--model", "mine:build", "--steps", "1", "--device", "thimble.json"],
+    "a wrong key": ["--config", "wrong.json"],
+}
 
 
-def run(folder: Path, *options: str, model: str = "model.json", config: str = "config.json") -> Any:
-    command = [sys.executable, "-W", "ignore", "-m", "deepspeed.simulate.cli", "--model", model, "--config", config]
-    path = f"{ROOT}{os.pathsep}{folder}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
 
 
-def test_report_and_trace(files: Path) -> None:
-    ended = run(files, "--gpus", "4", "--rank", "2", "--steps", "3", "--trace", "step.json")
-    assert ended.returncode == 0, ended.stderr
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands run, with their files."""
+    folder = tmp_path_factory.mktemp("command")
+    files = {"model": MODEL, "config": CONFIG, "wrong": CONFIG | {"zero_optimisation": {}}, "thimble": THIMBLE}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "mine.py").write_text(THEIRS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, Ended]:
+    """How each of the commands ended."""
+    given = ["--model", "model.json", "--config", "config.json"]  # what comes later counts
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUN_ALL], input=json.dumps([given + c for c in COMMANDS.values()]),
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: Ended(*how) for name, how in zip(COMMANDS, json.loads(done.stdout), strict=True)}
+
+
+def test_report_and_trace(ended: dict[str, Ended], folder: Path) -> None:
+    report = ended["report"]
+    assert report.code == 0, report.stderr
     for words in ("rank 2 of 4 on H100", "model states at rest", "exposed transfers", "zero/step.py"):
-        assert words in ended.stdout
-    rows = json.loads((files / "step.json").read_text())["traceEvents"]
+        assert words in report.stdout
+    rows = json.loads((folder / "step.json").read_text())["traceEvents"]
     names = {row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     assert {"program", "compute"} <= names and "communicator of 4 ranks" in names
     spans = [row for row in rows if row["ph"] == "X"]
@@ -52,36 +97,25 @@ def test_report_and_trace(files: Path) -> None:
     assert min(row["ts"] for row in spans) == 0 and all(row["dur"] >= 0 for row in spans)
 
 
-def test_facts_are_for_programs_and_limits_are_gates(files: Path) -> None:
-    ended = run(files, "--json", "--steps", "2", "--max-memory", "1K", "--max-exposed", "0.001%", "--no-sync")
-    facts = json.loads(ended.stdout)
+def test_facts_are_for_programs_and_limits_are_gates(ended: dict[str, Ended]) -> None:
+    facts = json.loads(ended["facts"].stdout)
     assert facts["parameters"] > 0 and facts["step_seconds"] > 0 and not facts["unordered"]
     assert facts["device_bytes"]["states"] <= facts["device_bytes"]["peak"] <= facts["device_bytes"]["reserved"]
-    assert ended.returncode == 1
+    assert ended["facts"].code == 1
     for option in ("--max-memory", "--max-exposed", "--no-sync"):
-        assert f"ds_simulate: {option}: " in ended.stderr
+        assert f"ds_simulate: {option}: " in ended["facts"].stderr
 
 
-def test_a_users_model_and_one_that_does_not_fit(files: Path) -> None:
-    (files / "mine.py").write_text(
-        "import torch\n"
-        "def build():\n"
-        "    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))\n"
-        "    batch = lambda step, micro, rank, world: torch.randn(4, 64)\n"
-        "    return model, batch, lambda output, batch: output.square().mean()\n"
-    )
-    small = {"name": "a thimble", "like": "h100", "constants": {"device_bytes": [1000, "a test"]}}
-    (files / "thimble.json").write_text(json.dumps(small))
-    ended = run(files, "--steps", "2", "--device", "thimble.json", model="mine:build")
-    assert ended.returncode == 2
-    assert "DOES NOT FIT" in ended.stdout and "a thimble" in ended.stdout
+def test_a_users_model_and_one_that_does_not_fit(ended: dict[str, Ended]) -> None:
+    theirs = ended["a model of theirs"]
+    assert theirs.code == 2, theirs.stderr
+    assert "DOES NOT FIT" in theirs.stdout and "a thimble" in theirs.stdout
 
 
-def test_what_the_configuration_gets_wrong_is_initialize_s_sentence(files: Path) -> None:
-    (files / "config.json").write_text(json.dumps(CONFIG | {"zero_optimisation": {}}))
-    ended = run(files)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert "zero_optimisation" in ended.stderr and "zero_optimization" in ended.stderr
+def test_what_the_configuration_gets_wrong_is_initialize_s_sentence(ended: dict[str, Ended]) -> None:
+    wrong = ended["a wrong key"]
+    assert wrong.code == 2 and "Traceback" not in wrong.stderr
+    assert "zero_optimisation" in wrong.stderr and "zero_optimization" in wrong.stderr
 
 
 WRONG = {
@@ -100,11 +134,11 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_a_sentence(
-    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.chdir(files)
-    (files / "auto.json").write_text(json.dumps(CONFIG | {"train_micro_batch_size_per_gpu": "auto"}))
-    (files / "list.json").write_text("[]")
+    monkeypatch.chdir(folder)
+    (folder / "auto.json").write_text(json.dumps(CONFIG | {"train_micro_batch_size_per_gpu": "auto"}))
+    (folder / "list.json").write_text("[]")
     options, expected = WRONG[name]
     given = {"--model": "model.json", "--config": "config.json"} | dict(zip(options[::2], options[1::2], strict=True))
     assert cli.main([word for pair in given.items() for word in pair]) == 2
@@ -113,7 +147,7 @@ def test_wrong_input_is_a_sentence(
 
 
 @pytest.mark.parametrize("options", [["--gpus", "0"], ["--max-exposed", "2"], ["--max-exposed", "many"], []])
-def test_wrong_options_are_the_parser_s(files: Path, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_the_parser_s(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(options and ["--model", "m.json", "--config", "c.json", *options])
     assert ended.value.code == 2 and "usage: ds_simulate" in capsys.readouterr().err

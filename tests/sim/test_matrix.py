@@ -2,15 +2,22 @@
 
 import json
 import os
+import pickle
+import random
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
+from deepspeed.simulate.events import Event
+from deepspeed.simulate.order import OrderCheck
 from tests.sim.matrix import CASES, WORLD
+from tests.sim.oracle import Conflicts, waits_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
@@ -29,15 +36,30 @@ WAITS = {
 }
 
 
+# Two communicators and two side streams, three axes of waiting; its events are what the checker of order is tried on.
+EVENTS_OF = "hpz"
+
+
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of every case, from one process: torch gives a simulated device back at its end only."""
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Facts of every case and events of one, from one process: torch gives a simulated device back at its end only."""
     out = tmp_path_factory.mktemp("sim") / "facts.json"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.sim.matrix", str(out)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.sim.matrix", str(out), "--events", EVENTS_OF]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def facts(out: Path) -> dict[str, dict[str, Any]]:
     return dict(json.loads(out.read_text()))
+
+
+@pytest.fixture(scope="module")
+def conflicts(out: Path) -> Conflicts:
+    """Of every two accesses in the events of one case."""
+    return Conflicts(pickle.loads(Path(f"{out}.events").read_bytes()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -89,3 +111,35 @@ def test_destroy_gives_back_all_but_the_weights(facts: dict[str, dict[str, Any]]
 def test_parameters_on_a_drive_are_read_in_every_step(facts: dict[str, dict[str, Any]]) -> None:
     """Or the case would say nothing of drives."""
     assert facts["both-on-drive"]["times"] > facts["optimizer-on-drive"]["times"]
+
+
+def first_problem(events: Sequence[Event], left_out: Collection[int]) -> int | None:
+    """The position at which the checker of order says something, if it does."""
+    order = OrderCheck()
+    for position, event in enumerate(events):
+        if position not in left_out:
+            order.feed(event)
+        if order.problems:
+            return position
+    return None
+
+
+def compare(conflicts: Conflicts, left_out: Collection[int]) -> bool:
+    """Whether anything is without order then, which the checker has to say at the same event as brute force."""
+    expected = min((second for _, second in conflicts.unordered(left_out=left_out)), default=None)
+    assert first_problem(conflicts.events, left_out) == expected
+    return expected is not None
+
+
+def test_the_loss_of_a_single_wait_is_said_where_it_shows_unless_others_order_the_same(conflicts: Conflicts) -> None:
+    waits = waits_of(conflicts.events)
+    assert not conflicts.unordered() and len(waits) > 100
+    needed = sum(compare(conflicts, {wait}) for wait in waits)
+    assert len(waits) / 2 < needed < len(waits)
+
+
+@settings(max_examples=60)
+@given(share=st.floats(0, 0.2), seed=st.integers(0, 1 << 32))
+def test_so_is_the_loss_of_several(conflicts: Conflicts, share: float, seed: int) -> None:
+    chance = random.Random(seed)
+    compare(conflicts, {wait for wait in waits_of(conflicts.events) if chance.random() < share})

@@ -1,6 +1,109 @@
-"""What the mutants of order are: which case sees that a call is missing, and why nothing can see it of the others."""
+"""The calls that order: which case of the matrix sees that one is missing, and why nothing can see it of the others.
 
-SEEN: dict[str, str] = {}
-UNSEEN: dict[str, str] = {}
-# Modules whose waits order no accesses of streams: the beginning of their names -> what they wait for.
-OUTSIDE: dict[str, str] = {"simulate": "the simulator itself"}
+A call is named "module:function: text". The check of order sees accesses to memory that may happen in either order. It
+cannot see a wait that changes values only, one that some later wait covers, and what no simulated run reaches: messages
+between ranks in host memory, errors, and backgrounds of saves, which are threads.
+"""
+
+SEEN: dict[str, str] = {
+    "comm.collectives:wait: work.wait()": "stage1",
+    "comm.collectives:wait: get_accelerator().current_stream().wait_event(self._event)": "stage1",
+    "comm.collectives:run: self._stream.wait_stream(accelerator.current_stream())": "stage1",
+    "comm.collectives:run: transfer.wait()": "stage1",
+    "comm.collectives:run: event.record(self._stream)": "stage1",
+    "zero.runtime:need: unit.arrive()": "stage3",
+    "zero.runtime:_gather: self._stream.run(unit.start_gather).wait()": "serving",
+    "zero.runtime:_discard: unit.arrive()": "skipping",
+    "zero.runtime:publish: transfer.wait()": "stage1",
+    "zero.runtime:publish: self._stream.run(unit.start_gather).wait()": "held",
+    "zero.runtime:_publish_one: transfer.wait()": "hpz",
+    "zero.runtime:_publish_one: collectives.all_gather(gathered, piece.to(unit.device), group).wait()": "hpz-parameters-on-host",
+    "zero.unit:arrive: self._transfer.wait()": "stage3",
+    "zero.unit:fetch_whole: self.arrive()": "stage3",
+    "zero.gradients:_land: transfer.wait()": "stage0",
+    "zero.gradients:show: self.land_all()": "reading-at-stage0",
+    "zero.gradients:settle: self.land_all()": "looking",
+    "zero.gradients:collapse: self.land_all()": "stage1",
+    "zero.gradients:clear: self.land_all()": "leaving",
+    "zero.gradients:reduce_over_axes: transfer.wait()": "mics",
+    "zero.optim_view:show: transfer.wait()": "optimizer-on-drive",
+    "zero.client.safe_state:_opened: runtime.gradients.settle()": "looking",
+    "zero.client.safe_state:safe_set_local_fp32_param: unit.publish_part(master.segment.offset + start, value.reshape(-1)).wait()": "setting-on-drive",
+    "tier.drive:read: self._drive.read(self._extent, start, out).wait()": "drive",
+    "tier.drive:get: self._wait_for_writes(start, start + out.numel())": "drive",
+    "tier.drive:_load: self._wait_for_writes(start, end)": "drive",
+    "tier.drive:_load: piece.transfer.wait()": "drive",
+    "tier.drive:_write: self._wait_for_writes(start, stop)": "drive",
+    "tier.drive:settle: self._wait_for_writes(0, self.numel)": "drive",
+    "tier.drive:hold: self.settle()": "drive",
+    "tier.drive:drop: self.settle()": "drive",
+    "tier.drive:_wait_for_writes: entry[0].wait()": "drive",
+    "tier.staging:_retire: transfer.wait()": "optimizer-on-drive",
+    "tier.transfer:wait: transfer.wait()": "drive",
+    "tier.aio:close: transfer.settle()": "drive",
+    "tier.aio:wait: self.settle()": "drive",
+    "tier.aio:close: transfer.settle() (2)": "drive",
+    "engine:offload_states: self.runtime.gradients.land_all()": "looking",
+}
+
+# "not reached: " begins the reason where no case comes to the call. A test that its loss turns red is named.
+UNSEEN: dict[str, str] = {
+    "comm.collectives:all_equal: Collective(works, then=(end,)).wait()": (
+        "not reached: a message between the programs, in host memory over gloo"
+    ),
+    "zero.runtime:_ask: self.gradients.land_all()": (
+        "not reached: ranks that differ; without it a gradient that no rank had would be dropped before it has landed"
+    ),
+    "zero.runtime:_gather: unit.arrive()": (
+        "a later wait covers it: the second gather travels on the same stream, and is waited for on the next line"
+    ),
+    "zero.runtime:_publish_one: transfer.wait() (2)": (
+        "not reached: PARAM on a drive is in host memory here, and only ranks on the CPU gather it there in background"
+    ),
+    "zero.unit:fetch: self.arrive()": "not reached: an error while a gather begins",
+    "zero.unit:start_gather: rest.get(piece).wait()": (
+        "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read behind"
+    ),
+    "zero.unit:_settled: place.put(values).wait()": (
+        "ordered already: without ``lent`` a store has taken what it is given when ``put`` returns"
+    ),
+    "zero.gradients:_rest: self.land_all()": (
+        "values: the sum that is on its way would be lost; the copies themselves are ordered by their stream"
+    ),
+    "zero.gradients:_rest: store.get(target.memory).wait()": (
+        "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read behind"
+    ),
+    "zero.gradients:_land: written.wait()": (
+        "ordered already: memory of a device is never lent to a drive, and a copy to the host is waited for by itself"
+    ),
+    "zero.gradients:withdraw: self.settle()": (
+        "values: what a client put in the place of a gradient; reductions have landed when gradients are shown"
+    ),
+    "zero.optim_view:let_go: transfer.wait()": "not reached: an error in the update",
+    "tier.drive:wait: self._released.wait(seconds)": "the thread of a save, which reads what is kept for it",
+    "tier.drive:_write: self._wait_for_readers()": "the thread of a save, which reads what is kept for it",
+    "tier.drive:drop: self._wait_for_readers()": "the thread of a save, which reads what is kept for it",
+    "tier.drive:_wait_for_readers: reader.wait(_GLANCE_S)": "the thread of a save, which reads what is kept for it",
+    "tier.drive:read_ahead: self.settle()": "ordered already: every write has ended; it raises what failed",
+    "tier.drive:_heal: entry[0].wait()": "ordered already: the write has ended; it takes note of how",
+    "tier.staging:clear: self.settle()": "a later wait covers it: the engine, which is closed next, waits for the same",
+    "tier.aio:_start: transfer.settle()": "ordered already: the transfer has ended; it lets go of its memory",
+    "engine:step: self._saver.settle(wait=False)": "raises what a save in background met; waits for nothing",
+}
+
+# Modules whose waits are no matter of streams: how their names begin -> what they wait for.
+OUTSIDE: dict[str, str] = {
+    "simulate.": "the simulator itself",
+    "device": "the events of a host that is its own device",
+    "bench.": "measurements of drives",
+    "checkpoint.": "files, of bytes that simulated tensors have not got; tests/dist/test_checkpoint_*",
+    "engine_checkpoint": "as checkpoint; what it does first is in engine.offload_states too",
+    "comm.calls": "the clients' own collectives, and clocks",
+    "comm.init": "the end of other processes",
+    "comm.trace": "clocks",
+    "launcher.": "processes",
+    "mesh.groups": "the end of other processes",
+    "native.": "compilers",
+    "observe.": "clocks",
+    "tier.aio_handle": "files of clients, through an engine of IO that is looked at",
+}
