@@ -35,6 +35,7 @@ ORDERING: dict[str, object] = {
     "synchronize": None, "land_all": None, "_wait_for_writes": None, "_wait_for_readers": None,
 }  # fmt: skip
 _NOTE = "_note_of_mutants"
+_WIDTH = 40  # characters of a call's text that name it
 LEAST_S, TIMES = 5.0, 10  # seconds of CPU that a mutant may take at least, and how many times what the case takes
 
 
@@ -67,6 +68,7 @@ class _Calls(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         bare = node is self._statement
         text = ast.unparse(node)
+        text = text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
         self.generic_visit(node)
         if not isinstance(node.func, ast.Attribute) or node.func.attr not in ORDERING:
             return node
