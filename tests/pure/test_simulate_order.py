@@ -7,6 +7,9 @@ import pytest
 from deepspeed.simulate.events import (
     COMPUTE,
     DEVICE,
+    DRIVE_READS,
+    DRIVE_WRITES,
+    FILE,
     HOST,
     PAGEABLE,
     PINNED,
@@ -116,6 +119,20 @@ def test_freed_memory_must_not_be_in_use_by_a_stream_that_its_own_has_not_waited
     assert problem.problem == "freed while in use" and "drop.py:1" in str(problem)
     assert not problems(*used, Record(2, SIDE), Wait(COMPUTE, 2), Free(BUFFER))
     assert not problems(*used, Free(BUFFER, frozenset({SIDE})))  # record_stream
+
+
+def test_what_the_program_has_waited_for_is_before_all_that_gets_the_memory_next() -> None:
+    used = make(), *HAND_OVER, write(SIDE, "use")
+    assert not problems(*used, HostWait("stream", stream=SIDE), Free(BUFFER))
+
+
+@pytest.mark.parametrize("second", [write(DRIVE_WRITES, "again"), read(DRIVE_READS, "back")])
+def test_transfers_of_a_drive_overtake_each_other_unless_the_program_waits_between(second: Launch) -> None:
+    first = make(FILE, HOST), write(DRIVE_WRITES, "first"), Record(1, DRIVE_WRITES)
+    (problem,) = problems(*first, second)
+    assert problem.first.name == "first" and problem.second.name == second.name
+    assert not problems(*first, HostWait("drive", event=1), second)
+    assert problems(*first, Wait(DRIVE_READS, 1), Wait(DRIVE_WRITES, 1), second)  # a drive knows no events
 
 
 def test_use_of_freed_memory_is_said() -> None:

@@ -202,7 +202,7 @@ class Bench:
             for name in cases:
                 limit = max(LEAST_S, TIMES * self._seconds[name])
                 before = signal.signal(signal.SIGPROF, _stop)
-                signal.setitimer(signal.ITIMER_PROF, limit)
+                signal.setitimer(signal.ITIMER_PROF, limit, 1.0)  # again, where it is swallowed
                 try:
                     problems = self._run(name)
                 except Exception as error:
