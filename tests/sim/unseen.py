@@ -47,10 +47,11 @@ SEEN: dict[str, str] = {
     "engine:offload_states: self.runtime.gradients.land_all()": "looking",
 }
 
+_SAVES = "the thread of a save, which reads what is kept for it; tests/ops/test_held.py"
 # "not reached: " begins the reason where no case comes to the call. A test that its loss turns red is named.
 UNSEEN: dict[str, str] = {
     "comm.collectives:all_equal: Collective(works, then=(end,)).wait()": (
-        "not reached: a message between the programs, in host memory over gloo"
+        "not reached: a message between the programs, in host memory over gloo; test_agreement_cost.py hangs"
     ),
     "zero.runtime:_ask: self.gradients.land_all()": (
         "not reached: ranks that differ; without it a gradient that no rank had would be dropped before it has landed"
@@ -59,11 +60,13 @@ UNSEEN: dict[str, str] = {
         "a later wait covers it: the second gather travels on the same stream, and is waited for on the next line"
     ),
     "zero.runtime:_publish_one: transfer.wait() (2)": (
-        "not reached: PARAM on a drive is in host memory here, and only ranks on the CPU gather it there in background"
+        "not reached: PARAM on a drive is in host memory here, and only ranks on the CPU gather it there behind; "
+        "test_offload_parity.py::test_four_ranks[hpz]"
     ),
     "zero.unit:fetch: self.arrive()": "not reached: an error while a gather begins",
     "zero.unit:start_gather: rest.get(piece).wait()": (
-        "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read behind"
+        "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read "
+        "behind; test_offload_parity.py::test_four_ranks"
     ),
     "zero.unit:_settled: place.put(values).wait()": (
         "ordered already: without ``lent`` a store has taken what it is given when ``put`` returns"
@@ -78,17 +81,24 @@ UNSEEN: dict[str, str] = {
         "ordered already: memory of a device is never lent to a drive, and a copy to the host is waited for by itself"
     ),
     "zero.gradients:withdraw: self.settle()": (
-        "values: what a client put in the place of a gradient; reductions have landed when gradients are shown"
+        "values: what a client put in the place of a gradient; reductions have landed when gradients are shown; "
+        "test_gradients_by_hand.py::test_edits_of_a_shown_gradient_count"
     ),
     "zero.optim_view:let_go: transfer.wait()": "not reached: an error in the update",
-    "tier.drive:wait: self._released.wait(seconds)": "the thread of a save, which reads what is kept for it",
-    "tier.drive:_write: self._wait_for_readers()": "the thread of a save, which reads what is kept for it",
-    "tier.drive:drop: self._wait_for_readers()": "the thread of a save, which reads what is kept for it",
-    "tier.drive:_wait_for_readers: reader.wait(_GLANCE_S)": "the thread of a save, which reads what is kept for it",
-    "tier.drive:read_ahead: self.settle()": "ordered already: every write has ended; it raises what failed",
+    "tier.drive:wait: self._released.wait(seconds)": _SAVES,
+    "tier.drive:_write: self._wait_for_readers()": _SAVES,
+    "tier.drive:drop: self._wait_for_readers()": _SAVES,
+    "tier.drive:_wait_for_readers: reader.wait(_GLANCE_S)": _SAVES,
+    "tier.drive:read_ahead: self.settle()": (
+        "ordered already: every write has ended, and it raises what failed; "
+        "test_staging_and_stored.py::test_a_failed_write_is_told_whenever_the_values_are_wanted"
+    ),
     "tier.drive:_heal: entry[0].wait()": "ordered already: the write has ended; it takes note of how",
     "tier.staging:clear: self.settle()": "a later wait covers it: the engine, which is closed next, waits for the same",
-    "tier.aio:_start: transfer.settle()": "ordered already: the transfer has ended; it lets go of its memory",
+    "tier.aio:_start: transfer.settle()": (
+        "ordered already: the transfer has ended, and it lets go of its memory; "
+        "test_aio_engine.py::test_done_without_waiting"
+    ),
     "engine:step: self._saver.settle(wait=False)": "raises what a save in background met; waits for nothing",
 }
 
