@@ -204,7 +204,7 @@ LOOPS: dict[str, tuple[Callable[[Any, int], None], int]] = {
 
 def _subject(name: str) -> Subject:
     if name in ("stage3", "recomputed"):  # attention too
-        shape = Shape(_WIDTH, 2, 4, 1024, _VOCABULARY, 128, 4)
+        shape = Shape(_WIDTH, 2, 4, 1024, _VOCABULARY, 512, 4)
         return decoder_subject(name, shape, samples=1, sequence=64, recompute=name == "recomputed")
     before, _ = LOOPS.get(name.partition("-")[0], (lambda model, step: None, 2))
 
