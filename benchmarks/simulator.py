@@ -46,7 +46,7 @@ STEPS = {1: 3, 2: 2}
 DEPTHS = (3, 5)
 GIB = 2**30
 # The tables whose rows are fitted, and which of their rows: every second one, beginning with the first.
-FITTED = ("mpt-a100", "mpt-h100")
+FITTED = ("mpt-a100", "mpt-h100", "offload-blocking", "azure")
 
 
 @dataclass

@@ -27,6 +27,7 @@ CONSTANTS = {
     "node_rate": "of a collective inside a node: bytes that each device sends",
     "node_hop_s": "of one step of a ring inside a node",
     "network_rate": "of one device's share of the network between nodes",
+    "network_crowding": "what each doubling of the nodes, from two on, adds to the network's time, as a share",
     "network_hop_s": "of one step of a ring that crosses nodes",
     "bus_rate": "of a copy between pinned host memory and the device",
     "pageable_rate": "of a copy between ordinary host memory and the device",
@@ -78,6 +79,8 @@ class Machine:
         """A ring over ``ranks`` that moves ``nbytes`` in all, or for an all-reduce a tree where that is faster.
 
         Ring: (n - 1) steps of latency and (n - 1)/n of the bytes, twice for an all-reduce; tree: 2 log2(n) steps.
+        Between nodes the bytes take ``1 + network_crowding log2(nodes / 2)`` times as long as between two: paths of a
+        large network meet in its switches.
         """
         size = len(ranks)
         if size < 2:
@@ -85,7 +88,8 @@ class Machine:
         nodes = len({rank // int(self["gpus_per_node"]) for rank in ranks})
         hop, rate = self["node_hop_s"], self["node_rate"]
         if nodes > 1:
-            hop, rate = self["network_hop_s"], min(rate, self["network_rate"] * size / nodes)
+            crowd = 1 + self["network_crowding"] * math.log2(nodes / 2)
+            hop, rate = self["network_hop_s"], min(rate, self["network_rate"] * size / nodes / crowd)
         ring = _FLAT.get(name, 1) * ((size - 1) * hop + nbytes * (size - 1) / size / rate)
         tree = 2 * math.ceil(math.log2(size)) * hop + 2 * nbytes / rate
         return self["kernel_s"] + (min(ring, tree) if name == "all_reduce" else ring)

@@ -115,6 +115,13 @@ def test_a_collective_takes_a_ring_s_time(name: str, ranks: range, expected: flo
     assert machine.collective(name, 8, tuple(ranks)) == pytest.approx(expected)
 
 
+def test_a_network_slows_with_every_doubling_of_its_nodes() -> None:
+    machine = Machine("plain", PLAIN | {"gpus_per_node": 1.0, "network_crowding": 0.5})
+    seconds = [machine.collective("all_gather", 1_000_000, tuple(range(nodes))) for nodes in (2, 4, 8)]
+    per_byte = [s / (nodes - 1) * nodes for s, nodes in zip(seconds, (2, 4, 8), strict=True)]
+    assert per_byte == pytest.approx([1e6, 1.5e6, 2e6])
+
+
 def test_an_all_reduce_of_little_over_many_ranks_takes_a_tree_s_time() -> None:
     machine = Machine("plain", PLAIN | {"node_hop_s": 1.0, "network_hop_s": 1.0})
     assert machine.collective("all_reduce", 0, tuple(range(512))) == pytest.approx(2 * 9)
