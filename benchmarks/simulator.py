@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from deepspeed.simulate import install, models, run
+from deepspeed.simulate import models, run
 from deepspeed.simulate.costs import Machine, load_machine, machines
 from deepspeed.simulate.events import Event, HostWait, Launch, Phase, Record, Wait
 from deepspeed.simulate.install import recording, replaced
@@ -45,7 +45,7 @@ STEPS = {1: 3, 2: 2}
 # A model without published memory is recorded at these depths only: what one more block takes is their difference.
 DEPTHS = (3, 5)
 GIB = 2**30
-# The tables whose rows are fitted, and which of their rows: every second one, beginning with the first.
+# Tables with rows that constants are fitted on: every second one, beginning with the first.
 FITTED = ("mpt-a100", "mpt-h100", "offload-blocking", "azure")
 
 
@@ -91,7 +91,6 @@ def keys_of(row: dict[str, Any]) -> list[dict[str, Any]]:
         **{name: row[name] for name in (*_SHAPE, *_RUN)},
         "accumulation": min(2, row["accumulation"]),
         "optimizer_on_host": row.get("optimizer_on_host", False),
-        **({"attention": row["attention"]} if "attention" in row else {}),
     }
     return [key] if "memory_gib" in row else [key | {"layers": depth} for depth in DEPTHS]
 
@@ -135,15 +134,6 @@ def _selective() -> Any:
         return CheckpointPolicy.MUST_SAVE if "attention" in name else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _unfused(plain: Any) -> Any:
-    """Attention whose square of scores lies in memory, with one kernel for scale, mask and softmax."""
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
-        return torch.softmax(query @ key.transpose(-1, -2), -1) @ value
-
-    return attend
 
 
 @contextlib.contextmanager
@@ -203,12 +193,7 @@ def record(key: dict[str, Any]) -> None:
     began, found = time.perf_counter(), Recording()
     selective: Any = functools.partial(models.checkpoint, context_fn=_selective)
     checkpoint = selective if key["recompute"] == "selective" else models.checkpoint
-    attention = install._attention if "attention" not in key else _unfused
-    with (
-        _listening(found),
-        replaced(models, "checkpoint", checkpoint),
-        replaced(install, "_attention", attention),
-    ):
+    with _listening(found), replaced(models, "checkpoint", checkpoint):
         outcome = run.simulate(
             _subject(key),
             _config(key),
@@ -275,7 +260,8 @@ def _step(found: Recording, count: int, machine: Machine) -> dict[str, float]:
     timeline = Timeline(machine)
     _play(timeline, found.first)
     _play(timeline, found.last)
-    return {"seconds": timeline.end + more, **_phases(timeline)}
+    phases = {name: value if name == "update_s" else value * count / 2 for name, value in _phases(timeline).items()}
+    return {"seconds": timeline.end + more, **phases}
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
@@ -429,8 +415,9 @@ def _picture(groups: dict[str, list[Compared]]) -> None:
         for fitted in (True, False):
             points = [(c.row["seconds"], c.simulated["seconds"]) for c in group if is_fitted(c.row) is fitted]
             if points:
+                measured, simulated = zip(*points, strict=True)
                 axes.scatter(
-                    *zip(*points, strict=True), s=18, linewidth=0.8, edgecolors=f"C{index}",
+                    measured, simulated, s=18, linewidth=0.8, edgecolors=f"C{index}",
                     facecolors="none" if fitted else f"C{index}", label=f"{table}{' (fitted)' if fitted else ''}",
                 )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
