@@ -99,7 +99,8 @@ class Allocate(NamedTuple):
 
 class Free(NamedTuple):
     """A buffer ends, and its memory may be given to the next one at once. ``covered``: streams that the allocator was
-    told about, whose work it waits for by itself."""
+    told about, whose work it waits for by itself.
+    """
 
     buffer: int
     covered: frozenset[int] = frozenset()

@@ -61,7 +61,8 @@ def _movable_data() -> property:
 
 def _keys_of_the_device(make: Callable[..., Any]) -> Callable[..., Any]:
     """``Tensor._make_subclass`` with the simulated device's dispatch keys for every fake tensor: ``set_data`` compares
-    them, and a fake tensor's own device is a note beside them."""
+    them, and a fake tensor's own device is a note beside them.
+    """
 
     def make_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if "device_for_backend_keys" in kwargs:

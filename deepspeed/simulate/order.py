@@ -1,5 +1,6 @@
 """Is every access ordered after those it must come after? Vector clocks over streams (Mattern 1989; torch's sanitizer
-of CUDA streams works alike, with one clock for each tensor instead of byte ranges)."""
+of CUDA streams works alike, with one clock for each tensor instead of byte ranges).
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass

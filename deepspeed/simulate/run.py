@@ -32,7 +32,8 @@ STEPS = 5
 @dataclass
 class Outcome:
     """The last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
-    ``engine.destroy()``, the weights."""
+    ``engine.destroy()``, the weights.
+    """
 
     parameters: int
     seconds: float

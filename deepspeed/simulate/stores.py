@@ -26,7 +26,7 @@ CATEGORIES = {
     ("zero/unit.py", "open_grad"): "states",
     ("zero/unit.py", "open_partial"): "gradients",
     ("zero/memory/tiers.py", "host_empty"): "states",
-    ("zero/build.py", "_values"): "build",
+    ("zero/build.py", "_values"): "states",  # what stays whole stays in that buffer
     ("zero/gradients.py", "reduce"): "reduction",
     ("zero/gradients.py", "_rest"): "reduction",
     ("zero/gradients.py", "reduce_over_axes"): "reduction",

@@ -37,6 +37,9 @@ _DRIVE = {"device": "nvme", "nvme_path": "/nowhere", "pin_memory": True}
 # else the first billion of parameters stays in host memory
 _DRIVE_ALL = {**_DRIVE, "max_in_cpu": 0}
 
+# the model is small: nearly all of it is to be cut, as all of a large one is
+_CUT = {"stage3_param_persistence_threshold": 2000}
+
 
 def _config(
     stage: int, *, accumulation: int = 1, dtype: str = "bf16", clip: float = 1.0, **zero: Any
@@ -45,7 +48,7 @@ def _config(
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": stage, **zero},
+        "zero_optimization": {"stage": stage, **_CUT, **zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
     }
@@ -140,7 +143,8 @@ def _hold(model: Any, step: int) -> None:
 
 def _serve(model: Any, step: int) -> None:
     """In the forward of the second step another rank asks for what this one has, or has asked for: no peer is there to
-    do so, so what its message leads to is called."""
+    do so, so what its message leads to is called.
+    """
     if step != 1:
         return
 
@@ -154,7 +158,8 @@ def _serve(model: Any, step: int) -> None:
 
 def _look(model: Any, step: int) -> None:
     """In the middle of a window the client reads a gradient, and in that of the next one takes states away for a
-    while."""
+    while.
+    """
     parameter = model.tokens.weight  # the last whose gradient is reduced
     if step == 1:
         safe_get_local_grad(parameter).sum()

@@ -10,7 +10,8 @@ Pair = tuple[int, int]
 
 def _before(events: Sequence[Event], left_out: Collection[int]) -> list[int]:
     """For each event a bit set: positions of those that are certainly done when it begins on its stream (a buffer's
-    when it is allocated, or its memory given away). The events of drives are not known here."""
+    when it is allocated, or its memory given away). The events of drives are not known here.
+    """
     done: defaultdict[int, int] = defaultdict(int)  # stream -> set
     recorded: dict[int, int] = {}
     home: dict[int, int] = {}
