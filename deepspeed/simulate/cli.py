@@ -18,11 +18,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import hjson
 
 from deepspeed.bench.common import size_of
+from deepspeed.config import load_config
 from deepspeed.errors import UsageError
 from deepspeed.observe.program import CommandLine, count_of, guarded, say
 from deepspeed.simulate import report
@@ -64,26 +62,6 @@ def _parser() -> CommandLine:
     return parser
 
 
-def _config(path: str) -> dict[str, Any]:
-    try:
-        config = hjson.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no configuration: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} is no configuration: it holds no object")
-    if "auto" in (config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")):
-        raise UsageError(f'{path} leaves the batch size to a trainer ("auto"); give train_micro_batch_size_per_gpu')
-    return dict(config)
-
-
-def _samples(config: dict[str, Any], gpus: int) -> int:
-    """The micro-batch that a configuration asks for."""
-    if micro := config.get("train_micro_batch_size_per_gpu"):
-        return int(micro)
-    accumulation = int(config.get("gradient_accumulation_steps") or 1)
-    return max(1, int(config.get("train_batch_size") or gpus) // (gpus * accumulation))
-
-
 def _failures(outcome: Outcome, options: argparse.Namespace, machine: Machine) -> list[str]:
     """What of the limits is passed, a sentence each."""
     share, waits = outcome.exposed_seconds / outcome.seconds, sum(outcome.waits.values())
@@ -100,11 +78,13 @@ def _failures(outcome: Outcome, options: argparse.Namespace, machine: Machine) -
 def _run(options: argparse.Namespace) -> int:
     if not 0 <= options.rank < options.gpus:
         raise UsageError(f"--rank {options.rank} is not one of {options.gpus} ranks, 0 to {options.gpus - 1}")
-    machine, config = load_machine(options.device), _config(options.config)
-    samples = _samples(config, options.gpus)
+    if options.trace is not None and not Path(options.trace).absolute().parent.is_dir():
+        raise UsageError(f"--trace {options.trace}: there is no such folder")
+    machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus)
+    samples = config.train_micro_batch_size_per_gpu
     subject = subject_of(options.model, samples=samples, sequence=options.sequence, recompute=options.recompute)
     outcome = simulate(
-        subject, config, machine, world=options.gpus, rank=options.rank, keep=options.trace is not None,
+        subject, config.source, machine, world=options.gpus, rank=options.rank, keep=options.trace is not None,
         sharded_init=False if options.no_init else None, steps=options.steps,
     )  # fmt: skip
     if options.trace is not None:

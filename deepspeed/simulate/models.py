@@ -51,7 +51,6 @@ class Subject:
     build: Callable[[], nn.Module]
     batch: Callable[[nn.Module, int], Any]
     loss: Callable[[Any, Any], torch.Tensor]
-    samples: int
 
 
 def shape_of(config: dict[str, Any], name: str) -> Shape:
@@ -147,7 +146,7 @@ def decoder_subject(name: str, shape: Shape, *, samples: int, sequence: int, rec
     def batch(model: nn.Module, step: int) -> torch.Tensor:
         return torch.randint(shape.vocabulary, (samples, sequence), device=next(model.parameters()).device)
 
-    return Subject(name, lambda: Decoder(shape, recompute=recompute), batch, lambda output, _: output, samples)
+    return Subject(name, lambda: Decoder(shape, recompute=recompute), batch, lambda output, _: output)
 
 
 def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool) -> Subject:
@@ -156,7 +155,7 @@ def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool
     A configuration file becomes transformers' own model where that package is installed, else a decoder of its shape.
     """
     if not name.endswith(".json"):
-        return _users(name, samples)
+        return _users(name)
     try:
         config = json.loads(Path(name).read_text())
     except (OSError, ValueError) as error:
@@ -190,10 +189,10 @@ def _transformers(config: dict[str, Any], ours: Subject, *, recompute: bool) -> 
         tokens = ours.batch(model, step)
         return {"input_ids": tokens, "labels": tokens}
 
-    return Subject(ours.name, build, batch, lambda output, _: default_loss(output, None), ours.samples)
+    return Subject(ours.name, build, batch, lambda output, _: default_loss(output, None))
 
 
-def _users(name: str, samples: int) -> Subject:
+def _users(name: str) -> Subject:
     build = resolve(name)
     parts: list[Any] = []
 
@@ -207,4 +206,4 @@ def _users(name: str, samples: int) -> Subject:
     def loss(output: Any, given: Any) -> torch.Tensor:
         return (parts[2] or default_loss)(output, given)
 
-    return Subject(name, model, batch, loss, samples)
+    return Subject(name, model, batch, loss)

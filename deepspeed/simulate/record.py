@@ -20,6 +20,7 @@ from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from deepspeed.device import DTYPES
 from deepspeed.simulate.device import MODULE, NAME, SimStream
 from deepspeed.simulate.events import (
     DEVICE,
@@ -40,7 +41,7 @@ from deepspeed.simulate.timeline import Timeline
 from deepspeed.zero.unit import Unit
 
 _aten = torch.ops.aten
-_DTYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 _COLLECTIVES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -97,34 +98,30 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
                 yield position, kwargs[argument.name]
 
 
-def _default_answer(dtype: torch.dtype) -> float | int | bool:
+def _answer(dtype: torch.dtype) -> float | int | bool:
     """What a tensor reads as, whose values nobody knows: nothing overflowed, nothing is set."""
     return 0.0 if dtype.is_floating_point else True if dtype is torch.bool else 0
 
 
 class Recorder(TorchDispatchMode):
-    """The dispatch mode. Enter ``fake`` first and this inside it (``install.recording`` does both and the rest).
+    """The dispatch mode. Enter ``fake`` first and this inside it (``install.recording`` does both and the rest)."""
 
-    ``ranks``: the ranks whose programs agree by host messages, which cost time but are not simulated.
-    """
-
-    def __init__(
-        self, fake: FakeTensorMode, timeline: Timeline, *, answer: Callable[[torch.dtype], Any] = _default_answer
-    ) -> None:
+    def __init__(self, fake: FakeTensorMode, timeline: Timeline) -> None:
         super().__init__()
-        self.fake, self.timeline, self.answer = fake, timeline, answer
+        self.fake, self.timeline = fake, timeline
         self.order, self.usage = OrderCheck(), Memory()
         self.phase = "build"
         self.stores = Stores(self.emit, lambda: self.phase)
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]
         self.streams: dict[int, str] = {HOST: "program", 0: "compute"}
-        self.operations, self._read_at = 0, -1
+        self._read: int | None = None  # the storage that the program has read last, if nothing has happened since
         self._events = itertools.count(1)
         self._communicators: dict[str, int] = {}
         self._works: dict[int, tuple[Any, int]] = {}
 
     def emit(self, event: Event) -> None:
         """Hand an event to everybody who wants it."""
+        self._read = None
         for listener in self.listeners:
             listener(event)
 
@@ -200,11 +197,11 @@ class Recorder(TorchDispatchMode):
         if tensor.constant is not None:
             with unset_fake_temporarily():
                 return tensor.constant.item()
-        if tensor.fake_device.type == NAME and self.operations != self._read_at:
-            # the elements of one list come in one copy
+        storage = tensor.untyped_storage()._cdata
+        if tensor.fake_device.type == NAME and storage != self._read:  # the elements of one list come in one copy
             self.host_wait("read of numbers on the device", stream=MODULE.current_stream().number)
-            self._read_at = self.operations
-        value = self.answer(tensor.dtype)
+            self._read = storage
+        value = _answer(tensor.dtype)
         return float(value) if tensor.dtype.is_floating_point else value
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
@@ -281,7 +278,6 @@ class Recorder(TorchDispatchMode):
         self.host_wait("blocking copy" if not asked else "copy with memory that is not page-locked", stream=stream)
 
     def _launch(self, stream: int, name: str, reads: Sequence[Touch], writes: Sequence[Touch], work: Work) -> None:
-        self.operations += 1
         label = self._unit() if work.kind in ("collective", "up", "down") else self.phase
         site = self.stores.site(_SITE_DEPTH)
         self.emit(Launch(stream, name, tuple(reads), tuple(writes), work, site, label))

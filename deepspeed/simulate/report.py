@@ -4,17 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deepspeed.observe.program import columns
+from deepspeed.observe.program import columns, size
 from deepspeed.simulate.costs import Machine
 from deepspeed.simulate.events import DRIVE_READS, DRIVE_WRITES, HOST
 from deepspeed.simulate.run import Outcome
 
 _MOST = 6  # rows of a list that can be long
 _NAMES = {HOST: "program", DRIVE_READS: "drive: reads", DRIVE_WRITES: "drive: writes"}
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
 
 
 def _ms(seconds: float) -> str:
@@ -50,9 +46,9 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     """The report that people read."""
     over = outcome.reserved - int(machine["device_bytes"])
     memory: list[tuple[str, float]] = [("model states at rest", outcome.states), ("peak", outcome.peak)]
-    memory += [(f"  of it {name}", size) for name, size in _largest(dict(outcome.at_peak)) if size]
+    memory += [(f"  of it {name}", nbytes) for name, nbytes in _largest(dict(outcome.at_peak)) if nbytes]
     memory += [("reserved by the allocator", outcome.reserved), ("peak while building", outcome.build_peak)]
-    memory += [(f"host memory, {place}", size) for place, size in outcome.host.items()]
+    memory += [(f"host memory, {place}", nbytes) for place, nbytes in outcome.host.items()]
     share = outcome.exposed_seconds / outcome.seconds if outcome.seconds else 0.0
     times = [("step", outcome.seconds), *((f"  {name}", seconds) for name, seconds in outcome.phases.items())]
     times += [("exposed transfers", outcome.exposed_seconds)]
@@ -60,7 +56,7 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     times += [("device without work from the program", sum(outcome.late.values()))]
     times += [(f"  after {name}", seconds) for name, seconds in _largest(outcome.late)[:_MOST] if name]
     times += [("program busy with its own work", outcome.busy.get(HOST, 0.0))]
-    lines = [title, "", *columns([(name, _gib(size)) for name, size in memory]), ""]
+    lines = [title, "", *columns([(name, size(nbytes)) for name, nbytes in memory]), ""]
     lines += [*columns([(name, _ms(seconds)) for name, seconds in times]), ""]
     lines += [f"exposed transfers are {share:.1%} of the step; the ranks exchange {outcome.agreements} messages"]
     waits = outcome.waits.most_common()
@@ -71,7 +67,7 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     ]
     lines += [f"  and {len(waits) - _MOST} other places"] * (len(waits) > _MOST)
     if over > 0:
-        lines += [f"DOES NOT FIT: {_gib(over)} more than the {_gib(machine['device_bytes'])} of {machine.name}"]
+        lines += [f"DOES NOT FIT: {size(over)} more than the {size(machine['device_bytes'])} of {machine.name}"]
     lines += [f"UNORDERED {problem}" for problem in outcome.unordered]
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.api import initialize
+from deepspeed.config import load_config
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.simulate.costs import Machine
@@ -24,6 +25,7 @@ from deepspeed.simulate.order import Unordered
 from deepspeed.simulate.record import Recorder
 from deepspeed.simulate.timeline import Interval
 from deepspeed.zero.client.init import Init
+from deepspeed.zero.plan import make_plan
 
 # Some steps teach the schedule and the ranks, who then agree in advance; the fifth is what every later one is.
 STEPS = 5
@@ -43,7 +45,6 @@ class Outcome:
     waited: dict[tuple[str, str], float]
     waits: Counter[tuple[str, str]]
     busy: dict[int, float]
-    work: dict[str, float]
     agreements: int
     states: int
     peak: int
@@ -53,7 +54,6 @@ class Outcome:
     host: dict[str, int]
     left: int
     unordered: list[Unordered]
-    operations: int
     streams: dict[int, str]
     spans: list[Interval] = field(default_factory=list)
 
@@ -102,12 +102,13 @@ def simulate(
 ) -> Outcome:  # fmt: skip
     """Rank ``rank`` of ``world`` trains ``subject`` for so many steps with ``config`` (a dict, as for ``initialize``).
 
-    ``sharded_init``: the model is built under ``zero.Init``; by default at stage 3. ``keep``: with every span of the
-    last step. One process, no data; raises what ``initialize`` raises.
+    ``sharded_init``: the model is built under ``zero.Init``; by default where its parameters will be cut. ``keep``:
+    with every span of the last step. One process, no data; raises what ``initialize`` raises.
     """
-    zero = config.get("zero_optimization", {})
-    sharded = zero.get("stage") == 3 if sharded_init is None else sharded_init
-    accumulation = int(config.get("gradient_accumulation_steps") or 1)
+    parsed = load_config(config, world_size=world)
+    cut = make_plan(parsed, world).regular.param.sharded
+    sharded = cut if sharded_init is None else sharded_init
+    accumulation = parsed.gradient_accumulation_steps
     with recording(machine, world=world, rank=rank, keep=keep) as recorder, _elsewhere(machine, config) as config:
         with Init(config_dict_or_path=config) if sharded else torch.device(NAME):
             model = subject.build()
@@ -164,7 +165,6 @@ def _outcome(recorder: Recorder, model: nn.Module, begin: float, agreements: int
         waited=dict(timeline.waited),
         waits=timeline.waits.copy(),
         busy=dict(timeline.busy),
-        work=dict(timeline.work),
         agreements=agreements,
         states=usage.by_category["states"],
         peak=usage.peak,
@@ -174,7 +174,6 @@ def _outcome(recorder: Recorder, model: nn.Module, begin: float, agreements: int
         host={place: place_usage.peak for place, place_usage in recorder.usage.places.items() if place != DEVICE},
         left=0,
         unordered=[],
-        operations=recorder.operations,
         streams=dict(recorder.streams),
         spans=list(timeline.spans or ()),
     )

@@ -5,7 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -67,13 +67,6 @@ class _Store:
         self.covered: set[int] = set()
 
 
-class _Torch(NamedTuple):
-    """What torch has where the recorder puts its own."""
-
-    resize: Any
-    storage_pointer: Any
-
-
 class Stores:
     """Every storage that the simulation has met. Events go to ``emit``; ``phase()`` names what nobody else does."""
 
@@ -84,7 +77,8 @@ class Stores:
         self._count = 0
         self._addresses: list[tuple[int, _Store]] = []
         self._next_address = _FIRST_ADDRESS
-        self._torch = _Torch(torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr)
+        # What torch has where the recorder puts its own.
+        self._resize, self._pointer = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
 
     def site(self, depth: int = 3) -> Site:
         """Where the program is."""
@@ -167,7 +161,7 @@ class Stores:
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         """``UntypedStorage.resize_``: to nothing and back, which is how units are released and gathered."""
         store = self._stores.get(storage._cdata)
-        self._torch.resize(storage, nbytes)
+        self._resize(storage, nbytes)
         if store is not None and nbytes != store.nbytes:
             self._empty(store)
             if nbytes:
@@ -177,7 +171,7 @@ class Stores:
     def storage_pointer(self, storage: torch.UntypedStorage) -> int:
         """``UntypedStorage.data_ptr``: of a simulated one an address that nothing else has."""
         store = self._stores.get(storage._cdata)
-        return self._torch.storage_pointer(storage) if store is None else self._address(store)
+        return self._pointer(storage) if store is None else self._address(store)
 
     def pointer(self, tensor: torch.Tensor) -> int:
         """``FakeTensor.data_ptr``."""

@@ -32,8 +32,7 @@ class Timeline:
 
     ``exposed``: seconds that the compute stream stood because of (launch, label) on another stream; ``late``: because
     the program had not launched yet, by what the program had last waited for ("" if for nothing); ``waited``: seconds
-    and times that the program stood, by what and place; ``busy``: seconds of work by stream; ``work``: of all launches,
-    by name, also those beside others.
+    and times that the program stood, by what and place; ``busy``: seconds of work by stream.
     """
 
     def __init__(self, machine: Machine, *, keep: bool = False) -> None:
@@ -44,7 +43,6 @@ class Timeline:
         self.waited = defaultdict[tuple[str, str], float](float)
         self.waits = Counter[tuple[str, str]]()
         self.busy = defaultdict[int, float](float)
-        self.work = defaultdict[str, float](float)
         self.phases: list[tuple[str, float]] = []
         self.spans: list[Interval] | None = [] if keep else None
         self._ready: dict[int, _Mark] = {}
@@ -59,7 +57,7 @@ class Timeline:
     def restart(self) -> None:
         """Count from here on, with the program and the device both idle."""
         self.now = self.end
-        for count in (self.exposed, self.late, self.waited, self.waits, self.busy, self.work):
+        for count in (self.exposed, self.late, self.waited, self.waits, self.busy):
             count.clear()
         self.phases.clear()
         if self.spans:
@@ -95,7 +93,6 @@ class Timeline:
 
     def _launch(self, event: Launch) -> None:
         seconds = self.machine.seconds(event.work, event.name)
-        self.work[event.name] += seconds
         if event.stream == HOST:
             self.host_work(seconds, event.name)
             return

@@ -54,10 +54,18 @@ def _config(
     }
 
 
+def _derived(config: dict[str, Any]) -> dict[str, Any]:
+    del config["gradient_accumulation_steps"]
+    return config | {"train_batch_size": 2 * WORLD}
+
+
+WORLD = 8
 CASES: dict[str, dict[str, Any]] = {
     **{f"stage{stage}": _config(stage) for stage in range(4)},
     **{f"stage{stage}-accumulated": _config(stage, accumulation=2) for stage in (1, 2, 3)},
     "stage3-unclipped": _config(3, clip=0.0),
+    # the window of stage3-accumulated, which follows from the batch
+    "stage3-derived": _derived(_config(3)),
     "stage3-fp16": _config(3, dtype="fp16"),
     "stage3-fp32": _config(3, dtype="fp32"),
     "mics": _config(3, mics_shard_size=4),
@@ -91,7 +99,6 @@ CASES: dict[str, dict[str, Any]] = {
     "hpz-accumulated": _config(3, accumulation=2, zero_hpz_partition_size=2),
     "stage1-optimizer-on-drive": _config(1, offload_optimizer=_DRIVE),
 }
-WORLD = 8
 _LINE = re.compile(r":[0-9]+ ")
 _WIDTH, _VOCABULARY, _TOKENS = 256, 2048, 64
 
@@ -217,7 +224,7 @@ def _subject(name: str) -> Subject:
         before(model, step)
         return torch.randint(_VOCABULARY, (_TOKENS,), device=NAME)
 
-    return Subject(name, Model, batch, lambda output, _: output, 1)
+    return Subject(name, Model, batch, lambda output, _: output)
 
 
 def use_a_drive(recorder: Recorder) -> None:
@@ -274,6 +281,7 @@ def run(name: str) -> dict[str, Any]:
     _, steps = LOOPS.get(name.partition("-")[0], (None, 2))
     outcome = simulate(_subject(name), CASES[name], load_machine("h100"), world=WORLD, steps=steps)
     return {
+        "seconds": outcome.seconds,
         "parameters": outcome.parameters,
         "states": outcome.states,
         "at_peak": outcome.at_peak,
@@ -284,6 +292,15 @@ def run(name: str) -> dict[str, Any]:
         "unordered": [str(problem) for problem in outcome.unordered],
         "took": time.process_time() - begin,
     }
+
+
+def reads() -> int:
+    """How often a program waits that reads a list of two numbers, and then a number, of two tensors."""
+    with recording(load_machine("h100"), world=1) as recorder:
+        first, second = torch.ones(2, device=NAME), torch.ones(1, device=NAME)
+        first.tolist()
+        second.item()
+    return recorder.timeline.waits.total()
 
 
 def events_of(name: str) -> list[Event]:
@@ -310,6 +327,7 @@ def main() -> int:
     facts = {}
     for name in options.only:
         facts[name] = run(name)
+    facts["reads"] = {"times": reads()}
     with open(options.out, "w") as file:
         json.dump(facts, file, indent=1)
     if options.events:

@@ -119,16 +119,18 @@ def test_what_the_configuration_gets_wrong_is_initialize_s_sentence(ended: dict[
 
 
 WRONG = {
-    "no config file": (["--config", "nowhere.json"], "nowhere.json is no configuration"),
+    "no config file": (["--config", "nowhere.json"], "'nowhere.json' does not exist"),
     "no model file": (["--model", "nowhere.json"], "nowhere.json is no Hugging Face configuration"),
     "no such module": (["--model", "nowhere:build"], "cannot import 'nowhere'"),
     "no function": (["--model", "nowhere"], "write it as module:function"),
     "no decoder": (["--model", "config.json"], "describes no decoder: hidden_size, num_hidden_layers"),
     "device": (["--device", "h1000"], "no machine 'h1000': there are .*h100"),
     "rank": (["--rank", "8"], "--rank 8 is not one of 8 ranks, 0 to 7"),
+    "a trace nowhere": (["--trace", "no/such/folder.json"], "--trace no/such/folder.json: there is no such folder"),
+    "a negative batch": (["--config", "minus.json"], "must be greater than or equal to 1, not -3"),
     "a long sequence": (["--sequence", "4096"], "128 positions, fewer than the sequence of 4096"),
-    "an open batch": (["--config", "auto.json"], "leaves the batch size to a trainer"),
-    "a list": (["--config", "list.json"], "holds no object"),
+    "an open batch": (["--config", "auto.json"], 'is still "auto"'),
+    "a list": (["--config", "list.json"], "holds a list"),
 }
 
 
@@ -139,6 +141,7 @@ def test_wrong_input_is_a_sentence(
     monkeypatch.chdir(folder)
     (folder / "auto.json").write_text(json.dumps(CONFIG | {"train_micro_batch_size_per_gpu": "auto"}))
     (folder / "list.json").write_text("[]")
+    (folder / "minus.json").write_text(json.dumps(CONFIG | {"train_micro_batch_size_per_gpu": -3}))
     options, expected = WRONG[name]
     given = {"--model": "model.json", "--config": "config.json"} | dict(zip(options[::2], options[1::2], strict=True))
     assert cli.main([word for pair in given.items() for word in pair]) == 2

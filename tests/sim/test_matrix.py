@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from deepspeed.simulate.events import Event
 from deepspeed.simulate.order import OrderCheck
+from deepspeed.simulate.stores import CATEGORIES
 from tests.sim.matrix import CASES, WORLD
 from tests.sim.oracle import Conflicts, waits_of
 
@@ -111,6 +112,20 @@ def test_destroy_gives_back_all_but_the_weights(facts: dict[str, dict[str, Any]]
     width = PARAM if CASES[name].keys() & {"bf16", "fp16"} else 2 * PARAM
     each = 0.0 if "offload_param" in zero else width / (inner if zero["stage"] == 3 else 1)
     assert facts[name]["left"] / facts[name]["parameters"] == pytest.approx(each, abs=2e-2)
+
+
+def test_a_window_that_follows_from_the_batch_is_simulated_whole(facts: dict[str, dict[str, Any]]) -> None:
+    assert facts["stage3-derived"]["seconds"] == facts["stage3-accumulated"]["seconds"]
+
+
+def test_every_tensor_that_is_read_is_a_wait_of_its_own(facts: dict[str, dict[str, Any]]) -> None:
+    assert facts["reads"]["times"] == 2
+
+
+def test_categories_name_functions_that_are_there() -> None:
+    """Or bytes would move to another row of the report without a word."""
+    for file, function in CATEGORIES:
+        assert f"def {function}(" in (ROOT / "deepspeed" / file).read_text(), (file, function)
 
 
 def test_parameters_on_a_drive_are_read_in_every_step(facts: dict[str, dict[str, Any]]) -> None:
