@@ -111,7 +111,7 @@ class EngineReports:
         self._phases: list[str] = []
         self.timers: Any = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
         throughput, every = config.timers.throughput, config.steps_per_print
-        # A report that is never due needs no measurement, so a silent run does not wait for its device either.
+        # A report that is never due needs no measurement.
         reports = throughput.enabled and every is not None and math.isfinite(every)
         measured = Namespace(enabled=reports, synchronized=throughput.synchronized)
         self.tput_timer = ThroughputTimer(measured, config.train_batch_size, steps_per_output=every)

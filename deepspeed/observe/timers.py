@@ -3,10 +3,11 @@
 import functools
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from deepspeed.device import get_accelerator
+from deepspeed.device import NullEvent, get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist
@@ -158,7 +159,9 @@ class ThroughputTimer:
     """Samples per second over updates of ``batch_size`` samples, without the first ``start_step`` (warm-up) updates.
 
     ``steps_per_output`` None never logs. ``config`` may hold ``enabled`` (a disabled timer does nothing) and
-    ``synchronized`` (wait for the device around each measurement; otherwise only the host's time counts).
+    ``synchronized``: events on the device's stream are measured, which only the update that logs waits for, and who
+    reads ``avg_samples_per_sec``, ``step_elapsed_time`` (of the update under way) or ``total_elapsed_time`` (both in
+    seconds). Otherwise only the host's time counts.
     """
 
     def __init__(
@@ -176,8 +179,9 @@ class ThroughputTimer:
         self.steps_per_output, self.monitor_memory = steps_per_output or None, monitor_memory
         self.logging = logging_fn or log_dist
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.step_elapsed_time = self.total_elapsed_time = 0.0
-        self._start: float | None = None
+        self._start: Any = None
+        self._spans = deque[tuple[int, Any, Any]]()  # updates before it, first and last event; not added up yet
+        self._step_s = self._total_s = 0.0
 
     def update_epoch_count(self) -> None:
         """A new epoch begins."""
@@ -189,10 +193,10 @@ class ThroughputTimer:
         if self.enabled:
             self._start = self._now()
 
-    def _now(self) -> float:
-        if self.synchronized and self.global_step_count >= self.start_step:
-            get_accelerator().synchronize()
-        return time.perf_counter()
+    def _now(self) -> Any:
+        event = get_accelerator().Event(enable_timing=True) if self.synchronized else NullEvent()
+        event.record()
+        return event
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro-batch ends; ``global_step`` when an update ended with it."""
@@ -200,28 +204,52 @@ class ThroughputTimer:
             return
         counted = self.global_step_count >= self.start_step
         if counted:
-            self.step_elapsed_time += self._now() - self._start
+            self._spans.append((self.global_step_count, self._start, self._now()))
+            self._add_up(wait=False)
         self._start = None
         self.micro_step_count += 1
         if not global_step:
             return
-        self.global_step_count += 1
-        self.total_elapsed_time += self.step_elapsed_time
         every = self.steps_per_output
-        if counted and report_speed and every and self.global_step_count % every == 0:
-            now = self.batch_size / max(self.step_elapsed_time, 1e-9)
+        report = counted and report_speed and every and (self.global_step_count + 1) % every == 0
+        now = self.batch_size / max(self.step_elapsed_time, 1e-9) if report else 0.0
+        self.global_step_count += 1
+        self._total_s, self._step_s = self._total_s + self._step_s, 0.0
+        if report:
             memory = f", {memory_report()}" if self.monitor_memory else ""
             self.logging(
                 f"epoch={self.epoch_count}, micro_step={self.micro_step_count}, global_step={self.global_step_count}, "
                 f"samples/s now {now:.2f}, average {self.avg_samples_per_sec():.2f}{memory}"
             )
-        self.step_elapsed_time = 0.0
+
+    def _add_up(self, *, wait: bool) -> None:
+        """Add what has been measured to the sums; without ``wait`` as far as the device has come."""
+        late = (event for _, *events in reversed(self._spans) for event in reversed(events)) if wait else ()
+        for event in late:  # the last first: that is the only one to wait for, if all are of one stream
+            if not event.query():
+                event.synchronize()
+        while self._spans and all(event.query() for event in self._spans[0][1:]):
+            update, start, end = self._spans.popleft()
+            seconds = start.elapsed_time(end) / 1e3
+            if update == self.global_step_count:
+                self._step_s += seconds
+            else:
+                self._total_s += seconds
+
+    @property
+    def step_elapsed_time(self) -> float:
+        self._add_up(wait=True)
+        return self._step_s
+
+    @property
+    def total_elapsed_time(self) -> float:
+        self._add_up(wait=True)
+        return self._total_s
 
     def avg_samples_per_sec(self) -> float:
         """Samples per second over all counted updates; -inf before the first."""
-        counted = self.global_step_count - self.start_step
-        measured = counted > 0 and self.total_elapsed_time > 0
-        return counted * self.batch_size / self.total_elapsed_time if measured else float("-inf")
+        counted, seconds = self.global_step_count - self.start_step, self.total_elapsed_time
+        return counted * self.batch_size / seconds if counted > 0 and seconds > 0 else float("-inf")
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:

@@ -31,6 +31,10 @@ class Sink(Protocol):
 
     def done(self, event: int) -> bool: ...
 
+    def happens(self, event: int) -> float:
+        """The time of an event that has been recorded, in seconds."""
+        ...
+
     def memory(self) -> tuple[int, int]:
         """Bytes of the device in use, and at most."""
         ...
@@ -61,8 +65,11 @@ class SimEvent:
     def query(self) -> bool:
         return self.number is None or MODULE.sink.done(self.number)
 
-    def elapsed_time(self, _end: "SimEvent") -> float:
-        return 0.0
+    def elapsed_time(self, end: "SimEvent") -> float:
+        """Milliseconds from this event to ``end``; RuntimeError, as on a real device, before both have happened."""
+        if self.number is None or end.number is None or not (self.query() and end.query()):
+            raise RuntimeError("both events must be recorded and complete before their times are read")
+        return (MODULE.sink.happens(end.number) - MODULE.sink.happens(self.number)) * 1e3
 
 
 class SimStream:

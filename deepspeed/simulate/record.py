@@ -145,6 +145,9 @@ class Recorder(TorchDispatchMode):
     def done(self, event: int) -> bool:
         return self.timeline.done(event)
 
+    def happens(self, event: int) -> float:
+        return self.timeline.happens(event)
+
     def memory(self) -> tuple[int, int]:
         usage = self.usage.of(DEVICE)
         return usage.now, usage.peak

@@ -21,10 +21,11 @@ class Interval(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """When an event happens, and what comes last before it: (launch, label)."""
+    """When an event happens, and what comes last before it: (launch, label). ``recorded``: the program's time then."""
 
     time: float
     cause: tuple[str, str]
+    recorded: float = 0.0
 
 
 class Timeline:
@@ -68,7 +69,7 @@ class Timeline:
         if isinstance(event, Launch):
             self._launch(event)
         elif isinstance(event, Record):
-            self._events[event.event] = self._at(event.stream)
+            self._events[event.event] = self._at(event.stream)._replace(recorded=self.now)
         elif isinstance(event, Wait):
             self._wait(event)
         elif isinstance(event, HostWait):
@@ -80,6 +81,11 @@ class Timeline:
     def done(self, event: int) -> bool:
         """Whether an event has happened at the time of the program."""
         return event not in self._events or self._events[event].time <= self.now
+
+    def happens(self, event: int) -> float:
+        """The time of an event that has been recorded; on an idle stream that of recording it."""
+        mark = self._events[event]
+        return max(mark.time, mark.recorded)
 
     def host_work(self, seconds: float, name: str = "") -> None:
         """The program is busy for so long."""

@@ -194,6 +194,71 @@ def test_throughput_skips_the_warm_up(cpu: Accelerator) -> None:
     assert len(lines) == 2 and "global_step=2" in lines[0]
 
 
+class LateDevice(Accelerator):
+    """Finishes what it is given when somebody waits for it; of its time 10 ms have gone by at each event."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.recorded = self.finished = self.waits = 0
+
+    def synchronize(self, device_index: object = None) -> None:
+        raise AssertionError("the whole device is waited for")
+
+    def Event(self, **_options: object) -> "LateEvent":  # type: ignore[override]  # noqa: N802 - torch's name
+        return LateEvent(self)
+
+
+class LateEvent(NullEvent):
+    def __init__(self, device: LateDevice) -> None:
+        self.device, self.number = device, 0
+
+    def record(self, stream: object = None) -> None:
+        self.device.recorded += 1
+        self.number = self.device.recorded
+
+    def query(self) -> bool:
+        return self.number <= self.device.finished
+
+    def synchronize(self) -> None:  # type: ignore[override]
+        self.device.waits += 1
+        self.device.finished = max(self.device.finished, self.number)
+
+    def elapsed_time(self, end: "LateEvent") -> float:  # type: ignore[override]
+        assert self.query() and end.query(), "a device raises"
+        return (end.number - self.number) * 10.0
+
+
+def test_throughput_waits_once_for_the_update_that_logs_and_loses_no_span(cpu: Accelerator) -> None:
+    device, lines = LateDevice(), list[str]()
+    set_accelerator(device)
+    try:
+        timer = timers.ThroughputTimer(batch_size=8, start_step=1, steps_per_output=4, logging_fn=lines.append)
+        for micro in range(14):  # two of each update: the eighth leaves one more span behind
+            timer.start()
+            timer.stop(global_step=micro % 2 == 1)
+            if micro == 4:
+                device.finished = device.recorded - 1  # the first of this update's is late, others are done
+            assert device.waits == int(micro >= 7)
+        assert len(lines) == 1 and "now 400.00, average 400.00" in lines[0]  # 8 samples in two times 10 ms
+        assert (timer.global_step_count, timer.micro_step_count) == (7, 14)
+        assert timer.total_elapsed_time == pytest.approx(6 * 0.02) and timer.step_elapsed_time == 0
+        assert timer.avg_samples_per_sec() == pytest.approx(400) and device.waits == 2
+    finally:
+        set_accelerator(None)
+
+
+def test_throughput_of_the_host_alone_asks_no_device(cpu: Accelerator) -> None:
+    set_accelerator(device := LateDevice())
+    try:
+        timer = timers.ThroughputTimer(SimpleNamespace(synchronized=False), start_step=0)
+        timer.start()
+        time.sleep(0.002)
+        timer.stop(global_step=True)
+        assert timer.total_elapsed_time > 0.002 and device.recorded == 0
+    finally:
+        set_accelerator(None)
+
+
 def test_memory_report_is_quiet_without_force(cpu: Accelerator, caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
     handler = log.logging.StreamHandler(stream)

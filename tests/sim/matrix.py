@@ -22,7 +22,7 @@ import deepspeed
 from deepspeed.simulate import run as run_module
 from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.device import NAME
-from deepspeed.simulate.events import Event
+from deepspeed.simulate.events import Event, HostWait, Phase
 from deepspeed.simulate.install import recording, replaced
 from deepspeed.simulate.models import Shape, Subject, decoder_subject
 from deepspeed.simulate.record import Recorder
@@ -294,6 +294,44 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
+def _hear(hear: Callable[[Event], None]) -> contextlib.AbstractContextManager[None]:
+    """Inside, ``hear`` is told every event of a simulation."""
+
+    @contextlib.contextmanager
+    def heard(*args: Any, **options: Any) -> Iterator[Recorder]:
+        with recording(*args, **options) as recorder:
+            recorder.listeners.append(hear)
+            yield recorder
+
+    return replaced(run_module, "recording", heard)
+
+
+PRINTED, TIMED_STEPS = 3, 7  # every so many updates; of so many
+
+
+def timed() -> dict[str, Any]:
+    """Samples per second are measured and logged: in which updates the program waits for the time, what it then says,
+    and how long the last took.
+    """
+    config = _config(3, accumulation=2) | {"steps_per_print": PRINTED}
+    lines, waits, forwards = list[str](), list[int](), list[int]()
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Phase) and event.name == "forward":
+            forwards.append(1)
+        if isinstance(event, HostWait) and any(file == "observe/timers.py" for file, _, _ in event.site):
+            waits.append((len(forwards) + 1) // 2)
+
+    def batch(model: Any, step: int) -> torch.Tensor:
+        model.tokens.weight._ds_unit.keeper.client().tput_timer.logging = lines.append
+        return torch.randint(_VOCABULARY, (_TOKENS,), device=NAME)
+
+    with _hear(hear):
+        subject = Subject("timed", Model, batch, lambda output, _: output)
+        outcome = simulate(subject, config, load_machine("h100"), world=WORLD, steps=TIMED_STEPS)
+    return {"waits": waits, "lines": lines, "seconds": outcome.seconds, "samples": 2 * WORLD}
+
+
 def reads() -> int:
     """How often a program waits that reads a list of two numbers, and then a number, of two tensors."""
     with recording(load_machine("h100"), world=1) as recorder:
@@ -307,13 +345,7 @@ def events_of(name: str) -> list[Event]:
     """What a case does, event by event."""
     events: list[Event] = []
 
-    @contextlib.contextmanager
-    def heard(*args: Any, **options: Any) -> Iterator[Recorder]:
-        with recording(*args, **options) as recorder:
-            recorder.listeners.append(events.append)
-            yield recorder
-
-    with replaced(run_module, "recording", heard):
+    with _hear(events.append):
         run(name)
     return events
 
@@ -328,6 +360,7 @@ def main() -> int:
     for name in options.only:
         facts[name] = run(name)
     facts["reads"] = {"times": reads()}
+    facts["timed"] = timed()
     with open(options.out, "w") as file:
         json.dump(facts, file, indent=1)
     if options.events:

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -17,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from deepspeed.simulate.events import Event
 from deepspeed.simulate.order import OrderCheck
 from deepspeed.simulate.stores import CATEGORIES
-from tests.sim.matrix import CASES, WORLD
+from tests.sim.matrix import CASES, PRINTED, TIMED_STEPS, WORLD
 from tests.sim.oracle import Conflicts, waits_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,13 @@ def test_a_window_that_follows_from_the_batch_is_simulated_whole(facts: dict[str
 
 def test_every_tensor_that_is_read_is_a_wait_of_its_own(facts: dict[str, dict[str, Any]]) -> None:
     assert facts["reads"]["times"] == 2
+
+
+def test_samples_per_second_cost_a_wait_only_in_the_update_that_says_them(facts: dict[str, dict[str, Any]]) -> None:
+    timed = facts["timed"]
+    assert timed["waits"] == list(range(PRINTED, TIMED_STEPS + 1, PRINTED))
+    rates = [float(rate) for line in timed["lines"] for rate in re.findall("now ([0-9.]+)", line)]
+    assert len(rates) == 2 and rates[-1] == pytest.approx(timed["samples"] / timed["seconds"], rel=0.02)
 
 
 def test_categories_name_functions_that_are_there() -> None:

@@ -166,7 +166,7 @@ class ThroughputConfig(AutoBlock):
     """``timers.throughput``: samples per second."""
 
     enabled: Flag = key(True, "Measure samples per second, reported every steps_per_print steps.")
-    synchronized: Flag = key(True, "Wait for the device around each measurement; false counts the host's time only.")
+    synchronized: Flag = key(True, "Measure the device's time; only an update that reports waits. false: the host's.")
 
 
 class TimersConfig(Block):
