@@ -24,7 +24,7 @@ from deepspeed.checkpoint.format import folders
 from deepspeed.checkpoint.save.writer import RankFile
 from deepspeed.verify.ranks import RankPool as OwnPool
 from tests.dist.test_checkpoint_damage import engine_of, same, state, train
-from tests.dist.test_offload_faults import file_size_limit
+from tests.harness.offload import file_size_limit
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, outcome, start
 

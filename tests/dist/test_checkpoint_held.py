@@ -27,7 +27,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import TransferError
 from deepspeed.tier.drive import Held
 from tests.dist.test_checkpoint_damage import IN_FEATURES, train
-from tests.dist.test_offload_parity import gradients_on_drive
+from tests.harness.offload import gradients_on_drive
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start
 

@@ -19,7 +19,7 @@ from deepspeed.verify.models import IN_FEATURES, OUT_FEATURES, ResidualBlock
 from deepspeed.zero import Init, build as zero_build
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import StateKind
-from tests.dist.test_offload_parity import WIDTH, same, snapshot, wide_case
+from tests.harness.offload import WIDTH, same, snapshot, wide_case
 from tests.harness.pool import RankPool
 from tests.harness.training import make_config, start, train_step
 

@@ -34,7 +34,7 @@ from deepspeed.utils import (
 from deepspeed.verify.models import Case
 from deepspeed.verify.reference import trainable
 from deepspeed.zero.plan import StateKind
-from tests.dist.test_offload_parity import (
+from tests.harness.offload import (
     CASES,
     PRECISION,
     Plan,

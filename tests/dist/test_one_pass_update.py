@@ -23,13 +23,13 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.models import Case
 from deepspeed.zero import unit as unit_module
 from deepspeed.zero.plan import StateKind
-from tests.dist.test_offload_parity import (
+from tests.dist.test_offload_parity import froze_later
+from tests.harness.offload import (
     CASES,
     PRECISION,
     STEPS,
     Plan,
     check,
-    froze_later,
     plain_loop,
     same,
     train,

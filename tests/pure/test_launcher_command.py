@@ -1,0 +1,350 @@
+"""The ``deepspeed`` command: its flags, what it refuses and shows, and that no backend outlives it."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from deepspeed.launcher import fanout, runner
+from deepspeed.launcher.launch import build_parser as node_parser
+from deepspeed.launcher.runners import RUNNERS, RunnerCommand
+from tests.harness.patience import too_long
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+FLAGS = """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port
+--master_addr --node_rank
+--launcher --launcher_args --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid
+--enable_each_rank_log
+--autotuning --bind_cores_to_rank --bind_core_list --ssh_port --venv_script --log_level -q --quiet --elastic_training
+--min_elastic_nodes --max_elastic_nodes --dry_run --dry-run -h --help"""
+NODE_FLAGS = """--node_rank --master_addr --master_port --world_info --module --no_python --no_local_rank --save_pid
+--enable_each_rank_log
+--bind_cores_to_rank --bind_core_list --log_level -q --quiet --on_devices --from_runner -h --help"""
+
+
+def test_flags() -> None:
+    for parser, wanted in ((runner.build_parser(), FLAGS), (node_parser(), NODE_FLAGS)):
+        assert {flag for action in parser._actions for flag in action.option_strings} == set(wanted.split())
+    defaults = vars(runner.parse_args(["s.py"]))
+    assert (defaults["hostfile"], defaults["num_nodes"], defaults["launcher"]) == (runner.DLTS_HOSTFILE, -1, "ssh")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Current directory with ``t.py`` and ``hosts`` (h1, h2 with two slots), its ``bin`` in front of PATH, and no
+    accelerator.
+    """
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "bin"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delenv("DS_SSH", raising=False)
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    monkeypatch.setattr(runner, "is_this_machine", lambda host: host == "localhost")
+    return tmp_path
+
+
+def install(folder: Path, name: str, text: str) -> None:
+    (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+def status(*args: str) -> int:
+    try:
+        runner.main(list(args))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+MULTI = ("--hostfile", "hosts", "--no_ssh_check")
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ("-H nowhere t.py", "hostfile nowhere cannot be read (No such file or directory)"),
+        ("-H bin t.py", "hostfile bin cannot be read (Is a directory)"),
+        ("-H t.py t.py", "hostfile t.py names no host"),
+        ("-H hosts --num_nodes 3 t.py", "--num_nodes 3, but the hostfile lists 2 host(s)"),
+        ("-H hosts --num_gpus 3 t.py", "--num_gpus 3, but the hostfile gives host h1 2 slot(s)"),
+        ("-H hosts -i h3:0 t.py", "the filter names host 'h3'"),
+        ("-H hosts -i h1:7 t.py", "slot 7 of host 'h1'"),
+        ("-H hosts -i h1 -e h2 t.py", "--exclude cannot be given too"),
+        ("-H hosts --node_rank 2 t.py", "--node_rank 2 is not one of the 2 node(s)"),
+        ("-H hosts --no_ssh t.py", "--node_rank"),
+        ("-H hosts --launcher pdhs t.py", "did you mean 'pdsh'"),
+        ("-H hosts --launcher pdsh t.py", "needs the program 'pdsh', which is not on PATH; install pdsh"),
+        ("-H hosts --launcher slurm t.py", "needs the program 'srun'"),
+        ('-H hosts --launcher_args "\'" t.py', "cannot be split"),
+        ("--autotuning run t.py", "--autotuning is not in this release"),
+        ("--elastic_training t.py", "--elastic_training and its limits are not in this release"),
+        ("--max_elastic_nodes 3 t.py", "not in this release"),
+        ("--master_port 70000 t.py", "--master_port 70000 is no port number"),
+        ("--nun_gpus 2 t.py", "did you mean '--num_gpus'"),
+        ("--log_level loud t.py", "invalid choice"),
+        ("", "required"),
+    ],
+)
+def test_refusals(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: str, sentence: str
+) -> None:
+    monkeypatch.setenv("PATH", str(folder / "bin"))  # no backend is installed
+    assert status(*shlex.split(args)) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
+
+
+def test_default_hostfile_may_be_absent(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "DEFAULT_HOSTFILE", str(folder / "job"))
+    assert status("-H", str(folder / "job"), "--num_gpus", "3", "--dry_run", "t.py") == 0
+    out, err = capsys.readouterr()
+    assert (
+        out.startswith("world: 3 rank(s) on 1 host(s)\n  localhost: the CPU, slots 0,1,2; ranks 0,1,2\n") and err == ""
+    )
+    (folder / "job").write_text("h1\n")
+    assert status("-H", str(folder / "job"), "--dry_run", "t.py") == 2  # it is there, and wrong
+
+
+def test_dry_run_shows_all_and_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / ".deepspeed_env").write_text("HF_TOKEN=hidden\nPLAIN=a b\n")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    for launcher in ("", *RUNNERS):
+        assert status("-H", "hosts", "--dry-run", *(("--launcher", launcher) if launcher else ()), "t.py", "it's") == 0
+        out = capsys.readouterr().out
+        assert out.startswith(
+            "world: 4 rank(s) on 2 host(s)\n  h1: devices 0,1; ranks 0,1\n  h2: devices 0,1; ranks 2,3\nmeeting point: "
+        )
+        assert (
+            "  HF_TOKEN=***\n" in out
+            and "hidden" not in out
+            and "  PLAIN=a b\n" in out
+            and "  NCCL_DEBUG=INFO\n" in out
+        )
+        assert f"  PYTHONPATH={folder}" in out
+        start = {"": "ssh", "ssh": "ssh", "slurm": "", "pdsh": "PDSH_RCMD_TYPE=ssh pdsh"}.get(launcher, "mpirun")
+        assert f":\n  {start}" in out
+    (folder / ".deepspeed_env").write_text("broken\n")
+    assert status("-H", "hosts", "--dry_run", "t.py") == 2
+    assert ".deepspeed_env, line 1" in capsys.readouterr().err
+
+
+def test_dry_run_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("-H", "hosts", "--node_rank", "1", "--no_ssh", "--dry_run", "t.py") == 0
+    assert "meeting point: h1, port 29500\nnode 1 runs in this process" in capsys.readouterr().out
+    assert (
+        status(
+            "--node_rank",
+            "0",
+            "--num_nodes",
+            "2",
+            "--num_gpus",
+            "1",
+            "--master_addr",
+            "m",
+            "--master_port",
+            "7",
+            "--dry_run",
+            "t.py",
+        )
+        == 0
+    )
+    assert "node1: the CPU, slots 0; ranks 1\nmeeting point: m, port 7\nnode 0" in capsys.readouterr().out
+
+
+def test_unreachable_hosts_are_named_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(folder, "ssh", 'for word; do case "$word" in h2) echo "ssh: no route" >&2; exit 255;; esac; done; exit 0')
+    assert status("-H", "hosts", "t.py") == 2
+    assert 'host h2 cannot be reached: "ssh: no route"' in capsys.readouterr().err
+    install(folder, "pdsh", 'echo "$PDSH_RCMD_TYPE $1" >pdsh_words; exit 4')
+    install(folder, "ssh", 'echo "$*" >>ssh_words')
+    assert status("-H", "hosts", "--launcher", "pdsh", "--launcher_args=-x h9", "t.py") == 4
+    assert (folder / "pdsh_words").read_text() == "ssh -S\n"
+    tests = sorted((folder / "ssh_words").read_text().splitlines())
+    assert tests == [f"-o BatchMode=yes -o ConnectTimeout=5 {host} true" for host in ("h1", "h2")]
+
+
+def test_hosts_are_reached_with_standard_output_closed(folder: Path) -> None:
+    install(folder, "ssh", "echo words; echo refused >&2; exit 7")
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *MULTI, "--no_ssh_check", "t.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["/bin/sh", "-c", '"$@" >&-', "sh", *command], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "could not start its launcher: its command ended with status 7" in done.stderr
+
+
+def test_ssh_program_can_be_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_SSH", "mine -F 'a b'")
+    assert status("-H", "hosts", "--dry_run", "--ssh_port", "9", "t.py") == 0
+    alive = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
+    assert f"\n  mine -F 'a b' -o BatchMode=yes -o ConnectTimeout=10 -p 9 {alive} h1 'exec" in capsys.readouterr().out
+    assert status("-H", "hosts", "t.py") == 2
+    assert "needs the program 'mine'" in capsys.readouterr().err
+    monkeypatch.setenv("DS_SSH", "'mine")
+    assert status("-H", "hosts", "t.py") == 2
+    assert "DS_SSH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("end", "wanted"), [("exit 0", 0), ("exit 7", 7), ("kill -SEGV $$", 128 + signal.SIGSEGV)])
+def test_backend_status_is_true(folder: Path, end: str, wanted: int) -> None:
+    install(folder, "ompi_info", "")
+    install(folder, "mpirun", f'printf "%s\\n" "$*" >words; {end}')
+    assert status(*MULTI, "--launcher", "OpenMPI", "--master_port", "5", "t.py", "a") == wanted
+    assert (folder / "words").read_text().endswith(f"-x MASTER_ADDR=h1 -x MASTER_PORT=5 {sys.executable} -u t.py a\n")
+
+
+def test_backend_gets_its_variables(folder: Path) -> None:
+    install(folder, "mpirun", 'echo "$*" >words')
+    for name, status_ in (("MVAPICH2-GDR 2.3", 0), ("other", 2)):
+        install(folder, "mpiname", f"echo {name}")
+        assert status(*MULTI, "--launcher", "mvapich", "t.py") == status_
+    assert "-hosts h1,h2" in (folder / "words").read_text()
+    install(folder, "srun", "env >variables")
+    install(folder, "sinfo", "")
+    (folder / ".deepspeed_env").write_text("COMMAS=a,b c\n")
+    assert status(*MULTI, "--launcher", "slurm", "t.py") == 0
+    assert "COMMAS=a,b c\n" in (folder / "variables").read_text()
+
+
+def _start(folder: Path, *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", *MULTI, *args]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    reset = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **reset)
+
+
+def _await(path: Path) -> str:
+    end = time.monotonic() + 60
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert time.monotonic() < end, path
+        time.sleep(0.02)
+    return path.read_text().strip()
+
+
+def _listening(pid: int) -> None:
+    """Wait until the command has its handlers: the backend starts a moment before them."""
+    begun, status = time.monotonic(), Path(f"/proc/{pid}/status")
+    while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> (signal.SIGTERM - 1) & 1:
+        assert not too_long(begun, 20)
+        time.sleep(0.01)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_backend_once(folder: Path, number: signal.Signals) -> None:
+    install(folder, "ompi_info", "")
+    install(
+        folder, "mpirun", f"trap 'echo got >>got; exit 3' {number.name[3:]}\necho $$ >pid\nwhile :; do sleep 0.05; done"
+    )
+    job_ = _start(folder, "--launcher", "openmpi", "t.py")
+    _await(folder / "pid")
+    _listening(job_.pid)
+    job_.send_signal(number)
+    assert job_.wait(timeout=60) == 128 + number
+    job_.communicate()
+    assert (folder / "got").read_text() == "got\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_the_backend_started_does_not_survive_the_command(folder: Path, number: signal.Signals) -> None:
+    """An mpirun may be a script that passes no signal on."""
+    install(folder, "ompi_info", "")
+    install(folder, "mpirun", "sleep 60 &\necho $! >pid\nwait")
+    job_ = _start(folder, "--launcher", "openmpi", "t.py")
+    pid = int(_await(folder / "pid"))
+    _listening(job_.pid)
+    job_.send_signal(number)
+    begun = time.monotonic()
+    while not _gone(pid):
+        assert not too_long(begun, 5)
+        time.sleep(0.02)
+    job_.communicate()
+
+
+def test_a_backend_that_has_just_begun_does_not_survive_the_command(tmp_path: Path) -> None:
+    """The command is killed before it comes to know that the backend runs."""
+    code = f"""
+import os, signal, subprocess, time
+from pathlib import Path
+from deepspeed.launcher import fanout
+from deepspeed.launcher.runners import RunnerCommand
+
+class Late(subprocess.Popen):
+    def __init__(self, argv, **more):
+        super().__init__(argv, **more)
+        while argv[0] == "sh" and not os.path.exists("{tmp_path}/pid"):
+            time.sleep(0.01)
+        if argv[0] == "sh":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+subprocess.Popen = Late
+fanout.run_backend(RunnerCommand(("sh", "-c", "echo $$ >{tmp_path}/pid; sleep 60; exit"), {{}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    pid, begun = int(_await(tmp_path / "pid")), time.monotonic()
+    while not _gone(pid):
+        assert not too_long(begun, 5)
+        time.sleep(0.02)
+
+
+def test_quick_answers_need_no_torch(folder: Path) -> None:
+    code = """
+import sys
+from deepspeed.launcher import runner
+for args in ("--help", "-H nowhere t.py", "-H hosts --dry_run t.py", "--dry_run t.py", "--autotuning run t.py"):
+    try:
+        runner.main(args.split())
+    except SystemExit:
+        pass
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_backend_starts_ends_it(tmp_path: Path, number: signal.Signals) -> None:
+    def start(*args: Any, **kwargs: Any) -> "subprocess.Popen[bytes]":
+        child = subprocess.Popen(*args, **kwargs)
+        _await(tmp_path / "ready")
+        os.kill(os.getpid(), number)
+        return child
+
+    script = f"trap 'exit 3' {number.name[3:]}\necho 1 >{tmp_path}/ready\nwhile :; do sleep 0.05; done"
+    with mock.patch.object(fanout, "subprocess", SimpleNamespace(Popen=start)):
+        assert fanout.run_backend(RunnerCommand(("/bin/sh", "-c", script), {})) == 128 + number
