@@ -13,15 +13,16 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm import trace
-from deepspeed.comm.group_getters import register_mpu
+from deepspeed.comm.group_getters import register_mpu, register_topology
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
 from deepspeed.engine_reports import report_start
-from deepspeed.errors import DeepSpeedConfigError, NotYetError, OptimizerConfigError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, OptimizerConfigError, UsageError
 from deepspeed.mesh.groups import Mesh, build_mesh, plain_mesh
+from deepspeed.mesh.mpu import Ways, ways_of_mesh, ways_of_mpu
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.process_settings import hold_settings
@@ -68,8 +69,6 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"deepspeed.initialize needs model=<nn.Module>, got {type(model).__name__}")
-    if mesh_param is not None:
-        raise NotYetError("mesh_param (sequence parallelism) is not in this release")
     source = _config_source(args, config, config_params)
     suspended = shutdown_init_context()
     lasting = ExitStack()  # what lasts as long as the engine, which closes it
@@ -78,8 +77,8 @@ def initialize(
         local_rank = _start_distributed(args, distributed_port, dist_init_required)
         if mpu is not None:
             register_mpu(mpu)
-        group = mpu.get_data_parallel_group() if mpu is not None else None
-        engine = _assemble(model, source, lasting, group=group, optimizer=optimizer, parameters=model_parameters)
+        ways = _ways(mpu, mesh_param)
+        engine = _assemble(model, source, lasting, ways=ways, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank = local_rank
         engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
         if training_data is not None:
@@ -126,12 +125,21 @@ def _start_distributed(args: Any, port: int, required: bool | None) -> int:
     return int(chosen)
 
 
+def _ways(mpu: Any, mesh_param: Any) -> Ways:
+    """How many ways the ranks are cut besides data parallelism."""
+    if mpu is None:
+        return ways_of_mesh(mesh_param)
+    if mesh_param is not None:
+        raise UsageError("mpu and mesh_param both say how the ranks are cut; pass one of them")
+    return ways_of_mpu(mpu, get_accelerator().communication_backend_name())
+
+
 def _assemble(
-    model: nn.Module, source: Any, lasting: ExitStack, *, group: Any, optimizer: OptimizerLike | None, parameters: Any
+    model: nn.Module, source: Any, lasting: ExitStack, *, ways: Ways, optimizer: OptimizerLike | None, parameters: Any
 ) -> DeepSpeedEngine:
     backend = get_accelerator().communication_backend_name()
-    probe = plain_mesh(backend, group=group)
-    cfg = load_config(source, world_size=probe.data.size)
+    everyone = plain_mesh(backend, group=ways.group).job
+    cfg = load_config(source, world_size=everyone.size // ways.shared)
     hold_settings(lasting, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
     lasting.callback(hold_clipping().give_back)
     monitor = MonitorMaster(cfg)
@@ -143,8 +151,9 @@ def _assemble(
         log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
     _check_model(model)
     base = choose_optimizer(cfg, model, optimizer, parameters)
-    plan = make_plan(cfg, probe.zero.size)
-    mesh = build_mesh(backend, inner_size=plan.inner_size, group=group, control=plan.divergence != "assume_none")
+    plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
+    mesh = build_mesh(backend, inner_size=plan.inner_size, control=plan.divergence != "assume_none", **vars(ways))
+    register_topology(mesh.topology if ways.shared > 1 else None)
     trace.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
         for axis in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():

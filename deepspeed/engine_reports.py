@@ -44,7 +44,7 @@ class EngineReports:
     global_rank = property(lambda self: self.mesh.job.ranks[self.mesh.job.index])
     world_size = property(attrgetter("mesh.job.size"))
     dp_world_size = property(attrgetter("mesh.data.size"))
-    mp_world_size = property(lambda self: 1)
+    mp_world_size = property(attrgetter("mesh.tp.size"))
     data_parallel_group = seq_data_parallel_group = property(attrgetter("mesh.data.pg"))
 
     train_micro_batch_size_per_gpu = answers("_micro")

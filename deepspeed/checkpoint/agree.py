@@ -35,7 +35,7 @@ def together(mesh: Mesh, what: str) -> Iterator[Shared]:
     if isinstance(error, CheckpointError):
         raise error
     for rank, (kind, text) in ((rank, each) for rank, each in zip(mesh.job.ranks, bad, strict=True) if each):
-        raise kind(f"{what} failed on rank {rank}: {text}") from error
+        raise kind(f"{what} failed on {mesh.title(rank)}: {text}") from error
 
 
 def first_to_name(of_ranks: Iterable[Iterable[_Named]]) -> dict[_Named, int]:

@@ -1,6 +1,6 @@
 """The getters of ``deepspeed.utils.groups``: ``get_<family>_group``, ``_world_size`` and ``_rank``, with a leading
-underscore or without; those of experts take a group name. An mpu's word comes first; without one the whole world is
-data parallel.
+underscore or without; those of experts take a group name. An mpu's word comes first; without one the ranks are cut as
+the latest engine cuts them, and before there is one the whole world is data parallel.
 """
 
 import functools
@@ -12,11 +12,14 @@ import torch.distributed as dist
 from deepspeed.comm.calls import CALLS
 from deepspeed.comm.collectives import require_group
 from deepspeed.errors import UsageError, pending_function, raise_not_yet
-from deepspeed.mesh.topology import Axis, dense_topology, expert_topology
+from deepspeed.mesh.groups import group_over
+from deepspeed.mesh.topology import Axis, Topology, dense_topology, expert_topology
 
 # Family: the axis of the topology that its groups span; those of experts cut the same ranks in another way.
-_DENSE = {"data_parallel": "dp", "tensor_model_parallel": "tp", "model_parallel": "tp"}
-_DENSE |= {"sequence_parallel": "sp", "sequence_data_parallel": "dp"}
+_DATA = ("dp_outer", "dp")
+_DENSE: dict[str, tuple[str, ...]] = {"data_parallel": _DATA, "sequence_data_parallel": (*_DATA, "sp")}
+_DENSE |= {"tensor_model_parallel": ("tp",), "model_parallel": ("tp",), "sequence_parallel": ("sp",)}
+_DENSE |= {"pipe_parallel": ("pp",)}
 _EXPERTS = {"expert_parallel": "ep", "expert_data_parallel": "edp"}
 # What else an mpu may call them.
 _ALIASES = {"tensor_model_parallel": "model_parallel", "sequence_data_parallel": "data_parallel"}
@@ -24,16 +27,23 @@ _WHAT = ("group", "world_size", "rank")
 
 
 class _Registered:
-    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``. The getters are bare functions that clients
-    call without any engine in hand, so the last one has to be remembered here; engines keep their own.
+    """The mpu given to ``deepspeed.initialize`` or ``groups.initialize``, and how the latest engine cuts the ranks. The
+    getters are bare functions that clients call without any engine in hand, so the last one has to be remembered here;
+    engines keep their own.
     """
 
     mpu: Any = None
+    topology: Topology | None = None
 
 
 def register_mpu(mpu: Any) -> None:
     """Let the getters ask ``mpu`` first; None forgets it."""
     _Registered.mpu = mpu
+
+
+def register_topology(topology: Topology | None) -> None:
+    """Let the getters cut the ranks so; None: the whole world is data parallel."""
+    _Registered.topology = topology
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -46,20 +56,16 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 def _axis(family: str, group_name: str | None) -> Axis:
     """``family`` as this rank sees it; ``group_name`` of experts is ``ep_size_<N>``."""
     require_group("deepspeed.utils.groups")
-    topology = dense_topology(tuple(range(dist.get_world_size())))
+    world = tuple(range(dist.get_world_size()))
+    cut = _Registered.topology
+    topology = cut if cut is not None and len(cut.ranks) == len(world) else dense_topology(world)
     if group_name is None:
-        return topology.axis(dist.get_rank(), _DENSE[family])
+        return topology.axis(dist.get_rank(), *_DENSE[family])
     ways = group_name.removeprefix("ep_size_")
     if not ways.isdigit() or ways == group_name:
         name = "ep_size_<number of ranks that hold different experts>"
         raise UsageError(f"expert groups are named {name!r}, not {group_name!r}")
     return expert_topology(topology, int(ways)).axis(dist.get_rank(), _EXPERTS[family])
-
-
-@functools.lru_cache(maxsize=64)
-def _new_group(_world: Any, ranks: tuple[int, ...]) -> Any:
-    # Local synchronisation: ranks outside the group need not make this call. Cached for the current world only.
-    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def _answer(family: str, what: str, group_name: str | None = None) -> Any:
@@ -72,7 +78,7 @@ def _answer(family: str, what: str, group_name: str | None = None) -> Any:
     axis = _axis(family, group_name)
     if what == "group":
         world = dist.group.WORLD
-        return world if axis.size == dist.get_world_size() else _new_group(world, axis.ranks)
+        return world if axis.size == dist.get_world_size() else group_over(world, axis.ranks)
     return axis.size if what == "world_size" else axis.index
 
 

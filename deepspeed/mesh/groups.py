@@ -1,8 +1,10 @@
 """Process groups for mesh axes: the only place besides ``comm`` that creates them."""
 
 import contextlib
+import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -10,7 +12,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects
 from deepspeed.errors import UsageError
-from deepspeed.mesh.topology import Axis, dense_topology, shard_axes
+from deepspeed.mesh.topology import Axis, Topology, dense_topology, shard_axes
+
+
+def _alone() -> AxisGroup:
+    return AxisGroup(None, 1, 0, (dist.get_rank() if dist.is_initialized() else 0,), "none")
 
 
 @dataclass(frozen=True)
@@ -18,10 +24,13 @@ class Mesh:
     """The ranks of one engine, by what they share.
 
     ``job``: every rank of the engine. ``data``: the ranks that are fed different batches, over which gradients are
-    averaged. ``zero``: the ranks that hold the same parameters, whole or in shards: values are broadcast and
-    collectives are agreed on there. ``groups`` are its axes (inner first), over which states are cut. ``control`` is a
-    host-side (gloo) group over it for messages of a few bytes, None for one rank or where none is wanted.
-    ``name`` tells engines apart, and is the same on their ranks.
+    averaged. ``zero``: the ranks that hold the same parameters, whole or in shards (of one pipeline stage and one
+    tensor-parallel part): values are broadcast and collectives are agreed on there. ``groups`` are its axes (inner
+    first), over which states are cut. ``control`` is a host-side (gloo) group over it for messages of a few bytes, None
+    for one rank or where none is wanted. ``name`` tells engines apart, and is the same on their ranks. ``tp``: the
+    ranks that share each layer; ``pp``: those that hold the stages one batch passes. ``host``: a gloo group over the
+    job, where ``control`` is none. ``topology``: where each rank is; None: only this one is known. ``made``: all groups
+    that are the mesh's to destroy.
     """
 
     groups: tuple[AxisGroup, ...]
@@ -30,16 +39,28 @@ class Mesh:
     zero: AxisGroup
     control: AxisGroup | None
     name: str = ""
+    tp: AxisGroup = field(default_factory=_alone)
+    pp: AxisGroup = field(default_factory=_alone)
+    host: AxisGroup | None = None
+    topology: Topology | None = None
+    made: tuple[AxisGroup, ...] = ()
 
     @property
     def talk(self) -> AxisGroup:
         """Where every rank of the job tells the others something: on the host, if it can."""
-        return self.control if self.control is not None and self.control.size == self.job.size else self.job
+        return self.host or (self.control if self.control and self.control.size == self.job.size else self.job)
 
     @property
     def first(self) -> bool:
         """True on the one rank of the job that speaks for all: logs, manifests, whole weights."""
         return self.job.index == 0
+
+    def title(self, rank: int) -> str:
+        """The global ``rank`` for people, with its pipeline stage and tensor-parallel rank where there are several."""
+        names = {"pp": "pipeline stage", "tp": "tensor-parallel rank"} if self.topology is not None else {}
+        axes = [(what, self.topology.axis(rank, axis)) for axis, what in names.items() if self.topology is not None]
+        places = ", ".join(f"{what} {axis.index}" for what, axis in axes if axis.size > 1)
+        return f"rank {rank} ({places})" if places else f"rank {rank}"
 
 
 def plain_mesh(backend: str, *, group: dist.ProcessGroup | None = None) -> Mesh:
@@ -72,25 +93,65 @@ def _new_group(name: str, axis: Axis | AxisGroup, backend: str) -> AxisGroup:
     return AxisGroup(pg, axis.size, axis.index, axis.ranks, backend)
 
 
+@functools.cache
+def group_over(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The one group of ``ranks`` in the default group ``world``, made by these alone when they first call."""
+    axis = Axis("", len(ranks), ranks.index(dist.get_rank()), ranks)
+    made = _new_group(f"deepspeed/axis/{'-'.join(map(str, ranks))}", axis, dist.get_backend(world))
+    assert made.pg is not None
+    return made.pg
+
+
 def build_mesh(
-    backend: str, *, inner_size: int | None = None, group: dist.ProcessGroup | None = None, control: bool = True
+    backend: str,
+    *,
+    inner_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    control: bool = True,
+    pp: int = 1,
+    sp: int = 1,
+    tp: int = 1,
+    order: Sequence[int] | None = None,
+    known: Sequence[dist.ProcessGroup] = (),
 ) -> Mesh:
     """Create the groups of one engine over ``group`` (default: the whole world). Collective over its ranks.
 
-    ``backend``: "nccl" or "gloo". One rank needs no process group. Raises UsageError when a group cannot be made.
+    ``backend``: "nccl" or "gloo". ``pp`` pipeline stages, ``sp`` sequence- and ``tp`` tensor-parallel ranks; the rest
+    is data parallel. ``order``: the ranks as the grid has them, if not ascending; ``known``: groups of the caller's
+    that are used where they fit. One rank needs no process group. Raises UsageError when a group cannot be made,
+    DeepSpeedConfigError when the sizes do not multiply to the number of ranks.
     """
     plain = plain_mesh(backend, group=group)
-    everyone, groups = plain.zero, plain.groups
+    everyone, rank = plain.job, dist.get_rank() if dist.is_initialized() else 0
+    topology = dense_topology(tuple(order or everyone.ranks), pp=pp, sp=sp, tp=tp, inner_size=inner_size)
     if everyone.size == 1:
         return plain
     # A name that no mesh over these ranks has had, the same on all of them.
     count = c10d._get_default_store().add(f"deepspeed/meshes/{everyone.ranks[everyone.index]}", 1)
     name = f"deepspeed/mesh{max(gather_objects(count, everyone))}"
-    host = _new_group(f"{name}/control", everyone, backend if everyone.alike else "gloo") if control else None
-    axes = shard_axes(dense_topology(everyone.ranks, inner_size=inner_size), dist.get_rank())
-    if len(axes) > 1:
-        groups = tuple(_new_group(f"{name}/{axis.name}", axis, backend) for axis in axes)
-    return Mesh(groups, everyone, everyone, everyone, host, name)
+    made: list[AxisGroup] = []
+    # One group for one set of ranks, whichever axes span it.
+    cache = {tuple(sorted(g.ranks)): g for g in (*(plain_mesh(backend, group=pg).job for pg in known), everyone)}
+
+    def new(axis: Axis | AxisGroup, label: str, kind: str) -> AxisGroup:
+        made.append(_new_group(f"{name}/{label}", axis, kind))
+        return made[-1]
+
+    def over(axis: Axis) -> AxisGroup:
+        members = tuple(sorted(axis.ranks))
+        if members not in cache:
+            cache[members] = new(axis, axis.name, backend)
+        return cache[members]
+
+    zero = over(topology.axis(rank, "dp_outer", "dp", "sp"))
+    messages = backend if everyone.alike else "gloo"
+    host = new(everyone, "host", messages) if zero.size < everyone.size else None
+    asks = new(zero, "control", messages) if control and zero.size > 1 else None
+    axes = shard_axes(topology, rank)
+    data = over(topology.axis(rank, "dp_outer", "dp"))
+    shares = {axis: over(topology.axis(rank, axis)) for axis, ways in (("tp", tp), ("pp", pp)) if ways > 1}
+    groups = (zero,) if len(axes) == 1 else tuple(over(axis) for axis in axes)
+    return Mesh(groups, everyone, data, zero, asks, name, host=host, topology=topology, made=tuple(made), **shares)
 
 
 def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
@@ -114,6 +175,7 @@ def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
 
 def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:
     """Give back the groups that ``build_mesh`` made, never the caller's own; ``keep_axes``: shards lie on them."""
-    for group in (mesh.control, *(() if keep_axes else mesh.groups)) if dist.is_initialized() else ():
-        if group is not None and group.pg is not mesh.zero.pg:
+    kept = [group.pg for group in (mesh.zero, *mesh.groups)] if keep_axes else []
+    for group in mesh.made if dist.is_initialized() else ():
+        if group.pg not in kept:
             dist.destroy_process_group(group.pg)

@@ -104,10 +104,19 @@ _WORD = 62
 class Agreement:
     """The control channel of one runtime. With one rank, or ``mode`` "assume_none", a request is its own decision."""
 
-    def __init__(self, group: AxisGroup | None, mode: str, unit_names: list[str], *, where: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        group: AxisGroup | None,
+        mode: str,
+        unit_names: list[str],
+        *,
+        where: Callable[[], str],
+        title: Callable[[int], str] = "rank {}".format,
+    ) -> None:
+        """``where`` and ``title`` (of a rank) are words for an error."""
         self._group = group if group is not None and group.size > 1 and mode != "assume_none" else None
         self._names = unit_names
-        self._where = where
+        self._where, self._title = where, title
         self._words = max(1, -(-len(unit_names) // _WORD))
         self._habits = Habits()
         self._rest: list[Decision] = []  # of the interval that is foretold, last one first
@@ -200,7 +209,7 @@ class Agreement:
             first = next(i for i in range(max(map(len, paths))) if len({p[i : i + 1] for p in paths}) > 1)
             asked = [f"used {self._names[p[first]]!r}" if first < len(p) else "used nothing more" for p in paths]
         self._close()
-        ranks = "; ".join(f"rank {rank} {what}" for rank, what in zip(self._group.ranks, asked, strict=True))
+        ranks = "; ".join(f"{self._title(rank)} {what}" for rank, what in zip(self._group.ranks, asked, strict=True))
         raise DivergenceError(
             f"the ranks took different paths ({self._where()}): {ranks}. zero_optimization.divergence is 'error'; "
             "set it to 'tolerate' to let ranks skip modules"

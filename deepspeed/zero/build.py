@@ -19,7 +19,7 @@ from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import expose, local_of, mark_zero_parameter
+from deepspeed.zero.param import expose, local_of, mark_zero_parameter, place_of
 from deepspeed.zero.partition import UnitFacts, UnitSpec, castable, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
@@ -99,13 +99,13 @@ def build(
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
     fitted = _fitted(model, parts.units, plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
-    if any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
+    if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
         # on every rank, or an error on every rank, as the others would wait
         failure = tiers.open(fitted.rows, fitted.memory, width=max(s.rest.itemsize for s in parts.units))
         if failures := collectives.failures(failure, mesh.job):
             tiers.close()
             rank, text = next(iter(failures.items()))
-            raise failure or UsageError(f"rank {rank}: {text}")
+            raise failure or UsageError(f"{mesh.title(rank)}: {text}")
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
         unit = _lay_out(index, spec, row, rules=rules, groups=group_of or {})
@@ -182,7 +182,7 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
         if differing or len(first) != len(theirs):
             a, b = differing[0] if differing else (f"{len(names)} parameters" for names in (first, theirs))
             raise DivergenceError(
-                f"ranks hold different models: rank {mesh.zero.ranks[0]} has {a}, rank {rank} has {b}. "
+                f"ranks hold different models: {mesh.title(mesh.zero.ranks[0])} has {a}, {mesh.title(rank)} has {b}. "
                 "Build the same model, with the same requires_grad flags, on every rank"
             )
 
@@ -196,7 +196,11 @@ def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, *, rules: BuildRules, gr
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
     layout = build_layout(items, prod(cut), granularity)
     by_name = dict(zip(spec.names, spec.params, strict=True))
-    return Unit(index, spec.name, [by_name[s.name] for s in layout.segments], layout=layout, plan=row, facts=spec.facts)
+    params = [by_name[s.name] for s in layout.segments]
+    if (tp := spec.facts.mesh.tp).size > 1:
+        placed = (s.at(place_of(p, s.name, tp)) for p, s in zip(params, layout.segments, strict=True))
+        layout = replace(layout, segments=tuple(placed))
+    return Unit(index, spec.name, params, layout=layout, plan=row, facts=spec.facts)
 
 
 def _values(unit: Unit, device: torch.device) -> torch.Tensor:

@@ -4,7 +4,7 @@ ELEMENT granularity packs parameters back to back and cuts the flat space into e
 PARAMETER granularity gives every parameter wholly to one shard, for optimizers that need whole tensors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -17,6 +17,17 @@ class Granularity(Enum):
 
     ELEMENT = "element"
     PARAMETER = "parameter"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor-parallel rank's part of a parameter sits: from ``start`` of the global ``shape``; ``copies`` of it
+    are on ranks of the tensor-parallel group.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,10 @@ class Segment:
         if self.global_start is not None or self.global_shape is not None:
             ends = zip(self.global_start or (), self.shape, self.global_shape or (), strict=True)
             assert all(0 <= start <= start + size <= whole for start, size, whole in ends), self
+
+    def at(self, place: Place) -> "Segment":
+        """The same of a parameter that is a part of a larger one, or is on several ranks."""
+        return replace(self, norm_weight=1.0 / place.copies, global_start=place.start, global_shape=place.shape)
 
     @property
     def numel(self) -> int:

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.errors import ReleasedParameterError
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.errors import ReleasedParameterError, UsageError
+from deepspeed.zero.layout import Place
 from deepspeed.zero.plan import StateKind
 
 # fmt: off
@@ -192,6 +194,35 @@ def storage_uses(flat: torch.Tensor) -> int:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that is on this rank: a DTensor's local tensor, itself for any other."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def place_of(parameter: nn.Parameter, name: str, tp: AxisGroup) -> Place:
+    """Where this rank's part of ``parameter`` sits in the global tensor, of which each rank of ``tp`` has a part.
+
+    A layer of ``deepspeed.tensor`` says so in ``tp_place``, a DTensor by its placements, a module of Megatron's kind by
+    ``tensor_model_parallel`` and ``partition_dim``. What says nothing is whole on every rank.
+    """
+    place: Any = getattr(parameter, "tp_place", None)
+    whole: Any = parameter
+    local = tuple(local_of(parameter).shape)
+    if isinstance(place, Place):
+        return place
+    if hasattr(parameter, "placements"):
+        cut = [p.dim for p in whole.placements if p.is_shard()]
+        if len(whole.placements) != 1 or whole.device_mesh.size() != tp.size:
+            raise UsageError(
+                f"parameter {name!r} is a DTensor over a mesh of {tuple(whole.device_mesh.shape)} ranks, but "
+                f"{tp.size} share each layer; distribute it over the tensor-parallel ranks alone and leave the "
+                "sharding over data-parallel ranks to zero_optimization.stage"
+            )
+        starts = [min(n, tp.index * -(-n // tp.size)) if d in cut else 0 for d, n in enumerate(parameter.shape)]
+        return Place(tuple(starts), tuple(parameter.shape), copies=1 if cut else tp.size)
+    flags = ("tensor_model_parallel", "model_parallel")
+    if tp.size == 1 or not any(getattr(parameter, flag, False) is True for flag in flags):
+        return Place((0,) * len(local), local, copies=tp.size)
+    dim = max(0, getattr(parameter, "partition_dim", 0))
+    starts = [tp.index * n if d == dim else 0 for d, n in enumerate(local)]
+    return Place(tuple(starts), tuple(n * tp.size if d == dim else n for d, n in enumerate(local)))
 
 
 def point(tensor: torch.Tensor, values: torch.Tensor) -> None:

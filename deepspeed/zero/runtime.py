@@ -37,7 +37,8 @@ class Runtime:
         self._stream = collectives.SideStream(device)
         self.schedule = Schedule()
         self.gradients = Gradients(units, plan, accum=accum, device=device)
-        self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], where=self._where)
+        names = [u.title for u in units]
+        self.agreement = Agreement(mesh.control, plan.divergence, names, where=self._where, title=mesh.title)
         # What happened since construction, for tests and benchmarks.
         self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
         self.steps = self.depth = self.flushes = 0

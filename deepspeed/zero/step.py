@@ -79,7 +79,8 @@ def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor:
         raise failure
     for rank, text in failed.items():
         tiles.torn = True
-        raise UsageError(f"the update failed half way on rank {rank}: {text}. Start again from a checkpoint")
+        where = runtime.mesh.title(rank)
+        raise UsageError(f"the update failed half way on {where}: {text}. Start again from a checkpoint")
     return written
 
 
@@ -106,11 +107,12 @@ def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:
             break
     everyone = collectives.gather_objects((first, runtime.gradients.bad_units()), runtime.mesh.job)
     _, _, name, where = min(seen for seen, _ in everyone)
-    culprits = [rank for rank, (_, names) in zip(runtime.mesh.job.ranks, everyone, strict=True) if where in names]
+    ranks = zip(runtime.mesh.job.ranks, everyone, strict=True)
+    culprits = [runtime.mesh.title(rank).removeprefix("rank ") for rank, (_, names) in ranks if where in names]
     if runtime.mesh.first:
         logger.warning(
             "step %d skipped: the gradient of %s is not finite; it came from the backward of rank %s",
             runtime.steps,
             name or "an unknown parameter",
-            ", ".join(map(str, culprits)) or "none alone (the sum over ranks overflowed)",
+            ", ".join(culprits) or "none alone (the sum over ranks overflowed)",
         )

@@ -32,6 +32,7 @@ LAYERS = {
     "deepspeed.comm": 3,
     "deepspeed.dist": 3,
     "deepspeed.mesh.groups": 3,
+    "deepspeed.mesh.mpu": 3,
     "deepspeed.data": 3,
     "deepspeed.tier": 3,
     "deepspeed.optim": 4,
