@@ -28,6 +28,7 @@ from deepspeed.zero.client.client_optimizer import DeepSpeedZeRoOffload, wrap_op
 from deepspeed.zero.client.gathered import GatheredParameters, consolidated_state_dict, leave_device
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.optim_view import OptimTiles, OptimView
+from deepspeed.zero.plan import StateKind
 from deepspeed.zero.step import take_step
 
 
@@ -64,8 +65,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self.optimizer: Any = self._offload if self.runtime.plan.regular.param.sharded else None
         self.tiles: OptimTiles | None = None
         if optimizer is not None:
-            if tiled := [view for view in views if view.on_drive]:
-                self.tiles = OptimTiles(tiled, optimizer, parts.tiers.optim_drive().staging)
+            # also where no element of theirs is this rank's: the ranks tell each other how their tiles went
+            if any(unit.on_drive(StateKind.OPTIM) for unit in self.runtime.units):
+                self.tiles = OptimTiles([v for v in views if v.on_drive], optimizer, parts.tiers.optim_drive().staging)
             self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
         self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = False

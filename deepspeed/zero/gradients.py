@@ -130,11 +130,10 @@ class Gradients:
         unit.note_gradient(target.memory)
         if target.memory is store.tensor:
             return
-        written = store.put(target.memory, lent=True)
+        # only a staging buffer stays untouched until it is given back, after the write
+        written = store.put(target.memory, lent=target.buffer is not None)
         if target.buffer is not None and isinstance(store, Stored):
             store.staging.give(target.buffer, after=written)
-        else:
-            written.wait()  # it reads the tensor until then
 
     def land_all(self) -> None:
         """Wait for every reduction in flight."""

@@ -145,6 +145,15 @@ def test_adapters_in_16_bit(pool2: RankPool, tmp_path: Path) -> None:
     check(pool2.run(run, plan, str(tmp_path), TYPICAL))
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lamb"])
+def test_a_rank_without_an_element_on_the_drive_takes_part_in_the_update(
+    pool3: RankPool, tmp_path: Path, optimizer: str
+) -> None:
+    """The ranks tell each other how their tiles went; one that has none would wait for something else."""
+    plan = Plan("single", steps=2, config={"optimizer": {"type": optimizer, "params": {"lr": 1e-2}}})
+    check(pool3.run(run, plan, str(tmp_path), ("grads tiles", "both nvme"), time_limit=30))
+
+
 # -- schedules and backends --------------------------------------------------------------------------------------
 
 

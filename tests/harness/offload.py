@@ -57,6 +57,19 @@ class Wide(nn.Module):
         return self.head(x)
 
 
+class Single(nn.Module):
+    """One unit, so that a gradient of it is on its way to where it rests when the next one comes; it is so small that
+    the first rank has all of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.only(x)
+
+
 class Everything(Wide):
     """Recomputed blocks over frozen ones with small trained branches (as adapters have them), a block nobody uses, one
     used twice.
@@ -86,6 +99,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "wide": wide_case,
     "wide_accumulation": lambda: wide_case(accumulation=3),
     "everything": lambda: wide_case(Everything),
+    "single": lambda: wide_case(Single, accumulation=3),
     **{
         name: lambda name=name: case_named(name)  # type: ignore[misc]
         for name in (
