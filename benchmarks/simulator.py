@@ -286,7 +286,7 @@ def fit(
 
     def loss(given: dict[str, float]) -> float:
         trial = Quick(machine, **given)
-        by_ranks = {ranks: _shared(trial, ranks) for ranks in {row["gpus"] for row in rows}}
+        by_ranks = {ranks: Quick(trial.used_by(ranks)) for ranks in {row["gpus"] for row in rows}}
         errors = [math.log(predicted(row, by_ranks[row["gpus"]])[phase] / row[phase]) for row in rows]
         return sum(_huber(error) for error in errors) / len(rows)
 
@@ -325,14 +325,8 @@ class Compared:
         return self.simulated[name] / self.row[name] - 1
 
 
-def _shared(machine: Machine, ranks: int) -> Machine:
-    """The machine as fewer ranks than a node has devices find it: each has more of the host."""
-    times = machine["gpus_per_node"] / min(ranks, machine["gpus_per_node"])
-    return Quick(machine, **{name: times * machine[name] for name in ("host_rate", "adam_rate")})
-
-
 def _compared(row: dict[str, Any]) -> Compared:
-    simulated = predicted(row, _shared(machine_of(row["machine"]), row["gpus"]))
+    simulated = predicted(row, Quick(machine_of(row["machine"]).used_by(row["gpus"])))
     if "memory_gib" in row:
         found = recording_of(_path(keys_of(row)[0]))
         simulated["memory_gib"] = (found.reserved if row["memory_kind"] == "reserved" else found.peak) / GIB

@@ -186,6 +186,13 @@ class Accelerator:
             return hostmem.host_available_bytes()
         return int(getattr(self._module, "mem_get_info", lambda _: (0, 0))(device_index)[0])
 
+    def product_name(self, device_index: Any = None) -> str:
+        """What its maker calls the device; where nothing is known, and on the CPU, the kind of it."""
+        if self._is_cpu or not hasattr(self._module, "get_device_properties"):
+            return self._name
+        index = self.current_device() if device_index is None else device_index
+        return str(self._module.get_device_properties(index).name)
+
     def total_memory(self, device_index: Any = None) -> int:
         """All of it; asking starts nothing on a device that this process does not use."""
         if self._is_cpu:

@@ -4,10 +4,14 @@ data and without a device, and every operation is recorded.
     ds_simulate --model config.json --config ds_config.json --gpus 8
     ds_simulate --model my_model:build --config ds_config.json --gpus 512 --device h100 --trace step.json
     ds_simulate ... --max-memory 70G --max-exposed 5% --no-sync     a gate for CI
+    deepspeed --no_python ds_simulate --calibrate FILE              this machine's constants, for --device
 
 Out come the memory of one rank by category, the time of a step with what is exposed of its transfers, and every place
 where the program waits for the device. Times rest on the constants of --device; docs/simulator.md says how far they can
-be trusted.
+be trusted. --calibrate measures them once, on as many ranks as it is started on (by itself: one; with deepspeed
+--no_python or torchrun --no-python: theirs), and writes FILE: products, memory, kernels, launches, copies, collectives,
+the optimizer on the host, and with --drive FOLDER the drive of that folder. Where there is no accelerator that is the
+machine of CPU ranks.
 
 Exit code: 0 all is well, 1 an access without order or a limit that is passed, 2 the command or its files are wrong or
 the model does not fit, 130 after Ctrl-C.
@@ -24,6 +28,7 @@ from deepspeed.config import load_config
 from deepspeed.errors import UsageError
 from deepspeed.observe.program import CommandLine, count_of, guarded, say
 from deepspeed.simulate import report
+from deepspeed.simulate.calibrate.run import calibrate
 from deepspeed.simulate.costs import Machine, load_machine, machines
 from deepspeed.simulate.models import subject_of
 from deepspeed.simulate.run import Outcome, simulate
@@ -42,8 +47,8 @@ def _share_of(text: str) -> float:
 
 def _parser() -> CommandLine:
     parser = CommandLine(prog="ds_simulate", description=__doc__)
-    parser.add_argument("--model", required=True, metavar="M", help="module:build, or a Hugging Face config.json")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the DeepSpeed configuration")
+    parser.option("--model", str, None, "M", "module:build, or a Hugging Face config.json")
+    parser.option("--config", str, None, "FILE", "the DeepSpeed configuration")
     parser.option("--gpus", count_of, 8, "N", "devices of the job")
     parser.option("--rank", int, 0, "R", "the rank to be simulated")
     parser.option("--device", str, "h100", "D", f"{', '.join(machines())} or a JSON file")
@@ -52,6 +57,9 @@ def _parser() -> CommandLine:
     parser.option("--trace", str, None, "FILE", "write the last step for ui.perfetto.dev")
     parser.option("--max-memory", size_of, None, "SIZE", "exit 1 where the device needs more")
     parser.option("--max-exposed", _share_of, None, "SHARE", "exit 1 where more of the step is exposed transfers")
+    parser.option("--calibrate", Path, None, "FILE", "measure this machine, write its constants to FILE, and end")
+    parser.option("--drive", str, None, "FOLDER", "with --calibrate: measure the drive of this folder too")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the launcher gives it, and LOCAL_RANK too
     texts = {
         "no-sync": "exit 1 where the program waits for the device",
         "recompute": "activation checkpointing of every block, for a config.json",
@@ -101,9 +109,32 @@ def _run(options: argparse.Namespace) -> int:
     return 2 if outcome.reserved > machine["device_bytes"] else 0
 
 
+def _calibrate(options: argparse.Namespace) -> int:
+    document = calibrate(options.calibrate, folder=options.drive)
+    if document is None:  # not the rank that writes
+        return 0
+    say(json.dumps(document, indent=1) if options.json else "\n".join(report.constants(document)))
+    if not options.json:
+        say(f"{options.calibrate} is written; use it as --device {options.calibrate}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``ds_simulate``; returns the exit code."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.calibrate is not None:
+        given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+        others = [
+            f"--{name.replace('_', '-')}" for name in given if name not in ("calibrate", "drive", "json", "local_rank")
+        ]
+        if others:
+            parser.error(f"--calibrate measures this machine and simulates nothing; leave out {', '.join(others)}")
+        return guarded("ds_simulate", lambda: _calibrate(options))
+    if options.drive is not None:
+        parser.error("--drive is a part of --calibrate FILE")
+    if missing := [f"--{name}" for name in ("model", "config") if getattr(options, name) is None]:
+        parser.error(f"{' and '.join(missing)} must be given, or --calibrate FILE")
     return guarded("ds_simulate", lambda: _run(options))
 
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -32,26 +33,38 @@ CONSTANTS = {
     "bus_rate": "of a copy between pinned host memory and the device",
     "pageable_rate": "of a copy between ordinary host memory and the device",
     "copy_s": "of any such copy",
-    "host_rate": "of host memory, as one rank's share",
-    "adam_rate": "of the host's optimizer, in bytes read and written, as one rank's share",
-    "drive_read_rate": "of one rank's share of the drives",
-    "drive_write_rate": "of one rank's share of the drives",
+    "host_rate": "of host memory, as one rank's share where every device of the node has a rank",
+    "adam_rate": "of the host's optimizer, in bytes read and written, as one rank's share in the same sense",
+    "drive_read_rate": "of one rank's share of the drives, in the same sense",
+    "drive_write_rate": "of one rank's share of the drives, in the same sense",
     "agreement_s": "of one exchange of a few numbers between the ranks' programs, inside a node",
     "agreement_hop_s": "what every doubling of the nodes adds to it",
 }
 
+# What the ranks of a node share, each in equal parts.
+SHARED = ("host_rate", "adam_rate", "drive_read_rate", "drive_write_rate")
 _FLAT = {"all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "all_reduce": 2}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of device with its links and its host; ``values`` has all of CONSTANTS."""
+    """One kind of device with its links and its host; ``values`` has all of CONSTANTS. ``on_host``: the device is the
+    host, so that work is done when the program has started it.
+    """
 
     name: str
     values: dict[str, float]
+    on_host: bool = False
 
     def __getitem__(self, constant: str) -> float:
         return self.values[constant]
+
+    def used_by(self, world: int) -> "Machine":
+        """This machine as a job of ``world`` ranks finds it: fewer ranks than a node has devices get larger shares of
+        its cores, its memory and its drives. Where nodes have more and fewer ranks, the fullest holds up the others.
+        """
+        times = self["gpus_per_node"] / min(world, self["gpus_per_node"])
+        return replace(self, values=self.values | {name: times * self[name] for name in SHARED})
 
     def seconds(self, work: Work, name: str = "") -> float:
         """Time of one launch on its stream."""
@@ -85,11 +98,12 @@ class Machine:
         size = len(ranks)
         if size < 2:
             return self["kernel_s"]
-        nodes = len({rank // int(self["gpus_per_node"]) for rank in ranks})
+        members = Counter(rank // int(self["gpus_per_node"]) for rank in ranks)
         hop, rate = self["node_hop_s"], self["node_rate"]
-        if nodes > 1:
-            crowd = 1 + self["network_crowding"] * math.log2(nodes / 2)
-            hop, rate = self["network_hop_s"], min(rate, self["network_rate"] * size / nodes / crowd)
+        if len(members) > 1:
+            # all bytes pass through every node: the one with the fewest ranks, and their ways out, is the narrowest
+            crowd = 1 + self["network_crowding"] * math.log2(len(members) / 2)
+            hop, rate = self["network_hop_s"], min(rate, self["network_rate"] * min(members.values()) / crowd)
         ring = _FLAT.get(name, 1) * ((size - 1) * hop + nbytes * (size - 1) / size / rate)
         tree = 2 * math.ceil(math.log2(size)) * hop + 2 * nbytes / rate
         return self["kernel_s"] + (min(ring, tree) if name == "all_reduce" else ring)
@@ -112,7 +126,8 @@ def _folder() -> Any:
 def load_machine(name: str) -> Machine:
     """The machine of that name, or of that JSON file: {"name": ..., "constants": {constant: [value, source]}}.
 
-    A file may say {"like": "h100"} and give only what differs. Raises UsageError for anything else.
+    A file may say {"like": "h100"} and give only what differs, and {"device": "cpu"} where the host computes.
+    Raises UsageError for anything else.
     """
     try:
         text = (_folder() / f"{name}.json").read_text() if name in machines() else Path(name).read_text()
@@ -124,7 +139,8 @@ def load_machine(name: str) -> Machine:
         raise UsageError(
             f"{name} is no machine: wanted {{'name': ..., 'constants': {{constant: [value, source]}}}} ({error!r})"
         ) from error
-    values = ({**load_machine(str(document["like"])).values} if "like" in document else {}) | given
+    like = _like(str(document["like"]), name) if "like" in document else Machine("", {})
+    values = like.values | given
     if problems := [
         *(f"{key!r} is no constant" for key in given if key not in CONSTANTS),
         *(f"{key!r} is missing ({text})" for key, text in CONSTANTS.items() if key not in values),
@@ -135,4 +151,14 @@ def load_machine(name: str) -> Machine:
         ),
     ]:
         raise UsageError(f"{name}: {'; '.join(problems)}")
-    return Machine(str(document.get("name", name)), values)
+    if values["gpus_per_node"] % 1:
+        raise UsageError(f"{name}: 'gpus_per_node' must be a whole number, not {values['gpus_per_node']}")
+    on_host = document["device"] == "cpu" if "device" in document else like.on_host
+    return Machine(str(document.get("name", name)), values, on_host)
+
+
+def _like(name: str, whose: str) -> Machine:
+    try:
+        return load_machine(name)
+    except RecursionError:
+        raise UsageError(f"{whose} is like {name}, which is like itself in the end") from None

@@ -101,7 +101,7 @@ def recording(machine: Machine, *, world: int, rank: int = 0, keep: bool = False
     device.install()
     importlib.import_module("torch._dynamo")  # before tensors are fake: it keeps some of its own
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake, Timeline(machine, keep=keep))
+    recorder = Recorder(fake, Timeline(machine.used_by(world), keep=keep))
     stores = recorder.stores
     identity = {"RANK": rank, "LOCAL_RANK": rank % int(machine["gpus_per_node"]), "WORLD_SIZE": world}
     with contextlib.ExitStack() as stack:

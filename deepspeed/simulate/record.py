@@ -81,6 +81,11 @@ def _op(func: Any) -> _Op:
     return _Op(name, written, aliased, view, name.startswith(_FACTORIES), kind)
 
 
+def launches(func: Any) -> bool:
+    """Whether a call of this operator gives a device something to do."""
+    return not _op(func).view and _op(func).name not in _WITHOUT_KERNEL
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     for item in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(item, (list, tuple)):

@@ -72,6 +72,12 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     return "\n".join(lines)
 
 
+def constants(document: dict[str, Any]) -> list[str]:
+    """The lines of a table of a machine's file: constant, value, what it is, where it is from."""
+    rows = [(name, f"{value:.4g}", source) for name, (value, source) in document["constants"].items()]
+    return [str(document["name"]), "", *columns(rows, left=3)]
+
+
 def write_trace(outcome: Outcome, path: str) -> None:
     """Write a row for each stream, for ui.perfetto.dev and chrome://tracing (Trace Event Format). Raises OSError."""
     begin = min((span.start for span in outcome.spans), default=0.0)

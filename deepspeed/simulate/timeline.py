@@ -111,6 +111,8 @@ class Timeline:
         self._ready[event.stream] = _Mark(start + seconds, (event.name, event.label))
         if event.stream == COMPUTE:
             self._stood = ""
+        if self.machine.on_host and event.work.kind != "collective":
+            self.now = start + seconds
         if self.spans is not None:
             self.spans.append(Interval(event.stream, event.name, event.label, start, seconds))
 

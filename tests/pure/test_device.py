@@ -104,7 +104,7 @@ def test_memory_numbers_are_this_process(cpu: Accelerator) -> None:
     block = aligned_empty(64 * 2**20).fill_(1)  # pages of its own: the heap may have as many to spare
     assert cpu.memory_allocated() - before > 48 * 2**20
     assert cpu.max_memory_allocated() >= cpu.memory_allocated() - 2**20
-    assert 0 < cpu.available_memory() <= cpu.total_memory()
+    assert 0 < cpu.available_memory() <= cpu.total_memory() and cpu.product_name() == "cpu"
     assert block.sum() > 0
 
 
@@ -293,7 +293,7 @@ def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
         synchronize=note("synchronize"),
         memory_allocated=note("memory_allocated", 7),
         mem_get_info=note("mem_get_info", (5, 9)),
-        get_device_properties=note("get_device_properties", SimpleNamespace(total_memory=9)),
+        get_device_properties=note("get_device_properties", SimpleNamespace(total_memory=9, name="a chip")),
         device=note("device", "context"),
         default_stream=note("default_stream", "default"),
         Stream=note("Stream", "stream"),
@@ -306,6 +306,7 @@ def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.manual_seed_all(3)
     assert fake.current_device_name() == "fake:2" and fake.Stream(priority=-1) == "stream"
     assert (fake.memory_allocated(), fake.available_memory(1), fake.total_memory()) == (7, 5, 9)
+    assert fake.product_name() == "a chip"
     assert ("set_device", 1) in calls and ("synchronize",) in calls and ("mem_get_info", 1) in calls
     assert ("Stream", ("priority", -1)) in calls and ("get_device_properties", 2) in calls
     assert fake.device("fake:1") == "context" and ("device", "fake:1") in calls  # an index, a name or a device

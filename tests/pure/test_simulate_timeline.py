@@ -108,6 +108,7 @@ def test_events_are_done_at_the_program_s_time() -> None:
         ("all_gather", range(16), 8 * 15 / 16 / 1),  # 8 devices a node share the network: as fast as inside
         ("all_gather", range(0, 16, 8), 8 * 1 / 2 / 0.5),  # one a node: its own share only
         ("all_gather", range(1), 0.0),
+        ("all_gather", range(12), 8 * 11 / 12),  # 8 and 4 a node: all passes through the 4
     ],
 )
 def test_a_collective_takes_a_ring_s_time(name: str, ranks: range, expected: float) -> None:
@@ -120,6 +121,39 @@ def test_a_network_slows_with_every_doubling_of_its_nodes() -> None:
     seconds = [machine.collective("all_gather", 1_000_000, tuple(range(nodes))) for nodes in (2, 4, 8)]
     per_byte = [s / (nodes - 1) * nodes for s, nodes in zip(seconds, (2, 4, 8), strict=True)]
     assert per_byte == pytest.approx([1e6, 1.5e6, 2e6])
+
+
+def test_the_node_with_the_fewest_ranks_is_the_narrowest() -> None:
+    machine = Machine("plain", PLAIN | {"network_rate": 0.1})
+    seconds = [machine.collective("all_gather", 8, tuple(range(world))) for world in (9, 12, 16)]
+    assert seconds == pytest.approx([8 * 8 / 9 / 0.1, 8 * 11 / 12 / 0.4, 8 * 15 / 16 / 0.8])
+
+
+def test_fewer_ranks_than_devices_share_the_host_and_its_drives_among_them() -> None:
+    machine = Machine("plain", PLAIN)
+    for world, times in ((1, 8), (2, 4), (8, 1), (12, 1), (512, 1)):  # of 12, 8 share a node, and the rest wait
+        used = machine.used_by(world)
+        for kind in ("host", "adam", "read", "write"):
+            assert used.seconds(Work(kind, nbytes=64)) == 64 / times, (world, kind)
+        for kind in ("up", "down", "kernel"):  # each device's own
+            assert used.seconds(Work(kind, nbytes=64, flops=2)) == machine.seconds(Work(kind, nbytes=64, flops=2))
+
+
+def test_where_the_host_computes_the_program_waits_for_what_it_starts() -> None:
+    """Kernels run one after the other with the program's own time between them; collectives beside it."""
+    given = (
+        kernel(COMPUTE, 3),
+        Launch(SIDE, "sum", (), (), Work("collective", nbytes=4, ranks=(0, 1))),
+        Record(1, SIDE),
+    )
+    machine = Machine("plain", PLAIN | {"launch_s": 1.0}, on_host=True)
+    timeline = Timeline(machine)
+    for event in (*given, kernel(COMPUTE, 1)):
+        timeline.feed(event)
+    assert timeline.now == 7 and timeline.end == 7  # launch 1, kernel 3, launch 1, launch 1, kernel 1
+    timeline.feed(Wait(COMPUTE, 1))
+    timeline.feed(kernel(COMPUTE, 1))
+    assert timeline.now == 9
 
 
 def test_an_all_reduce_of_little_over_many_ranks_takes_a_tree_s_time() -> None:
@@ -153,7 +187,19 @@ def test_a_machine_may_be_like_another(tmp_path: Path) -> None:
     path.write_text(json.dumps({"name": "mine", "like": "h100", "constants": {"bus_rate": [1e9, "measured"]}}))
     machine = load_machine(str(path))
     assert machine.name == "mine" and machine["bus_rate"] == 1e9
-    assert machine["flops_bf16"] == load_machine("h100")["flops_bf16"]
+    assert machine["flops_bf16"] == load_machine("h100")["flops_bf16"] and not machine.on_host
+
+
+def test_a_machine_says_whether_its_host_computes(tmp_path: Path) -> None:
+    for name, like, device in (
+        ("first", "h100", "cpu"),
+        ("second", "first.json", None),
+        ("third", "first.json", "cuda"),
+    ):
+        document = {"name": name, "like": str(tmp_path / like) if "." in like else like, "constants": {}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document | ({"device": device} if device else {})))
+    machines = [load_machine(str(tmp_path / f"{name}.json")) for name in ("first", "second", "third")]
+    assert [machine.on_host for machine in machines] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -166,9 +212,14 @@ def test_a_machine_may_be_like_another(tmp_path: Path) -> None:
         ('{"constants": {"bus_rate": [3, "x"]}}', "'node_rate' is missing"),
         ('{"like": "h100", "constants": {"bus_rate": [0, "x"]}}', "'bus_rate' must be a positive number, not 0"),
         ('{"like": "h1", "constants": {}}', "no machine 'h1'"),
+        ('{"like": "mine.json", "constants": {}}', "mine.json, which is like itself in the end"),
+        ('{"like": "h100", "constants": {"gpus_per_node": [0.5, "x"]}}', "'gpus_per_node' must be a whole number"),
     ],
 )
-def test_a_wrong_machine_is_a_sentence(tmp_path: Path, text: str | None, expected: str) -> None:
+def test_a_wrong_machine_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.json"
     if text is not None:
         path.write_text(text)

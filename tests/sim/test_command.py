@@ -49,7 +49,10 @@ COMMANDS: dict[str, list[str]] = {
     "facts": ["--json", "--steps", "2", *LIMITS],
     "a model of theirs": ["--model", "mine:build", "--steps", "1", "--device", "thimble.json"],
     "a wrong key": ["--config", "wrong.json"],
+    "as measured here": ["--steps", "2", "--gpus", "1", "--device", "measured.json"],
 }
+# What a calibration of a CPU writes, in short.
+MEASURED = {"name": "a host", "like": "h100", "device": "cpu", "constants": {"launch_s": [0.001, "a test"]}}
 
 
 class Ended(NamedTuple):
@@ -65,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run, with their files."""
     folder = tmp_path_factory.mktemp("command")
     files = {"model": MODEL, "config": CONFIG, "wrong": CONFIG | {"zero_optimisation": {}}, "thimble": THIMBLE}
+    files["measured"] = MEASURED
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "mine.py").write_text(THEIRS)
@@ -118,6 +122,14 @@ def test_what_the_configuration_gets_wrong_is_initialize_s_sentence(ended: dict[
     assert "zero_optimisation" in wrong.stderr and "zero_optimization" in wrong.stderr
 
 
+def test_a_measured_cpu_is_a_device(ended: dict[str, Ended]) -> None:
+    """Its program does one thing after the other, so that the step is what it launches and what that takes."""
+    report = ended["as measured here"]
+    assert report.code == 0 and "a host" in report.stdout, report.stderr
+    milliseconds = float(re.search(r"^step +([0-9.]+) ms", report.stdout, re.MULTILINE).group(1))  # type: ignore[union-attr]
+    assert milliseconds > 100  # some hundred launches
+
+
 WRONG = {
     "no config file": (["--config", "nowhere.json"], "'nowhere.json' does not exist"),
     "no model file": (["--model", "nowhere.json"], "nowhere.json is no Hugging Face configuration"),
@@ -147,6 +159,29 @@ def test_wrong_input_is_a_sentence(
     assert cli.main([word for pair in given.items() for word in pair]) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("ds_simulate: ") and re.search(expected, stderr), stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--calibrate", "mine.json", "--model", "m.json", "--gpus", "2"], "leave out --model, --gpus"),
+        (["--calibrate", "mine.json", "--no-sync"], "leave out --no-sync"),
+        (["--drive", ".", "--model", "m.json", "--config", "c.json"], "--drive is a part of --calibrate FILE"),
+        (["--model", "m.json"], "--config must be given, or --calibrate FILE"),
+        ([], "--model and --config must be given"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    options: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(options)
+    assert ended.value.code == 2 and expected in capsys.readouterr().err and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("options", [["--gpus", "0"], ["--max-exposed", "2"], ["--max-exposed", "many"], []])

@@ -1,0 +1,107 @@
+"""Times of things that are done again and again, and the straight lines through them."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed.device import Accelerator
+
+ROUNDS = 9
+_TURN_S = 0.01  # of one thing before the next has its turn
+_MOST = 200  # runs that a program may launch ahead of the device without waiting
+_AHEAD_S = 0.005  # that a device is kept busy while it is given short kernels
+_LEAST = 1e-9  # constants are positive
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Clock:
+    """Times work on the current device, of which the program's own time is no part: the device has something long to
+    do while it is given the work. On the CPU work is done when it is called.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._ballast: list[torch.Tensor] = []
+        self._times = 0
+        if not accelerator.is_synchronized_device():
+            self._ballast = [torch.ones(4096, 4096, device=accelerator.current_device_name()) for _ in range(3)]
+            once = min(self._timed(self._press, 1) for _ in range(3))
+            self._times = max(1, round(_AHEAD_S / once))
+
+    def _press(self) -> None:
+        torch.mm(self._ballast[0], self._ballast[1], out=self._ballast[2])
+
+    def _timed(self, run: Callable[[], Any], times: int) -> float:
+        start, stop = (self._accelerator.Event(enable_timing=True) for _ in range(2))
+        for _ in range(self._times):
+            self._press()
+        start.record()
+        for _ in range(times):
+            run()
+        stop.record()
+        self._accelerator.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3 / times
+
+    def alternating(self, cases: Mapping[Any, Callable[[], Any]], rounds: int = ROUNDS) -> dict[Any, float]:
+        """Seconds of one run of each case: the median of ``rounds``, in which they take turns, every other one
+        backwards, so that a machine that is busy for a while is so for all of them.
+        """
+        times = {}
+        for name, run in cases.items():
+            run()  # the first one makes what the others find
+            times[name] = max(1, min(_MOST, int(_TURN_S / max(self._timed(run, 1), _LEAST))))
+        return alternating({name: self._turn(run, times[name]) for name, run in cases.items()}, rounds)
+
+    def _turn(self, run: Callable[[], Any], times: int) -> Callable[[], float]:
+        return lambda: self._timed(run, times)
+
+
+def alternating(cases: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, float]:
+    """The median of ``rounds`` values of each case; the cases take turns."""
+    findings: dict[Name, list[float]] = {name: [] for name in cases}
+    for index in range(rounds):
+        for name in list(cases)[:: -1 if index % 2 else 1]:
+            findings[name].append(cases[name]())
+    return {name: statistics.median(values) for name, values in findings.items()}
+
+
+def wall(run: Callable[[], Any], times: int) -> float:
+    """Seconds of the program for one of so many runs."""
+    begin = time.perf_counter()
+    for _ in range(times):
+        run()
+    return (time.perf_counter() - begin) / times
+
+
+def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(a, b) of ``seconds = a + b size``, both positive, with the least squares of relative errors."""
+    weights = [1 / s**2 for s in seconds]
+    total = sum(weights)
+    mean_x = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
+    mean_y = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, sizes, strict=True))
+    both = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, sizes, seconds, strict=True))
+    slope = both / spread if spread else 0.0
+    start = mean_y - slope * mean_x
+    if start <= 0:  # through the origin then
+        squares = sum(w * x * x for w, x in zip(weights, sizes, strict=True))
+        slope, start = sum(w * x * y for w, x, y in zip(weights, sizes, seconds, strict=True)) / squares, _LEAST
+    return start, max(slope, _LEAST / max(sizes))
+
+
+def saturation(sides: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
+    """(most, half) of ``rate = most side / (side + half)``, with the least squares of log(rate); ``half`` is at most
+    the largest side, beyond which nothing was measured.
+    """
+
+    def fit(half: float) -> tuple[float, float]:
+        logs = [math.log(rate * (side + half) / side) for side, rate in zip(sides, rates, strict=True)]
+        return statistics.pvariance(logs), statistics.fmean(logs)
+
+    halves = [max(sides) * 2 ** (-k / 8) for k in range(120)]
+    half = min(halves, key=lambda half: fit(half)[0])
+    return math.exp(fit(half)[1]), half

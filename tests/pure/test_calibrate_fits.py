@@ -1,0 +1,58 @@
+"""The lines and curves that a calibration puts through what it measures."""
+
+import pytest
+
+from deepspeed.simulate.calibrate.clock import alternating, line, saturation
+
+SIZES = [64e3, 1e6, 16e6, 256e6]
+
+
+def test_a_line_finds_latency_and_rate() -> None:
+    start, slope = line(SIZES, [5e-6 + size / 20e9 for size in SIZES])
+    assert start == pytest.approx(5e-6) and 1 / slope == pytest.approx(20e9)
+
+
+def test_a_line_counts_relative_errors() -> None:
+    """A large size that takes 10 % longer moves the latency no more than 10 %."""
+    seconds = [5e-6 + size / 20e9 for size in SIZES]
+    start, _ = line(SIZES, [*seconds[:3], 1.1 * seconds[3]])
+    assert start == pytest.approx(5e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("seconds", [[1e-5, 1e-3, 1e-2, 0.3], [3e-3, 2e-3, 2e-3, 1e-3], [1e-4] * 4])
+def test_what_a_line_gives_is_always_positive(seconds: list[float]) -> None:
+    start, slope = line(SIZES, seconds)
+    assert start > 0 and slope > 0
+
+
+def test_a_line_through_one_size_goes_through_the_origin_or_is_flat() -> None:
+    start, slope = line([1e6], [1e-3])
+    assert start + slope * 1e6 == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_saturation_finds_most_and_half() -> None:
+    sides = [256, 512, 1024, 2048, 4096]
+    most, half = saturation(sides, [600e12 * side / (side + 300) for side in sides])
+    assert half == pytest.approx(300, rel=0.05) and most == pytest.approx(600e12, rel=0.02)
+
+
+def test_rates_that_fall_with_the_side_saturate_at_once() -> None:
+    """A busy machine; nothing beyond what was seen is promised."""
+    most, half = saturation([64, 256, 1024], [70e9, 50e9, 40e9])
+    assert half < 1 and 40e9 < most < 70e9
+    most, half = saturation([64, 256, 1024], [1e9, 10e9, 100e9])
+    assert half <= 1024 and most <= 300e9
+
+
+def test_cases_take_turns_and_every_other_round_backwards() -> None:
+    order: list[str] = []
+
+    def case(name: str, values: list[float]) -> object:
+        def run() -> float:
+            order.append(name)
+            return values.pop(0)
+
+        return run
+
+    found = alternating({"a": case("a", [3.0, 1.0, 2.0]), "b": case("b", [9.0, 9.0, 5.0])}, 3)  # type: ignore[dict-item]
+    assert found == {"a": 2.0, "b": 9.0} and "".join(order) == "abbaab"
