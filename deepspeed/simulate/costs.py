@@ -91,7 +91,8 @@ class Machine:
     def collective(self, name: str, nbytes: int, ranks: tuple[int, ...]) -> float:
         """A ring over ``ranks`` that moves ``nbytes`` in all, or for an all-reduce a tree where that is faster.
 
-        Ring: (n - 1) steps of latency and (n - 1)/n of the bytes, twice for an all-reduce; tree: 2 log2(n) steps.
+        Ring: a piece takes all links but one, each with its latency, and (n - 1)/n of the bytes take the narrowest;
+        twice for an all-reduce. Tree: 2 log2(n) steps.
         Between nodes the bytes take ``1 + network_crowding log2(nodes / 2)`` times as long as between two: paths of a
         large network meet in its switches.
         """
@@ -100,11 +101,13 @@ class Machine:
             return self["kernel_s"]
         members = Counter(rank // int(self["gpus_per_node"]) for rank in ranks)
         hop, rate = self["node_hop_s"], self["node_rate"]
+        latency = (size - 1) * hop
         if len(members) > 1:
             # all bytes pass through every node: the one with the fewest ranks, and their ways out, is the narrowest
             crowd = 1 + self["network_crowding"] * math.log2(len(members) / 2)
             hop, rate = self["network_hop_s"], min(rate, self["network_rate"] * min(members.values()) / crowd)
-        ring = _FLAT.get(name, 1) * ((size - 1) * hop + nbytes * (size - 1) / size / rate)
+            latency = (size - len(members)) * self["node_hop_s"] + (len(members) - 1) * hop
+        ring = _FLAT.get(name, 1) * (latency + nbytes * (size - 1) / size / rate)
         tree = 2 * math.ceil(math.log2(size)) * hop + 2 * nbytes / rate
         return self["kernel_s"] + (min(ring, tree) if name == "all_reduce" else ring)
 

@@ -79,10 +79,14 @@ def _forward(engine: Any, subject: Subject, step: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _elsewhere(machine: Machine, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configuration on the simulated machine: its host memory, and for drives a folder that stays empty."""
-    size = int(machine["host_bytes"])
-    pool = hostmem.Pool(("simulated",), "memory of the simulated node", size, size)
+def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator[dict[str, Any]]:
+    """The configuration on the simulated machine: its host memory, and for drives a folder that stays empty.
+
+    All ranks say what this one says, the name of their memory included: it is one, as large as that of the nodes whose
+    devices they would fill.
+    """
+    size = int(machine["host_bytes"] * max(1.0, world / machine["gpus_per_node"]))
+    pool = hostmem.Pool(("simulated",), "memory of the simulated nodes", size, size)
     level = logger.level
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_simulate_"))
@@ -109,7 +113,10 @@ def simulate(
     cut = make_plan(parsed, world).regular.param.sharded
     sharded = cut if sharded_init is None else sharded_init
     accumulation = parsed.gradient_accumulation_steps
-    with recording(machine, world=world, rank=rank, keep=keep) as recorder, _elsewhere(machine, config) as config:
+    with (
+        recording(machine, world=world, rank=rank, keep=keep) as recorder,
+        _elsewhere(machine, config, world) as config,
+    ):
         with Init(config_dict_or_path=config) if sharded else torch.device(NAME):
             model = subject.build()
         engine = initialize(model=model, config=config)[0]

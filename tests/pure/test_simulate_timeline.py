@@ -123,6 +123,13 @@ def test_a_network_slows_with_every_doubling_of_its_nodes() -> None:
     assert per_byte == pytest.approx([1e6, 1.5e6, 2e6])
 
 
+def test_a_ring_crosses_the_network_once_a_node() -> None:
+    machine = Machine("plain", PLAIN | {"node_hop_s": 1.0, "network_hop_s": 100.0})
+    assert machine.collective("all_gather", 0, tuple(range(8))) == 7
+    assert machine.collective("all_gather", 0, tuple(range(32))) == 28 + 300  # 7 links in each of 4 nodes, 3 between
+    assert machine.collective("all_gather", 0, tuple(range(0, 32, 8))) == 300
+
+
 def test_the_node_with_the_fewest_ranks_is_the_narrowest() -> None:
     machine = Machine("plain", PLAIN | {"network_rate": 0.1})
     seconds = [machine.collective("all_gather", 8, tuple(range(world))) for world in (9, 12, 16)]
