@@ -94,7 +94,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. After an error inside it, the engine and the window's gradients are as before.
 
-        A DivergenceError starts the accumulation window anew: other ranks may hear of it in their backward.
+        A DivergenceError, or an error that other ranks hear of in their backward, starts the accumulation window anew.
         """
         self._make_ready()
         if self._config.fp16.auto_cast and self.fp16_enabled():
@@ -108,11 +108,9 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             with cast, self._clock("forward"):
                 return self.module(*inputs, **kwargs)
         except BaseException as error:
-            if isinstance(error, DivergenceError):
-                self._recover()
-            elif not inside_backward():  # a recomputation is left by an exception when it has all it needs
-                self._parts.hooks.disarm()
-                self.runtime.reset(keep_gradients=True)
+            # A recomputation is left by an exception when it has all it needs.
+            if isinstance(error, DivergenceError) or not inside_backward():
+                self._recover(error, in_forward=not isinstance(error, DivergenceError))
             raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -138,8 +136,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 if self.runtime.flushes == flushes or self.runtime.in_backward:
                     self._backwards += self.runtime.flushes == flushes
                     self.runtime.flush()
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._recover(error)
             raise
         finally:
             self._in_engine_backward = False
@@ -181,8 +179,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
                 loss_scale=self._scaler.loss_scale,
             )
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._recover(error)
             raise
         samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
         self._backwards, self._norm = 0, result.norm
@@ -401,18 +399,21 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._lent = False
 
     # -- errors and the end ---------------------------------------------------------------------------------------
-    def _recover(self) -> None:
-        """Drop what an error in a backward or a step has left, and start the accumulation window anew."""
+    def _recover(self, error: BaseException, *, in_forward: bool = False) -> None:
+        """Drop what an error has left, on all ranks, and start the accumulation window anew if one was further."""
         self._parts.hooks.disarm()
-        self._backwards = 0
-        if self._managed:
-            self.micro_steps -= self.micro_steps % self._gas
-        self.runtime.reset()
+        after = self.runtime.fail(error, in_forward=in_forward)
+        if after.torn:
+            self._torn = f"a step failed on some ranks and not on others ({after.torn})"
+        if not after.window:
+            self._backwards = 0
+            if self._managed:
+                self.micro_steps -= self.micro_steps % self._gas
 
     def _forget_failed_backward(self) -> None:
         """Recover from a plain ``loss.backward()`` that raised: nobody else has noticed that it ended."""
         if self.runtime.in_backward and not inside_backward():
-            self._recover()
+            self._recover(UsageError("an earlier loss.backward() has raised"))
 
     def _make_ready(self, training: str = "") -> None:
         """UsageError where a call of the client cannot be followed; ``training`` names one that needs an optimizer."""
@@ -430,6 +431,13 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
 
     def _check_alive(self) -> None:
         self._check_destroyed()
+        self.runtime.rejoin()
+        if self.runtime.broken:
+            raise UsageError(
+                f"this rank failed alone ({self.runtime.broken}) and the others may be waiting for it: it cannot go on "
+                "with them. Start the job again; under zero_optimization.divergence 'assume_none' ranks that skip a "
+                "batch must all skip it, at the same place, or use 'tolerate'"
+            )
         if self._torn:
             raise UsageError(f"{self._torn}, so the engine holds parts of two states; load a checkpoint that is whole")
         if self._lent:

@@ -44,6 +44,15 @@ class DivergenceError(DeepSpeedError, RuntimeError):
     """Ranks took different paths, or hold different models, where that was declared an error."""
 
 
+class RankFailedError(DeepSpeedError, RuntimeError):
+    """Another rank raised in its forward, backward or step, so this one gave up the same batch.
+
+    ``window``: what earlier micro-batches have accumulated stays. ``torn``: the others have taken a step without it.
+    """
+
+    window = torn = False
+
+
 class NotYetError(DeepSpeedError, NotImplementedError):
     """A documented part of the interface that this release does not contain yet."""
 

@@ -5,9 +5,11 @@ its all-gather copies both ends, while a direct exchange moves the minimum of by
 buffers, and lets the receiver add in the accumulation dtype. On other backends (nccl) they are the tensor collectives.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -63,6 +65,11 @@ def require_group(what: str) -> None:
     """UsageError, which says ``what`` cannot be, where there is no process group."""
     if not dist.is_initialized():
         raise UsageError(f"{what} needs a process group; call deepspeed.initialize() or init_distributed() first.")
+
+
+def noted() -> int:
+    """A number that grows by one from call to call, and by more if this package has issued a collective in between."""
+    return next(_odometer)
 
 
 def issued() -> int:
@@ -149,10 +156,10 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
     in the dtype of ``out``. ``full`` must stay untouched until ``wait``.
     """
     piece = full.numel() // group.size
-    end = group.note("reduce_scatter", full)
     mine = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
         inbox = {r: fresh(piece, full.dtype, full.device) for r in range(group.size) if r != group.index}
+        end = group.note("reduce_scatter", full)
         works = _exchange(lambda r: full[r * piece : (r + 1) * piece], inbox.__getitem__, group)
 
         def finish() -> None:
@@ -160,11 +167,11 @@ def reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, a
                 _store(out, mine if position == group.index else inbox[position], accumulate or position > 0)
 
         return Collective(works, full, then=(end, finish))
-    if out.dtype == full.dtype and not accumulate:
-        return Collective([scatter_flat(out, full, group=group.pg, async_op=True)], full, out, then=(end,))
-    result = torch.empty_like(mine)
+    same = out.dtype == full.dtype and not accumulate
+    result = out if same else torch.empty_like(mine)
+    end = group.note("reduce_scatter", full)
     work = scatter_flat(result, full, group=group.pg, async_op=True)
-    return Collective([work], full, result, then=(end, lambda: _store(out, result, accumulate)))
+    return Collective([work], full, result, then=(end,) if same else (end, lambda: _store(out, result, accumulate)))
 
 
 _ADD_NUMEL = 1 << 18  # the fp32 copy that a mixed-dtype addition makes stays in the cache
@@ -245,17 +252,43 @@ def gather_objects(value: object, group: AxisGroup) -> list[Any]:
     return everyone
 
 
+def describe(fault: BaseException) -> str:
+    """An error for the other ranks: our sentences as they are, others with their class."""
+    return str(fault) if isinstance(fault, DeepSpeedError) else f"{type(fault).__name__}: {fault}"
+
+
 def failures(fault: BaseException | None, group: AxisGroup, *, depth: Callable[[], int] = lambda: 0) -> dict[int, str]:
     """Rank -> what went wrong there, of members with a ``fault``. Collective: what one rank raises alone, the others
     wait for. ``depth``: how deep this rank is in nested calls, of which the outer ones repeat theirs until all are out.
     """
-    named = str(fault) if isinstance(fault, DeepSpeedError) else f"{type(fault).__name__}: {fault}"
-    text = None if fault is None else named
+    text = None if fault is None else describe(fault)
     while True:
         deep = depth()
         depths, texts = zip(*gather_objects((deep, text), group), strict=True)
         if deep == max(depths):
             return {rank: text for rank, text in zip(group.ranks, texts, strict=True) if text is not None}
+
+
+def is_of_backend(error: BaseException) -> bool:
+    """Whether a collective has raised ``error``: the others are gone, or too late."""
+    text = str(error) if type(error) is RuntimeError else ""
+    return isinstance(error, dist.DistError) or "/gloo/" in text or "pair closure" in text
+
+
+def break_off(group: AxisGroup) -> None:
+    """End all that waits for this rank over a gloo ``group``, or for others on it: for good, as its connections close.
+
+    A wait that runs out of time closes them, from any thread.
+    """
+    if group.pg is not None and group.backend == "gloo" and group.size > 1:
+        with contextlib.suppress(RuntimeError, ValueError):  # ended already
+            peer = (group.index + 1) % group.size
+            work = dist.irecv(torch.empty(1, device="cpu"), group=group.pg, group_src=peer, tag=_NOBODYS_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+
+_NOBODYS_TAG = 1 << 20
 
 
 class SideTransfer(Transfer):

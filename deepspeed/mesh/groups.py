@@ -173,6 +173,33 @@ def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:
         return False
 
 
+def leave_note(mesh: Mesh, text: str, *, about: str = "failed", wait_s: float = 0.0) -> dict[int, str]:
+    """Leave ``text`` (nothing if empty) in the store under this rank, for ranks that hear of no error but see this one
+    gone; what the ranks that share its parameters have left, after ``wait_s`` seconds at most until it is there of all.
+    """
+    notes: dict[int, str] = {}
+    keys = {str(rank): rank for rank in mesh.zero.ranks} if mesh.zero.size > 1 and not mesh.zero.alike else {}
+    with contextlib.suppress(RuntimeError, ValueError):  # the store went with the rank that kept it
+        store = dist.PrefixStore(f"{mesh.name}/{about}", c10d._get_default_store()) if keys else None
+        if store is not None and text:
+            store.set(str(mesh.zero.ranks[mesh.zero.index]), text)
+        with contextlib.suppress(RuntimeError):
+            if store is not None and wait_s:
+                store.wait([*keys], timedelta(seconds=wait_s))
+        for key, rank in keys.items():
+            if store is not None and store.check([key]):
+                notes[rank] = store.get(key).decode()
+    return notes
+
+
+def drop_note(mesh: Mesh) -> None:
+    """Take back what ``leave_note`` left: the others know."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        if not mesh.zero.alike:
+            store = dist.PrefixStore(f"{mesh.name}/failed", c10d._get_default_store())
+            store.delete_key(str(mesh.zero.ranks[mesh.zero.index]))
+
+
 def destroy_mesh(mesh: Mesh, *, keep_axes: bool = False) -> None:
     """Give back the groups that ``build_mesh`` made, never the caller's own; ``keep_axes``: shards lie on them."""
     kept = [group.pg for group in (mesh.zero, *mesh.groups)] if keep_axes else []

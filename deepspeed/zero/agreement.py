@@ -21,8 +21,9 @@ from deepspeed.zero.schedule import Habits
 
 
 class Kind(IntEnum):
-    """Request kinds in order of precedence."""
+    """Request kinds in order of precedence: an error comes before everything."""
 
+    FAILED = -1
     REDUCE = 0
     GATHER = 1
     LEAVE = 2
@@ -70,7 +71,8 @@ class Decision:
     @property
     def reduced(self) -> tuple[int, ...]:
         """All units whose gradients are reduced, in order."""
-        return tuple(dict.fromkeys((*self.reduces, *(() if self.kind in (Kind.GATHER, Kind.LEAVE) else self.units))))
+        units = self.units if self.kind in (Kind.REDUCE, Kind.FLUSH, Kind.STEP) else ()
+        return tuple(dict.fromkeys((*self.reduces, *units)))
 
     def serves(self, request: Request, *, urgent: bool) -> bool:
         """Whether a rank with this request is served; if it is not ``urgent``, only by all of what it is ready for."""
@@ -85,8 +87,8 @@ class Decision:
 
     @property
     def closes(self) -> bool:
-        """Whether it ends an interval: the end of a backward, or of a forward that nothing follows by habit."""
-        return self.kind is Kind.FLUSH or (self.kind is Kind.LEAVE and not self.units)
+        """Whether it ends an interval: an error, the end of a backward, a forward's that nothing follows by habit."""
+        return self.kind in (Kind.FAILED, Kind.FLUSH) or (self.kind is Kind.LEAVE and not self.units)
 
 
 # ``Request.units`` at the end of a forward that may be passed without a message, because its backward follows.
@@ -125,6 +127,11 @@ class Agreement:
         self.strict = mode == "error"  # ranks must take the same path
         self.agreed = True  # the last message found all ranks equal
         self.rounds = self.mismatches = 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether the ranks send each other messages."""
+        return self._group is not None
 
     def ask(self, request: Request, *, urgent: bool = True) -> Iterator[Decision]:
         """What all ranks execute now; repeat until served. Collective. Raises DivergenceError in mode "error".
@@ -180,12 +187,13 @@ class Agreement:
                 words[unit // _WORD] |= 1 << (unit % _WORD)
             rows = exchange_ints([*map(int, request.head), *words], self._group)
             heads = [(Kind(row[0]), row[1]) for row in rows]
-            if self.strict:
-                self._refuse(heads, request.path)
             kind, unit = min(heads)
+            if self.strict and kind is not Kind.FAILED:
+                self._refuse(heads, request.path)
             pending = (u for u in range(len(self._names)) if any(row[2 + u // _WORD] >> u % _WORD & 1 for row in rows))
             decision = Decision(kind, tuple(pending) if kind >= Kind.FLUSH else (unit,) if unit >= 0 else ())
         self._done.append(decision)
+        self._strayed |= decision.kind is Kind.FAILED
         if decision.closes:
             self._close()
         return decision

@@ -5,18 +5,23 @@ in which order, is agreed between the ranks (agreement.py); what to fetch early 
 """
 
 import contextlib
+import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deepspeed.comm import collectives
-from deepspeed.errors import UsageError
-from deepspeed.mesh.groups import Mesh
+from deepspeed.comm.collectives import AxisGroup
+from deepspeed.errors import DivergenceError, RankFailedError, UsageError
+from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe import hostmem
+from deepspeed.observe.log import logger
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
+from deepspeed.zero.failures import Aftermath, RankState, break_off_all, error_of, patience
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.partition import GradState, UnitState
@@ -24,6 +29,7 @@ from deepspeed.zero.plan import InFlight, Spread, StateKind, ZeroPlan
 from deepspeed.zero.schedule import Schedule
 from deepspeed.zero.unit import Unit
 
+_ALIKE_S = 10.0  # within which ranks that send no messages are to have failed, too
 _TRAVEL_TOGETHER = 2  # complete gradients that may wait for the next message before they get one of their own
 
 
@@ -57,6 +63,15 @@ class Runtime:
         self._window = min(plan.prefetch_numel, 2 * movable[len(movable) // 2]) if movable and plan.overlap else 0
         self._reads_ahead = any(u.on_drive(StateKind.PARAM) for u in units)
         self._on_demand: list[list[Unit]] = []
+        # What has been decided and is not issued yet: kind, unit, as a guest. The mark is of before the first of them.
+        self._owed: deque[tuple[Kind, int, bool]] = deque()
+        self._mark = 0
+        self._stepping = False  # the last decision was the step
+        # The error that the others know already; whether it came when they may have updated their parameters.
+        self.known: BaseException | None = None
+        self.half_updated = False
+        self.broken = ""  # why this rank cannot go on with the others
+        self._apart, self._alone = "", 0
         # Units whose gradients are complete and wait to be reduced with the next message.
         self._complete: list[int] = []
         self._path: list[int] = []
@@ -197,24 +212,46 @@ class Runtime:
         decision = None
         wanted = units[0] if units and kind < Kind.LEAVE else None
         for decision in self.agreement.ask(request, urgent=urgent):
-            for index in decision.reduced:
-                self._reduce(self.units[index])
-            for position, index in enumerate(decision.units if decision.kind is Kind.GATHER else ()):
-                guest = index != wanted and (position == 0 or wanted not in decision.units)
-                self._gather(self.units[index], guest=guest)
+            self._stepping = decision.kind is Kind.STEP
+            self._execute(decision, wanted)
+            if decision.kind is Kind.FAILED:
+                assert self.mesh.control is not None
+                in_forward = not self.in_backward and kind < Kind.FLUSH
+                raise error_of(
+                    self.share(None, self._where(), in_forward=in_forward, group=self.mesh.control), self.mesh
+                )
             if decision.kind >= Kind.FLUSH or decision.closes:
                 self._path.clear()
             if decision.closes:
                 if self.agreement.agreed:
                     self._watchful |= self._foreign
                     if request.marks[-1:] == (True,):  # no rank had a gradient for what was reduced
-                        self.gradients.land_all()
-                        for unit in self._vacant:
-                            unit.clear_grad()
+                        self._forget_vacant()
                 self._vacant.clear()
                 self._contributed = self._foreign = False
         self._complete = [i for i in self._complete if self.units[i].partial is not None]
         return decision
+
+    def _execute(self, decision: Decision, wanted: int | None = None) -> None:
+        for index in decision.reduced:
+            self._owed.append((Kind.REDUCE, index, False))
+        for position, index in enumerate(decision.units if decision.kind is Kind.GATHER else ()):
+            guest = index != wanted and (position == 0 or wanted not in decision.units)
+            self._owed.append((Kind.GATHER, index, guest))
+        self._pay()
+
+    def _pay(self, *, after: BaseException | None = None) -> None:
+        """Issue what has been decided; ``after`` an error, as a guest, what that has left."""
+        if after is not None and self._owed and collectives.noted() != self._mark + 1:
+            self._owed.popleft()  # it was issued, and failed later
+        while self._owed:
+            kind, index, alone = self._owed[0]
+            self._mark = collectives.noted()
+            if kind is Kind.REDUCE:
+                self._reduce(self.units[index])
+            else:
+                self._gather(self.units[index], guest=alone or after is not None)
+            self._owed.popleft()
 
     def _gather(self, unit: Unit, *, guest: bool) -> None:
         self.gathers += 1
@@ -229,6 +266,13 @@ class Runtime:
         if guest:
             self.guest_collectives += 1
             self._discard(unit)
+
+    def _forget_vacant(self) -> None:
+        """Drop the sums of zeros that guests have made."""
+        self.gradients.land_all()
+        for unit in self._vacant:
+            unit.clear_grad()
+        self._vacant.clear()
 
     def _discard(self, unit: Unit) -> None:
         unit.arrive()
@@ -322,18 +366,28 @@ class Runtime:
         for unit in self.units if self._reads_ahead else ():
             unit.rest[StateKind.PARAM].forget_ahead()
 
-    def gather_gradients(self) -> list[Unit]:
-        """Bring every rank to the step; reduce what is still local; return the units with their COLLAPSED gradients."""
+    def gather_gradients(self) -> tuple[list[Unit], Exception | None]:
+        """Bring every rank to the step; reduce what is still local; the units with their COLLAPSED gradients.
+
+        And what has gone wrong on this rank alone once all are there, where the others go on.
+        """
         if self.depth or self.in_backward:
             raise UsageError("step() was called inside a forward or backward; call it after backward() has returned")
         self.gradients.final = True
         self.gradients.hold = False
         self.gradients.withdraw()
         self.gradients.collect()
-        while True:
-            decision = self._ask(Kind.STEP, pending=self.gradients.pending())
-            if decision is not None and decision.kind is Kind.STEP:
-                return self.gradients.collapse()
+        try:
+            while True:
+                self._stepping = False
+                decision = self._ask(Kind.STEP, pending=self.gradients.pending())
+                if decision is not None and decision.kind is Kind.STEP:
+                    return self.gradients.collapse(), None
+        except Exception as error:
+            if not self._stepping:
+                raise
+            self._pay(after=error)
+            return [unit for unit in self.units if unit.trainable], error
 
     def publish(self, units: list[Unit], written: Mapping[Unit, Sequence[tuple[int, int]]] | None = None) -> None:
         """After an update: bring PARAM of ``units`` in line with OPTIM, but for flat ranges ``written`` already."""
@@ -382,7 +436,7 @@ class Runtime:
         return transfer
 
     def reset(self, *, keep_gradients: bool = False) -> None:
-        """After an error: wait for work in flight, release units, drop gradients (I8). Local: no agreement is needed.
+        """After an error: wait for work in flight, release units, drop gradients (I8). Local; ``fail`` tells others.
 
         ``keep_gradients``: the error came in a forward, which adds none; those of earlier micro-batches stay.
         """
@@ -390,16 +444,97 @@ class Runtime:
         self._on_demand.clear()
         self._complete.clear()
         self._path.clear()
-        self._vacant.clear()
         self._passed_at = None
         self._unanswered = self.in_backward = False
         self.schedule.abandon()
         self._forget_ahead()
         if not keep_gradients:
+            self._vacant.clear()
             self.gradients.clear()
         for unit in self.units:
             unit.abandon()
         self._discard_idle(self.units)
+
+    def fail(self, error: BaseException, *, in_forward: bool) -> Aftermath:
+        """Reset after ``error``, and have the other ranks know of it, if they do not: [Note: failures].
+
+        Raises RankFailedError in place of an error that only says that another rank is gone.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            traceback.clear_frames(error.__traceback__)  # what the batch has allocated is room for what is owed
+        lost = collectives.is_of_backend(error)
+        try:
+            where = self._where()
+            self.reset(keep_gradients=in_forward)
+            after = Aftermath(in_forward) if lost else self._tell(error, where, in_forward=in_forward)
+            if not after.window:  # of which guests may have reduced something
+                self.gradients.clear()
+        except Exception as second:
+            logger.error("after %s the other ranks cannot be told: %s", collectives.describe(error), second)
+            lost, after = True, Aftermath()
+        self._owed.clear()
+        if lost and self.mesh.zero.size > 1:
+            self.broken = collectives.describe(error)
+            break_off_all(self.mesh)
+            notes = leave_note(self.mesh, "")
+            notes.pop(self.mesh.zero.ranks[self.mesh.zero.index], None)
+            if notes and collectives.is_of_backend(error):
+                causes = "; ".join(f"{self.mesh.title(rank)} failed: {text}" for rank, text in notes.items())
+                raise RankFailedError(f"{causes}; this rank cannot go on without it") from error
+        return after
+
+    def _tell(self, error: BaseException, where: str, *, in_forward: bool) -> Aftermath:
+        if isinstance(error, RankFailedError):
+            return Aftermath(error.window, str(error) if error.torn else "")
+        if isinstance(error, DivergenceError) or error is self.known:
+            return Aftermath()
+        owes = not in_forward or any(self._numels) or (self._trains and torch.is_grad_enabled())
+        if self.mesh.zero.size == 1 or not owes or not isinstance(error, Exception):
+            return Aftermath(in_forward)
+        text = collectives.describe(error)
+        if self.mesh.control is None or not self.agreement.speaks:
+            self._apart = text
+            return Aftermath(in_forward)
+        leave_note(self.mesh, text)
+        with patience(self.mesh, text):
+            self._pay(after=error)
+            while True:
+                for decision in self.agreement.ask(Request(Kind.FAILED)):
+                    self._execute(decision)
+                    if decision.kind is Kind.FAILED:
+                        states = self.share(error, where, in_forward=in_forward, group=self.mesh.control)
+                        drop_note(self.mesh)
+                        alone = any(s.text is None for s in states.values())
+                        torn = error_of(states, self.mesh).torn and alone
+                        return Aftermath(all(s.in_forward for s in states.values()), text if torn else "")
+
+    def share(
+        self, error: BaseException | None, where: str, *, in_forward: bool, group: AxisGroup
+    ) -> dict[int, RankState]:
+        """What every rank says about a failure. Collective."""
+        text = None if error is None else collectives.describe(error)
+        clean = not (self._contributed or self.gradients.pending())
+        memory = isinstance(error, torch.OutOfMemoryError)
+        mine = RankState(where, text, in_forward, self.half_updated, clean, memory)
+        states = dict(zip(group.ranks, collectives.gather_objects(mine, group), strict=True))
+        if all(s.in_forward and s.clean for s in states.values()):
+            self._forget_vacant()
+        self._vacant.clear()
+        self._contributed = self._foreign = self.half_updated = False
+        return states
+
+    def rejoin(self) -> None:
+        """Where ranks send no messages: after an error see whether all have failed at the same place."""
+        if not self._apart:
+            return
+        text, self._apart = self._apart, ""
+        self._alone += 1
+        place = f"{self.gathers} gathers, {self.reductions} reductions, {self.steps} steps"
+        notes = leave_note(self.mesh, place, about=f"failed{self._alone}", wait_s=_ALIKE_S)
+        if len(notes) < self.mesh.zero.size or set(notes.values()) != {place}:
+            self.broken = text
+            leave_note(self.mesh, text)
+            break_off_all(self.mesh)
 
     def _where(self) -> str:
         return f"step {self.steps}, {'backward' if self.in_backward else 'forward'}"

@@ -6,13 +6,14 @@ are summed; one all-reduce carries the norm and the overflow flag.
 
 import contextlib
 import math
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
+from deepspeed.zero.failures import error_of
 from deepspeed.zero.optim_view import OptimView, run_step
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
@@ -33,12 +34,14 @@ def take_step(
 
     ``clip``: maximum global norm, 0 for none. Without ``need_norm`` there is neither norm nor look for overflow.
     """
-    units = runtime.gather_gradients()
+    units, failure = runtime.gather_gradients()
     runtime.steps += 1
     factor = 1.0 / loss_scale
     norm: float | None = None
     if need_norm:
-        norm = global_norm(runtime, units) * factor
+        norm = global_norm(runtime, units, failure) * factor
+    elif failure is not None:
+        _publish_without(runtime, units, failure)
         if not math.isfinite(norm) and skip_nonfinite:
             report_nonfinite(runtime, units)
             runtime.gradients.clear(collected=True)
@@ -64,10 +67,8 @@ def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor:
     if tiles is None:
         try:
             return run_step(optimizer, views, optimizer.step, factor)
-        except Exception:
-            with contextlib.suppress(Exception):  # each rank may have written its part of PARAM, which others hold too
-                runtime.publish(units)
-            raise
+        except Exception as error:
+            _publish_without(runtime, units, error)
     failure: Exception | None = None
     written: list[OptimView] = []
     try:
@@ -75,23 +76,45 @@ def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor:
     except Exception as error:
         failure = error
     failed = collectives.failures(failure, runtime.mesh.job)
+    runtime.known = failure
     if failure is not None:
         raise failure
     for rank, text in failed.items():
         tiles.torn = True
         where = runtime.mesh.title(rank)
-        raise UsageError(f"the update failed half way on {where}: {text}. Start again from a checkpoint")
+        runtime.known = UsageError(f"the update failed half way on {where}: {text}. Start again from a checkpoint")
+        raise runtime.known
     return written
 
 
-def global_norm(runtime: Runtime, units: list[Unit]) -> float:
-    """L2 norm of the mean gradients over all ranks, before the loss scale is divided out."""
+def _publish_without(runtime: Runtime, units: list[Unit], error: Exception) -> NoReturn:
+    """Raise ``error``, of which the others do not know, after what they wait for: PARAM, of which each may have written
+    its part.
+    """
+    runtime.half_updated = True
+    with contextlib.suppress(Exception):
+        runtime.publish(units)
+    raise error
+
+
+def global_norm(runtime: Runtime, units: list[Unit], failure: Exception | None = None) -> float:
+    """L2 norm of the mean gradients over all ranks, before the loss scale is divided out.
+
+    A ``failure`` on the way to the step travels with it, and is raised: RankFailedError on the others.
+    """
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
-    for unit in units:
-        total += unit.gradient_square().to(runtime.device)
-    both = torch.stack([total, (~torch.isfinite(total)).double()])
-    collectives.sum_scalars(both, runtime.mesh.job)
-    whole, bad = both.tolist()
+    try:
+        for unit in units if failure is None else ():
+            total += unit.gradient_square().to(runtime.device)
+    except Exception as error:
+        failure = error
+    failed = torch.full_like(total, failure is not None)
+    sums = collectives.sum_scalars(torch.stack([total, (~torch.isfinite(total)).double(), failed]), runtime.mesh.job)
+    whole, bad, failed_ranks = sums.tolist()
+    if failed_ranks:
+        states = runtime.share(failure, f"step {runtime.steps}", in_forward=False, group=runtime.mesh.job)
+        runtime.known = failure or error_of(states, runtime.mesh)
+        raise runtime.known
     return math.inf if bad else math.sqrt(whole)
 
 

@@ -1,0 +1,90 @@
+"""What one rank's error is to the others: the words in which they hear of it, and how long one waits to say them.
+
+[Note: failures] A rank that raises keeps its word first: whatever has been decided or foretold it issues as a guest, so
+that nobody waits for it in a collective. Then it takes part in the next message with ``Kind.FAILED``, which comes
+before all other requests, and every rank gives up the batch: the others with a ``RankFailedError``. All are at the same
+place afterwards, with nothing in flight. docs/architecture.md, section 6.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from deepspeed.comm import collectives
+from deepspeed.errors import RankFailedError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.observe.log import logger
+
+_LOUD_AFTER_S = 2.0
+_PATIENCE_S = 60.0
+
+
+class RankOutOfMemoryError(RankFailedError, torch.OutOfMemoryError):
+    """Another rank ran out of memory: what catches one's own such error catches this, and all skip the batch."""
+
+
+class RankState(NamedTuple):
+    """What a rank says when one has failed. ``clean``: it has contributed to no reduction since the last message."""
+
+    where: str
+    text: str | None
+    in_forward: bool
+    torn: bool
+    clean: bool
+    memory: bool
+
+
+class Aftermath(NamedTuple):
+    """``window``: what earlier micro-batches have accumulated stays. ``torn``: why the parameters are of two steps."""
+
+    window: bool = False
+    torn: str = ""
+
+
+def error_of(states: dict[int, RankState], mesh: Mesh) -> RankFailedError:
+    """What the ranks that have not failed raise."""
+    failed = {rank: state for rank, state in states.items() if state.text is not None}
+    causes = "; ".join(f"{mesh.title(rank)} failed ({s.where}): {s.text}" for rank, s in failed.items())
+    torn = any(s.torn for s in failed.values())
+    advice = (
+        "the others have taken that step, so the parameters are of two steps: load a checkpoint"
+        if torn
+        else "the batch is given up on all ranks. To skip such batches catch this as that rank catches its own"
+    )
+    error = (RankOutOfMemoryError if any(s.memory for s in failed.values()) else RankFailedError)(f"{causes}; {advice}")
+    error.torn, error.window = torn, all(s.in_forward for s in states.values())
+    return error
+
+
+@contextlib.contextmanager
+def patience(mesh: Mesh, text: str) -> Iterator[None]:
+    """Say in the log that this rank waits, and after a while end the waits inside by an error of the backend.
+
+    The other ranks may be where no message reaches them; this rank's error must be seen all the same.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        if ended.wait(_LOUD_AFTER_S):
+            return
+        logger.error("this rank has failed (%s) and waits for the others, to tell them", text)
+        if not ended.wait(_PATIENCE_S):
+            break_off_all(mesh)
+
+    watcher = threading.Thread(target=watch, name="ds-failure", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def break_off_all(mesh: Mesh) -> None:
+    """End every wait on the groups of ``mesh`` that a host can end, for good."""
+    for group in (mesh.control, *mesh.groups):
+        if group is not None:
+            collectives.break_off(group)

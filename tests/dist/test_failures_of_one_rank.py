@@ -1,0 +1,363 @@
+"""One rank raises: the others hear its name and its error instead of waiting for it, and all go on with the next batch
+as if this one had not happened.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.errors import RankFailedError, UsageError
+from deepspeed.verify.grads import full_parameters
+from deepspeed.zero.unit import Unit
+from tests.harness.cases import case_named
+from tests.harness.faults import Faults, InjectedFault
+from tests.harness.lockstep import equal, not_at_rest
+from tests.harness.patience import too_long
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES, here, make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(120)
+ZERO = {"param_persistence_threshold": 0}
+FAILS = 1  # the rank that does
+HABIT = 7  # equal steps, after which the ranks no longer send messages in between
+LIMIT = 60.0
+
+
+class Outcome(NamedTuple):
+    """What a rank has raised, as ``kind: text``, and whether late; whether training went on as if nothing had been."""
+
+    error: str
+    late: bool
+    seconds: float
+    same: bool
+    restless: list[str]
+
+
+def _out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("injected: out of memory")
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, count: int, raising: Callable[..., Any] = _out_of_memory) -> Iterator[None]:
+    """The ``count``-th call of a method on this rank raises."""
+    real, left = getattr(owner, name), [count]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        return raising() if left[0] == 0 else real(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+@contextlib.contextmanager
+def no_room(count: int) -> Iterator[None]:
+    """The ``count``-th full buffer finds no memory."""
+    real, left = torch.UntypedStorage.resize_, [count]
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        left[0] -= size > 0
+        return _out_of_memory() if left[0] == 0 and size else real(self, size)
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = real  # type: ignore[method-assign]
+
+
+def fault(place: str, engine: Any) -> contextlib.AbstractContextManager[Any]:
+    """What goes wrong once on the rank that fails."""
+    what, _, where = place.partition(":")
+    if what == "gather":
+        return no_room(int(where))
+    if what == "reduce":
+        return replaced(engine.runtime.gradients, "_rest", int(where))
+    if what == "pack":
+        return replaced(engine.runtime.gradients, "pack", int(where))
+    if what == "norm":
+        return replaced(Unit, "gradient_square", 2)
+    if what == "collapse":
+        return replaced(engine.runtime.gradients, "collapse", 1)
+    if what == "optimizer":
+        return replaced(engine.basic_optimizer, "step", 1)
+    faults = Faults(engine.module, rank=dist.get_rank())
+    faults.raise_in(where, phase=what, step=0, rank=dist.get_rank())
+    return faults
+
+
+def one_fails(place: str, config: dict[str, Any], before: int, fails: int = FAILS) -> Outcome:
+    """``before`` good steps, one in which rank ``fails`` does, three good ones; against a run without that one."""
+    case = case_named("plain", accumulation=config["gradient_accumulation_steps"])
+    weights: list[dict[str, Tensor]] = []
+    raised, restless, seconds = "", [], 0.0
+    for attempt in range(2):
+        engine = start(case.build(), config)
+        for step in range(before):
+            train_step(engine, case, step)
+        if attempt:
+            mine = fault(place, engine) if dist.get_rank() == fails else contextlib.nullcontext()
+            started = time.monotonic()
+            try:
+                with mine:
+                    train_step(engine, case, 90)
+            except (RankFailedError, InjectedFault, torch.OutOfMemoryError) as error:
+                raised = f"{type(error).__name__}: {error}"
+            seconds = time.monotonic() - started
+            restless = not_at_rest(engine)
+        for step in range(before, before + 3):
+            train_step(engine, case, step)
+        weights.append(full_parameters(engine.module))
+        engine.destroy()
+    return Outcome(raised, too_long(started, 20.0), seconds, equal(*weights), restless)
+
+
+PLACES = ["gather:1", "gather:3", "gather:6", "gather:8", "forward:inp", "forward:layers.1", "forward:head"]
+PLACES += ["backward:inp", "backward:layers.1", "backward:head", "pack:1", "pack:9", "reduce:1", "reduce:2"]
+PLACES += ["norm", "collapse"]
+
+
+def check(outcomes: list[Outcome], place: str, fails: int = FAILS) -> None:
+    """The failing rank raises what happened, the others its name and that, soon; all go on."""
+    memory = place.partition(":")[0] not in ("forward", "backward")
+    cause = "injected: out of memory" if memory else "injected fault"
+    for rank, outcome in enumerate(outcomes):
+        if rank == fails:
+            assert outcome.error.startswith("OutOfMemoryError: injected" if memory else "InjectedFault: "), outcome
+        else:
+            assert outcome.error.startswith("RankOutOfMemoryError" if memory else "RankFailedError"), outcome
+            assert f"rank {fails} failed" in outcome.error and cause in outcome.error, outcome
+        assert not outcome.late, outcome
+        assert outcome.same and outcome.restless == [], outcome
+
+
+def some(*values: Any, kept: tuple[Any, ...]) -> list[Any]:
+    """``values`` as parameters, of which ``make test`` runs those that are ``kept``."""
+    marks = {False: [pytest.mark.exhaustive], True: []}
+    return [pytest.param(*value, marks=marks[value in kept]) for value in values]
+
+
+# stage, place, good steps before: by message, by habit
+MATRIX = [(s, p, b) for s in STAGES for p in PLACES for b in (0, HABIT) if s == 3 or not p.startswith("gather")]
+KEPT = ((3, "gather:3", 0), (3, "gather:8", HABIT), (0, "forward:layers.1", HABIT), (3, "backward:layers.1", HABIT))
+KEPT += ((2, "reduce:2", HABIT), (1, "norm", HABIT), (3, "collapse", 0))
+
+
+@pytest.mark.parametrize(("stage", "place", "before"), some(*MATRIX, kept=KEPT))
+def test_the_others_hear_who_failed_and_all_go_on(pool2: RankPool, stage: int, place: str, before: int) -> None:
+    check(pool2.run(one_fails, place, make_config(stage, zero=ZERO), before, time_limit=LIMIT), place)
+
+
+TIERS = {
+    "optimizer_on_host": {"offload_optimizer": {"device": "cpu"}},
+    "all_on_host": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "all_on_a_drive": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+}
+
+
+def _offloaded(tiers: str, folder: Any) -> dict[str, Any]:
+    zero = {key: {**block} for key, block in TIERS[tiers].items()}
+    for block in zero.values():
+        if block["device"] == "nvme":
+            block["nvme_path"] = str(folder)
+    return make_config(3, zero={**ZERO, **zero})
+
+
+ON_TIERS = [
+    (t, p, b)
+    for t in TIERS
+    for p in ("gather:3", "gather:8", "forward:layers.1", "backward:layers.1", "reduce:2", "norm")
+    for b in (0, HABIT)
+]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "place", "before"),
+    some(*ON_TIERS, kept=(("all_on_a_drive", "gather:8", 0), ("all_on_host", "reduce:2", 0))),
+)
+def test_wherever_the_states_rest(pool2: RankPool, tmp_path: Any, tiers: str, place: str, before: int) -> None:
+    check(pool2.run(one_fails, place, _offloaded(tiers, tmp_path), before, time_limit=LIMIT), place)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fails", [0, 2])
+@pytest.mark.parametrize("place", ["gather:3", "forward:layers.1", "backward:inp", "reduce:1", "norm"])
+def test_of_three_ranks(pool3: RankPool, place: str, fails: int) -> None:
+    check(pool3.run(one_fails, place, make_config(3, zero=ZERO), HABIT, fails, time_limit=LIMIT), place, fails)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", ["gather:3", "forward:layers.1", "backward:inp", "norm"])
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=str)
+def test_of_ranks_on_two_axes(pool4: RankPool, zero: dict[str, Any], place: str) -> None:
+    check(pool4.run(one_fails, place, make_config(3, zero={**ZERO, **zero}), HABIT, time_limit=LIMIT), place)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("before", [0, HABIT], ids=["by_message", "by_habit"])
+@pytest.mark.parametrize("place", ["gather:3", "forward:layers.1", "backward:layers.1", "norm"])
+def test_where_divergence_is_an_error(pool2: RankPool, place: str, before: int) -> None:
+    config = make_config(3, zero={**ZERO, "divergence": "error"})
+    check(pool2.run(one_fails, place, config, before, time_limit=LIMIT), place)
+
+
+def failed_window(stage: int, place: str, before: int) -> tuple[bool, list[int], list[str]]:
+    """Windows of three micro-batches, in the second of which one rank fails; everyone goes on where its engine says.
+
+    Are the weights those without a failure; where each rank went on; what it raised.
+    """
+    case = case_named("plain", accumulation=3)
+    weights, at, raised = [], [], []
+    for attempt in range(2):
+        engine = start(case.build(), make_config(stage, zero=ZERO, gradient_accumulation_steps=3))
+        while engine.global_steps < before + 2:
+            step, micro = engine.global_steps, engine.micro_steps % 3
+            now = attempt and not raised and (step, micro) == (before, 1)
+            mine = fault(place, engine) if now and dist.get_rank() == FAILS else contextlib.nullcontext()
+            try:
+                with mine:
+                    engine.backward(case.seeded_loss(engine, here(step, micro))[0])
+                    engine.step()
+            except (RankFailedError, InjectedFault, torch.OutOfMemoryError) as error:
+                raised.append(type(error).__name__)
+                at.append(engine.micro_steps % 3)
+        weights.append(full_parameters(engine.module))
+        engine.destroy()
+    return equal(*weights), at, raised
+
+
+WINDOWS = [
+    (s, p, b)
+    for s in STAGES
+    for p in ("forward:inp", "forward:head", "backward:layers.1", "pack:3", "gather:3")
+    for b in (0, 3)
+    if s == 3 or p != "gather:3"
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "place", "before"),
+    some(*WINDOWS, kept=((1, "forward:head", 0), (3, "forward:head", 3), (2, "pack:3", 3))),
+)
+def test_all_ranks_go_on_at_the_same_place_of_the_window(pool2: RankPool, stage: int, place: str, before: int) -> None:
+    (same, at, _), (other, elsewhere, _) = pool2.run(failed_window, stage, place, before, time_limit=LIMIT)
+    assert same and other
+    assert at == elsewhere and len(at) == 1
+
+
+def failed_update(stage: int) -> tuple[str, str]:
+    """One rank's optimizer raises after the others have updated; what that and the next batch raise."""
+    case = case_named("plain")
+    engine = start(case.build(), make_config(stage, zero=ZERO))
+    errors = []
+    with fault("optimizer", engine) if dist.get_rank() == FAILS else contextlib.nullcontext():
+        for step in range(2):
+            try:
+                train_step(engine, case, step)
+            except (RankFailedError, UsageError, torch.OutOfMemoryError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    with pytest.raises(UsageError, match="parts of two states"):
+        train_step(engine, case, 3)
+    engine.destroy()
+    return errors[0], errors[-1]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.exhaustive), 1, 3])
+def test_a_step_that_some_have_taken_and_others_not_is_named(pool2: RankPool, stage: int) -> None:
+    (others, _), (mine, after) = pool2.run(failed_update, stage, time_limit=LIMIT)
+    assert others.startswith("RankOutOfMemoryError: rank 1 failed") and "load a checkpoint" in others
+    assert mine == "OutOfMemoryError: injected: out of memory"
+    assert "parts of two states" in after and "load a checkpoint" in after
+
+
+class SubGroup:
+    """An ``mpu`` whose data ways are all ranks, over a group of their own, which a test may break."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(list(range(dist.get_world_size())))
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+def no_memory_for_anything(before: int) -> tuple[str, str]:
+    """A rank can gather nothing any more, not even as a guest; what it and the others raise, also at the next batch."""
+    case = case_named("plain")
+    engine = start(case.build(), make_config(3, zero=ZERO), mpu=SubGroup())
+    for step in range(before):
+        train_step(engine, case, step)
+    errors = []
+    if dist.get_rank() == FAILS:
+        Unit.fetch = _out_of_memory  # type: ignore[method-assign]
+    for step in (90, 91):
+        try:
+            train_step(engine, case, step)
+        except (RankFailedError, UsageError, torch.OutOfMemoryError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors[0], errors[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("before", [1, HABIT], ids=["by_message", "by_habit"])
+def test_a_rank_that_cannot_keep_its_word_is_named_too(pool2: RankPool, before: int) -> None:
+    (others, next_), (mine, after) = pool2.run(no_memory_for_anything, before, time_limit=LIMIT)
+    assert others.startswith("RankFailedError: rank 1 failed: OutOfMemoryError: injected"), others
+    assert mine == "OutOfMemoryError: injected: out of memory"
+    assert "Start the job again" in next_ and "Start the job again" in after
+    pool2.close(at_once=True)  # the ranks' engines wait for each other
+
+
+def without_messages(place: str, *, alone: bool) -> tuple[list[str], bool]:
+    """``assume_none``: what a batch in which one rank or all fail raises, and the next one; whether that went well."""
+    case = case_named("plain")
+    config = make_config(3, zero={**ZERO, "divergence": "assume_none"})
+    engine = start(case.build(), config, mpu=SubGroup())
+    train_step(engine, case, 0)
+    errors = []
+    for step in (90, 91):
+        wrong = step == 90 and (not alone or dist.get_rank() == FAILS)
+        with fault(place, engine) if wrong else contextlib.nullcontext():
+            try:
+                train_step(engine, case, step)
+            except (RankFailedError, UsageError, InjectedFault, torch.OutOfMemoryError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    at_rest = not_at_rest(engine) == []
+    if not alone:
+        engine.destroy()
+    return errors, at_rest
+
+
+@pytest.mark.parametrize("place", ["gather:3", "forward:layers.1", "backward:inp"])
+def test_without_messages_ranks_that_all_skip_a_batch_go_on(pool2: RankPool, place: str) -> None:
+    for errors, at_rest in pool2.run(without_messages, place, alone=False, time_limit=LIMIT):
+        assert len(errors) == 1 and "injected" in errors[0], errors
+        assert at_rest
+
+
+@pytest.mark.exhaustive
+def test_without_messages_a_rank_that_skips_alone_is_refused_and_named(pool2: RankPool) -> None:
+    (others, _), (mine, _) = pool2.run(without_messages, "forward:layers.1", alone=True, time_limit=LIMIT)
+    assert mine[0].startswith("InjectedFault: ") and "failed alone" in mine[1] and "'tolerate'" in mine[1], mine
+    assert others[0].startswith("RankFailedError: rank 1 failed: InjectedFault"), others
+    pool2.close(at_once=True)  # the ranks' engines wait for each other
