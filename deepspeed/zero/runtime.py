@@ -473,6 +473,7 @@ class Runtime:
             logger.error("after %s the other ranks cannot be told: %s", collectives.describe(error), second)
             lost, after = True, Aftermath()
         self._owed.clear()
+        self.known = None  # it keeps alive what its frames hold
         if lost and self.mesh.zero.size > 1:
             self.broken = collectives.describe(error)
             break_off_all(self.mesh)

@@ -6,7 +6,7 @@ are summed; one all-reduce carries the norm and the overflow flag.
 
 import contextlib
 import math
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
@@ -40,8 +40,6 @@ def take_step(
     norm: float | None = None
     if need_norm:
         norm = global_norm(runtime, units, failure) * factor
-    elif failure is not None:
-        _publish_without(runtime, units, failure)
         if not math.isfinite(norm) and skip_nonfinite:
             report_nonfinite(runtime, units)
             runtime.gradients.clear(collected=True)
@@ -49,30 +47,36 @@ def take_step(
     if clip > 0 and norm is not None:
         factor /= max(1.0, (norm + 1e-6) / clip)
     ranges: dict[Unit, list[tuple[int, int]]] = {}
-    for view in _update(runtime, views, units, factor):
+    for view in _update(runtime, views, units, factor, failure):
         ranges.setdefault(view.unit, []).append((view.start, view.stop))
     runtime.publish(units, ranges)
     runtime.gradients.clear(collected=True)
     return StepResult(norm, overflow=False)
 
 
-def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor: float) -> list[OptimView]:
+def _update(
+    runtime: Runtime, views: list[OptimView], units: list[Unit], factor: float, failure: Exception | None
+) -> list[OptimView]:
     """The optimizer's rule over everything: once over what is in memory, then tile by tile over what is on a drive.
 
-    Returns the views in memory whose PARAM at rest the optimizer has written in the same pass. Where it fails the other
-    ranks get what they wait for: a publication, or with ``tiles`` the bad news.
+    Returns the views in memory whose PARAM at rest the optimizer has written in the same pass. Where it fails, or with
+    a ``failure`` from before, the other ranks get what they wait for: a publication, or with ``tiles`` the bad news.
     """
     optimizer, tiles = runtime.optimizer, runtime.tiles
     assert optimizer is not None
     if tiles is None:
         try:
+            if failure is not None:
+                raise failure
             return run_step(optimizer, views, optimizer.step, factor)
-        except Exception as error:
-            _publish_without(runtime, units, error)
-    failure: Exception | None = None
+        except Exception:  # the others know nothing of it; and each may have written its part of PARAM
+            runtime.half_updated = True
+            with contextlib.suppress(Exception):
+                runtime.publish(units)
+            raise
     written: list[OptimView] = []
     try:
-        written = tiles.step(views, factor)
+        written = tiles.step(views, factor) if failure is None else []
     except Exception as error:
         failure = error
     failed = collectives.failures(failure, runtime.mesh.job)
@@ -85,16 +89,6 @@ def _update(runtime: Runtime, views: list[OptimView], units: list[Unit], factor:
         runtime.known = UsageError(f"the update failed half way on {where}: {text}. Start again from a checkpoint")
         raise runtime.known
     return written
-
-
-def _publish_without(runtime: Runtime, units: list[Unit], error: Exception) -> NoReturn:
-    """Raise ``error``, of which the others do not know, after what they wait for: PARAM, of which each may have written
-    its part.
-    """
-    runtime.half_updated = True
-    with contextlib.suppress(Exception):
-        runtime.publish(units)
-    raise error
 
 
 def global_norm(runtime: Runtime, units: list[Unit], failure: Exception | None = None) -> float:
