@@ -3,6 +3,7 @@
     PYTHONPATH=. python benchmarks/simulator.py record [--tables mpt-a100 ...] [--part 0/2]   # minutes; kept in .bench/
     PYTHONPATH=. python benchmarks/simulator.py fit mpt-a100 --machine a100 --constants matmul_share attention_share
     PYTHONPATH=. python benchmarks/simulator.py report [--write-docs]
+    PYTHONPATH=. python benchmarks/simulator.py here [--rounds 5] [--write-docs]    # this machine's CPU ranks
 
 ``data/published_steps.json`` has the measurements with their sources. ``record`` runs the real engine on the simulated
 device once for each shape and keeps the events of its last step; ``fit`` and ``report`` play them on other machines.
@@ -27,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from simulator_here import here
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from deepspeed.simulate import models, run
@@ -400,16 +402,15 @@ def report(*, write: bool) -> None:
     print(text)
     print(f"\n{missing} rows are not recorded" if missing else "")
     if write:
-        _write(text)
+        _write(f"`benchmarks/simulator.py report`, {time.strftime('%Y-%m-%d')}:\n\n{text}")
         _picture(groups)
 
 
-def _write(text: str) -> None:
+def _write(text: str, what: str = "errors") -> None:
     path = HERE.parent / "docs/simulator.md"
-    before, begin, rest = path.read_text().partition("<!-- errors -->\n")
-    _, end, after = rest.partition("<!-- end of errors -->")
-    day = time.strftime("%Y-%m-%d")
-    path.write_text(f"{before}{begin}`benchmarks/simulator.py report`, {day}:\n\n{text}\n{end}{after}")
+    before, begin, rest = path.read_text().partition(f"<!-- {what} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {what} -->")
+    path.write_text(f"{before}{begin}{text}\n{end}{after}")
 
 
 def _picture(groups: dict[str, list[Compared]]) -> None:
@@ -456,6 +457,9 @@ def main() -> None:
     command.add_argument("--phase", default="seconds", help="or forward_s, backward_s, update_s")
     command = commands.add_parser("report")
     command.add_argument("--write-docs", action="store_true")
+    command = commands.add_parser("here")
+    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--write-docs", action="store_true")
     args = parser.parse_args()
     if args.command == "record":
         mine, parts = map(int, args.part.split("/"))
@@ -465,6 +469,10 @@ def main() -> None:
             gc.collect()
     elif args.command == "fit":
         fit(args.tables, machine_of(args.machine), args.constants, phase=args.phase)
+    elif args.command == "here":
+        print(text := here(args.rounds))
+        if args.write_docs:
+            _write(text, "here")
     else:
         report(write=args.write_docs)
 

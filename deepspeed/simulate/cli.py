@@ -88,6 +88,8 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--rank {options.rank} is not one of {options.gpus} ranks, 0 to {options.gpus - 1}")
     if options.trace is not None and not Path(options.trace).absolute().parent.is_dir():
         raise UsageError(f"--trace {options.trace}: there is no such folder")
+    if options.trace is not None and Path(options.trace).is_dir():
+        raise UsageError(f"--trace {options.trace}: this is a folder; name a file")
     machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus)
     samples = config.train_micro_batch_size_per_gpu
     subject = subject_of(options.model, samples=samples, sequence=options.sequence, recompute=options.recompute)

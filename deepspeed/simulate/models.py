@@ -25,12 +25,22 @@ _NAMES = {
     "vocabulary": ("vocab_size",),
     "positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-_GATED = ("llama", "mistral", "qwen", "gemma", "phi3", "olmo", "granite", "mixtral")
+_ALSO = {"key_heads": "num_key_value_heads", "head": "head_dim"}
+# Families whose blocks are ``Layer``'s: with a gate, rotary positions and RMS norms, or without. What else they do
+# (norms of queries, parallel branches, windows) takes next to no time and memory.
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo", "olmo2", "granite")
+_PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "mpt", "bloom", "phi", "starcoder2", "stablelm")
+_TIED = ("gemma", "gemma2", "gpt2", "gpt_neo", "gpt_bigcode", "opt", "mpt", "bloom", "starcoder2")  # unless they say
+_ROTARY = ("gpt_neox", "gptj", "phi", "starcoder2", "stablelm", "bloom", "mpt")  # no table of positions
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder: sizes, and whether its feed-forward part is gated, with rotary positions and RMS norms."""
+    """A decoder: sizes, and whether its feed-forward part is gated, with rotary positions and RMS norms.
+
+    ``head``: channels of a head, 0 for ``width / heads``; ``placed``: with a table of positions.
+    """
 
     width: int
     blocks: int
@@ -41,6 +51,13 @@ class Shape:
     key_heads: int
     gated: bool = False
     tied: bool = False
+    head: int = 0
+    placed: bool = True
+
+    @property
+    def channels(self) -> int:
+        """Of one head."""
+        return self.head or self.width // self.heads
 
 
 @dataclass(frozen=True)
@@ -58,15 +75,34 @@ def shape_of(config: dict[str, Any], name: str) -> Shape:
     given = {key: next((config[n] for n in names if config.get(n)), None) for key, names in _NAMES.items()}
     if missing := [_NAMES[key][0] for key in ("width", "blocks", "heads", "vocabulary") if not given[key]]:
         raise UsageError(f"{name} describes no decoder: {', '.join(missing)} is missing")
-    numbers = {key: int(value) for key, value in given.items() if value}
-    gated = str(config.get("model_type", "")).startswith(_GATED)
+    given |= {key: config.get(called) for key, called in _ALSO.items()}
+    for key, value in given.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            called = next((n for n in _NAMES.get(key, ()) if config.get(n)), _ALSO.get(key, key))
+            raise UsageError(f"{name}: {called} must be a whole number from 1 on, not {value!r}")
+    numbers: dict[str, int] = {key: value for key, value in given.items() if value}
+    family = str(config.get("model_type", ""))
+    gated = family in _GATED
     numbers.setdefault("inner", int(config.get("expansion_ratio", 4)) * numbers["width"])
     numbers.setdefault("positions", 2048)
-    tied = bool(config.get("tie_word_embeddings", not gated))
-    key_heads = int(config.get("num_key_value_heads") or numbers["heads"])
-    if numbers["width"] % numbers["heads"] or numbers["heads"] % key_heads:
-        raise UsageError(f"{name}: {numbers['heads']} heads ({key_heads} of keys) do not divide {numbers['width']}")
-    return Shape(**numbers, key_heads=key_heads, gated=gated, tied=tied)
+    heads, key_heads = numbers["heads"], numbers.setdefault("key_heads", 1 if config.get("multi_query") else 0)
+    numbers["key_heads"] = key_heads = key_heads or heads
+    if ("head" not in numbers and numbers["width"] % heads) or heads % key_heads:
+        raise UsageError(f"{name}: {heads} heads ({key_heads} of keys) do not divide {numbers['width']}")
+    tied = bool(config.get("tie_word_embeddings", family in _TIED or not family))
+    return Shape(**numbers, gated=gated, tied=tied, placed=not gated and family not in _ROTARY)
+
+
+def _refuse_others(config: dict[str, Any], name: str) -> None:
+    """Raise UsageError unless ``Decoder`` has the products and parameters of this family."""
+    family = str(config.get("model_type", ""))
+    others = [key for key in _EXPERTS if isinstance(config.get(key), int) and config[key] > 1]
+    fault = f"experts ({others[0]})" if others else f"{family!r}" if family and family not in (*_GATED, *_PLAIN) else ""
+    if fault:
+        raise UsageError(
+            f"{name}: without transformers a plain decoder is simulated, which {fault} is not; install transformers, "
+            f"or give the model itself as module:build. Known: {', '.join(sorted((*_GATED, *_PLAIN)))}"
+        )
 
 
 class Layer(nn.Module):
@@ -75,12 +111,12 @@ class Layer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        bias, narrow = not shape.gated, shape.width // shape.heads * shape.key_heads
+        bias, wide, narrow = not shape.gated, shape.channels * shape.heads, shape.channels * shape.key_heads
         norm = nn.RMSNorm if shape.gated else nn.LayerNorm
         self.norm1, self.norm2 = norm(shape.width), norm(shape.width)
-        self.query = nn.Linear(shape.width, shape.width, bias=bias)
+        self.query = nn.Linear(shape.width, wide, bias=bias)
         self.key, self.value = (nn.Linear(shape.width, narrow, bias=bias) for _ in range(2))
-        self.out = nn.Linear(shape.width, shape.width, bias=bias)
+        self.out = nn.Linear(wide, shape.width, bias=bias)
         self.up = nn.Linear(shape.width, shape.inner, bias=bias)
         self.gate = nn.Linear(shape.width, shape.inner, bias=bias) if shape.gated else None
         self.down = nn.Linear(shape.inner, shape.width, bias=bias)
@@ -119,7 +155,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape, self.recompute = shape, recompute
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.places = None if shape.gated else nn.Embedding(shape.positions, shape.width)
+        self.places = nn.Embedding(shape.positions, shape.width) if shape.placed and not shape.gated else None
         self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.blocks))
         self.norm = nn.RMSNorm(shape.width) if shape.gated else nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
@@ -132,7 +168,7 @@ class Decoder(nn.Module):
         if self.places is not None:
             x = x + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         else:
-            table = torch.ones(tokens.shape[1], self.shape.width // self.shape.heads, device=x.device, dtype=x.dtype)
+            table = torch.ones(tokens.shape[1], self.shape.channels, device=x.device, dtype=x.dtype)
             angles = (table, table)
         for block in self.blocks:
             x = checkpoint(block, x, angles, use_reentrant=False) if self.recompute else block(x, angles)
@@ -162,13 +198,17 @@ def subject_of(name: str, *, samples: int, sequence: int | None, recompute: bool
         raise UsageError(f"{name} is no Hugging Face configuration: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{name} is no Hugging Face configuration: it holds no object")
-    config = config.get("text_config", config)
+    if isinstance(text := config.get("text_config"), dict):
+        config = text
+    if config.get("is_encoder_decoder"):
+        raise UsageError(f"{name} describes an encoder and a decoder; give the model itself as module:build")
     shape = shape_of(config, name)
     length = sequence or min(shape.positions, 4096)
-    if not shape.gated and length > shape.positions:
+    if not shape.gated and shape.placed and length > shape.positions:
         raise UsageError(f"{name} has {shape.positions} positions, fewer than the sequence of {length}")
     ours = decoder_subject(name, shape, samples=samples, sequence=length, recompute=recompute)
     if "model_type" not in config or importlib.util.find_spec("transformers") is None:
+        _refuse_others(config, name)
         return ours
     return _transformers(config, ours, recompute=recompute)
 

@@ -19,6 +19,7 @@ from deepspeed.simulate.record import launches
 
 MIB = 1 << 20
 _FORWARD, _BACKWARD = 4, 10  # operations of attention for each score and channel, as torch's flop counter has them
+_TRAINED = 10  # small steps in a turn
 _ABOVE = 4  # times the shortest kernel: what is shorter says nothing of arithmetic
 
 
@@ -102,9 +103,9 @@ def _kernels(findings: Measured, clock: Clock, accelerator: Accelerator) -> None
 
     def launched() -> float:
         accelerator.synchronize()
-        return wall(train, 1)
+        return wall(train, _TRAINED)
 
-    seconds = statistics.median(launched() for _ in range(10 * ROUNDS)) / once
+    seconds = statistics.median(launched() for _ in range(ROUNDS)) / once
     net = seconds - kernel if accelerator.is_synchronized_device() else seconds
     text = f"the program's time for one of the {once} operations of a small decoder's forward and backward"
     findings.add("launch_s", max(net, 0.1 * seconds), text)

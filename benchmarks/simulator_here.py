@@ -1,0 +1,129 @@
+"""Step times of this project's CPU ranks beside what the simulator says of them with this machine's own constants.
+
+    PYTHONPATH=. python benchmarks/simulator.py here [--rounds 5] [--write-docs]
+
+Every round calibrates and trains small GPTs on one and on two gloo ranks with one thread each, in turns, so that a
+machine that is busy for a while is so for all; step times and constants are medians over the rounds.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.simulate.calibrate.run import calibrate
+from deepspeed.simulate.costs import Machine, load_machine
+from deepspeed.simulate.models import Decoder, Shape, decoder_subject
+from deepspeed.simulate.run import simulate
+from deepspeed.verify.ranks import RankPool
+
+SAMPLES, SEQUENCE, WARM, STEPS = 4, 128, 4, 6
+WORLDS = (1, 2)
+
+
+class Setup(NamedTuple):
+    """What is trained: a GPT of ``blocks`` blocks of ``width``, at a ZeRO stage."""
+
+    width: int
+    blocks: int
+    zero: int
+
+    def shape(self) -> Shape:
+        return Shape(
+            width=self.width, blocks=self.blocks, heads=self.width // 64, inner=4 * self.width, vocabulary=2048,
+            positions=SEQUENCE, key_heads=self.width // 64,
+        )  # fmt: skip
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": self.zero},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        }
+
+
+SETUPS = [Setup(width, blocks, zero) for width, blocks in ((128, 4), (256, 4), (512, 2)) for zero in (1, 3)]
+
+
+def step_seconds(setup: Setup) -> list[float]:
+    """On every rank: some steps of real training."""
+    torch.manual_seed(0)
+    engine = deepspeed.initialize(model=Decoder(setup.shape()), config=setup.config())[0]
+    tokens = torch.randint(2048, (SAMPLES, SEQUENCE))
+    seconds: list[float] = []
+    for _ in range(WARM + STEPS):
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.backward(engine(tokens))
+        engine.step()
+        seconds.append(time.perf_counter() - begin)
+    engine.destroy()
+    return seconds[WARM:]
+
+
+def constants_of(path: str) -> None:
+    """On every rank: measure the machine and write its file."""
+    calibrate(Path(path))
+
+
+def _median_machine(paths: list[Path]) -> Machine:
+    machines = [load_machine(str(path)) for path in paths]
+    values = {name: statistics.median(m[name] for m in machines) for name in machines[0].values}
+    return Machine(machines[0].name, values, machines[0].on_host)
+
+
+def here(rounds: int) -> str:
+    """The table, and under it the conditions."""
+    measured = defaultdict[tuple[Setup, int], list[float]](list)
+    files = defaultdict[int, list[Path]](list)
+    loads: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="ds_simulate_") as folder, RankPool(1) as one, RankPool(2) as two:
+        pools = {1: one, 2: two}
+        for turn in range(rounds):
+            for world in WORLDS[:: -1 if turn % 2 else 1]:
+                loads.append(os.getloadavg()[0])
+                files[world].append(Path(folder) / f"{world}-{turn}.json")
+                pools[world].run(constants_of, str(files[world][-1]), time_limit=600)
+                for setup in SETUPS:
+                    by_rank = pools[world].run(step_seconds, setup, time_limit=600)
+                    measured[setup, world] += map(max, zip(*by_rank, strict=True))
+        machines = {world: _median_machine(paths) for world, paths in files.items()}
+        facts = json.loads(files[2][-1].read_text())["measured"]
+    lines = [
+        "| width, blocks | stage | ranks | measured | least | simulated | error | of the least |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    errors = []
+    for setup in SETUPS:
+        for world in WORLDS:
+            simulated = _simulated(setup, machines[world], world)
+            times = measured[setup, world]
+            middle = statistics.median(times)
+            errors.append(simulated / middle - 1)
+            lines.append(
+                f"| {setup.width}, {setup.blocks} | {setup.zero} | {world} | {1e3 * middle:.1f} ms | "
+                f"{1e3 * min(times):.1f} ms | {1e3 * simulated:.1f} ms | {errors[-1]:+.0%} | "
+                f"{simulated / min(times) - 1:+.0%} |"
+            )
+    sizes = sorted(map(abs, errors))
+    head = (
+        f"`benchmarks/simulator.py here`, {facts['date'][:10]}: {facts['device']}, {facts['cores']} cores, "
+        f"a thread a rank, torch {facts['torch']}; {rounds} rounds, load average {min(loads):.1f} to {max(loads):.1f}. "
+        f"Median error {statistics.median(sizes):.0%}, worst {sizes[-1]:.0%}."
+    )
+    return "\n".join([head, "", *lines])
+
+
+def _simulated(setup: Setup, machine: Machine, world: int) -> float:
+    subject = decoder_subject("small GPT", setup.shape(), samples=SAMPLES, sequence=SEQUENCE, recompute=False)
+    # the model is built whole, as it was on the ranks
+    return simulate(subject, setup.config(), machine, world=world, sharded_init=False).seconds
