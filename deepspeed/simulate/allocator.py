@@ -5,6 +5,7 @@ allocator's own source describe them; expandable segments are not modelled.
 """
 
 import bisect
+import math
 from typing import Any
 
 _GRAIN, _SMALL, _SMALL_SEGMENT = 512, 1 << 20, 2 << 20
@@ -25,9 +26,14 @@ class _Block:
 
 
 class CachingAllocator:
-    """Bytes allocated and reserved, now and at most."""
+    """Bytes allocated and reserved, now and at most.
 
-    def __init__(self) -> None:
+    Where a segment more would pass ``limit``, the device's bytes, segments without a block in use are given back
+    first, ``retries`` times; what is reserved beyond it even then is what a real program would fail for.
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit, self.retries = limit, 0
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._pools: dict[tuple[int, bool], list[tuple[int, int, _Block]]] = {}
         self._blocks: dict[int, _Block] = {}
@@ -43,6 +49,9 @@ class CachingAllocator:
             block = pool.pop(at)[2]
         else:
             segment = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _LARGE else _rounded(size, _ROUND)
+            if self.reserved + segment > self.limit:
+                self.retries += 1
+                self.empty_cache()
             block = _Block(segment, pool, None, None)
             self.reserved += segment
             self.peak_reserved = max(self.peak_reserved, self.reserved)

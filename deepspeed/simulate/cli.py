@@ -90,6 +90,8 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--trace {options.trace}: there is no such folder")
     if options.trace is not None and Path(options.trace).is_dir():
         raise UsageError(f"--trace {options.trace}: this is a folder; name a file")
+    if not options.model.endswith(".json") and (options.sequence is not None or options.recompute):
+        raise UsageError("--sequence and --recompute are for a config.json; build() of your own model decides there")
     machine, config = load_machine(options.device), load_config(options.config, world_size=options.gpus)
     samples = config.train_micro_batch_size_per_gpu
     subject = subject_of(options.model, samples=samples, sequence=options.sequence, recompute=options.recompute)
@@ -108,7 +110,11 @@ def _run(options: argparse.Namespace) -> int:
         sys.stderr.write(f"ds_simulate: {failure}\n")
     if failures:
         return 1
-    return 2 if outcome.reserved > machine["device_bytes"] else 0
+    if (over := outcome.reserved - machine["device_bytes"]) <= 0:
+        return 0
+    if options.json:
+        sys.stderr.write(f"ds_simulate: the model does not fit: {over:,.0f} bytes more than the device has\n")
+    return 2
 
 
 def _calibrate(options: argparse.Namespace) -> int:

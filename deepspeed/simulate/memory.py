@@ -1,5 +1,6 @@
 """Bytes by place and category over a run, and what allocators make of them."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -35,9 +36,9 @@ class Usage:
 class Memory:
     """Feed it the events of a run. ``places``: bytes as they were asked for, of pinned memory as they are rounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_bytes: float = math.inf) -> None:
         self.places: dict[str, Usage] = {}
-        self.allocator = CachingAllocator()
+        self.allocator = CachingAllocator(device_bytes)
         self._buffers: dict[int, tuple[str, int, str]] = {}
 
     def of(self, place: str) -> Usage:
@@ -63,4 +64,5 @@ class Memory:
         for usage in self.places.values():
             usage.restart()
         self.allocator.empty_cache()
+        self.allocator.retries = 0
         self.allocator.peak_allocated, self.allocator.peak_reserved = self.allocator.allocated, self.allocator.reserved

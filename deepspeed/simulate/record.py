@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, fake: FakeTensorMode, timeline: Timeline) -> None:
         super().__init__()
         self.fake, self.timeline = fake, timeline
-        self.order, self.usage = OrderCheck(), Memory()
+        self.order, self.usage = OrderCheck(), Memory(timeline.machine["device_bytes"])
         self.phase = "build"
         self.stores = Stores(self.emit, lambda: self.phase)
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]

@@ -36,6 +36,7 @@ def facts(outcome: Outcome) -> dict[str, Any]:
         ],
         "agreements": outcome.agreements,
         "device_bytes": {"states": outcome.states, "peak": outcome.peak, "reserved": outcome.reserved}
+        | {"retries": outcome.retries}
         | {"building": outcome.build_peak, "at_peak": outcome.at_peak},
         "host_bytes": outcome.host,
         "unordered": [str(problem) for problem in outcome.unordered],
@@ -66,6 +67,8 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
         for (what, where), times in waits[:_MOST]
     ]
     lines += [f"  and {len(waits) - _MOST} other places"] * (len(waits) > _MOST)
+    if outcome.retries:
+        lines += [f"the allocator gives memory back to the device {outcome.retries} times a step, waiting for it"]
     if over > 0:
         lines += [f"DOES NOT FIT: {size(over)} more than the {size(machine['device_bytes'])} of {machine.name}"]
     lines += [f"UNORDERED {problem}" for problem in outcome.unordered]

@@ -5,7 +5,7 @@ import gc
 import logging
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from deepspeed.api import initialize
 from deepspeed.config import load_config
+from deepspeed.device import move_to_device
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.simulate.costs import Machine
@@ -50,6 +51,7 @@ class Outcome:
     peak: int
     at_peak: dict[str, int]
     reserved: int
+    retries: int
     build_peak: int
     host: dict[str, int]
     left: int
@@ -63,17 +65,9 @@ class Outcome:
         return sum(self.exposed.values())
 
 
-def _on_device(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: _on_device(value) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map(_on_device, batch))
-    return batch.to(NAME) if isinstance(batch, torch.Tensor) else batch
-
-
 def _forward(engine: Any, subject: Subject, step: int) -> torch.Tensor:
-    batch = _on_device(subject.batch(engine.module, step))
-    if isinstance(batch, dict):
+    batch = move_to_device(subject.batch(engine.module, step), NAME)
+    if isinstance(batch, Mapping):
         return subject.loss(engine(**batch), batch)
     return subject.loss(engine(*batch) if isinstance(batch, (list, tuple)) else engine(batch), batch)
 
@@ -177,6 +171,7 @@ def _outcome(recorder: Recorder, model: nn.Module, begin: float, agreements: int
         peak=usage.peak,
         at_peak=dict(usage.at_peak),
         reserved=recorder.usage.allocator.peak_reserved,
+        retries=recorder.usage.allocator.retries,
         build_peak=0,
         host={place: place_usage.peak for place, place_usage in recorder.usage.places.items() if place != DEVICE},
         left=0,

@@ -102,6 +102,16 @@ def test_an_emptied_cache_gives_whole_segments_back() -> None:
     assert allocator.reserved == allocator.allocated == 12 * MIB
 
 
+def test_a_full_device_takes_back_what_is_cached_before_it_is_out_of_memory() -> None:
+    allocator = CachingAllocator(limit=100 * MIB)
+    allocator.allocate(1, 60 * MIB, 0)
+    allocator.free(1)
+    allocator.allocate(2, 80 * MIB, 0)  # the block of 60 is no help
+    assert (allocator.reserved, allocator.peak_reserved, allocator.retries) == (80 * MIB, 80 * MIB, 1)
+    allocator.allocate(3, 60 * MIB, 0)
+    assert allocator.peak_reserved == 140 * MIB and allocator.retries == 2  # which is more than there is
+
+
 def test_any_sequence_ends_with_nothing_allocated_and_everything_in_whole_segments() -> None:
     rng, allocator, live = random.Random(3), CachingAllocator(), list[int]()
     for buffer in range(2000):

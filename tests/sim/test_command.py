@@ -49,8 +49,12 @@ COMMANDS: dict[str, list[str]] = {
     "facts": ["--json", "--steps", "2", *LIMITS],
     "a model of theirs": ["--model", "mine:build", "--steps", "1", "--device", "thimble.json"],
     "a wrong key": ["--config", "wrong.json"],
+    "over nodes": ["--steps", "1", "--config", "offload.json", "--gpus", "64", "--device", "host.json"],
+    "facts that do not fit": ["--json", "--steps", "1", "--device", "thimble.json"],
     "as measured here": ["--steps", "2", "--gpus", "1", "--device", "measured.json"],
 }
+OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+HOST = {"name": "small nodes", "like": "h100", "constants": {"host_bytes": [12 << 30, "a test"]}}
 # What a calibration of a CPU writes, in short.
 MEASURED = {"name": "a host", "like": "h100", "device": "cpu", "constants": {"launch_s": [0.001, "a test"]}}
 
@@ -68,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run, with their files."""
     folder = tmp_path_factory.mktemp("command")
     files = {"model": MODEL, "config": CONFIG, "wrong": CONFIG | {"zero_optimisation": {}}, "thimble": THIMBLE}
-    files["measured"] = MEASURED
+    files |= {"measured": MEASURED, "host": HOST, "offload": CONFIG | {"zero_optimization": OFFLOAD}}
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "mine.py").write_text(THEIRS)
@@ -122,6 +126,17 @@ def test_what_the_configuration_gets_wrong_is_initialize_s_sentence(ended: dict[
     assert "zero_optimisation" in wrong.stderr and "zero_optimization" in wrong.stderr
 
 
+def test_offloaded_states_of_many_nodes_have_the_memory_of_all_of_them(ended: dict[str, Ended]) -> None:
+    """64 processes do not fit into one host of 12 GiB, and 8 into each of 8 do."""
+    assert ended["over nodes"].code == 0, ended["over nodes"].stderr
+
+
+def test_facts_that_do_not_fit_say_so_beside_the_facts(ended: dict[str, Ended]) -> None:
+    facts = ended["facts that do not fit"]
+    assert facts.code == 2 and json.loads(facts.stdout)["device_bytes"]["reserved"] > 1000
+    assert "ds_simulate: the model does not fit: " in facts.stderr and "Traceback" not in facts.stderr
+
+
 def test_a_measured_cpu_is_a_device(ended: dict[str, Ended]) -> None:
     """Its program does one thing after the other, so that the step is what it launches and what that takes."""
     report = ended["as measured here"]
@@ -142,6 +157,11 @@ WRONG = {
     "a negative batch": (["--config", "minus.json"], "must be greater than or equal to 1, not -3"),
     "a long sequence": (["--sequence", "4096"], "128 positions, fewer than the sequence of 4096"),
     "an open batch": (["--config", "auto.json"], 'is still "auto"'),
+    "a trace that is a folder": (["--trace", "."], "--trace .: this is a folder"),
+    "a sequence of their own": (
+        ["--model", "mine:build", "--sequence", "8"],
+        "--sequence and --recompute are for a config.json",
+    ),
     "a list": (["--config", "list.json"], "holds a list"),
 }
 
