@@ -162,8 +162,10 @@ def check_target(options: argparse.Namespace) -> None:
         if shutil.which(target) is None:
             raise UsageError(f"program {target!r} does not exist or is not executable (--no_python runs it directly)")
     elif options.module:
-        # Only the top-level package is looked up: finding more would import it.
-        if PathFinder.find_spec(target.partition(".")[0], [folder, *sys.path]) is None:
+        # Only the top-level package is looked up: finding more would import it. Editable installs bring finders.
+        top = target.partition(".")[0]
+        finders = (finder.find_spec(top, None) for finder in sys.meta_path)
+        if PathFinder.find_spec(top, [folder, *sys.path]) is None and not any(finders):
             raise UsageError(f"module {target!r} was not found from {folder} or in the environment; check the name")
     elif not os.path.exists(target):
         raise UsageError(f"script {target!r} does not exist in {folder}; check the path")

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from deepspeed.errors import UsageError
 from deepspeed.launcher import fanout, runner
 from deepspeed.launcher.launch import build_parser as node_parser
 from deepspeed.launcher.runners import RUNNERS, RunnerCommand
@@ -107,6 +108,16 @@ def test_refusals(
     assert status(*shlex.split(args)) == 2
     err = capsys.readouterr().err
     assert sentence in err and "Traceback" not in err
+
+
+def test_a_module_that_only_a_finder_of_its_own_knows_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an editable install has one."""
+    finder = SimpleNamespace(find_spec=lambda name, *_: SimpleNamespace() if name == "of_an_editable_install" else None)
+    options = SimpleNamespace(user_script="of_an_editable_install.train", no_python=False, module=True)
+    with pytest.raises(UsageError, match="was not found"):
+        runner.check_target(options)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+    runner.check_target(options)
 
 
 def test_default_hostfile_may_be_absent(
