@@ -323,10 +323,14 @@ class SideStream:
             return start()
         accelerator = get_accelerator()
         self._stream.wait_stream(accelerator.current_stream())
-        with accelerator.stream(self._stream):
-            transfer = start()
-            # Waiting for nccl here only orders this stream: the host goes on. The buffers must outlive the event.
-            transfer.wait()
-            event = accelerator.Event()
-            event.record(self._stream)
+        try:
+            with accelerator.stream(self._stream):
+                transfer = start()
+                # Waiting for nccl here only orders this stream: the host goes on. The buffers must outlive the event.
+                transfer.wait()
+                event = accelerator.Event()
+                event.record(self._stream)
+        except BaseException:  # what has begun must end before the memory is given back
+            accelerator.current_stream().wait_stream(self._stream)
+            raise
         return SideTransfer(transfer, event, start)

@@ -78,12 +78,21 @@ class Wait(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The program stops until ``event``, or all of ``stream``, or (both None) the whole device is done."""
+    """The program stops until ``event``, or all of ``stream``, or (both None) the whole device is done; or about as
+    long, which it cannot rely on (not ``orders``).
+    """
 
     what: str
     stream: int | None = None
     event: int | None = None
     site: Site = ()
+    orders: bool = True
+
+
+class Seen(NamedTuple):
+    """The program has asked, without waiting, and was told that ``event`` has happened."""
+
+    event: int
 
 
 class Allocate(NamedTuple):
@@ -113,4 +122,4 @@ class Phase(NamedTuple):
     name: str
 
 
-Event = Launch | Record | Wait | HostWait | Allocate | Free | Phase
+Event = Launch | Record | Wait | HostWait | Seen | Allocate | Free | Phase

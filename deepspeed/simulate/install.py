@@ -89,6 +89,10 @@ def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
+def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
+
+
 @contextlib.contextmanager
 def recording(machine: Machine, *, world: int, rank: int = 0, keep: bool = False) -> Iterator[Recorder]:
     """Inside, this process is rank ``rank`` of ``world`` on ``machine``, and what it does is recorded, not done.
@@ -102,7 +106,7 @@ def recording(machine: Machine, *, world: int, rank: int = 0, keep: bool = False
     importlib.import_module("torch._dynamo")  # before tensors are fake: it keeps some of its own
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake, Timeline(machine.used_by(world), keep=keep))
-    stores = recorder.stores
+    stores, read_list = recorder.stores, FakeTensor.tolist
     identity = {"RANK": rank, "LOCAL_RANK": rank % int(machine["gpus_per_node"]), "WORLD_SIZE": world}
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -120,6 +124,9 @@ def recording(machine: Machine, *, world: int, rank: int = 0, keep: bool = False
             (torch.UntypedStorage, "data_ptr", lambda storage: stores.storage_pointer(storage)),
             (FakeTensor, "data_ptr", lambda tensor: stores.pointer(tensor)),
             (FakeTensor, "data", _movable_data()),
+            (FakeTensor, "record_stream", lambda tensor, stream: stores.cover(tensor, stream.number)),
+            (torch.Tensor, "pin_memory", lambda tensor, *_: _pinned_copy(tensor)),
+            (FakeTensor, "tolist", lambda tensor: recorder.read_list(read_list, tensor)),
             (FakeWork, "wait", lambda work, *_: recorder.work_done(work)),
             (torch.Tensor, "_make_subclass", staticmethod(_keys_of_the_device(torch.Tensor._make_subclass))),
             (functional, "scaled_dot_product_attention", _attention(functional.scaled_dot_product_attention)),

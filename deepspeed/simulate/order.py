@@ -18,6 +18,7 @@ from deepspeed.simulate.events import (
     HostWait,
     Launch,
     Record,
+    Seen,
     Site,
     Touch,
     Wait,
@@ -26,6 +27,7 @@ from deepspeed.simulate.events import (
 
 _Clock = dict[int, int]
 _DRIVES = (DRIVE_READS, DRIVE_WRITES)
+_LAST_OWNER = "the memory's last owner"
 
 
 class Access(NamedTuple):
@@ -93,8 +95,10 @@ class OrderCheck:
             self._events[event.event] = dict(self._clocks[event.stream])
         elif isinstance(event, Wait):
             _merge(self._clocks[event.stream], self._events.get(event.event, {}))
-        elif isinstance(event, HostWait):
+        elif isinstance(event, HostWait) and event.orders:
             self._host_wait(event)
+        elif isinstance(event, Seen):
+            _merge(self._clocks[HOST], self._events.get(event.event, {}))
 
     def _host_wait(self, event: HostWait) -> None:
         if event.event is not None:
@@ -126,26 +130,33 @@ class OrderCheck:
             self._report("use of freed memory", buffer.freed, access, buffer)
             return
         clock = self._clocks[access.stream]
-        kept = []
+        kept, known = [], access.writes or buffer.allocated.place != DEVICE
         for other in buffer.accesses:
             in_turn = other.stream == access.stream not in _DRIVES
             ordered = in_turn or clock.get(other.stream, 0) >= other.number
             either = access.writes or other.writes
-            if not ordered and either and other.start < access.stop and access.start < other.stop:
+            meet = other.start < access.stop and access.start < other.stop
+            known = known or (meet and other.writes and other.name != _LAST_OWNER)
+            if not ordered and either and meet:
                 self._report("race", other, access, buffer)
             # Whatever has to come after ``other`` has to come after this one too, which comes after it.
             inside = access.start <= other.start and other.stop <= access.stop
             if not (inside and ordered and (access.writes or not other.writes)):
                 kept.append(other)
         buffer.accesses = [*kept, access]
+        if not known:
+            made = Access(
+                *access[:2], buffer.allocated.stream, 0, writes=True, name="nobody", site=buffer.allocated.site
+            )
+            self._report("read of what nobody has written", made, access, buffer)
 
     def _allocate(self, event: Allocate) -> None:
         buffer = self._buffers[event.buffer] = _Buffer(event)
         if event.place == DEVICE:
             # The memory may have been another buffer's until all that its stream was given is done.
             last = self._clocks[event.stream].get(event.stream, 0)
-            name = "the memory's last owner"
-            buffer.accesses.append(Access(0, event.nbytes, event.stream, last, writes=True, name=name, site=event.site))
+            whole = (0, event.nbytes, event.stream, last)
+            buffer.accesses.append(Access(*whole, writes=True, name=_LAST_OWNER, site=event.site))
 
     def _free(self, event: Free) -> None:
         buffer = self._buffers.get(event.buffer)
@@ -157,7 +168,10 @@ class OrderCheck:
         # The next owner's kernels come after this in the program, and so after all that the program has waited for.
         clock = dict(self._clocks[home])
         _merge(clock, self._clocks[HOST])
-        for other in buffer.accesses if buffer.allocated.place != PINNED else ():
+        pinned = buffer.allocated.place == PINNED  # its allocator waits for copies of streams, and knows no drives
+        for other in buffer.accesses:
+            if pinned and other.stream not in _DRIVES:
+                continue
             if other.stream != home and other.stream not in event.covered and clock.get(other.stream, 0) < other.number:
                 self._report("freed while in use", other, freed, buffer)
         buffer.accesses, buffer.freed = [], freed

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from deepspeed.device import DTYPES
-from deepspeed.simulate.device import MODULE, NAME, SimStream
+from deepspeed.simulate.device import MODULE, NAME
 from deepspeed.simulate.events import (
     DEVICE,
     HOST,
@@ -30,6 +30,7 @@ from deepspeed.simulate.events import (
     Launch,
     Phase,
     Record,
+    Seen,
     Touch,
     Wait,
     Work,
@@ -48,10 +49,18 @@ _COLLECTIVES = {
     "allreduce_": "all_reduce",
     "broadcast_": "broadcast",
 }
+# Positions of what is written and what is read, which not every release's schema says; else the first two.
+_WRITTEN_AND_READ: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"), ((0,), (0,))),
+    "send": ((), (0,)),
+    **dict.fromkeys(("recv_", "recv_any_source_"), ((0,), ())),
+    "barrier": ((), ()),
+}
 _FACTORIES = ("empty", "new_", "ones", "zeros", "full", "rand", "arange", "scalar_tensor", "_efficientzero")
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _LOOKS = ("detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "is_pinned", "sym_size", "device")
-_WITHOUT_KERNEL = frozenset((*_EMPTY, *_LOOKS, "set_", "resize_", "record_stream"))
+_WITHOUT_KERNEL = frozenset((*_EMPTY, *_LOOKS, "set_", "resize_"))
+_INDEX_PUT = ("index_put", "index_put_", "_index_put_impl_")
 _REAL_NUMEL = 4096  # host tensors of so many integers keep their values: counters, sizes, messages
 _FIRST_COMMUNICATOR = 1000
 _SITE_DEPTH = 3
@@ -103,6 +112,23 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
                 yield position, kwargs[argument.name]
 
 
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    """Small host tensors are real."""
+    return not isinstance(tensor, FakeTensor) or tensor.fake_device.type != NAME
+
+
+def _copies(op: _Op, args: Any, out: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(source, target) of what goes between host and device; torch's copy of lists is one of each."""
+    pairs = [(args[1], args[0])] if op.name == "copy_" else [(args[0], out)] if op.name == "_to_copy" else []
+    if op.name == "_foreach_copy_":
+        pairs = list(zip(args[1], args[0], strict=True))
+    return pairs if any(_on_host(source) != _on_host(target) for source, target in pairs) else []
+
+
 def _answer(dtype: torch.dtype) -> float | int | bool:
     """What a tensor reads as, whose values nobody knows: nothing overflowed, nothing is set."""
     return 0.0 if dtype.is_floating_point else True if dtype is torch.bool else 0
@@ -119,14 +145,13 @@ class Recorder(TorchDispatchMode):
         self.stores = Stores(self.emit, lambda: self.phase)
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]
         self.streams: dict[int, str] = {HOST: "program", 0: "compute"}
-        self._read: int | None = None  # the storage that the program has read last, if nothing has happened since
+        self._listing = False  # the elements of one list come in one copy, which has been waited for
         self._events = itertools.count(1)
         self._communicators: dict[str, int] = {}
-        self._works: dict[int, tuple[Any, int]] = {}
+        self._works: dict[int, tuple[Any, int, list[torch.Tensor]]] = {}  # torch holds the tensors until the wait
 
     def emit(self, event: Event) -> None:
         """Hand an event to everybody who wants it."""
-        self._read = None
         for listener in self.listeners:
             listener(event)
 
@@ -148,7 +173,10 @@ class Recorder(TorchDispatchMode):
         self.emit(HostWait(what, stream, event, self.stores.site(_SITE_DEPTH)))
 
     def done(self, event: int) -> bool:
-        return self.timeline.done(event)
+        happened = self.timeline.done(event)
+        if happened:
+            self.emit(Seen(event))
+        return happened
 
     def happens(self, event: int) -> float:
         return self.timeline.happens(event)
@@ -180,8 +208,8 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         out = self._run(func, args, kwargs)
         op = _op(func)
-        if op.name == "record_stream":
-            self.stores.cover(args[0], args[1].number if isinstance(args[1], SimStream) else 0)
+        if op.name in _INDEX_PUT and args[2].numel() > 1 and any(map(_is_mask, args[1])):
+            self._wait_here("a size that depends on data")
         if not op.view:
             self._note(func, op, args, kwargs, out)
         return out
@@ -205,20 +233,32 @@ class Recorder(TorchDispatchMode):
         if tensor.constant is not None:
             with unset_fake_temporarily():
                 return tensor.constant.item()
-        storage = tensor.untyped_storage()._cdata
-        if tensor.fake_device.type == NAME and storage != self._read:  # the elements of one list come in one copy
-            self.host_wait("read of numbers on the device", stream=MODULE.current_stream().number)
-            self._read = storage
+        if tensor.fake_device.type == NAME and not self._listing:
+            self._wait_here("read of numbers on the device")
         value = _answer(tensor.dtype)
         return float(value) if tensor.dtype.is_floating_point else value
 
+    def read_list(self, read: Callable[[FakeTensor], Any], tensor: FakeTensor) -> Any:
+        """``tensor.tolist()``, of which ``read`` is torch's."""
+        if tensor.fake_device.type != NAME:
+            return read(tensor)
+        self._wait_here("read of numbers on the device")
+        self._listing = True
+        try:
+            return read(tensor)
+        finally:
+            self._listing = False
+
+    def _wait_here(self, what: str) -> None:
+        self.host_wait(what, stream=MODULE.current_stream().number)
+
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """A size that depends on data; half are taken to be true."""
-        self.host_wait("a size that depends on data", stream=MODULE.current_stream().number)
+        self._wait_here("a size that depends on data")
         return torch.empty((max(1, mask.numel() // 2), mask.dim()), dtype=torch.int64, device=mask.device)
 
     def _plain_index(self, index: Any) -> Iterable[Any]:
-        if isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8):
+        if _is_mask(index):
             return self._nonzero(index).unbind(1)
         return (index,)
 
@@ -244,7 +284,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, op: _Op, args: Any, kwargs: Any, out: Any) -> None:
         """What the operation read and wrote, as an event."""
-        reads: list[Touch] = []
+        reads: dict[bool, list[Touch]] = {True: [], False: []}  # in host memory or not
         writes: list[Touch] = []
         devices = set()
         for position, value in _arguments(func, args, kwargs):
@@ -255,7 +295,7 @@ class Recorder(TorchDispatchMode):
                     if op.written[position]:
                         writes.append(touch)
                     elif not op.aliased[position] and not op.factory:
-                        reads.append(touch)
+                        reads[_on_host(tensor)].append(touch)
         for tensor in _tensors(out):
             if isinstance(tensor, FakeTensor):
                 devices.add(tensor.fake_device.type)
@@ -264,26 +304,45 @@ class Recorder(TorchDispatchMode):
         if op.name in _WITHOUT_KERNEL or not devices:
             return
         if NAME not in devices:
-            nbytes = sum(t.stop - t.start for t in (*reads, *writes))
-            self._launch(HOST, op.name, reads, writes, Work("host", nbytes=nbytes))
-        elif "cpu" in devices and op.name in ("copy_", "_to_copy"):
-            self._copy(op, args, kwargs, (reads, writes), out)
-        else:
-            self._launch(MODULE.current_stream().number, op.name, reads, writes, _work(func, op, args, kwargs, out))
-
-    def _copy(self, op: _Op, args: Any, kwargs: Any, touched: tuple[list[Touch], list[Touch]], out: Any) -> None:
-        """Between host and device: the program goes on only where it asked to and the host's side is page-locked."""
-        source, target = (args[1], args[0]) if op.name == "copy_" else (args[0], out)
-        asked = bool(kwargs.get("non_blocking")) or (op.name == "copy_" and len(args) > 2 and bool(args[2]))
-        down = target.fake_device.type == "cpu"
-        pinned = self.stores.pinned(target if down else source)
-        # torch converts before or after the copy, always on the side of the target
-        work = Work("down" if down else "up", nbytes=target.numel() * source.element_size(), pinned=pinned)
-        stream = MODULE.current_stream().number
-        self._launch(stream, "copy to the host" if down else "copy to the device", *touched, work)
-        if asked and pinned:
+            nbytes = sum(t.stop - t.start for t in (*reads[True], *writes))
+            self._launch(HOST, op.name, reads[True], writes, Work("host", nbytes=nbytes))
             return
-        self.host_wait("blocking copy" if not asked else "copy with memory that is not page-locked", stream=stream)
+        if copies := _copies(op, args, out):
+            asked = bool(kwargs.get("non_blocking")) or (len(args) > 2 and bool(args[2]) and op.name != "_to_copy")
+            for source, target in copies:
+                self._copy(source, target, asked=asked)
+            return
+        self._by_host(reads=reads[True])  # a number, which is handed over with the launch
+        self._launch(MODULE.current_stream().number, op.name, reads[False], writes, _work(func, op, args, kwargs, out))
+
+    def _by_host(self, *, reads: Sequence[Touch] = (), writes: Sequence[Touch] = ()) -> None:
+        """The program, or the driver for it, touches host memory before it goes on."""
+        if reads or writes:
+            self._launch(HOST, "the copying program", reads, writes, Work("host"))
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, *, asked: bool) -> None:
+        """Between host and device. The program goes on at once only if it ``asked`` to and the host's side is
+        page-locked and in one piece; all else the driver, or torch, copies over ordinary memory of its own.
+        """
+        down = _on_host(target)
+        host = target if down else source
+        # a copy that is waited for is converted by the host, any other by the device
+        direct = self.stores.pinned(host) and host.is_contiguous() and (asked or source.dtype == target.dtype)
+        width = (source if down != asked else target).element_size()
+        work = Work("down" if down else "up", nbytes=target.numel() * width, pinned=direct)
+        stream, name = MODULE.current_stream().number, "copy to the host" if down else "copy to the device"
+        touches = [[self.stores.touch(t)] if isinstance(t, FakeTensor) else [] for t in (source, target)]
+        if not direct and not down:
+            self._by_host(reads=touches[0])
+        self._launch(stream, name, touches[0] if direct or down else (), touches[1] if direct or not down else (), work)
+        if not asked:
+            self.host_wait("blocking copy", stream=stream)
+        elif not direct:
+            # to the device it goes on when the driver has taken all: what was launched before need not be done
+            what = "copy with memory that is not page-locked"
+            self.emit(HostWait(what, stream, None, self.stores.site(_SITE_DEPTH), orders=down))
+        if not direct and down:
+            self._by_host(writes=touches[1])
 
     def _launch(self, stream: int, name: str, reads: Sequence[Touch], writes: Sequence[Touch], work: Work) -> None:
         label = self._unit() if work.kind in ("collective", "up", "down") else self.phase
@@ -296,13 +355,9 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         op = _op(func)
         name = _COLLECTIVES.get(op.name, op.name.strip("_"))
-        given = [(op.written[i], t) for i, v in _arguments(func, args, kwargs) for t in _tensors(v)]
-        written = [t for is_written, t in given if is_written and isinstance(t, FakeTensor)]
-        read = [t for is_written, t in given if not is_written and isinstance(t, FakeTensor)]
-        if op.name in ("allreduce_", "broadcast_"):
-            read = written
-        elif op.name in ("_allgather_base_", "_reduce_scatter_base_"):  # not every release's schema says so
-            written, read = [args[0]], [args[1]]
+        positions = _WRITTEN_AND_READ.get(op.name, ((0,), (1,)))
+        sides = ([t for i in side for t in _tensors(args[i]) if isinstance(t, FakeTensor)] for side in positions)
+        written, read = sides
         if not written and not read or all(t.fake_device.type != NAME for t in (*written, *read)):
             return out
         group = CollectiveOp.get_process_group(func, args)
@@ -316,13 +371,14 @@ class Recorder(TorchDispatchMode):
         reads, writes = ([self.stores.touch(t) for t in side] for side in (read, written))
         self._launch(stream, name, reads, writes, Work("collective", nbytes=nbytes, ranks=ranks))
         work = FakeWork.unbox(out[1] if isinstance(out, (list, tuple)) else out)
-        self._works[id(work)] = (work, self.record(stream))
+        self._works[id(work)] = (work, self.record(stream), [*written, *read])
         return out
 
     def work_done(self, work: Any) -> bool:
         """``wait()`` of what a collective returned: the current stream waits for it. True, as torch's."""
-        _, event = self._works.pop(id(work), (None, None))
-        if event is not None:
+        if id(work) in self._works:
+            _, event, _ = self._works[id(work)]
+            self._works[id(work)] = (work, event, [])
             self.wait(MODULE.current_stream().number, event)
         return True
 

@@ -109,6 +109,9 @@ class Stores:
         """The storage of a tensor; met for the first time, it is allocated here and now."""
         storage = tensor.untyped_storage()
         store = self._stores.get(storage._cdata)
+        if store is not None and store.nbytes < storage.nbytes():  # ``out=`` and ``resize_`` of a tensor make room
+            self._empty(store)
+            self._fill(store, storage.nbytes())
         if store is None:
             device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
             place = DEVICE if device.type == NAME else PINNED if pinned else PAGEABLE
@@ -130,7 +133,7 @@ class Stores:
 
     def _fill(self, store: _Store, nbytes: int) -> None:
         self._count += 1
-        store.buffer, store.nbytes, store.address = self._count, nbytes, None
+        store.buffer, store.nbytes, store.address, store.covered = self._count, nbytes, None, set()
         stream = MODULE.current_stream().number if store.place == DEVICE else HOST
         site = self.site(4)
         self._emit(Allocate(store.buffer, nbytes, store.place, stream, self._category(site), site))

@@ -20,6 +20,7 @@ from deepspeed.simulate.events import (
     HostWait,
     Launch,
     Record,
+    Seen,
     Touch,
     Wait,
     Work,
@@ -86,7 +87,7 @@ def test_a_write_needs_order_after_every_read_and_reads_need_none_among_themselv
 
 @pytest.mark.parametrize(("start", "stop", "expected"), [(0, 32, 0), (32, 64, 1), (31, 33, 1), (32, 32, 0)])
 def test_only_bytes_in_common_conflict(start: int, stop: int, expected: int) -> None:
-    events = [make(), *HAND_OVER, write(SIDE, "upper", 32, 64)]
+    events = [make(), write(COMPUTE, "all"), *HAND_OVER, write(SIDE, "upper", 32, 64)]
     assert len(problems(*events, read(COMPUTE, "use", start, stop))) == expected
 
 
@@ -133,6 +134,28 @@ def test_transfers_of_a_drive_overtake_each_other_unless_the_program_waits_betwe
     assert problem.first.name == "first" and problem.second.name == second.name
     assert not problems(*first, HostWait("drive", event=1), second)
     assert problems(*first, Wait(DRIVE_READS, 1), Wait(DRIVE_WRITES, 1), second)  # a drive knows no events
+
+
+def test_a_read_of_what_nobody_has_written_is_said() -> None:
+    (problem,) = problems(make(), write(COMPUTE, "lower", 0, 32), read(COMPUTE, "use", 32, 64))
+    assert problem.problem == "read of what nobody has written" and "use.py:1" in str(problem)
+    assert not problems(make(), write(COMPUTE, "lower", 0, 33), read(COMPUTE, "use", 32, 64))
+    assert not problems(make(PAGEABLE, HOST), read(HOST, "use"))  # the host's may be real, and not recorded
+
+
+def test_a_program_that_was_told_that_an_event_has_happened_comes_after_it() -> None:
+    copy = make(PINNED), write(SIDE, "copy"), Record(1, SIDE)
+    assert problems(*copy, read(HOST, "use")) and not problems(*copy, Seen(1), read(HOST, "use"))
+
+
+def test_a_copy_that_goes_on_early_orders_nothing_though_it_takes_time() -> None:
+    copy = make(PINNED), write(SIDE, "copy")
+    assert problems(*copy, HostWait("staged", stream=SIDE, orders=False), read(HOST, "use"))
+
+
+def test_no_allocator_waits_for_a_drive() -> None:
+    (problem,) = problems(make(PINNED, HOST), read(DRIVE_WRITES, "write"), Free(BUFFER))
+    assert problem.problem == "freed while in use"
 
 
 def test_use_of_freed_memory_is_said() -> None:

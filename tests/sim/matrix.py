@@ -31,6 +31,7 @@ from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.transfer import Several
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_fp32_param
+from deepspeed.zero.plan import StateKind
 
 _CPU = {"device": "cpu", "pin_memory": True}
 _DRIVE = {"device": "nvme", "nvme_path": "/nowhere", "pin_memory": True}
@@ -97,6 +98,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage2-optimizer-on-host-accumulated": _config(2, accumulation=2, offload_optimizer=_CPU),
     "hpz-parameters-on-host": _config(3, zero_hpz_partition_size=2, offload_param=_CPU),
     "hpz-accumulated": _config(3, accumulation=2, zero_hpz_partition_size=2),
+    # a read, or an update, fails half way, and the client goes on, or ends
+    "failing-on-host": _config(3, offload_param=_CPU),
+    "torn-on-drive": _config(3, offload_optimizer={**_DRIVE, "buffer_count": 4}),
     "stage1-optimizer-on-drive": _config(1, offload_optimizer=_DRIVE),
 }
 _LINE = re.compile(r":[0-9]+ ")
@@ -207,10 +211,44 @@ def _leave(model: Any, step: int) -> None:
         model.tokens.weight._ds_unit.keeper.client().step = lambda: None
 
 
+def _fail(model: Any, step: int) -> None:
+    """A forward raises when some of a unit is on its way to the device; the client catches that and goes on."""
+    if step != 1:
+        return
+    unit = model.blocks[1].up.weight._ds_unit
+    store = unit.rest[StateKind.PARAM]
+    get = store.get
+
+    def get_some(out: torch.Tensor, *, start: int = 0) -> None:
+        get(out, start=start)
+        raise OSError("planted")
+
+    with replaced(store, "get", get_some), contextlib.suppress(OSError):
+        unit.keeper.client()(torch.randint(_VOCABULARY, (_TOKENS,), device=NAME))
+
+
+def _tear(model: Any, step: int) -> None:
+    """The last update fails at its first part, with others on their way from the drive."""
+    engine = model.tokens.weight._ds_unit.keeper.client()
+    take_step = engine.step
+
+    def fail(*_: Any) -> None:
+        raise OSError("planted")
+
+    def take_step_and_fail() -> None:
+        engine.basic_optimizer.register_step_pre_hook(fail)
+        with contextlib.suppress(OSError):
+            take_step()
+
+    if step == 1:
+        engine.step = take_step_and_fail
+
+
 # What a loop of the user's does before a forward, by the first word of a case's name.
 LOOPS: dict[str, tuple[Callable[[Any, int], None], int]] = {
     "skipping": (_skip, 3), "held": (_hold, 3), "serving": (_serve, 2), "looking": (_look, 2),
     "reading": (_read, 2), "setting": (_set, 2), "leaving": (_leave, 2),
+    "failing": (_fail, 2), "torn": (_tear, 2),
 }  # fmt: skip
 
 
@@ -332,13 +370,35 @@ def timed() -> dict[str, Any]:
     return {"waits": waits, "lines": lines, "seconds": outcome.seconds, "samples": 2 * WORLD}
 
 
-def reads() -> int:
-    """How often a program waits that reads a list of two numbers, and then a number, of two tensors."""
+def _numbers() -> dict[str, tuple[Callable[[], object], int]]:
+    """What programs do with a device and host memory, and how often they have to wait in it."""
+    device, host = torch.ones(4096, device=NAME), torch.ones(4096, device="cpu")
+    pinned, count = host.pin_memory(), torch.zeros((), dtype=torch.int64, device="cpu")
+    mask = device > 0
+    return {
+        "a list of two": (lambda: device[:2].tolist(), 1),
+        "two of one tensor": (lambda: (device[0].item(), device[1].item()), 2),
+        "a number to the device": (lambda: count.to(NAME), 1),
+        "a number from the device": (lambda: count.copy_(device[0]), 1),
+        "a mask": (lambda: device[mask], 1),
+        "values behind a mask": (lambda: device.__setitem__(mask, device[1:]), 1),
+        "one value behind a mask": (lambda: device.__setitem__(mask, 0.0), 0),
+        "page-locked": (lambda: (device.copy_(pinned, non_blocking=True), pinned.copy_(device, non_blocking=True)), 0),
+        "ordinary memory": (lambda: device.copy_(host, non_blocking=True), 1),
+        "lists": (lambda: torch._foreach_copy_([device, device], [pinned, host], non_blocking=True), 1),
+        "blocking": (lambda: pinned.copy_(device), 1),
+    }
+
+
+def reads() -> dict[str, tuple[int, int]]:
+    """How often a program waits in each of these, and how often it should."""
+    found = {}
     with recording(load_machine("h100"), world=1) as recorder:
-        first, second = torch.ones(2, device=NAME), torch.ones(1, device=NAME)
-        first.tolist()
-        second.item()
-    return recorder.timeline.waits.total()
+        for name, (run, times) in _numbers().items():
+            before = recorder.timeline.waits.total()
+            run()
+            found[name] = recorder.timeline.waits.total() - before, times
+    return found
 
 
 def events_of(name: str) -> list[Event]:
@@ -359,7 +419,7 @@ def main() -> int:
     facts = {}
     for name in options.only:
         facts[name] = run(name)
-    facts["reads"] = {"times": reads()}
+    facts["reads"] = dict(reads())
     facts["timed"] = timed()
     with open(options.out, "w") as file:
         json.dump(facts, file, indent=1)

@@ -3,7 +3,20 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from deepspeed.simulate.events import DEVICE, HOST, PINNED, Allocate, Event, Free, HostWait, Launch, Record, Touch, Wait
+from deepspeed.simulate.events import (
+    DEVICE,
+    HOST,
+    PINNED,
+    Allocate,
+    Event,
+    Free,
+    HostWait,
+    Launch,
+    Record,
+    Seen,
+    Touch,
+    Wait,
+)
 
 Pair = tuple[int, int]
 
@@ -30,7 +43,9 @@ def _before(events: Sequence[Event], left_out: Collection[int]) -> list[int]:
             recorded[event.event] = done[event.stream]
         elif isinstance(event, Wait) and position not in left_out:
             done[event.stream] |= recorded.get(event.event, 0)
-        elif isinstance(event, HostWait):
+        elif isinstance(event, Seen):
+            done[HOST] |= recorded.get(event.event, 0)
+        elif isinstance(event, HostWait) and event.orders:
             streams = list(done) if event.stream is None else [event.stream]
             sources = [recorded.get(event.event, 0)] if event.event is not None else [done[s] for s in streams]
             for source in sources:
