@@ -55,7 +55,10 @@ UNSEEN: dict[str, str] = {
     "comm.collectives:all_equal: Collective(works, then=(end,)).wait()": (
         "not reached: a message between the programs, in host memory over gloo; test_agreement_cost.py hangs"
     ),
-    "zero.runtime:_ask: self.gradients.land_all()": (
+    "comm.collectives:break_off: work.wait(timedelta(milliseconds=1))": (
+        "not reached: ends the waits of programs one of which has failed; tests/dist/test_failures_of_one_rank.py"
+    ),
+    "zero.runtime:_forget_vacant: self.gradients.land_all()": (
         "not reached: ranks that differ; without it a gradient that no rank had would be dropped before it has landed"
     ),
     "zero.runtime:_gather: unit.arrive()": (
@@ -115,5 +118,6 @@ OUTSIDE: dict[str, str] = {
     "mesh.groups": "the end of other processes",
     "native.": "compilers",
     "observe.": "clocks",
+    "zero.failures": "the end of what waits for a program that has failed",
     "tier.aio_handle": "files of clients, through an engine of IO that is looked at",
 }
