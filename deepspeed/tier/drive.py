@@ -20,7 +20,7 @@ import torch
 from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.staging import ALIGN, Staging
-from deepspeed.tier.store import TierStore, nothing
+from deepspeed.tier.store import TierStore, nothing, round_into
 from deepspeed.tier.transfer import ARRIVED, Transfer
 
 _GLANCE_S = 0.2  # between looks whether a reader still exists
@@ -189,7 +189,7 @@ class Stored(TierStore):
             buffer, inside = self._window(lo, hi)
             transfer = None
             try:
-                inside.copy_(values[lo - start : hi - start])
+                round_into(inside, values[lo - start : hi - start]).wait()
                 transfer = self._write(inside, start=lo)
             finally:
                 self.staging.give(buffer, after=transfer)

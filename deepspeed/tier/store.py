@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from deepspeed.device import get_accelerator
 from deepspeed.tier.transfer import ARRIVED, Transfer
 
 _PIECE_NUMEL = 1 << 24  # that many fp32 numbers at once on their way to a device: 64 MiB
@@ -24,8 +25,7 @@ class TierStore:
         """Store ``values`` (any device, any floating dtype) at element ``start``. With ``lent`` they stay untouched
         until the transfer has ended, and need no copy on the way.
         """
-        round_into(self.tensor[start : start + values.numel()], values)
-        return ARRIVED
+        return round_into(self.tensor[start : start + values.numel()], values)
 
     def get(self, out: torch.Tensor, *, start: int = 0) -> Transfer:
         """Fill ``out`` (any device) with the elements from ``start`` on."""
@@ -57,14 +57,35 @@ class TierStore:
 Memory = TierStore  # where it has to be that one
 
 
-def round_into(out: torch.Tensor, values: torch.Tensor) -> None:
-    """``out.copy_(values)``, but rounded where ``out`` is: torch rounds on the host what it copies to a device."""
-    if out.device == values.device or values.device.type != "cpu" or out.dtype == values.dtype:
-        out.copy_(values)
-        return
-    for lo in range(0, values.numel(), _PIECE_NUMEL):
-        piece = slice(lo, lo + _PIECE_NUMEL)
-        out[piece].copy_(values[piece].to(out.device))
+class _ToHost(Transfer):
+    """A copy into page-locked memory: the program waits before it looks."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self._event = nbytes, get_accelerator().Event()
+        self._event.record(get_accelerator().current_stream())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+
+def round_into(out: torch.Tensor, values: torch.Tensor) -> Transfer:
+    """``out.copy_(values)``, but rounded on the device: torch rounds on the host what travels either way, so that fp32
+    would cross the bus. Into page-locked memory it is under way; ``values`` may change at once.
+    """
+    down = out.device.type == "cpu" != values.device.type
+    # what grows on its way down travels as it is
+    cast = out.device != values.device and out.dtype != values.dtype and not (down and out.itemsize > values.itemsize)
+    beside = down and (cast or out.dtype == values.dtype) and out.is_pinned()
+    each = _PIECE_NUMEL if cast else max(1, values.numel())
+    for lo in range(0, values.numel(), each):
+        piece = values[lo : lo + each]
+        if cast:
+            piece = piece.to(out.dtype) if down else piece.to(out.device)
+        out[lo : lo + each].copy_(piece, non_blocking=beside)
+    return _ToHost(out.nbytes) if beside else ARRIVED
 
 
 def nothing(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -414,17 +414,17 @@ class Runtime:
         away = unit.on_drive(StateKind.PARAM)
         if away and not wider:
             return ARRIVED if unit.tiled else unit.publish_part(start, unit.master)
-        transfer = ARRIVED
+        transfer: Transfer = ARRIVED
         with unit.values(StateKind.PARAM, write=True) as resting:
             piece = resting[start - base : stop - base]
             if not unit.tiled and piece.data_ptr() != unit.master.data_ptr():
-                unit.publish_rest(piece, written)
+                transfer = unit.publish_rest(piece, written)
             for group in wider:
-                transfer.wait()
                 numel = piece.numel() * group.size
                 wide_start = (start - base) // numel * numel
                 whole = resting[wide_start : wide_start + numel]
                 if whole.device == unit.device:
+                    transfer.wait()
                     transfer = collectives.all_gather(whole, piece, group)
                 else:  # host memory travels through the device, which the group's backend knows
                     gathered = torch.empty_like(whole, device=unit.device)

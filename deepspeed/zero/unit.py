@@ -12,7 +12,7 @@ from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.observe import hostmem
 from deepspeed.tier.store import Memory, TierStore, round_into
-from deepspeed.tier.transfer import ARRIVED, Transfer
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.zero.layout import FlatLayout, Segment
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, hide, local_of, point, storage_uses, unmark_zero_parameter
@@ -442,15 +442,16 @@ class Unit:
         """Put ``values`` (any floating dtype; untouched until the end) into PARAM at rest from flat index ``start``."""
         return self.rest[StateKind.PARAM].put(values, start=start - self.range_of(StateKind.PARAM)[0], lent=True)
 
-    def publish_rest(self, piece: torch.Tensor, written: Iterable[tuple[int, int]]) -> None:
+    def publish_rest(self, piece: torch.Tensor, written: Iterable[tuple[int, int]]) -> Transfer:
         """Round the master into ``piece``, PARAM over the range of OPTIM, but for the ``written`` flat ranges."""
         assert self.master is not None
         base, stop = self.range_of(StateKind.OPTIM)
-        done = base
+        done, transfers = base, []
         for lo, hi in [*sorted(written), (stop, stop)]:
             if done < lo:
-                round_into(piece[done - base : lo - base], self.master[done - base : lo - base])
+                transfers.append(round_into(piece[done - base : lo - base], self.master[done - base : lo - base]))
             done = hi
+        return Several(transfers)
 
     def leave_device(
         self, kind: StateKind, home: Callable[[torch.Tensor], torch.Tensor], back: contextlib.ExitStack

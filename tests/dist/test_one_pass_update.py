@@ -19,6 +19,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.optim.base import GroupStep
 from deepspeed.tier import store
+from deepspeed.tier.transfer import Transfer
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify.models import Case
 from deepspeed.zero import unit as unit_module
@@ -61,9 +62,9 @@ def counted() -> Iterator[dict[str, int]]:
     found = {"rounded": 0, "written": 0}
     round_into, writing = store.round_into, GroupStep.writing_outputs
 
-    def counting(out: Tensor, values: Tensor) -> None:
+    def counting(out: Tensor, values: Tensor) -> Transfer:
         found["rounded"] += values.numel()
-        round_into(out, values)
+        return round_into(out, values)
 
     @contextlib.contextmanager
     def watched(self: GroupStep, outputs: Mapping[Tensor, Tensor]) -> Iterator[Any]:

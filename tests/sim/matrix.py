@@ -22,7 +22,7 @@ import deepspeed
 from deepspeed.simulate import run as run_module
 from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.device import NAME
-from deepspeed.simulate.events import Event, HostWait, Phase
+from deepspeed.simulate.events import Event, HostWait, Launch, Phase
 from deepspeed.simulate.install import recording, replaced
 from deepspeed.simulate.models import Shape, Subject, decoder_subject
 from deepspeed.simulate.record import Recorder
@@ -315,15 +315,23 @@ def order_of(name: str) -> list[str]:
 
 def run(name: str) -> dict[str, Any]:
     """Two steps of one configuration, as facts."""
-    begin = time.process_time()
+    begin, published = time.process_time(), list[int]()
     _, steps = LOOPS.get(name.partition("-")[0], (None, 2))
-    outcome = simulate(_subject(name), CASES[name], load_machine("h100"), world=WORLD, steps=steps)
+
+    def hear(event: Event) -> None:
+        publishes = isinstance(event, Launch) and any(function == "publish_rest" for *_, function in event.site)
+        if publishes and event.work.kind == "down":
+            published.append(event.work.nbytes)
+
+    with _hear(hear):
+        outcome = simulate(_subject(name), CASES[name], load_machine("h100"), world=WORLD, steps=steps)
     return {
         "seconds": outcome.seconds,
         "parameters": outcome.parameters,
         "states": outcome.states,
         "at_peak": outcome.at_peak,
         "host": outcome.host,
+        "published": sum(published) / steps,
         "left": outcome.left,
         "waits": sorted({f"{what}: {_LINE.sub(' ', where.partition(' <- ')[0])}" for what, where in outcome.waits}),
         "times": sum(outcome.waits.values()),
@@ -333,11 +341,12 @@ def run(name: str) -> dict[str, Any]:
 
 
 def _hear(hear: Callable[[Event], None]) -> contextlib.AbstractContextManager[None]:
-    """Inside, ``hear`` is told every event of a simulation."""
+    """Inside, ``hear`` is told every event of a simulation, and so is whoever else wants to."""
+    inner = run_module.recording
 
     @contextlib.contextmanager
     def heard(*args: Any, **options: Any) -> Iterator[Recorder]:
-        with recording(*args, **options) as recorder:
+        with inner(*args, **options) as recorder:
             recorder.listeners.append(hear)
             yield recorder
 

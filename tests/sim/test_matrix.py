@@ -27,14 +27,15 @@ pytestmark = pytest.mark.skipif(
     torch.__version__.split("+")[0] < "2.13", reason="the simulated device needs devices written in Python (torch 2.13)"
 )
 
+PUBLISHED = "event.synchronize: tier/store.py wait"
 NORM = "read of numbers on the device: zero/step.py global_norm"
 GRADIENTS_DOWN = "blocking copy: tier/store.py round_into"
 SQUARES_UP = "blocking copy: zero/step.py global_norm"
 DRIVE = "wait for a drive: tier/aio.py settle"
 # Where the program waits for the device in a step, by where states rest. Each further place is a step that got slower.
 WAITS = {
-    "host": {NORM, GRADIENTS_DOWN, SQUARES_UP, "blocking copy: zero/runtime.py _publish_one"},
-    "drive": {NORM, GRADIENTS_DOWN, SQUARES_UP, DRIVE, "blocking copy: tier/drive.py _load"},
+    "host": {NORM, GRADIENTS_DOWN, SQUARES_UP, PUBLISHED, "blocking copy: zero/runtime.py _publish_one"},
+    "drive": {NORM, GRADIENTS_DOWN, SQUARES_UP, PUBLISHED, DRIVE, "blocking copy: tier/drive.py _load"},
 }
 
 
@@ -113,6 +114,12 @@ def test_destroy_gives_back_all_but_the_weights(facts: dict[str, dict[str, Any]]
     width = PARAM if CASES[name].keys() & {"bf16", "fp16"} else 2 * PARAM
     each = 0.0 if "offload_param" in zero else width / (inner if zero["stage"] == 3 else 1)
     assert facts[name]["left"] / facts[name]["parameters"] == pytest.approx(each, abs=2e-2)
+
+
+def test_parameters_travel_to_the_host_in_their_own_width(facts: dict[str, dict[str, Any]]) -> None:
+    """Rounded on the device, not fp32 for the host to round."""
+    case = facts["parameters-on-host"]
+    assert case["published"] / case["parameters"] == pytest.approx(PARAM / WORLD, rel=1e-2)
 
 
 def test_a_window_that_follows_from_the_batch_is_simulated_whole(facts: dict[str, dict[str, Any]]) -> None:
