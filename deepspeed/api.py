@@ -26,7 +26,7 @@ from deepspeed.mesh.mpu import Ways, ways_of_mesh, ways_of_mpu
 from deepspeed.observe.log import log_dist
 from deepspeed.observe.monitor import MonitorMaster
 from deepspeed.observe.process_settings import hold_settings
-from deepspeed.optim.base import slot_bytes
+from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
@@ -180,6 +180,8 @@ def _assemble(
     if base is not None:
         views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
         attach(base, views)
+        if isinstance(base, GroupStep):
+            base.load_kernels()
     engine = DeepSpeedEngine(
         model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting
     )

@@ -76,6 +76,8 @@ def _build_into(library: Path, op: OpSpec, compiler: Compiler) -> None:
             raise BuildError(str(last["failed"]))
         begin = time.time()
         lock.write(**what, time=begin)
+        if op.kind == "cuda":
+            logger.info("op %s: compiling with %s, which takes a minute or two, once", op.name, compiler.command[0])
         try:
             _compile(op, compiler, library)
         except OSError as error:

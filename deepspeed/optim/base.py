@@ -97,6 +97,14 @@ class GroupStep(torch.optim.Optimizer):
                 self._update_group(params, [p.grad for p in params if p.grad is not None], group)
         return loss
 
+    def load_kernels(self) -> None:
+        """Build and load the kernels of the devices that parameters are on, which else the first ``step`` does."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        if self.host_op is not None and any(p.device.type == "cpu" for p in params):
+            host.usable(self.host_op)
+        if self.cuda_op is not None and any(cuda.on_cuda(p) for p in params):
+            cuda.usable(self.cuda_op, ())
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
         """Drop the gradients, or zero them where ``set_grad_none=False`` was given."""
         super().zero_grad(set_to_none=set_to_none and self.defaults.get("set_grad_none", True))
