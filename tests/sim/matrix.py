@@ -219,9 +219,13 @@ def _fail(model: Any, step: int) -> None:
     store = unit.rest[StateKind.PARAM]
     get = store.get
 
-    def get_some(out: torch.Tensor, *, start: int = 0) -> None:
-        get(out, start=start)
-        raise OSError("planted")
+    times = []
+
+    def get_some(out: torch.Tensor, *, start: int = 0) -> Any:
+        times.append(get(out, start=start))
+        if len(times) == 1:  # what the other ranks were promised is to be had
+            raise OSError("planted")
+        return times[-1]
 
     with replaced(store, "get", get_some), contextlib.suppress(OSError):
         unit.keeper.client()(torch.randint(_VOCABULARY, (_TOKENS,), device=NAME))
