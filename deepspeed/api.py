@@ -285,6 +285,7 @@ def _build_rules(
         low_dtype=DTYPES[dtypes.low],
         slot_bytes=slot_bytes(base) if base is not None else 0,
         accum_dtype=DTYPES[dtypes.accumulation],
+        window=cfg.gradient_accumulation_steps > 1 or not cfg.managed_gradient_accumulation,
     )
 
 

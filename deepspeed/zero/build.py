@@ -33,7 +33,7 @@ class BuildRules:
     ``compute_dtype`` None leaves every parameter in its own dtype, ``buffer_dtype`` None every buffer; what has one of
     ``keep_fp32`` among the parts of its name stays fp32. Parameters in ``beside`` follow the dtype of a buffer, those
     in ``low`` rest (and travel) in ``low_dtype``. ``slot_bytes``: what the optimizer will keep for each element beside
-    the weight. ``accum_dtype``: of the rest gradient.
+    the weight. ``accum_dtype``: of the rest gradient. ``window``: whether several micro-batches make an update.
     """
 
     device: torch.device
@@ -47,6 +47,7 @@ class BuildRules:
     low_dtype: torch.dtype = torch.bfloat16
     slot_bytes: int = 8
     accum_dtype: torch.dtype = torch.float32
+    window: bool = True
 
     def kept(self, name: str) -> bool:
         """Whether the parameter or buffer of that name stays fp32 in a 16-bit run."""
@@ -136,7 +137,7 @@ def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh,
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
         sizes.append(UnitSize(spec.numel, spec.rest.itemsize, row, largest))
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
-    widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire)
+    widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire, rules.window)
     shared = rules.device.type == "cpu"
     on_device = 0 if shared else max(0, get_accelerator().memory_allocated() - _bytes_of(model, on_host=False))
     ranks = memory_of_ranks(mesh, device=on_device, replaced=_bytes_of(model, on_host=True))

@@ -48,13 +48,17 @@ def lines(
 
 
 def test_nothing_sharded_in_16_bit() -> None:
-    """2 + 4 + 12 bytes an element, all on the device, and one more local sum while the window is open."""
+    """2 + 4 + 12 bytes an element, all on the device, and one more local sum while the window is open, and at its end a
+    unit of it in the width in which it travels. Where each micro-batch is a window, only what travels.
+    """
     plan = plan_of({"stage": 0})
     found = lines(plan, sizes(plan, N, N))
     assert found["parameters"] == Line("parameters", device=2 * N * 2)
     assert found["gradients"] == Line("gradients", device=2 * N * 4)
     assert found["optimizer state"] == Line("optimizer state", device=2 * N * 12)
-    assert found["gradients on their way"].device == 2 * N * 4
+    assert found["gradients on their way"].device == 2 * N * 4 + N * 2
+    assert lines(plan, sizes(plan, N, N), window=False)["gradients on their way"].device == 3 * N * 2
+    assert lines(plan, sizes(plan, N, N), accumulate=2)["gradients on their way"].device == 2 * N * 2
     assert "units gathered at once" not in found and "staging buffers" not in found
 
 

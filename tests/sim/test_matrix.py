@@ -122,6 +122,13 @@ def test_parameters_travel_to_the_host_in_their_own_width(facts: dict[str, dict[
     assert case["published"] / case["parameters"] == pytest.approx(PARAM / WORLD, rel=1e-2)
 
 
+def test_local_sums_of_a_window_take_what_the_plan_says(facts: dict[str, dict[str, Any]]) -> None:
+    """All of them in fp32, and of the model's only bucket what travels in 16 bits (``memory_plan``)."""
+    case = facts["stage1-accumulated"]
+    passing = case["at_peak"]["gradients"] + case["at_peak"]["reduction"]
+    assert passing / case["parameters"] == pytest.approx(4.0 + 2.0, rel=2e-3)
+
+
 def test_a_window_that_follows_from_the_batch_is_simulated_whole(facts: dict[str, dict[str, Any]]) -> None:
     assert facts["stage3-derived"]["seconds"] == facts["stage3-accumulated"]["seconds"]
 

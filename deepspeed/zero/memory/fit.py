@@ -29,11 +29,14 @@ class UnitSize:
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes an element: summed gradients, optimizer slots together, gradients on their way (0: as the parameter)."""
+    """Bytes an element: summed gradients, optimizer slots together, gradients on their way (0: as the parameter).
+    ``window``: whether there are several micro-batches to an update.
+    """
 
     accumulate: int = 4
     slots: int = 8
     wire: int = 0
+    window: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,10 +111,11 @@ def memory_plan(
     # Local sums before they are reduced, a few units or all that wait for the window; and reduced ones going off.
     trained = [(u, u.row.grad) for u in units if u.row.grad is not None]
     together = InFlight.REDUCTIONS + 1
-    waiting = sum(u.numel * widths.accumulate for u, _ in trained if not u.row.reduce_each_backward)
+    waiting = sum(u.numel * widths.accumulate for u, _ in trained if widths.window and not u.row.reduce_each_backward)
     largest = max((u.numel * (widths.wire or u.width) for u, _ in trained), default=0)
     away = max((_share(u.numel, grad, ways) for u, grad in trained if grad.away and not shared), default=0)
-    travelling = (waiting or together * largest) + together * away * widths.accumulate
+    cast = max((u.numel * w for u, _ in trained if (w := widths.wire or u.width) != widths.accumulate), default=0)
+    travelling = (waiting + cast if waiting else together * largest) + together * away * widths.accumulate
     table["gradients on their way", Tier.DEVICE] = travelling
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
