@@ -165,6 +165,13 @@ class Accelerator:
         return contextlib.nullcontext() if ignored else self._module.stream(stream)
 
     Stream = _forwarded("Stream", lambda *_, **__: NullStream())
+
+    def urgent_stream(self) -> Any:
+        """A stream whose kernels go before those of ordinary streams, where the device knows such."""
+        with contextlib.suppress(TypeError):  # not every device's streams have priorities
+            return self.Stream(priority=-1)
+        return self.Stream()
+
     Event = _forwarded("Event", NullEvent)
     current_stream = _forwarded("current_stream", lambda *_: NullStream())
     default_stream = _forwarded("default_stream", lambda *_: NullStream())

@@ -69,11 +69,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             if any(unit.on_drive(StateKind.OPTIM) for unit in self.runtime.units):
                 self.tiles = OptimTiles([v for v in views if v.on_drive], optimizer, parts.tiers.optim_drive().staging)
             self.optimizer = wrap_optimizer(optimizer, self, views, offload=self._offload)
+        self._start_hearing()
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = self._backwards = 0
-        self._in_engine_backward = self._scaled_by_user = self._syncing_off = self._step_applied = False
+        self._in_engine_backward = self._scaled_by_user = self._syncing_off = False
         self._destroyed = self._over_limit = self._lent = self.is_compiled = False
         self._forced_boundary: bool | None = None
-        self._norm: float | None = None
         self._way_back = contextlib.ExitStack()  # of states that have left the device
         self._start_timing(config)
         self._start_checkpoints()
@@ -148,11 +148,11 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._make_ready("step()")
         if self._syncing_off:
             raise UsageError("step() was called inside no_sync(); leave the context first")
-        self._step_applied = False
+        self._updated = False
         if boundary := self.is_gradient_accumulation_boundary():
             with self._clock("step"):
                 self.update()
-            if self._step_applied and self.lr_scheduler is not None:
+            if self.lr_scheduler is not None and self.was_step_applied():
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             if (every := self._config.steps_per_print) and self.global_steps % every == 0:
                 self.timers.log(PHASES)
@@ -178,17 +178,19 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
                 need_norm=config.zero.compute_grad_norm,
                 skip_nonfinite=config.bf16.check_grad_overflow or not self.bfloat16_enabled(),
                 loss_scale=self._scaler.loss_scale,
+                at_once=self._scaler.dynamic or self.lr_scheduler is not None,
             )
         except BaseException as error:
             self._recover(error)
             raise
         samples = self._micro * self.mesh.data.size * (self._gas if self._managed else self._backwards)
-        self._backwards, self._norm = 0, result.norm
-        self.optimizer.overflow, self._step_applied = result.overflow, not result.overflow
+        self._backwards, self._updated = 0, True
         self.global_steps += 1
         self.global_samples += samples
-        self.skipped_steps += result.overflow
-        self._scaler.update(result.overflow)
+        self._result = result
+        self._unheard.append(result)
+        self._hear(wait=False)
+        self._scaler.update(self._scaler.dynamic and result.overflow)
         self._watch_memory()
 
     def _watch_memory(self) -> None:
@@ -464,6 +466,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         together = not collective or meet_at_end(self.mesh)
         failed = self._end_save(together=together)
         self._way_back.close()
+        self._hear()  # the log is told what was left out
         self._destroyed = True
         self._lasting.close()
         self._parts.hooks.remove()

@@ -22,6 +22,7 @@ from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.client.gathered import state_names, whole_weights
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
+from deepspeed.zero.step import StepResult
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -127,7 +128,7 @@ class EngineCheckpoint:
 
     def _facts(self, client_state: dict[str, Any], tag: str) -> dict[str, Any]:
         """What ``content_of`` is given."""
-        schedule, norm = self.lr_scheduler, self._norm
+        schedule, norm = self.lr_scheduler, self.get_global_grad_norm()
         counters = {name: getattr(self, name) for name in COUNTERS}
         window = {"backwards": self._backwards, "window": self._gas}
         last = {"norm": norm if norm is None else float(norm).hex(), "gradient_after": self.runtime.after}
@@ -275,7 +276,7 @@ class EngineCheckpoint:
         self.loaded_checkpoint_dp_world_size = world.get("data", world.get("size"))
         self.loaded_checkpoint_mp_world_size = world.get("tp", 1)
         norm = engine.get("norm")
-        self._norm = float.fromhex(norm) if isinstance(norm, str) else norm
+        self._result = StepResult(float.fromhex(norm) if isinstance(norm, str) else norm)
         # The open window, if it is taken; of another length, its gradients are scaled to whole micro-batches of this.
         if not engine.get("window"):  # of DeepSpeed, which saves between two windows and does not say how long they are
             self.micro_steps = self.global_steps * self._gas

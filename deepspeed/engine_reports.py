@@ -21,12 +21,18 @@ from deepspeed.observe.log import log_dist
 from deepspeed.observe.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, see_memory_usage
 from deepspeed.version import __version__
 from deepspeed.zero.plan import StatePlan
+from deepspeed.zero.step import StepResult
 from deepspeed.zero.unit import Unit
 
 if TYPE_CHECKING:
     from deepspeed.engine import DeepSpeedEngine
 
 PHASES = ("forward", "backward", "step")
+
+
+def _heard(name: str) -> Any:
+    """A property for what updates came to, of which all are heard first."""
+    return property(lambda self: getattr(self._hear(), name), lambda self, value: setattr(self._hear(), name, value))
 
 
 class EngineReports:
@@ -57,13 +63,14 @@ class EngineReports:
     wall_clock_breakdown = answers("_config.wall_clock_breakdown")
     memory_breakdown = answers("_config.memory_breakdown")
     dump_state = answers("_config.dump_state")
-    was_step_applied = answers("_step_applied")
+    was_step_applied = answers(lambda self: self._updated and not self.overflowed)
     loss_scale = current_loss_scale = answers("_scaler.loss_scale")
     dynamic_loss_scale = answers("_scaler.dynamic")
     get_data_parallel_rank = answers("mesh.data.index")
     get_wall_clock_timers = answers("timers")  # harmless stand-ins unless ``wall_clock_breakdown`` is on
     memory_plan = answers("_parts.memory")  # what a rank's states hold per tier, as computed before they were built
-    get_global_grad_norm = answers("_norm")  # of the last update before clipping, unscaled; inf after a skipped one
+    # of the last update before clipping, unscaled; inf after a skipped one
+    get_global_grad_norm = answers(lambda self: self._hear()._result.norm)
     places = property(attrgetter("_parts.tiers.describe"))  # where offloaded states rest, in words
     attached = property(attrgetter("runtime.attached"))  # a context with optimizer state that rests on a drive
     scaler_state = property(attrgetter("_scaler.state_dict"))
@@ -103,6 +110,23 @@ class EngineReports:
 
     def eval_batch(self, data_iter: Any, **_: Any) -> NoReturn:
         raise_not_yet("engine.eval_batch (pipeline engine)")
+
+    # -- what updates came to -------------------------------------------------------------------------------------
+    def _start_hearing(self) -> None:
+        self._result = StepResult()  # of the last update
+        self._unheard: list[StepResult] = []  # what the device has decided, and the program not read yet
+        self._overflowed = self._updated = False
+        self._skipped = 0
+
+    def _hear(self, *, wait: bool = True) -> "EngineReports":
+        """Take note of what updates came to; not ``wait``: as far as that is known."""
+        while self._unheard and (wait or self._unheard[0].known()):
+            self._overflowed = self._unheard.pop(0).overflow
+            self._skipped += self._overflowed
+        return self
+
+    skipped_steps = _heard("_skipped")  # updates that were left out, as a gradient was not finite
+    overflowed = _heard("_overflowed")  # whether the last one was
 
     # -- clocks and metrics ---------------------------------------------------------------------------------------
     def _start_timing(self, config: DeepSpeedConfig) -> None:

@@ -315,7 +315,8 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = get_accelerator().Stream() if device.type not in ("cpu", "meta") else None
+        # The small kernels around a collective would otherwise queue behind the computation that it hides behind.
+        self._stream = get_accelerator().urgent_stream() if device.type not in ("cpu", "meta") else None
 
     def run(self, start: Callable[[], Transfer]) -> Transfer:
         """Call ``start`` on this stream."""

@@ -61,8 +61,10 @@ class GroupStep(torch.optim.Optimizer):
     _on_cuda: Callable[[list[Tensors], list[Group], Group], bool]
     _on_host: Callable[[Tensors, Group, Group, torch.Tensor | None], None]
     _update: Callable[[torch.Tensor, torch.Tensor, Group, Group], None]
+    heeds_skip = False  # whether ``_on_cuda`` leaves everything as it is where ``self._skip`` is not 0
     # where the rounded parameters of one step go, and those that went there
     _outputs: tuple[Mapping[torch.Tensor, torch.Tensor], set[torch.Tensor]] | None = None
+    _skip: torch.Tensor | None = None  # a number on the device: where it is not 0 the step changes nothing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -126,11 +128,14 @@ class GroupStep(torch.optim.Optimizer):
     def _update_group(self, params: Tensors, grads: Tensors, group: Group) -> None:
         states = [self._state_of(p, group) for p in params]
         rest = list(zip(params, grads, states, strict=True))
-        if not any(group.get(key) for key in self.torch_keys):
-            if self.cuda_op is not None and cuda.on_cuda(params[0]):
-                columns = [params, grads, *map(list, zip(*map(self._moments, states), strict=True))]
-                if cuda.usable(self.cuda_op, itertools.chain(*columns)) and self._on_cuda(columns, states, group):
-                    return
+        ours = not any(group.get(key) for key in self.torch_keys)
+        if ours and self.cuda_op is not None and cuda.on_cuda(params[0]):
+            columns = [params, grads, *map(list, zip(*map(self._moments, states), strict=True))]
+            if cuda.usable(self.cuda_op, itertools.chain(*columns)) and self._on_cuda(columns, states, group):
+                return
+        if self._skip is not None and self._skip.item():  # read where no kernel heeds it
+            return
+        if ours:
             rest = [row for row in rest if not self._host_update(*row, group)]
         if rest:
             self._update_rest(rest, group)
@@ -167,21 +172,29 @@ class GroupStep(torch.optim.Optimizer):
         self._on_host(tensors, state, group, self._output_of(param))
         return True
 
+    def skips_alone(self) -> bool:
+        """Whether a step can be left out by the device (``skip`` of ``writing_outputs``), and nobody notices."""
+        return self.heeds_skip and self._ends_with_the_kernels()
+
     @contextlib.contextmanager
-    def writing_outputs(self, outputs: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[Collection[torch.Tensor]]:
+    def writing_outputs(
+        self, outputs: Mapping[torch.Tensor, torch.Tensor], *, skip: torch.Tensor | None = None
+    ) -> Iterator[Collection[torch.Tensor]]:
         """Inside, ``step`` may also round parameters into their ``outputs``, in the pass of the update by a kernel. An
         output counts if it is contiguous, on its parameter's device and of as many elements, in fp32, bf16 or fp16.
         Gives the parameters whose output has the new value after the step: none where the user's code may run behind
-        the kernels.
+        the kernels. ``skip``, one fp32 number on the device: where it is not 0 the step changes nothing, and
+        outputs, which must have held the old values, still do.
         """
         written: set[torch.Tensor] = set()
         pairs = outputs.items() if self._ends_with_the_kernels() else ()
         alike = {p: o for p, o in pairs if o.numel() == p.numel() and o.device == p.device and host.fits(o)}
         self._outputs = (alike, written)  # no dict: tiled steps copy what dicts among attributes hold
+        self._skip = skip
         try:
             yield written
         finally:
-            del self._outputs
+            del self._outputs, self._skip
 
     def _ends_with_the_kernels(self) -> bool:
         """Whether no subclass, patch or hook of the user's can change a parameter between its kernel and the end."""

@@ -56,7 +56,7 @@ class AdamBase(GroupStep, torch.optim.Adam):
     elementwise = True
     fixed = GroupStep.fixed | dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
     fixed |= dict.fromkeys(("foreach", "fused"))
-    host_op, cuda_op = CPU_ADAM, FUSED_ADAM
+    host_op, cuda_op, heeds_skip = CPU_ADAM, FUSED_ADAM, True
     torch_keys = ("maximize", "differentiable", "foreach")
     _update = staticmethod(adam_update_)
 
@@ -85,16 +85,17 @@ class AdamBase(GroupStep, torch.optim.Adam):
             return False
         # GradScaler hands these over: what it multiplied the loss by, and whether a gradient overflowed
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        skip = self._skip if found_inf is None else found_inf
         torch._foreach_add_(steps, 1)
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf.to(s.device) for s in steps])
+        if skip is not None:
+            torch._foreach_sub_(steps, [skip.to(s.device) for s in steps])
         cuda.adam_step(
             *columns,
             step=steps,
             **_numbers(group),
             grad_scale=1.0 if scale is None else scale.reciprocal(),
-            found_inf=found_inf,
-            # where the device finds an overflow the kernel writes nothing at all
+            found_inf=skip,
+            # where GradScaler finds an overflow nobody knows what the outputs hold, and the kernel writes nothing
             outs=[self._output_of(p) for p in params] if found_inf is None else None,
         )
         return True
@@ -157,12 +158,12 @@ class Lion(GroupStep):
 
     keywords = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     elementwise = True
-    host_op, cuda_op = CPU_LION, FUSED_LION
+    host_op, cuda_op, heeds_skip = CPU_LION, FUSED_LION, True
     slots = ("exp_avg",)
 
     def _on_cuda(self, columns: list[Tensors], states: list[Group], group: Group) -> bool:
         settings = {name: group[name] for name in Lion.keywords}
-        cuda.lion_step(*columns, **settings, outs=[self._output_of(p) for p in columns[0]])
+        cuda.lion_step(*columns, **settings, found_inf=self._skip, outs=[self._output_of(p) for p in columns[0]])
         return True
 
     def _on_host(self, tensors: Tensors, state: Group, group: Group, out: torch.Tensor | None) -> None:

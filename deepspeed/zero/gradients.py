@@ -5,6 +5,8 @@ that the sum over ranks is the mean, and dropped. Reduction is linear, so it doe
 reduced: every local contribution is reduced exactly once (I4). What rests whole is shown in ``param.grad`` meanwhile.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,7 +34,8 @@ class Gradients:
 
     def __init__(self, units: list[Unit], plan: ZeroPlan, *, accum: torch.dtype, device: torch.device) -> None:
         self._units = units
-        self._stream = collectives.SideStream(device)
+        axes = max((len(unit.mesh.groups) for unit in units), default=0)
+        self._streams = [collectives.SideStream(device) for _ in range(axes)]
         self._accum = accum
         self._in_flight = InFlight.REDUCTIONS if plan.overlap else 1
         self._watch = plan.watch
@@ -41,8 +44,8 @@ class Gradients:
         # ``final``: the running backward ends the accumulation window; ``hold``: no_sync, the user wants no reduction.
         self.final = True
         self.hold = False
-        # One finite/non-finite probe per reduced partial, on the device: read only when a step overflows.
-        self._probes: list[tuple[int, torch.Tensor]] = []
+        # Finite/non-finite probes of each reduced partial, of what, on the device: read only when a step overflows.
+        self._probes: list[tuple[Unit, str, torch.Tensor]] = []
         # Rest gradients and their views in the parameters' shapes; and the units whose parameters show those views now.
         self._views: dict[Unit, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._shown: dict[Unit, list[torch.Tensor]] = {}
@@ -95,11 +98,11 @@ class Gradients:
             self.withdraw()
         partial = unit.take_partial(self._partial_dtype(unit)).to(unit.facts.wire or unit.full.dtype)
         if self._watch:
-            self._probes.append((unit.index, _probe(partial)))
+            self._probes += _probes(unit, partial)
         while len(self._flying) >= self._in_flight:
             self._land()
         target = self._rest(unit)
-        transfer = self._stream.run(lambda: reduce_over_axes(unit, partial, target.memory, accumulate=target.filled))
+        transfer = reduce_over_axes(unit, partial, target.memory, self._streams, accumulate=target.filled)
         self._flying.append((unit, transfer, target))
         unit.move_grad(GradState.REDUCED)
         if self._in_flight == 1:
@@ -232,27 +235,63 @@ class Gradients:
 
     def bad_units(self) -> list[str]:
         """Units whose local (not yet reduced) gradients on this rank were not finite in this window."""
-        return sorted({self._units[index].name for index, probe in self._probes if not torch.isfinite(probe).item()})
+        return sorted({unit.name for unit, _, probe in self._probes if not torch.isfinite(probe).item()})
+
+    def evidence(self) -> Callable[[], list[str]]:
+        """What names, when it is called, the parameters (on the CPU units) whose local gradients on this rank were not
+        finite in this window. The window's probes go there.
+        """
+        probes, self._probes = sorted(self._probes, key=lambda entry: entry[0].index), []
+        return lambda: [name for _, name, probe in probes if not torch.isfinite(probe).item()]
 
 
-def _probe(partial: torch.Tensor) -> torch.Tensor:
-    """A value that is non-finite exactly when an element is: the sum, or of fp16, whose sums overflow, the extent."""
+def _probes(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Tensor]]:
+    """Values that are non-finite exactly when an element is: of a device's gradients one for each parameter; on the
+    CPU of the unit, the sum, or of fp16, whose sums overflow, the extent.
+    """
+    if partial.device.type != "cpu":
+        return _probes_of_parameters(unit, partial)
     if partial.dtype is torch.float16:
         low, high = torch.aminmax(partial)
-        return high.float() - low.float()
-    return partial.sum()
+        return [(unit, unit.name, high.float() - low.float())]
+    return [(unit, unit.name, partial.sum())]
 
 
-def reduce_over_axes(unit: Unit, partial: torch.Tensor, target: torch.Tensor, *, accumulate: bool) -> Transfer:
-    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, else all-reduce."""
+def _probes_of_parameters(unit: Unit, partial: torch.Tensor) -> list[tuple[Unit, str, torch.Tensor]]:
+    """The largest of each, by one launch."""
+    norms = torch._foreach_norm([unit.view(partial, s) for s in unit.layout.segments], math.inf)
+    return [(unit, s.name, norm) for s, norm in zip(unit.layout.segments, norms, strict=True)]
+
+
+def reduce_over_axes(
+    unit: Unit,
+    partial: torch.Tensor,
+    target: torch.Tensor,
+    streams: list[collectives.SideStream],
+    *,
+    accumulate: bool,
+) -> Transfer:
+    """Reduce ``partial`` axis by axis, inner first: scatter where GRAD is sharded, else all-reduce.
+
+    Each axis has its stream, so that the next unit's sum over the inner axis does not wait for this one's over the
+    outer, whose links are slower; the dtype of ``partial`` travels on all of them.
+    """
     assert unit.plan.grad is not None
-    ways = list(zip(unit.plan.grad.spread, unit.mesh.groups, strict=True))
-    transfer: Transfer = ARRIVED
-    for last, (way, group) in zip([*[False] * (len(ways) - 1), True], ways, strict=True):
-        transfer.wait()
-        numel = partial.numel() // (group.size if way is Spread.SHARDED else 1)
-        out = target if last else torch.empty(numel, dtype=target.dtype, device=partial.device)
+    ways = list(zip(unit.plan.grad.spread, unit.mesh.groups, streams[: len(unit.mesh.groups)], strict=True))
+    transfer, piece = ARRIVED, partial
+    for position, (way, group, stream) in enumerate(ways, 1):
+        last, numel = position == len(ways), piece.numel() // (group.size if way is Spread.SHARDED else 1)
+        # The receivers of gloo add in the dtype that they are given; others in that of the wire.
+        dtype = target.dtype if group.backend == "gloo" else partial.dtype
+        out = target if last else torch.empty(numel, dtype=dtype, device=partial.device)
         verb: Callable[..., Transfer] = collectives.reduce_scatter if way is Spread.SHARDED else collectives.all_reduce
-        transfer = verb(partial, out, group, accumulate=accumulate and last)
-        partial = out
+        call = functools.partial(verb, out=out, group=group, accumulate=accumulate and last)
+        transfer = stream.run(functools.partial(_continued, transfer, piece, partial.dtype, call))
+        piece = out
     return transfer
+
+
+def _continued(before: Transfer, piece: torch.Tensor, wire: torch.dtype, call: Callable[..., Transfer]) -> Transfer:
+    """``call`` with ``piece``, once ``before`` has brought that."""
+    before.wait()
+    return call(piece.to(wire))

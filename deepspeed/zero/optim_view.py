@@ -152,9 +152,11 @@ def run_step(
     factor: float,
     *,
     source: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
 ) -> list[OptimView]:
     """Call ``step``, which updates ``views``, with their gradients (one view's may be ``source``) times ``factor``;
-    returns those whose PARAM at rest the optimizer has written in the same pass.
+    returns those whose PARAM at rest the optimizer has written in the same pass. ``skip``, which only optimizers with
+    ``skips_alone`` understand: a number on the device; where it is not 0 nothing changes.
     """
     # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
     writing = getattr(type(optimizer), "writing_outputs", None)
@@ -164,7 +166,10 @@ def run_step(
         for view in views:
             view.param.grad = view.gradient(factor, source=source)
             still += view.frozen_parts()
-        with writing(optimizer, outputs) if writing is not None and outputs else contextlib.nullcontext(()) as written:
+        asked: Any = contextlib.nullcontext(())
+        if writing is not None and (outputs or skip is not None):
+            asked = writing(optimizer, outputs, skip=skip)
+        with asked as written:
             step()
     finally:
         for part, values in still:

@@ -1,16 +1,19 @@
 """The update: norm, overflow, clip, step, publish.
 
 The global norm is the L2 norm over each rank's owned ranges, each weighted by one over its replication on the axes that
-are summed; one all-reduce carries the norm and the overflow flag.
+are summed; one all-reduce carries the norm and the overflow flag. The program waits for it only where its next decision
+depends on it: else the norm follows behind (``StepResult``), and the optimizer's kernels leave out an update whose
+gradients are not finite by themselves.
 """
 
 import contextlib
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
 from deepspeed.comm import collectives
+from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
 from deepspeed.zero.failures import error_of
@@ -20,45 +23,120 @@ from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
 
 
-class StepResult(NamedTuple):
-    """``norm``: unscaled, before clipping, inf on overflow, None if not computed. ``overflow``: nothing was updated."""
+class StepResult:
+    """What an update has come to. ``norm``: unscaled, before clipping, inf on overflow, None if not computed;
+    ``overflow``: nothing was updated. Both wait for the device where it has not said so yet: see ``known``.
+    """
 
-    norm: float | None
-    overflow: bool
+    def __init__(self, norm: float | None = None, *, overflow: bool = False) -> None:
+        self._norm, self._overflow = norm, overflow
+
+    norm = property(lambda self: self._norm)
+    overflow = property(lambda self: self._overflow)
+
+    def known(self) -> bool:
+        """Whether it can be read without waiting."""
+        return True
+
+
+class LateResult(StepResult):
+    """Of an update for whose norm the program has not waited. ``skips``: it was left out if that is not finite, and
+    ``report`` is called when this is found; ``sums`` and ``factor`` as for ``norm_of``.
+    """
+
+    def __init__(self, sums: torch.Tensor, factor: float, *, skips: bool, report: Callable[[], None]) -> None:
+        super().__init__()
+        self._factor, self._skips, self._report = factor, skips, report
+        self._sums = torch.empty_like(sums, device="cpu", pin_memory=sums.device.type != "cpu")
+        self._sums.copy_(sums, non_blocking=True)
+        self._event = get_accelerator().Event()
+        self._event.record()
+
+    def _read(self) -> None:
+        if self._norm is None:
+            if not self._event.query():
+                self._event.synchronize()
+            self._norm = norm_of(self._sums)[0] * self._factor
+            self._overflow = self._skips and not math.isfinite(self._norm)
+            if self._overflow:
+                self._norm = math.inf
+                self._report()
+
+    @property
+    def norm(self) -> float | None:
+        self._read()
+        return self._norm
+
+    @property
+    def overflow(self) -> bool:
+        if self._skips:
+            self._read()
+        return self._overflow
+
+    def known(self) -> bool:
+        return not self._skips or self._norm is not None or bool(self._event.query())
 
 
 def take_step(
-    runtime: Runtime, views: list[OptimView], *, clip: float, need_norm: bool, skip_nonfinite: bool, loss_scale: float
+    runtime: Runtime,
+    views: list[OptimView],
+    *,
+    clip: float,
+    need_norm: bool,
+    skip_nonfinite: bool,
+    loss_scale: float,
+    at_once: bool,
 ) -> StepResult:
     """One optimizer update over all units. Collective. Gradients are consumed.
 
     ``clip``: maximum global norm, 0 for none. Without ``need_norm`` there is neither norm nor look for overflow.
+    ``at_once``: the caller acts on an overflow before the next update.
     """
     units, failure = runtime.gather_gradients()
     runtime.steps += 1
     factor = 1.0 / loss_scale
-    norm: float | None = None
+    result, skip = StepResult(), None
     if need_norm:
-        norm = global_norm(runtime, units, failure) * factor
-        if not math.isfinite(norm) and skip_nonfinite:
-            report_nonfinite(runtime, units)
-            runtime.gradients.clear(collected=True)
-            return StepResult(math.inf, overflow=True)
-    if clip > 0 and norm is not None:
-        factor /= max(1.0, (norm + 1e-6) / clip)
+        sums, failure = summed_squares(runtime, units, failure)
+        if clip > 0 or (skip_nonfinite and (at_once or not _decides(runtime, views))):
+            norm = global_norm(runtime, sums, failure) * factor
+            if not math.isfinite(norm) and skip_nonfinite:
+                report_nonfinite(runtime, units)
+                runtime.gradients.clear(collected=True)
+                return StepResult(math.inf, overflow=True)
+            result = StepResult(norm)
+            if clip > 0:
+                factor /= max(1.0, (norm + 1e-6) / clip)
+        else:
+            skip = (~torch.isfinite(sums[0])).float() if skip_nonfinite else None
+            result = LateResult(sums, factor, skips=skip_nonfinite, report=_late_report(runtime))
     ranges: dict[Unit, list[tuple[int, int]]] = {}
-    for view in _update(runtime, views, units, factor, failure):
+    for view in _update(runtime, views, units, factor, failure=failure, skip=skip):
         ranges.setdefault(view.unit, []).append((view.start, view.stop))
     runtime.publish(units, ranges)
     runtime.gradients.clear(collected=True)
-    return StepResult(norm, overflow=False)
+    return result
+
+
+def _decides(runtime: Runtime, views: list[OptimView]) -> bool:
+    """Whether the optimizer can leave out an update by itself, all of it on the device."""
+    alone = getattr(type(runtime.optimizer), "skips_alone", None)
+    away = runtime.device.type == "cpu" or any(view.param.device.type != runtime.device.type for view in views)
+    return alone is not None and not away and runtime.tiles is None and bool(alone(runtime.optimizer))
 
 
 def _update(
-    runtime: Runtime, views: list[OptimView], units: list[Unit], factor: float, failure: Exception | None
+    runtime: Runtime,
+    views: list[OptimView],
+    units: list[Unit],
+    factor: float,
+    *,
+    failure: Exception | None,
+    skip: torch.Tensor | None,
 ) -> list[OptimView]:
     """The optimizer's rule over everything: once over what is in memory, then tile by tile over what is on a drive.
 
+    Nothing changes where ``skip``, a number on the device, is not 0.
     Returns the views in memory whose PARAM at rest the optimizer has written in the same pass. Where it fails, or with
     a ``failure`` from before, the other ranks get what they wait for: a publication, or with ``tiles`` the bad news.
     """
@@ -68,7 +146,7 @@ def _update(
         try:
             if failure is not None:
                 raise failure
-            return run_step(optimizer, views, optimizer.step, factor)
+            return run_step(optimizer, views, optimizer.step, factor, skip=skip)
         except Exception:  # the others know nothing of it; and each may have written its part of PARAM
             runtime.half_updated = True
             with contextlib.suppress(Exception):
@@ -91,10 +169,11 @@ def _update(
     return written
 
 
-def global_norm(runtime: Runtime, units: list[Unit], failure: Exception | None = None) -> float:
-    """L2 norm of the mean gradients over all ranks, before the loss scale is divided out.
-
-    A ``failure`` on the way to the step travels with it, and is raised: RankFailedError on the others.
+def summed_squares(
+    runtime: Runtime, units: list[Unit], failure: Exception | None
+) -> tuple[torch.Tensor, Exception | None]:
+    """On the device: the square of the norm of the mean gradients over all ranks, before the loss scale is divided out;
+    on how many ranks it is not finite; and how many have failed on the way here. And this rank's failure, if any.
     """
     total = torch.zeros((), dtype=torch.float64, device=runtime.device)
     try:
@@ -103,13 +182,44 @@ def global_norm(runtime: Runtime, units: list[Unit], failure: Exception | None =
     except Exception as error:
         failure = error
     failed = torch.full_like(total, failure is not None)
-    sums = collectives.sum_scalars(torch.stack([total, (~torch.isfinite(total)).double(), failed]), runtime.mesh.job)
-    whole, bad, failed_ranks = sums.tolist()
-    if failed_ranks:
+    sums = torch.stack([total, (~torch.isfinite(total)).double(), failed])
+    return collectives.sum_scalars(sums, runtime.mesh.job), failure
+
+
+def norm_of(sums: torch.Tensor) -> tuple[float, bool]:
+    """The global norm, and whether a rank has failed, from ``summed_squares``. Waits for the device."""
+    whole, bad, failed = sums.tolist()
+    return math.inf if bad else math.sqrt(whole), failed > 0
+
+
+def global_norm(runtime: Runtime, sums: torch.Tensor, failure: Exception | None) -> float:
+    """L2 norm of the mean gradients over all ranks, before the loss scale is divided out.
+
+    A ``failure`` on the way to the step has travelled with it, and is raised: RankFailedError on the others.
+    """
+    norm, failed = norm_of(sums)
+    if failed:
         states = runtime.share(failure, f"step {runtime.steps}", in_forward=False, group=runtime.mesh.job)
         runtime.known = failure or error_of(states, runtime.mesh)
         raise runtime.known
-    return math.inf if bad else math.sqrt(whole)
+    return norm
+
+
+def _late_report(runtime: Runtime) -> Callable[[], None]:
+    """Logs, when it is called, that this update was left out: a rank whose own backward was the cause says of what
+    parameter. Local, as ranks may hear of it at different times.
+    """
+    step, mesh, culprits = runtime.steps, runtime.mesh, runtime.gradients.evidence()
+
+    def report() -> None:
+        if names := culprits():
+            text = "step %d skipped: the gradient of %s is not finite; it came from the backward of rank %d"
+            logger.warning(text, step, names[0], mesh.job.ranks[mesh.job.index])
+        elif mesh.first:
+            text = "step %d skipped: its gradients are not finite; %s"
+            logger.warning(text, step, "the ranks they came from name them, unless only the sum over ranks overflowed")
+
+    return report
 
 
 def report_nonfinite(runtime: Runtime, units: list[Unit]) -> None:

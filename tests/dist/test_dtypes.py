@@ -256,6 +256,16 @@ def test_gradients_travel_in_the_communication_dtype(
         assert seen == ({expected} if stage == 0 else {expected, torch.bfloat16})
 
 
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}], ids=["mics", "hpz"])
+@pytest.mark.parametrize(("chosen", "expected"), [(None, torch.bfloat16), ("fp32", torch.float32)])
+def test_they_do_so_on_every_axis(
+    pool4: RankPool, zero: dict[str, int], chosen: str | None, expected: torch.dtype
+) -> None:
+    extra = {**BF16, "communication_data_type": chosen, "zero": zero}
+    for seen in pool4.run(_gradient_traffic, 3, extra):
+        assert seen == {expected, torch.bfloat16}  # weights travel too
+
+
 def _accumulated_in(stage: int, accumulate: str) -> bool:
     """Whether every accumulated gradient is a bf16 number."""
     case = rounded(case_named("accumulation"), torch.bfloat16)

@@ -49,7 +49,7 @@ pytestmark = [
 def two_passes() -> Iterator[None]:
     """As if the optimizers could not write PARAM."""
     real = GroupStep.writing_outputs
-    GroupStep.writing_outputs = lambda self, outputs: real(self, {})  # type: ignore[method-assign]
+    GroupStep.writing_outputs = lambda self, outputs, **asked: real(self, {}, **asked)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -67,8 +67,8 @@ def counted() -> Iterator[dict[str, int]]:
         return round_into(out, values)
 
     @contextlib.contextmanager
-    def watched(self: GroupStep, outputs: Mapping[Tensor, Tensor]) -> Iterator[Any]:
-        with writing(self, outputs) as written:
+    def watched(self: GroupStep, outputs: Mapping[Tensor, Tensor], **asked: Any) -> Iterator[Any]:
+        with writing(self, outputs, **asked) as written:
             yield written
         found["written"] += sum(p.numel() for p in written)
 

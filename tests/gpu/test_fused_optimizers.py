@@ -380,6 +380,27 @@ def test_a_grad_scaler_is_heard(place: str) -> None:
     assert equal([param.detach()], [plain.detach()]) and float(optimizer.state[param]["step"]) == 2.0
 
 
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLion])
+def test_what_the_device_leaves_out_changes_nothing_and_counts_for_nothing(
+    place: str, cls: type[FusedAdam | FusedLion]
+) -> None:
+    """The engine's way: steps that are left out are as if they had never been, and so are outputs."""
+    param, plain = (torch.nn.Parameter(torch.ones(9, device=place)) for _ in range(2))
+    optimizer, reference = cls([param], lr=0.1), cls([plain], lr=0.1)
+    out, expected = (torch.ones(9, dtype=torch.bfloat16, device=place) for _ in range(2))
+    for bad in (1.0, 0.0, 1.0, 0.0):
+        param.grad, plain.grad = torch.full_like(param, float("nan") if bad else 2.0), torch.full_like(plain, 2.0)
+        with optimizer.writing_outputs({param: out}, skip=torch.full((), bad, device=place)) as written:
+            optimizer.step()
+        assert param in written
+        if not bad:
+            with reference.writing_outputs({plain: expected}):
+                reference.step()
+        assert equal([param.detach(), out], [plain.detach(), expected])
+    for name, value in reference.state[plain].items():
+        assert torch.equal(optimizer.state[param][name], value), name
+
+
 # --- what is refused ---
 
 

@@ -287,7 +287,7 @@ _STEPS = (
     Mutant(
         "S4",
         "deepspeed/zero/step.py",
-        "runtime.gradients.clear(collected=True)\n            return",
+        "runtime.gradients.clear(collected=True)\n                return",
         "return",
         ("tests/dist/test_nonfinite_gradients.py",),
         "a skipped step drops its gradients",

@@ -46,6 +46,7 @@ from tests.gpu.test_fused_optimizers import (  # noqa: F401 - collected here too
     test_the_default_dtype_changes_no_bit,
     test_the_named_classes_run_on_the_kernels,
     test_the_named_classes_write_the_rounded_weights,
+    test_what_the_device_leaves_out_changes_nothing_and_counts_for_nothing,
 )
 
 OPS = (FUSED_ADAM, FUSED_LION, FUSED_LAMB)

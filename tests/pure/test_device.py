@@ -311,6 +311,11 @@ def test_calls_reach_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("Stream", ("priority", -1)) in calls and ("get_device_properties", 2) in calls
     assert fake.device("fake:1") == "context" and ("device", "fake:1") in calls  # an index, a name or a device
     assert fake.default_stream() == "default"  # not the one that is current
+    # collectives' streams go before others where there are priorities
+    calls.clear()
+    assert fake.urgent_stream() == "stream" and calls == [("Stream", ("priority", -1))]
+    module.Stream = lambda: "one like all"
+    assert fake.urgent_stream() == "one like all" and isinstance(Accelerator("cpu").urgent_stream(), NullStream)
     # what a backend lacks is replaced, not a crash
     fake.empty_cache()
     assert fake.memory_reserved() == 0 and isinstance(fake.Event(), NullEvent) and not fake.is_bf16_supported()

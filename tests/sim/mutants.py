@@ -26,8 +26,8 @@ from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "comm.collectives", "zero.runtime", "zero.unit", "zero.gradients", "zero.optim_view", "zero.client.safe_state",
-    "tier.drive", "tier.staging", "tier.store", "tier.transfer", "tier.aio", "engine",
+    "comm.collectives", "zero.runtime", "zero.unit", "zero.gradients", "zero.optim_view", "zero.step",
+    "zero.client.safe_state", "tier.drive", "tier.staging", "tier.store", "tier.transfer", "tier.aio", "engine",
 )  # fmt: skip
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {

@@ -79,17 +79,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run_all(commands: dict[str, list[str]], folder: Path, *, limit_s: int = 240) -> dict[str, Ended]:
+    """How each command ended that ran in ``folder``, all in one process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUN_ALL], input=json.dumps(list(commands.values())),
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: Ended(*how) for name, how in zip(commands, json.loads(done.stdout), strict=True)}
+
+
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Ended]:
     """How each of the commands ended."""
     given = ["--model", "model.json", "--config", "config.json"]  # what comes later counts
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN_ALL], input=json.dumps([given + c for c in COMMANDS.values()]),
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: Ended(*how) for name, how in zip(COMMANDS, json.loads(done.stdout), strict=True)}
+    return run_all({name: given + options for name, options in COMMANDS.items()}, folder)
 
 
 def test_report_and_trace(ended: dict[str, Ended], folder: Path) -> None:

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 PUBLISHED = "event.synchronize: tier/store.py wait"
-NORM = "read of numbers on the device: zero/step.py global_norm"
+NORM = "read of numbers on the device: zero/step.py norm_of"
 GRADIENTS_DOWN = "blocking copy: tier/store.py round_into"
-SQUARES_UP = "blocking copy: zero/step.py global_norm"
+SQUARES_UP = "blocking copy: zero/step.py summed_squares"
 DRIVE = "wait for a drive: tier/aio.py settle"
 # Where the program waits for the device in a step, by where states rest. Each further place is a step that got slower.
 WAITS = {
@@ -80,6 +80,23 @@ def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str
     if name.startswith(("optimizer-on-host", "stage2-optimizer")):
         allowed = WAITS["host"]
     assert set(facts[name]["waits"]) <= allowed
+
+
+UNCLIPPED = [name for name in CASES if name.endswith("unclipped")]
+# The client has no hand in it, and everything is on the device.
+ON_DEVICE = [name for name in CASES if name.startswith(("stage", "mics", "hpz")) and not name.endswith("unclipped")]
+ON_DEVICE = [name for name in ON_DEVICE if "offload_optimizer" not in CASES[name]["zero_optimization"]]
+ON_DEVICE = [name for name in ON_DEVICE if "offload_param" not in CASES[name]["zero_optimization"]]
+
+
+@pytest.mark.parametrize("name", UNCLIPPED)
+def test_without_clipping_the_program_waits_for_nothing(facts: dict[str, dict[str, Any]], name: str) -> None:
+    assert not facts[name]["times"], facts[name]["waits"]
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_with_clipping_it_waits_for_the_norm_once(facts: dict[str, dict[str, Any]], name: str) -> None:
+    assert facts[name]["times"] == 1 and facts[name]["waits"] == [NORM]
 
 
 # Bytes a parameter: its share of 16-bit weights, fp32 gradients and fp32 master and moments.

@@ -20,7 +20,7 @@ LIMIT_S = 1500
 FEW = [
     *(call for call in SEEN if call.startswith("comm.collectives:")),
     "zero.runtime:publish: transfer.wait()",
-    "zero.gradients:reduce_over_axes: transfer.wait()",
+    "zero.gradients:_continued: before.wait()",
     "tier.drive:_load: piece.transfer.wait()",
 ]
 

@@ -28,7 +28,7 @@ SEEN: dict[str, str] = {
     "zero.gradients:settle: self.land_all()": "looking",
     "zero.gradients:collapse: self.land_all()": "stage1",
     "zero.gradients:clear: self.land_all()": "leaving",
-    "zero.gradients:reduce_over_axes: transfer.wait()": "mics",
+    "zero.gradients:_continued: before.wait()": "mics",
     "zero.optim_view:show: transfer.wait()": "optimizer-on-drive",
     "zero.client.safe_state:_opened: runtime.gradients.settle()": "looking",
     "zero.client.safe_state:safe_set_local_fp32_param: unit.publish_part(master.segment.offset ...": "setting-on-drive",
@@ -104,6 +104,10 @@ UNSEEN: dict[str, str] = {
         "ordered already: the transfer has ended, and it lets go of its memory; "
         "test_aio_engine.py::test_done_without_waiting"
     ),
+    "zero.step:__init__: self._event.record()": (
+        "values: two numbers that the host reads; what it reads of its own memory is no access that is recorded"
+    ),
+    "zero.step:_read: self._event.synchronize()": "values: as the event that it waits for",
     "engine:step: self._saver.settle(wait=False)": "raises what a save in background met; waits for nothing",
 }
 

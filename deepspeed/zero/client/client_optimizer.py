@@ -24,12 +24,12 @@ class DeepSpeedOptimizer:
 
     param_groups: list[dict[str, Any]] = _of("optimizer", "param_groups")
     state: Any = _of("optimizer", "state")
+    overflow: bool = _of("_engine", "overflowed")  # whether the last update was left out
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Any, views: list[OptimView]) -> None:
         self.optimizer = optimizer
         self._engine = engine
         self._views = views
-        self.overflow = False
 
     @property
     def loss_scale(self) -> float:

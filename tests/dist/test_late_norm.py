@@ -1,0 +1,225 @@
+"""Where the program does not wait for the norm, the optimizer leaves out what is not finite by itself, and nothing else
+differs: not one bit, no count, and the log names parameter, rank and step as soon as anybody asks.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.observe.log import logger
+from deepspeed.verify.grads import full_parameters
+from deepspeed.verify.models import case_named
+from deepspeed.zero import gradients, step
+from tests.harness.pool import RankPool
+from tests.harness.training import STAGES, make_config, start, train_step
+
+pytestmark = pytest.mark.timeout(120)
+
+BAD, STEPS = (1, 2, 4), 6
+DTYPES: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+
+
+@contextlib.contextmanager
+def late() -> Iterator[list[Any]]:
+    """As on a device that has not done yet what it was given: the optimizer decides, and to read is to wait. Gives
+    what was read.
+    """
+    reads: list[Any] = []
+    read = step.norm_of
+
+    def counted(sums: torch.Tensor) -> Any:
+        reads.append(read(sums))
+        return reads[-1]
+
+    def decides(runtime: Any, _: Any) -> bool:
+        alone = getattr(runtime.optimizer, "skips_alone", None)
+        return alone is not None and alone()
+
+    with (
+        mock.patch.object(step, "_decides", decides),
+        mock.patch.object(step, "norm_of", counted),
+        mock.patch.object(step.LateResult, "known", lambda self: False),
+        mock.patch.object(gradients, "_probes", gradients._probes_of_parameters),
+    ):
+        yield reads
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "not finite" in (text := record.getMessage()):
+            self.lines.append(text)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What the log says of gradients that are not finite."""
+    handler = _Lines()
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def _poisoned(engine: Any, now: dict[str, bool], value: float) -> str:
+    """Where ``now["bad"]`` rank 1 has a bad gradient of the parameter that is returned."""
+    name = "layers.1.0.weight"
+    if name not in dict(engine.module.named_parameters()):
+        name = [n for n, p in engine.module.named_parameters() if p.dim() == 2][1]
+
+    def poison(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = value if now["bad"] and dist.get_rank() == 1 else grad.view(-1)[0]
+        return grad
+
+    dict(engine.module.named_parameters())[name].register_hook(poison)
+    return name
+
+
+def trained(stage: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Parameters after each step, of which some have bad gradients, and what engine and log say at the end."""
+    case, now = case_named("plain"), {"bad": False}
+    engine = start(case.build(), make_config(stage, **config))
+    name, weights = _poisoned(engine, now, math.nan), []
+    with heard() as lines:
+        for number in range(STEPS):
+            now["bad"] = number in BAD
+            train_step(engine, case, number)
+            weights.append(full_parameters(engine.module))
+        early = list(lines)
+        counts = (engine.skipped_steps, engine.global_steps, engine.optimizer.overflow, engine.was_step_applied())
+        norm = engine.get_global_grad_norm()
+    found = {"weights": weights, "counts": counts, "norm": norm, "lines": lines, "early": early, "name": name}
+    engine.destroy()
+    return found
+
+
+def both(stage: int, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Read at each step, not read, and where the weights differ."""
+    at_once = trained(stage, config)
+    with late() as reads:
+        behind = trained(stage, config)
+    assert len(reads) == STEPS  # each once, at the end
+    differ = [
+        f"{number} {name}"
+        for number, (one, other) in enumerate(zip(at_once.pop("weights"), behind.pop("weights"), strict=True))
+        for name in one
+        if not torch.equal(one[name], other[name])
+    ]
+    return at_once, behind, differ
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_not_one_bit_and_no_count_differs(pool2: RankPool, stage: int, dtype: str, optimizer: str) -> None:
+    config = {**DTYPES[dtype], "optimizer": {"type": optimizer, "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+    for rank, (at_once, behind, differ) in enumerate(pool2.run(both, stage, config)):
+        assert not differ
+        assert behind["counts"] == at_once["counts"] == (len(BAD), STEPS, False, True)
+        assert behind["norm"] == at_once["norm"] and math.isfinite(behind["norm"])
+        assert not behind["early"] and len(behind["lines"]) == len(BAD)
+        for text, number in zip(behind["lines"], BAD, strict=True):
+            assert f"step {number + 1} skipped" in text
+            assert rank == 0 or (behind["name"] in text and "rank 1" in text), text
+
+
+def _asked(question: str) -> tuple[object, int]:
+    """An answer right after an update that was left out, and how many updates have been read for it."""
+    case, now = case_named("plain"), {"bad": False}
+    with late() as reads, heard():
+        engine = start(case.build(), make_config(3, bf16={"enabled": True}))
+        _poisoned(engine, now, math.inf)
+        train_step(engine, case, 0)
+        now["bad"] = True
+        train_step(engine, case, 1)
+        assert not reads
+        answers: dict[str, Any] = {
+            "norm": engine.get_global_grad_norm,
+            "applied": engine.was_step_applied,
+            "overflow": lambda: engine.optimizer.overflow,
+            "skipped": lambda: engine.skipped_steps,
+            "saved": lambda: engine._facts({}, "")["engine"]["skipped_steps"],
+        }
+        answer, count = answers[question](), len(reads)
+        engine.destroy()
+    return answer, count
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"), [("norm", math.inf), ("applied", False), ("overflow", True), ("skipped", 1), ("saved", 1)]
+)
+def test_whoever_asks_gets_the_truth(pool2: RankPool, question: str, answer: object) -> None:
+    assert pool2.run(_asked, question) == [(answer, 2)] * 2
+
+
+def _destroyed() -> list[str]:
+    case = case_named("plain")
+    with late(), heard() as lines:
+        engine = start(case.build(), make_config(2))
+        _poisoned(engine, {"bad": True}, math.nan)
+        train_step(engine, case, 0)
+        engine.destroy()
+    return lines
+
+
+def test_the_end_of_the_engine_says_what_nobody_asked_for(pool2: RankPool) -> None:
+    assert all(len(lines) == 1 for lines in pool2.run(_destroyed))
+
+
+def _read_at(config: dict[str, Any]) -> int:
+    """How many of three updates are read before anybody asks."""
+    case = case_named("plain")
+    with late() as reads:
+        engine = start(case.build(), make_config(3, **config))
+        for number in range(3):
+            train_step(engine, case, number)
+        count = len(reads)
+        engine.destroy()
+    return count
+
+
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({}, 0),
+        ({"gradient_clipping": 1.0}, 3),  # by what is the gradient multiplied?
+        ({"scheduler": SCHEDULE}, 3),  # does the schedule go on?
+        ({"scheduler": SCHEDULE, "bf16": {"enabled": True, "check_grad_overflow": False}}, 0),  # it always does
+        ({"fp16": {"enabled": True}}, 3),  # does the scale change?
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 3),  # cannot leave out anything
+    ],
+    ids=["none", "clipping", "schedule", "unchecked", "scaled", "sgd"],
+)
+def test_the_program_waits_where_it_must(pool2: RankPool, config: dict[str, Any], count: int) -> None:
+    assert pool2.run(_read_at, config) == [count] * 2
+
+
+def _with_a_hook() -> tuple[int, int]:
+    case = case_named("plain")
+    with late() as reads:
+        engine = start(case.build(), make_config(1))
+        calls: list[int] = []
+        engine.basic_optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        train_step(engine, case, 0)
+        count = len(reads)
+        engine.destroy()
+    return count, len(calls)
+
+
+def test_a_hook_of_the_users_runs_behind_updates_only(pool2: RankPool) -> None:
+    assert pool2.run(_with_a_hook) == [(1, 1)] * 2
