@@ -137,6 +137,8 @@ class Gradients:
         written = store.put(target.memory, lent=target.buffer is not None)
         if target.buffer is not None and isinstance(store, Stored):
             store.staging.give(target.buffer, after=written)
+        else:
+            written.wait()  # the host reads it next
 
     def land_all(self) -> None:
         """Wait for every reduction in flight."""

@@ -532,5 +532,5 @@ def _settled(place: TierStore | None, values: torch.Tensor, dtype: torch.dtype) 
     """``place`` with ``values`` in it; None: a copy of them where they are."""
     if place is None:
         return Memory(values.to(dtype, copy=True))
-    place.put(values)
+    place.put(values).wait()
     return place

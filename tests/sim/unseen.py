@@ -24,6 +24,7 @@ SEEN: dict[str, str] = {
     "zero.unit:arrive: self._transfer.wait()": "stage3",
     "zero.unit:fetch_whole: self.arrive()": "stage3",
     "zero.gradients:_land: transfer.wait()": "stage0",
+    "zero.gradients:_land: written.wait()": "optimizer-on-host",
     "zero.gradients:show: self.land_all()": "reading-at-stage0",
     "zero.gradients:settle: self.land_all()": "looking",
     "zero.gradients:collapse: self.land_all()": "stage1",
@@ -74,6 +75,9 @@ UNSEEN: dict[str, str] = {
     "zero.unit:start_gather: rest.get(piece).wait()": (
         "ordered already: what comes to a device has arrived, or comes by the stream; on the CPU drives are read "
         "behind; test_offload_parity.py::test_four_ranks"
+    ),
+    "zero.unit:_settled: place.put(values).wait()": (
+        "a later wait covers it: the host looks at a state first in the update, after the gradients' copies"
     ),
     "zero.gradients:_rest: self.land_all()": (
         "values: the sum that is on its way would be lost, the copies themselves are ordered by their stream; "
