@@ -25,6 +25,8 @@ _BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "mlu":
 _VISIBLE_DEVICES = {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"], "npu": ["ASCEND_RT_VISIBLE_DEVICES"]}
 _EXPORT_ENVS = {"cuda": ["NCCL"], "xpu": ["CCL", "ZE"], "npu": ["ASCEND", "HCCL"]}
 
+_FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
+
 # The configuration's names of dtypes.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -245,6 +247,22 @@ class Accelerator:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """True when ``tensor`` is page-locked."""
         return not self._is_cpu and tensor.is_pinned()
+
+    def lock_memory(self, address: int, nbytes: int) -> str:
+        """Page-lock ``nbytes`` bytes of host memory that the caller keeps; why it is refused, or "" when it is done."""
+        if not hasattr(self._module, "cudart"):
+            return f"the {self._name} device of this PyTorch cannot register memory"
+        runtime = self._module.cudart()
+        if not int(status := runtime.cudaHostRegister(address, nbytes, _FOR_ALL_DEVICES)):
+            return ""
+        # the runtime would raise it at the next kernel, whoever launches that
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._name)
+        return f"cudaHostRegister of {nbytes:,} bytes: {runtime.cudaGetErrorString(status)}"
+
+    def unlock_memory(self, address: int) -> None:
+        """End what ``lock_memory`` began; no work of the device may use the memory any more."""
+        self._module.cudart().cudaHostUnregister(address)
 
     # kernels; by name, because builders are above the device layer
     def create_op_builder(self, class_name: str) -> Any:

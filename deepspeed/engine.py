@@ -389,8 +389,8 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
         self.runtime.gradients.withdraw()
         self.runtime.gradients.land_all()
-        pin = pin_memory and self.device.type != "cpu"
-        leave_device(self._way_back, self.runtime.units, self.basic_optimizer, include, pin=pin)
+        units, arena = self.runtime.units, self._parts.tiers.arena
+        leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
         self._lent = True
         if self.device.type != "cpu":
             get_accelerator().empty_cache()

@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.config.model.values import byte_count
 from deepspeed.errors import UsageError
 from deepspeed.observe.hostmem import host_available_bytes
-from deepspeed.tier.staging import ALIGN
+from deepspeed.tier.arena import ALIGN
 
 _POWERS = {"K": "e3", "M": "e6", "G": "e9", "B": "e9"}
 

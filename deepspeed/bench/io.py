@@ -25,7 +25,7 @@ from deepspeed.bench.common import block_of, check_folder, size_of, spread
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.observe.program import CommandLine, columns, count_of, guarded
 from deepspeed.tier.aio import AioEngine, DirectFile
-from deepspeed.tier.staging import ALIGN, aligned_empty
+from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
 
 PIECE_BYTES = 64 << 20  # memory used, whatever the size of the file: it holds the same bytes over and over

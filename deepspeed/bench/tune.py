@@ -29,7 +29,7 @@ from deepspeed.checkpoint.format.folders import write_atomically
 from deepspeed.config.parse import parse_text
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.program import CommandLine, columns, count_of, guarded
-from deepspeed.tier.staging import ALIGN
+from deepspeed.tier.arena import ALIGN
 
 CLOSE = 0.98  # of the best: measured again, either could be ahead
 LEAST_BYTES = 16 << 20

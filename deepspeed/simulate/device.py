@@ -118,6 +118,10 @@ class _Module(types.ModuleType):
             raise UsageError("the simulated device is used outside of a simulation")
         return self._sink
 
+    def records(self, sink: Sink) -> bool:
+        """Whether ``sink`` is told now."""
+        return self._sink is sink
+
     @contextlib.contextmanager
     def recorded_by(self, sink: Sink) -> Iterator[None]:
         """All that the device is told inside goes to ``sink``."""

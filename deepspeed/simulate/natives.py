@@ -6,16 +6,31 @@ code that runs on a real machine.
 
 import contextlib
 import ctypes
+import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec
 from deepspeed.optim import cuda, host, rules
 from deepspeed.simulate.device import MODULE, NAME
-from deepspeed.simulate.events import DRIVE_READS, DRIVE_WRITES, HOST, Launch, Touch, Work
+from deepspeed.simulate.events import (
+    DRIVE_READS,
+    DRIVE_WRITES,
+    HOST,
+    PAGEABLE,
+    REGISTERED,
+    Launch,
+    Touch,
+    Work,
+)
 from deepspeed.simulate.record import Recorder
-from deepspeed.tier import aio, drive
+from deepspeed.tier import aio, arena, drive
 
 _WIDTHS = {0: 4, 1: 2, 2: 2}  # of the dtype codes
 _PASSES = {FUSED_LAMB: 2}  # how often parameter and moments are read and written
@@ -100,6 +115,28 @@ class _Natives:
         return 0
 
 
+class _Pages:
+    """In the place of ``arena.Pages``: memory that the program maps and registers itself."""
+
+    def __init__(self, recorder: Recorder, nbytes: int, *, pin: bool = False) -> None:
+        self._recorder, self.pinned = recorder, pin
+        self.buffer = recorder.stores.map(nbytes, REGISTERED if pin else PAGEABLE)
+
+    def cut(self, start: int, nbytes: int, gone: Callable[[Any], None]) -> tuple[torch.Tensor, Any]:
+        with _disable_current_modes():
+            bytes_of_nothing = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        part = FakeTensor(self._recorder.fake, bytes_of_nothing, torch.device("cpu"))
+        self._recorder.stores.part(part, self, start)
+        return part, weakref.ref(part.untyped_storage(), gone)
+
+    def __del__(self) -> None:
+        if not MODULE.records(self._recorder):
+            return
+        if self.pinned:
+            MODULE.synchronize()
+        self._recorder.stores.unmap(self.buffer)
+
+
 class _Transfers:
     """In the place of the engines of file IO: bytes take their time on the drive and go nowhere."""
 
@@ -159,6 +196,7 @@ def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Ite
             (cuda, "on_cuda", lambda tensor: tensor.device.type == NAME),
             (cuda, "usable", lambda op, tensors: all(t.device.type == NAME and t.is_contiguous() for t in tensors)),
             (rules, "can_fuse", lambda tensors: bool(tensors) and all(t.is_floating_point() for t in tensors)),
+            (arena, "Pages", functools.partial(_Pages, recorder)),
             (aio, "try_load", lambda op: None),
             (aio, "_PythonThreads", lambda **_: _Transfers(recorder)),
             (drive.DirectFile, "allocate", lambda file, nbytes: None),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from deepspeed.api import initialize
 from deepspeed.config import load_config
@@ -26,6 +25,7 @@ from deepspeed.simulate.order import Unordered
 from deepspeed.simulate.record import Recorder
 from deepspeed.simulate.timeline import Interval
 from deepspeed.zero.client.init import Init
+from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import make_plan
 
 # Some steps teach the schedule and the ranks, who then agree in advance; the fifth is what every later one is.
@@ -35,7 +35,7 @@ STEPS = 5
 @dataclass
 class Outcome:
     """The last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
-    ``engine.destroy()``, the weights.
+    ``engine.destroy()``, the weights; ``plan``: what the engine said before it built anything.
     """
 
     parameters: int
@@ -55,6 +55,7 @@ class Outcome:
     build_peak: int
     host: dict[str, int]
     left: int
+    plan: MemoryPlan
     unordered: list[Unordered]
     streams: dict[int, str]
     spans: list[Interval] = field(default_factory=list)
@@ -130,7 +131,7 @@ def simulate(
                 del loss
                 recorder.enter_phase("step")
                 engine.step()
-        outcome = _outcome(recorder, model, begin, asked.total())
+        outcome = _outcome(recorder, engine, begin, asked.total())
         outcome.build_peak = build_peak
         engine.destroy()
         outcome.left = recorder.usage.of(DEVICE).now
@@ -152,13 +153,13 @@ def _count_agreements(engine: Any, recorder: Recorder, asked: Counter[str]) -> N
         engine.mesh.control.ledger.append(listen)
 
 
-def _outcome(recorder: Recorder, model: nn.Module, begin: float, agreements: int) -> Outcome:
+def _outcome(recorder: Recorder, engine: Any, begin: float, agreements: int) -> Outcome:
     timeline, usage = recorder.timeline, recorder.usage.of(DEVICE)
     end, phases = timeline.end, defaultdict[str, float](float)
     for (name, start), (_, stop) in zip(timeline.phases, [*timeline.phases[1:], ("", end)], strict=True):
         phases[name] += stop - start
     return Outcome(
-        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
         seconds=end - begin,
         phases=dict(phases),
         exposed=dict(timeline.exposed),
@@ -175,6 +176,7 @@ def _outcome(recorder: Recorder, model: nn.Module, begin: float, agreements: int
         build_peak=0,
         host={place: place_usage.peak for place, place_usage in recorder.usage.places.items() if place != DEVICE},
         left=0,
+        plan=engine.memory_plan(),
         unordered=[],
         streams=dict(recorder.streams),
         spans=list(timeline.spans or ()),

@@ -11,7 +11,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from deepspeed.simulate.device import MODULE, NAME
-from deepspeed.simulate.events import DEVICE, FILE, HOST, PAGEABLE, PINNED, Allocate, Event, Free, Site, Touch
+from deepspeed.simulate.events import (
+    DEVICE,
+    FILE,
+    HOST,
+    PAGEABLE,
+    PINNED,
+    REGISTERED,
+    Allocate,
+    Event,
+    Free,
+    Site,
+    Touch,
+)
 
 _PAGE = 4096
 _FIRST_ADDRESS = 1 << 56  # no process has memory there
@@ -25,7 +37,7 @@ CATEGORIES = {
     ("zero/unit.py", "_spread"): "states",
     ("zero/unit.py", "open_grad"): "states",
     ("zero/unit.py", "open_partial"): "gradients",
-    ("zero/memory/tiers.py", "host_empty"): "states",
+    ("zero/memory/tiers.py", "place"): "states",
     ("zero/build.py", "_values"): "states",  # what stays whole stays in that buffer
     ("zero/gradients.py", "reduce"): "reduction",
     ("zero/gradients.py", "_rest"): "reduction",
@@ -57,13 +69,16 @@ class _Frames:
 
 
 class _Store:
-    """One storage with bytes; ``buffer`` names it in events and changes when it is filled anew."""
+    """One storage with bytes; ``buffer`` names it in events and changes when it is filled anew. One that is part of
+    ``pages`` begins at byte ``base`` of their buffer, which does not end with it.
+    """
 
-    __slots__ = ("address", "buffer", "covered", "nbytes", "place", "reference")
+    __slots__ = ("address", "base", "buffer", "covered", "nbytes", "pages", "place", "reference")
 
     def __init__(self, buffer: int, nbytes: int, place: str, reference: Any) -> None:
         self.buffer, self.nbytes, self.place, self.reference = buffer, nbytes, place, reference
         self.address: int | None = None
+        self.base, self.pages = 0, None
         self.covered: set[int] = set()
 
 
@@ -88,7 +103,7 @@ class Stores:
         """The bytes that the tensor spans."""
         store = self.of(tensor, pinned=pinned)
         width, numel = tensor.element_size(), tensor.numel()
-        start = int(tensor.storage_offset()) * width
+        start = store.base + int(tensor.storage_offset()) * width
         if numel and not tensor.is_contiguous():
             numel = 1 + sum(
                 int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -147,7 +162,7 @@ class Stores:
         return self._phase()
 
     def _empty(self, store: _Store) -> None:
-        if store.nbytes:
+        if store.nbytes and store.pages is None:
             self._emit(Free(store.buffer, frozenset(store.covered), self.site()))
         store.nbytes = 0
 
@@ -155,10 +170,31 @@ class Stores:
         store = self._stores.pop(key, None)
         if store is not None:
             self._empty(store)
+            store.pages = None  # its address stays known
 
     def cover(self, tensor: torch.Tensor, stream: int) -> None:
         """``record_stream``: the allocator waits for that stream before it gives the memory away."""
         self.of(tensor).covered.add(stream)
+
+    # -- pages that tensors are cut from ---------------------------------------------------------------------------
+    def map(self, nbytes: int, place: str) -> int:
+        """A buffer of that size in host memory, until ``unmap``."""
+        self._count += 1
+        site = self.site(4)
+        self._emit(Allocate(self._count, nbytes, place, HOST, self._category(site), site))
+        return self._count
+
+    def unmap(self, buffer: int) -> None:
+        self._emit(Free(buffer, frozenset(), self.site()))
+
+    def part(self, tensor: torch.Tensor, pages: Any, start: int) -> None:
+        """The tensor, new and alone on its storage, lies at byte ``start`` of ``pages``, and keeps them."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        place = REGISTERED if pages.pinned else PAGEABLE
+        store = _Store(pages.buffer, storage.nbytes(), place, weakref.ref(storage, lambda _: self._gone(key)))
+        store.base, store.pages = start, pages
+        self._stores[key] = store
 
     # -- in the place of torch's methods --------------------------------------------------------------------------
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -191,4 +227,5 @@ class Stores:
         """The bytes behind an address that a native kernel is given."""
         start, store = self._addresses[bisect.bisect_right(self._addresses, address, key=lambda entry: entry[0]) - 1]
         assert store.address == start and address + nbytes <= start + store.nbytes, "a kernel is given a stale address"
-        return Touch(store.buffer, address - start, address - start + nbytes)
+        first = store.base + address - start
+        return Touch(store.buffer, first, first + nbytes)

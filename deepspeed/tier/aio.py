@@ -22,7 +22,7 @@ from deepspeed.errors import DeepSpeedError
 from deepspeed.native.build import load, try_load
 from deepspeed.native.spec import ASYNC_IO
 from deepspeed.observe.log import logger
-from deepspeed.tier.staging import ALIGN, aligned_empty
+from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.transfer import Transfer
 
 __all__ = ["ALIGN", "AioEngine", "DirectFile", "FileTransfer", "TransferError", "aligned_empty"]

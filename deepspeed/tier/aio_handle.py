@@ -17,7 +17,7 @@ from deepspeed.device import get_accelerator
 from deepspeed.errors import DeepSpeedError
 from deepspeed.observe.log import logger
 from deepspeed.tier.aio import AioEngine, DirectFile
-from deepspeed.tier.staging import ALIGN, aligned_empty
+from deepspeed.tier.arena import ALIGN, aligned_empty
 
 __all__ = ["FileMismatchError", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 

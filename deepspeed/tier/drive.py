@@ -19,7 +19,8 @@ import torch
 
 from deepspeed.errors import InvalidStateError, UsageError
 from deepspeed.tier.aio import AioEngine, DirectFile
-from deepspeed.tier.staging import ALIGN, Staging
+from deepspeed.tier.arena import ALIGN, Arena
+from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import TierStore, nothing, round_into
 from deepspeed.tier.transfer import ARRIVED, Transfer
 
@@ -36,18 +37,27 @@ class Extent(NamedTuple):
 class Drive:
     """An arena in ``folder``, ``staging`` buffers of at most ``piece_bytes`` beside it. Close it when nothing rests
     there any more. ``folder`` is made if only its last part is missing: a path that is wrong earlier is more often a
-    drive that is not mounted. ``engine``: ``queue_depth``, ``block_bytes`` and ``threads`` of the AioEngine. Raises
-    UsageError for such a path, TransferError (an OSError) when the drive fails or is full.
+    drive that is not mounted. The buffers are of ``arena``, page-locked with ``pin``. ``engine``: ``queue_depth``,
+    ``block_bytes`` and ``threads`` of the AioEngine. Raises UsageError for such a path, TransferError (an OSError) when
+    the drive fails or is full.
     """
 
     def __init__(
-        self, folder: str, *, label: str, staging: int, piece_bytes: int = 1 << 30, pin: bool = False, **engine: Any
+        self,
+        folder: str,
+        *,
+        label: str,
+        staging: int,
+        piece_bytes: int = 1 << 30,
+        pin: bool = False,
+        arena: Arena | None = None,
+        **engine: Any,
     ) -> None:
         self.folder, self.label = folder, label
         self.piece_bytes = max(ALIGN, piece_bytes // ALIGN * ALIGN)
         self._file = _open_arena(folder, label)
         self._engine = AioEngine(**engine)
-        self.staging = Staging(staging, pin=pin)
+        self.staging = Staging(staging, arena=arena, pin=pin)
         self.backend = self._engine.backend
         # whether transfers bypass the page cache: the filesystem allows it, and native code makes use of it
         self.direct = self._file.direct and self.backend != "python"

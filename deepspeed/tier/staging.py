@@ -1,48 +1,21 @@
-"""Host memory at page boundaries, as O_DIRECT transfers need it, and the few buffers of it that everything between
-memory and a drive passes through.
-"""
+"""The few buffers that everything between memory and a drive passes through."""
 
-import contextlib
-import math
-import mmap
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
-from deepspeed.observe.log import logger
+from deepspeed.tier.arena import ALIGN, Arena
 from deepspeed.tier.transfer import Transfer
-
-ALIGN = 4096  # bytes; csrc/aio/engine.h has the same number
-_HUGE_FROM = 4 << 20  # bytes from which 2 MiB pages are worth asking for
-
-
-def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A contiguous host tensor whose memory begins at a multiple of 4096 bytes; zeros, resident from the first touch
-    on. ``shape`` is a number of elements or a shape. Raises OSError when the memory cannot be mapped.
-    """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    count = math.prod(sizes)
-    if count == 0:
-        return torch.empty(sizes, dtype=dtype, device="cpu")
-    # its own mapping: goes back to the system when the tensor dies, and the allocator keeps no fragments of it
-    pages = mmap.mmap(-1, -(-count * dtype.itemsize // ALIGN) * ALIGN, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if len(pages) >= _HUGE_FROM:
-        # a kernel without huge pages says EINVAL. With them a transfer has a 512th of the pages to look up
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=count).view(sizes)
 
 
 class Staging:
     """Hands out byte buffers, normally ``count`` at most; one that is given back with a transfer is free after that.
     Who takes while all are out gets one more, which goes back to the system afterwards: memory beyond the promise is
-    better than a hang. ``pin`` asks for page-locked memory; where the system refuses it, ordinary memory serves, and
-    one line in the log says so.
+    better than a hang. Memory is the ``arena``'s, which locks its pages with ``pin`` where it can.
     """
 
-    def __init__(self, count: int, *, pin: bool = False) -> None:
-        self._count, self._pin = max(1, count), pin
+    def __init__(self, count: int, *, arena: Arena | None = None, pin: bool = False) -> None:
+        self._count, self._arena, self._pin = max(1, count), arena or Arena(keep=False), pin
         self._free: list[torch.Tensor] = []
         self._busy: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._out = 0
@@ -110,14 +83,4 @@ class Staging:
                 self._free.append(buffer)
 
     def _make(self, nbytes: int) -> torch.Tensor:
-        size = -(-max(nbytes, 1) // ALIGN) * ALIGN
-        if self._pin:
-            try:
-                buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-                if buffer.data_ptr() % ALIGN == 0:
-                    return buffer
-            except RuntimeError as error:
-                text = "page-locked memory for staging is refused (%s); ordinary memory serves, copies are slower"
-                logger.warning(text, error)
-            self._pin = False
-        return aligned_empty(size)
+        return self._arena.empty(-(-max(nbytes, 1) // ALIGN) * ALIGN, pin=self._pin)

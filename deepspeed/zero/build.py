@@ -16,7 +16,7 @@ from deepspeed.mesh.groups import Mesh
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import log_dist, logger
 from deepspeed.zero.hooks import ModuleHooks
-from deepspeed.zero.layout import Granularity, build_layout
+from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
 from deepspeed.zero.memory.tiers import Tiers
 from deepspeed.zero.param import expose, local_of, mark_zero_parameter, place_of
@@ -98,7 +98,8 @@ def build(
     trained = [p for p in model.parameters() if p.requires_grad and p in (group_of or ())]
     facts_of = facts_of or (lambda *_: facts)
     parts = partition(model, plan, trainable=trained, rest_dtype=rules.rest_dtype, facts_of=facts_of)
-    fitted = _fitted(model, parts.units, plan, mesh, rules)
+    layouts = [_layout_of(spec, plan, rules, group_of or {}) for spec in parts.units]
+    fitted = _fitted(model, list(zip(parts.units, layouts, strict=True)), plan, mesh, rules)
     tiers = Tiers(fitted.offload, rules.device)
     if mesh.job.size > mesh.zero.size or any(Tier.NVME in _offload_tiers(row) for row in fitted.rows):
         # on every rank, or an error on every rank, as the others would wait
@@ -108,8 +109,8 @@ def build(
             rank, text = next(iter(failures.items()))
             raise failure or UsageError(f"{mesh.title(rank)}: {text}")
     units, heap = [], hostmem.HeapTrimmer()
-    for index, (spec, row) in enumerate(zip(parts.units, fitted.rows, strict=True)):
-        unit = _lay_out(index, spec, row, rules=rules, groups=group_of or {})
+    for index, (spec, layout, row) in enumerate(zip(parts.units, layouts, fitted.rows, strict=True)):
+        unit = _bare_unit(index, spec, layout, row)
         unit.adopt(_values(unit, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
             plain = not plan.regular.param.sharded
@@ -124,18 +125,21 @@ def build(
     return ZeroParts(runtime, hooks, units, born_sharded, tiers, fitted.memory)
 
 
-def _fitted(model: nn.Module, specs: list[UnitSpec], plan: ZeroPlan, mesh: Mesh, rules: BuildRules) -> Fitted:
+def _fitted(
+    model: nn.Module, units: list[tuple[UnitSpec, FlatLayout]], plan: ZeroPlan, mesh: Mesh, rules: BuildRules
+) -> Fitted:
     """The rows of the units, within the limits of the plan and, where something is offloaded, of the fullest host."""
     sizes: list[UnitSize] = []
+    specs = [spec for spec, _ in units]
     # Of offloaded optimizer state the first units, up to the device's share, do not leave it.
     keep = plan.offload.device_share * sum(s.numel for s in specs if s.trainable)
-    for spec in specs:
+    for spec, layout in units:
         row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
         if row.grad is not None and row.optim is not None and row.optim.away and spec.numel <= keep:
             keep -= spec.numel
             row = replace(row, grad=replace(row.grad, tier=Tier.DEVICE), optim=replace(row.optim, tier=Tier.DEVICE))
         largest = max(p.numel() for p in spec.params) if rules.granularity is Granularity.PARAMETER else 0
-        sizes.append(UnitSize(spec.numel, spec.rest.itemsize, row, largest))
+        sizes.append(UnitSize(layout.numel, spec.rest.itemsize, row, largest))
     wire = max((s.facts.wire.itemsize for s in specs if s.facts is not None and s.facts.wire is not None), default=0)
     widths = Widths(rules.accum_dtype.itemsize, rules.slot_bytes, wire, rules.window)
     shared = rules.device.type == "cpu"
@@ -188,14 +192,20 @@ def check_same_model(model: nn.Module, mesh: Mesh) -> None:
             )
 
 
-def _lay_out(index: int, spec: UnitSpec, row: UnitPlan, *, rules: BuildRules, groups: dict[nn.Parameter, int]) -> Unit:
-    """A unit without memory."""
+def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[nn.Parameter, int]) -> FlatLayout:
+    """Where each parameter is in the unit; no matter on which tiers that rests."""
     assert spec.facts is not None
+    row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
     items = [(n, tuple(local_of(p).shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
     cut = [a.size for i, a in enumerate(spec.facts.mesh.groups) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
-    layout = build_layout(items, prod(cut), granularity)
+    return build_layout(items, prod(cut), granularity)
+
+
+def _bare_unit(index: int, spec: UnitSpec, layout: FlatLayout, row: UnitPlan) -> Unit:
+    """A unit without memory."""
+    assert spec.facts is not None
     by_name = dict(zip(spec.names, spec.params, strict=True))
     params = [by_name[s.name] for s in layout.segments]
     if (tp := spec.facts.mesh.tp).size > 1:

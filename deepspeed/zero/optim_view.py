@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import OptimizerConfigError, UsageError
-from deepspeed.tier.staging import ALIGN, Staging
+from deepspeed.tier.arena import ALIGN
+from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import TierStore, nothing
 from deepspeed.tier.transfer import Several, Transfer
 from deepspeed.zero.layout import Granularity, round_up

@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import logger
 from deepspeed.tier.aio import TransferError
+from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.drive import Drive, Stored
-from deepspeed.tier.staging import ALIGN, Staging, aligned_empty
+from deepspeed.tier.staging import Staging
 
 LABEL = "zero_optimization.offload_param.nvme_path"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
@@ -138,24 +138,6 @@ def test_settle_waits_for_all_and_raises_the_first_failure() -> None:
     assert order == transfers
     staging.clear()
     assert held_bytes(staging) == 0
-
-
-def test_refused_pinning_is_ordinary_memory_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch without an accelerator refuses to pin; so does a system whose limit is reached."""
-    lines: list[str] = []
-    monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args))
-    real = torch.empty
-
-    def empty(*args: object, **kwargs: object) -> torch.Tensor:
-        if kwargs.get("pin_memory"):
-            raise RuntimeError("cannot lock memory")
-        return real(*args, **kwargs)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(torch, "empty", empty)
-    staging = Staging(3, pin=True)
-    buffers = [staging.take(ALIGN) for _ in range(3)]
-    assert all(b.data_ptr() % ALIGN == 0 for b in buffers)
-    assert len(lines) == 1 and "page-locked" in lines[0] and "cannot lock memory" in lines[0], lines
 
 
 @given(

@@ -28,7 +28,7 @@ from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.moe import layer as moe_layer
 from deepspeed.observe import hostmem, log, timers
 from deepspeed.precision import legacy
-from deepspeed.tier.staging import aligned_empty
+from deepspeed.tier.arena import aligned_empty
 
 
 @pytest.fixture

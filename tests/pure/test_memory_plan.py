@@ -20,7 +20,7 @@ from deepspeed.zero.memory.fit import (
 )
 from deepspeed.zero.plan import Tier, ZeroPlan, make_plan
 
-N = 1000  # elements of a unit
+N = 8192  # elements of a unit: whole pages in any dtype, also a quarter of it
 DRIVE = {"device": "nvme", "nvme_path": "/drive"}
 PARAMS = {**DRIVE, "max_in_cpu": 0}
 
@@ -69,18 +69,30 @@ def test_an_fp32_parameter_is_its_own_master() -> None:
     assert lines(plan, sizes(plan, N, width=4))["optimizer state"] == Line("optimizer state", host=N * 12)
     # Where the device is the host, offloading to it makes no second copy.
     assert lines(plan, sizes(plan, N, width=4), shared=True)["optimizer state"] == Line("optimizer state", host=N * 8)
-    # What max_in_cpu keeps in host memory is the master of an update there.
+    # Beside a device both are copies in host memory; what max_in_cpu keeps where that is the device is its own master.
     plan = plan_of({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {**DRIVE, "max_in_cpu": N}})
-    assert lines(plan, sizes(plan, N, N, width=4))["optimizer state"].host == N * 8 + N * 12
+    assert lines(plan, sizes(plan, N, N, width=4))["optimizer state"].host == 2 * N * 12
+    assert lines(plan, sizes(plan, N, N, width=4), shared=True)["optimizer state"].host == N * 8 + N * 12
+
+
+@pytest.mark.parametrize("numel", [1, 1024, 1025])
+def test_states_in_host_memory_take_whole_pages(numel: int) -> None:
+    """Each is a piece of the arena of its own; slots are the optimizer's."""
+    plan = plan_of({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
+    found = memory_plan(sizes(plan, numel), (1,), plan.offload, Widths(), prefetch=0, shared=False)
+    pages = [-(-width * numel // 4096) * 4096 for width in (2, 4, 4)]
+    host = {line.what: line.host for line in found.lines}
+    assert found.pages == sum(pages)
+    assert [host["parameters"], host["gradients"], host["optimizer state"]] == [*pages[:2], pages[2] + 8 * numel]
 
 
 def test_sharded_over_four_ranks() -> None:
     """Everything at rest is a quarter, rounded up; the two largest units are whole at times, three gradients travel."""
     plan = plan_of({"stage": 3}, 4)
     found = lines(plan, sizes(plan, N + 1, N), (4,))
-    assert found["parameters"].device == (251 + 250) * 2
-    assert found["gradients"].device == (251 + 250) * 4
-    assert found["optimizer state"].device == (251 + 250) * 12
+    assert found["parameters"].device == (2 * N // 4 + 1) * 2
+    assert found["gradients"].device == (2 * N // 4 + 1) * 4
+    assert found["optimizer state"].device == (2 * N // 4 + 1) * 12
     assert found["units gathered at once"].device == (N + 1) * 2
     assert found["gradients on their way"].device == 3 * (N + 1) * 2
 
@@ -177,9 +189,9 @@ def test_gradients_move_only_where_the_state_is_on_the_drive() -> None:
 
 
 def test_max_in_cpu_fills_up_with_the_first_shards() -> None:
-    plan = plan_of({"stage": 3, "offload_param": {**DRIVE, "max_in_cpu": 1200}})
-    found = lines(plan, sizes(plan, N, N, 200, 1))
-    assert found["parameters"] == Line("parameters", host=1200 * 2, drive=1001 * 2)
+    plan = plan_of({"stage": 3, "offload_param": {**DRIVE, "max_in_cpu": N + 2048}})
+    found = lines(plan, sizes(plan, N, N, 2048, 1))
+    assert found["parameters"] == Line("parameters", host=(N + 2048) * 2, drive=(N + 1) * 2)
 
 
 def test_wider_accumulation_wire_and_slots() -> None:

@@ -21,13 +21,16 @@ from torch.nn import functional
 import deepspeed
 from deepspeed.simulate import run as run_module
 from deepspeed.simulate.costs import load_machine
-from deepspeed.simulate.device import NAME
+from deepspeed.simulate.device import MODULE, NAME
 from deepspeed.simulate.events import Event, HostWait, Launch, Phase
 from deepspeed.simulate.install import recording, replaced
 from deepspeed.simulate.models import Shape, Subject, decoder_subject
+from deepspeed.simulate.natives import _Pages
 from deepspeed.simulate.record import Recorder
 from deepspeed.simulate.run import simulate
+from deepspeed.tier import store
 from deepspeed.tier.aio import AioEngine, DirectFile
+from deepspeed.tier.arena import Arena
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.transfer import Several
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_fp32_param
@@ -82,6 +85,13 @@ CASES: dict[str, dict[str, Any]] = {
     "stage2-optimizer-on-host": _config(2, offload_optimizer=_CPU),
     "parameters-on-host": _config(3, offload_param=_CPU),
     "both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU),
+    "both-on-host-fp32": _config(3, dtype="fp32", offload_optimizer=_CPU, offload_param=_CPU),
+    "both-on-host-accumulated": _config(3, accumulation=2, offload_optimizer=_CPU, offload_param=_CPU),
+    "both-on-host-unclipped": _config(3, clip=0.0, offload_optimizer=_CPU, offload_param=_CPU),
+    "held-both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU),
+    "recomputed-both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU),
+    "no-overlap-both-on-host": _config(3, overlap_comm=False, offload_optimizer=_CPU, offload_param=_CPU),
+    "stage1-optimizer-on-host-unpinned": _config(1, offload_optimizer={"device": "cpu", "pin_memory": False}),
     "half-on-host": _config(3, offload_optimizer={**_CPU, "ratio": 0.5}),
     "optimizer-on-drive": _config(3, offload_optimizer=_DRIVE),
     "both-on-drive": _config(3, offload_optimizer=_DRIVE, offload_param=_DRIVE_ALL),
@@ -260,9 +270,9 @@ LOOPS: dict[str, tuple[Callable[[Any, int], None], int]] = {
 
 
 def _subject(name: str) -> Subject:
-    if name in ("stage3", "recomputed"):  # attention too
+    if name in ("stage3", "recomputed", "recomputed-both-on-host"):  # attention too
         shape = Shape(_WIDTH, 2, 4, 1024, _VOCABULARY, 512, 4)
-        return decoder_subject(name, shape, samples=1, sequence=64, recompute=name == "recomputed")
+        return decoder_subject(name, shape, samples=1, sequence=64, recompute=name.startswith("recomputed"))
     before, _ = LOOPS.get(name.partition("-")[0], (lambda model, step: None, 2))
 
     def batch(model: nn.Module, step: int) -> torch.Tensor:
@@ -276,7 +286,7 @@ def use_a_drive(recorder: Recorder) -> None:
     """Every verb of a drive, with nothing around it that waits too."""
     numel = 5 << 18
     with tempfile.TemporaryDirectory() as folder:
-        drive = Drive(folder, label="nvme_path", staging=3, piece_bytes=1 << 20, pin=True)
+        drive = Drive(folder, label="nvme_path", staging=3, piece_bytes=1 << 20, pin=True, arena=Arena(pins=True))
         stored = Stored(drive, numel, torch.float32)
         values, out = torch.empty(numel, device="cpu"), torch.empty(numel, device="cpu", pin_memory=True)
         stored.put(values, lent=True).wait()
@@ -311,19 +321,65 @@ def use_a_drive(recorder: Recorder) -> None:
             ends[second].close()
 
 
+def use_an_arena(_: Recorder) -> None:
+    """Memory that copies under way read and write is given back, is another's, and goes back to the system."""
+    arena, nbytes, side = Arena(pins=True), 1 << 20, MODULE.Stream()
+    device = torch.empty(nbytes, dtype=torch.uint8, device=NAME)
+    for _ in range(2):
+        with MODULE.stream(side):
+            device.copy_(arena.empty(nbytes, pin=True), non_blocking=True)  # nobody else has the source
+        arena.empty(nbytes, pin=True).zero_()
+        with MODULE.stream(side):
+            arena.empty(nbytes // 2, pin=True).copy_(device[: nbytes // 2], non_blocking=True)
+    arena.close()
+
+
+ALONE = {"drive": use_a_drive, "arena": use_an_arena}
+
+
 def order_of(name: str) -> list[str]:
-    """What is unordered in that case, or with a drive alone."""
-    if name != "drive":
+    """What is unordered in that case, or with a part of the package alone."""
+    if name not in ALONE:
         return list(run(name)["unordered"])
     with recording(load_machine("h100"), world=1) as recorder:
-        use_a_drive(recorder)
+        ALONE[name](recorder)
     return [str(problem) for problem in recorder.order.problems]
 
 
+def _round_without_waiting(out: torch.Tensor, values: torch.Tensor) -> None:
+    out.copy_(values, non_blocking=True)
+
+
+def _take_back_at_once(_: Arena, slabs: list[Any]) -> None:
+    for slab in slabs:
+        slab.take_back()
+
+
+def _end_at_once(pages: Any) -> None:
+    pages._recorder.stores.unmap(pages.buffer)
+
+
+# Faults that no missing call makes, each with a case: (owner, name, what is there instead).
+PLANTED: dict[str, tuple[str, Any, str, Any]] = {
+    "gradients are read before they have come down": ("both-on-host", store, "round_into", _round_without_waiting),
+    "memory of a copy under way is another's": ("arena", Arena, "_reclaim", _take_back_at_once),
+    "pages end while a copy reads them": ("arena", _Pages, "__del__", _end_at_once),
+}  # fmt: skip
+
+
+def planted() -> dict[str, list[str]]:
+    """What is said of each."""
+    said = {}
+    for fault, (case, owner, name, instead) in PLANTED.items():
+        with replaced(owner, name, instead):
+            said[fault] = order_of(case)
+    return said
+
+
 def run(name: str) -> dict[str, Any]:
-    """Two steps of one configuration, as facts."""
+    """Two steps of one configuration, as facts; with drives three, as two make room for an optimizer's slots."""
     begin, published = time.process_time(), list[int]()
-    _, steps = LOOPS.get(name.partition("-")[0], (None, 2))
+    _, steps = LOOPS.get(name.partition("-")[0], (None, 3 if name.endswith("drive") else 2))
 
     def hear(event: Event) -> None:
         publishes = isinstance(event, Launch) and any(function == "publish_rest" for *_, function in event.site)
@@ -340,6 +396,8 @@ def run(name: str) -> dict[str, Any]:
         "host": outcome.host,
         "published": sum(published) / steps,
         "left": outcome.left,
+        "pages": outcome.plan.pages,
+        "staging": next((line.host for line in outcome.plan.lines if line.what == "staging buffers"), 0),
         "waits": sorted({f"{what}: {_LINE.sub(' ', where.partition(' <- ')[0])}" for what, where in outcome.waits}),
         "times": sum(outcome.waits.values()),
         "unordered": [str(problem) for problem in outcome.unordered],
@@ -437,6 +495,8 @@ def main() -> int:
         facts[name] = run(name)
     facts["reads"] = dict(reads())
     facts["timed"] = timed()
+    facts["alone"] = {name: order_of(name) for name in ALONE}
+    facts["planted"] = planted()
     with open(options.out, "w") as file:
         json.dump(facts, file, indent=1)
     if options.events:

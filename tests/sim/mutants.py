@@ -27,7 +27,7 @@ from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "comm.collectives", "zero.runtime", "zero.unit", "zero.gradients", "zero.optim_view", "zero.step",
-    "zero.client.safe_state", "tier.drive", "tier.staging", "tier.store", "tier.transfer", "tier.aio", "engine",
+    "zero.client.safe_state", "tier.arena", "tier.drive", "tier.staging", "tier.store", "tier.transfer", "tier.aio", "engine",
 )  # fmt: skip
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {
@@ -222,7 +222,7 @@ class Bench:
 
 def main() -> int:
     """With ``--json FILE`` the results go there too: id -> [case, how, cases that reach it]."""
-    from tests.sim.matrix import CASES
+    from tests.sim.matrix import ALONE, CASES
 
     words = sys.argv[1:]
     out = words.pop(words.index("--json") + 1) if "--json" in words else ""
@@ -232,7 +232,7 @@ def main() -> int:
     chosen = [entry for entry in every if not wanted or entry[2] in wanted]
     quick = "--quick" in words
     hints = {call: SEEN.get(call, "") for _, _, call in chosen}
-    bench = Bench(sorted({*hints.values()} - {""}) if quick else ["drive", *CASES])
+    bench = Bench(sorted({*hints.values()} - {""}) if quick else [*ALONE, *CASES])
     results = {}
     for module, number, call in chosen:
         case, how = bench.seen(module, number, call, first=hints[call])

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from deepspeed.simulate.events import Event
 from deepspeed.simulate.order import OrderCheck
 from deepspeed.simulate.stores import CATEGORIES
-from tests.sim.matrix import CASES, PRINTED, TIMED_STEPS, WORLD
+from tests.sim.matrix import CASES, PLANTED, PRINTED, TIMED_STEPS, WORLD
 from tests.sim.oracle import Conflicts, waits_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,9 +76,7 @@ ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "s
 
 @pytest.mark.parametrize("name", ALONE)
 def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str, dict[str, Any]], name: str) -> None:
-    allowed = WAITS.get(name.rpartition("-")[2], {NORM})
-    if name.startswith(("optimizer-on-host", "stage2-optimizer")):
-        allowed = WAITS["host"]
+    allowed = next((waits for where, waits in WAITS.items() if f"-on-{where}" in name), {NORM})
     assert set(facts[name]["waits"]) <= allowed
 
 
@@ -144,6 +142,36 @@ def test_local_sums_of_a_window_take_what_the_plan_says(facts: dict[str, dict[st
     case = facts["stage1-accumulated"]
     passing = case["at_peak"]["gradients"] + case["at_peak"]["reduction"]
     assert passing / case["parameters"] == pytest.approx(4.0 + 2.0, rel=2e-3)
+
+
+ARENA = [name for name in CASES if "-on-" in name and "unpinned" not in name]
+
+
+@pytest.mark.parametrize("name", ARENA)
+def test_the_plan_is_what_is_page_locked(facts: dict[str, dict[str, Any]], name: str) -> None:
+    """To the byte where only states are; buffers between memory and a drive are no more than planned."""
+    pages, staging = facts[name]["pages"], facts[name]["staging"]
+    assert pages <= facts[name]["host"].get("registered", 0) <= pages + staging and pages + staging
+
+
+def test_nothing_is_page_locked_where_that_is_not_wanted(facts: dict[str, dict[str, Any]]) -> None:
+    case = facts["stage1-optimizer-on-host-unpinned"]
+    assert "registered" not in case["host"] and case["host"]["pageable"] >= case["pages"] > 0
+
+
+def test_no_torch_tensor_is_pinned(facts: dict[str, dict[str, Any]]) -> None:
+    """Its allocator would round it up to a power of two, and keep it."""
+    assert not [name for name in CASES if "pinned" in facts[name]["host"]]
+
+
+@pytest.mark.parametrize("part", ["drive", "arena"])
+def test_parts_alone_are_in_order(facts: dict[str, Any], part: str) -> None:
+    assert facts["alone"][part] == []
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_seen(facts: dict[str, Any], fault: str) -> None:
+    assert facts["planted"][fault]
 
 
 def test_a_window_that_follows_from_the_batch_is_simulated_whole(facts: dict[str, dict[str, Any]]) -> None:

@@ -17,7 +17,8 @@ from deepspeed.checkpoint.format.checksum import copy_with_crc32c, crc32c
 from deepspeed.checkpoint.format.manifest import ALIGN_BYTES, PIECE_BYTES, Box
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import AioEngine, DirectFile
-from deepspeed.tier.staging import ALIGN, Staging, aligned_empty
+from deepspeed.tier.arena import ALIGN, aligned_empty
+from deepspeed.tier.staging import Staging
 from deepspeed.tier.transfer import Transfer
 
 _BUFFERS = 4

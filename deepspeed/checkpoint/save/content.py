@@ -18,8 +18,8 @@ from deepspeed.checkpoint.format.plain import Collected, encode
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.collect import Elements, States, TensorPart
 from deepspeed.device import get_accelerator
+from deepspeed.tier.arena import ALIGN, aligned_empty
 from deepspeed.tier.drive import Held
-from deepspeed.tier.staging import ALIGN, aligned_empty
 from deepspeed.version import __version__
 from deepspeed.zero.client.gathered import persistent_buffers
 

@@ -31,7 +31,7 @@ from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
-from deepspeed.tier.staging import aligned_empty
+from deepspeed.tier.arena import aligned_empty
 
 _LIST = "rank_{:05d}.list"
 _DATA = "rank_{:05d}.bin"

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from deepspeed.comm import collectives
 from deepspeed.config import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
-from deepspeed.zero.memory.tiers import host_empty
+from deepspeed.tier.arena import Arena
 from deepspeed.zero.param import local_of, point
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
@@ -263,9 +263,15 @@ def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterat
 
 
 def leave_device(
-    back: ExitStack, units: list[Unit], optimizer: torch.optim.Optimizer | None, include: Any, *, pin: bool
+    back: ExitStack,
+    units: list[Unit],
+    optimizer: torch.optim.Optimizer | None,
+    include: Any,
+    *,
+    arena: Arena,
+    pin: bool,
 ) -> None:
-    """Move the named states (None: all) as they are to host memory; ``back.close()`` is the way home, bit for bit.
+    """Move the named states (None: all) to host memory of ``arena``; ``back.close()`` is the way home, bit for bit.
 
     Parameters that are whole on every rank stay. Raises UsageError while the model is in use.
     """
@@ -275,7 +281,7 @@ def leave_device(
     wanted = {State(s) for s in ([include] if isinstance(include, str) else State if include is None else include)}
 
     def home(tensor: torch.Tensor) -> torch.Tensor:
-        return host_empty(tuple(tensor.shape), tensor.dtype, pin=pin).copy_(tensor)
+        return arena.empty(tensor.shape, dtype=tensor.dtype, pin=pin).copy_(tensor)
 
     for unit in units:
         master = State.hp_params in wanted

@@ -120,7 +120,7 @@ class Init:
             room = (present.host - present.host_used) // 2 // self.dtype.itemsize
             if present.host:
                 offload = replace(offload, host_param_numel=min(offload.host_param_numel, room))
-        self._tiers = Tiers(offload, self.device)
+        self._tiers = Tiers(offload, self.device, keep=False)
         if self.device.type == "cpu":
             hostmem.return_large_blocks()
         self._heap = hostmem.HeapTrimmer()

@@ -12,8 +12,10 @@ from math import prod
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.observe.hostmem import Pool
+from deepspeed.zero.layout import round_up
 from deepspeed.zero.plan import InFlight, OffloadPlan, Spread, StatePlan, Tier, UnitPlan, ZeroPlan
 
+_PAGE = 4096  # what a state in host memory beside a device is rounded up to, as ``tier.arena`` does
 _SPARE = 8  # of the memory there is, one part in so many is left to activations, inputs and the interpreter
 
 
@@ -51,10 +53,13 @@ class Line:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The table. On machines without an accelerator ``shared`` says that device and host are the same memory."""
+    """The table. On machines without an accelerator ``shared`` says that device and host are the same memory.
+    ``pages``: of the host's bytes those of states in the arena (``tier.arena``), all but an optimizer's slots.
+    """
 
     lines: tuple[Line, ...]
     shared: bool
+    pages: int = 0
 
     @property
     def device(self) -> int:
@@ -86,19 +91,30 @@ def memory_plan(
 ) -> MemoryPlan:
     """The plan of one rank. ``ways``: ranks on each mesh axis; ``prefetch``: elements that may be gathered ahead."""
     table: Counter[tuple[str, Tier]] = Counter()
-    host_left = offload.host_param_numel
+    host_left, pages = offload.host_param_numel, 0
+
+    def add(what: str, tier: Tier, nbytes: int) -> None:
+        nonlocal pages
+        if tier is Tier.HOST and not shared:
+            nbytes = round_up(nbytes, _PAGE)
+            pages += nbytes
+        table[what, tier] += nbytes
+
     for unit in units:
         numel, tier = _share(unit.numel, unit.row.param, ways), unit.row.param.tier
         if tier is Tier.NVME and numel <= host_left:
             tier, host_left = Tier.HOST, host_left - numel
-        table["parameters", tier] += numel * unit.width
+        add("parameters", tier, numel * unit.width)
         grad, optim = unit.row.grad, unit.row.optim
         if grad is not None and optim is not None:
-            table["gradients", grad.tier] += _share(unit.numel, grad, ways) * widths.accumulate
-            # An fp32 parameter that rests in the same memory is its own master.
-            same = unit.width >= 4 and Tier.NVME not in (tier, optim.tier) and (tier is optim.tier or shared)
-            each = widths.slots + (0 if same else 4)
-            table["optimizer state", optim.tier] += _share(unit.numel, optim, ways) * each
+            add("gradients", grad.tier, _share(unit.numel, grad, ways) * widths.accumulate)
+            # An fp32 parameter that rests on the device is its own master.
+            same = unit.width >= 4 and (
+                Tier.NVME not in (tier, optim.tier) if shared else tier is optim.tier is Tier.DEVICE
+            )
+            numel = _share(unit.numel, optim, ways)
+            add("optimizer state", optim.tier, 0 if same else 4 * numel)
+            table["optimizer state", optim.tier] += widths.slots * numel
         if offload.save_copies and (optim or unit.row.param).tier is not Tier.NVME:  # each byte is one rank's to write
             each = 4 + widths.slots if optim is not None else unit.width
             table["copies for asynchronous saves", Tier.HOST] += -(-unit.numel // prod(ways)) * each
@@ -119,7 +135,7 @@ def memory_plan(
     table["gradients on their way", Tier.DEVICE] = travelling
     table["staging buffers", Tier.HOST] = _staging(units, ways, offload, widths)
     names = dict.fromkeys(what for (what, _), nbytes in table.items() if nbytes)
-    return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared)
+    return MemoryPlan(tuple(Line(what, *(table[what, tier] for tier in Tier)) for what in names), shared, pages)
 
 
 def _share(numel: int, state: StatePlan, ways: Sequence[int]) -> int:

@@ -5,31 +5,23 @@ import contextlib
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.observe.log import warning_once
+from deepspeed.tier.arena import ALIGN, Arena
 from deepspeed.tier.drive import Drive, Stored
-from deepspeed.tier.staging import ALIGN, Staging
+from deepspeed.tier.staging import Staging
 from deepspeed.tier.store import Memory, TierStore
 from deepspeed.zero.memory.fit import MemoryPlan
 from deepspeed.zero.plan import InFlight, OffloadPlan, StateKind, Tier, UnitPlan
 
 
-def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
-    """Uninitialised host memory, page-locked if asked for and possible: then transfers run beside the compute."""
-    try:
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
-    except RuntimeError as error:
-        if not pin:
-            raise
-        warning_once(f"page-locked memory for offload is refused ({error}): ordinary memory serves, which is slower")
-        return torch.empty(shape, dtype=dtype, device="cpu")
-
-
 class Tiers:
-    """Places for shards. Drives are opened when the first state comes to rest there."""
+    """Places for shards. Drives are opened when the first state comes to rest there. ``arena``: the host memory behind
+    all that rests there or passes through; it keeps what is given back for the next user if ``keep``.
+    """
 
-    def __init__(self, plan: OffloadPlan, device: torch.device) -> None:
+    def __init__(self, plan: OffloadPlan, device: torch.device, *, keep: bool = True) -> None:
         self.plan = plan
         self.device = device
+        self.arena = Arena(pins=device.type != "cpu", keep=keep)
         self._drives: dict[str, Drive] = {}
         self._grad_staging: Staging | None = None
         self._host_param_left = plan.host_param_numel
@@ -38,8 +30,9 @@ class Tiers:
         """A place for a state on ``tier``; None: the device. ``max_in_cpu`` parameters stay in host memory."""
         if tier is Tier.NVME:
             if kind is StateKind.GRAD:
-                pin = self._pins(pin=self.plan.pin_optim)
-                self._grad_staging = self._grad_staging or Staging(InFlight.GRADIENT_BUFFERS, pin=pin)
+                if self._grad_staging is None:
+                    few = InFlight.GRADIENT_BUFFERS
+                    self._grad_staging = Staging(few, arena=self.arena, pin=self.plan.pin_optim)
                 return Stored(self.optim_drive(), numel, dtype, staging=self._grad_staging)
             if kind is StateKind.OPTIM:
                 return Stored(self.optim_drive(), numel, dtype)
@@ -50,7 +43,7 @@ class Tiers:
         if tier is Tier.DEVICE or self.device.type == "cpu":
             return None
         pin = self.plan.pin_param if kind is StateKind.PARAM else self.plan.pin_optim
-        return Memory(host_empty((numel,), dtype, pin=pin))
+        return Memory(self.arena.empty(numel, dtype=dtype, pin=pin))
 
     def open(self, rows: list[UnitPlan], memory: MemoryPlan, *, width: int) -> Exception | None:
         """Open the drives that ``rows`` need; what is wrong with them, or None. ``width``: bytes of a parameter."""
@@ -79,12 +72,10 @@ class Tiers:
         if what not in self._drives:
             plan, label = self.plan, f"zero_optimization.offload_{what}.nvme_path"
             engine = {"block_bytes": plan.block_bytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
-            pin = self._pins(pin=pin)
-            self._drives[what] = Drive(folder, label=label, staging=staging, piece_bytes=piece_bytes, pin=pin, **engine)
+            self._drives[what] = Drive(
+                folder, label=label, staging=staging, piece_bytes=piece_bytes, pin=pin, arena=self.arena, **engine
+            )
         return self._drives[what]
-
-    def _pins(self, *, pin: bool) -> bool:
-        return pin and self.device.type != "cpu"
 
     @property
     def drives(self) -> list[Drive]:
@@ -116,3 +107,4 @@ class Tiers:
             with contextlib.suppress(OSError):  # of a failed write, which its own waiters hear of
                 if staging is not None:
                     staging.clear()
+        self.arena.close()

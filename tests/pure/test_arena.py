@@ -1,0 +1,206 @@
+"""Host memory of an engine: exact sizes, page-locked or a warning, used again only when no copy uses it, given back."""
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from deepspeed.device import Accelerator
+from deepspeed.observe.hostmem import rss_bytes
+from deepspeed.observe.log import logger, warning_once
+from deepspeed.tier.arena import ALIGN, Arena, aligned_empty
+from deepspeed.tier.staging import Staging
+
+MIB = 1 << 20
+
+
+class Locks:
+    """In the place of a device: what is page-locked now, and how often the program has waited for it."""
+
+    def __init__(self) -> None:
+        self.now: dict[int, int] = {}
+        self.waits = 0
+        self.refuse = 0  # so many requests from now on
+
+    def lock(self, _: object, address: int, nbytes: int) -> str:
+        if self.refuse:
+            self.refuse -= 1
+            return "the limit is reached"
+        assert address % ALIGN == 0 == nbytes % ALIGN and not self.covers(address)
+        torch.frombuffer(_memory(address, nbytes), dtype=torch.uint8)[::ALIGN].sum()  # it is there
+        self.now[address] = nbytes
+        return ""
+
+    def unlock(self, _: object, address: int) -> None:
+        nbytes = self.now.pop(address)
+        bytes(_memory(address, nbytes)[::ALIGN])  # and still there
+
+    def wait(self, _: object) -> None:
+        self.waits += 1
+
+    def covers(self, address: int) -> bool:
+        return any(start <= address < start + nbytes for start, nbytes in self.now.items())
+
+
+def _memory(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Locks]:
+    made = Locks()
+    monkeypatch.setattr(Accelerator, "lock_memory", lambda *args: made.lock(*args))
+    monkeypatch.setattr(Accelerator, "unlock_memory", lambda *args: made.unlock(*args))
+    monkeypatch.setattr(Accelerator, "synchronize", lambda self: made.wait(self))
+    warning_once.cache_clear()
+    yield made
+    gc.collect()
+    warning_once.cache_clear()
+
+
+@pytest.mark.parametrize("nbytes", [1, ALIGN, ALIGN + 1, 3 * MIB, 5 * MIB + 1])
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_tensor_takes_its_pages_and_nothing_more(locks: Locks, nbytes: int, pin: bool) -> None:  # noqa: FBT001
+    arena = Arena(pins=True)
+    tensor = arena.empty(nbytes, pin=pin)
+    pages = -(-nbytes // ALIGN) * ALIGN
+    assert tensor.nbytes == tensor.untyped_storage().nbytes() == nbytes and tensor.data_ptr() % ALIGN == 0
+    assert arena.held_bytes == pages and sum(locks.now.values()) == (pages if pin else 0)
+    assert not tensor.any()
+
+
+def test_shapes_and_dtypes() -> None:
+    tensor = Arena().empty((3, 5), dtype=torch.float32, pin=True)
+    assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == ((3, 5), torch.float32, True)
+    assert tuple(Arena().empty((0, 5)).shape) == (0, 5)
+
+
+def test_without_an_accelerator_nothing_is_locked(locks: Locks) -> None:
+    Arena().empty(MIB, pin=True)
+    assert not locks.now
+
+
+def test_memory_is_used_again_after_a_wait_for_the_device(locks: Locks) -> None:
+    arena = Arena(pins=True)
+    first = arena.empty(MIB, pin=True)
+    address = first.data_ptr()
+    view = first[4:8]
+    del first
+    other = arena.empty(MIB, pin=True)
+    assert other.data_ptr() != address and locks.waits == 0  # a view has it
+    del view
+    again = arena.empty(MIB, pin=True)
+    assert again.data_ptr() == address and locks.waits == 1
+    assert arena.held_bytes == 2 * MIB
+
+
+def test_what_is_too_small_gives_its_place(locks: Locks) -> None:
+    arena = Arena(pins=True)
+    for size in range(1, 9):
+        arena.empty(size * MIB, pin=True)  # ends at once
+    assert arena.held_bytes == 8 * MIB == sum(locks.now.values())
+
+
+def test_parts_of_what_is_free_serve_smaller_ones_and_are_joined_again(locks: Locks) -> None:
+    arena = Arena(pins=True)
+    arena.empty(4 * MIB, pin=True)
+    parts = [arena.empty(MIB, pin=True) for _ in range(4)]
+    assert arena.held_bytes == 4 * MIB and len({p.data_ptr() for p in parts}) == 4
+    del parts[1], parts[1], parts[0], parts[0]
+    arena.empty(4 * MIB, pin=True)
+    assert arena.held_bytes == 4 * MIB
+
+
+def test_closing_gives_back_what_is_free_and_the_rest_with_its_last_user(locks: Locks) -> None:
+    arena = Arena(pins=True)
+    kept, dropped = arena.empty(MIB, pin=True), arena.empty(2 * MIB, pin=True)
+    del dropped
+    arena.close()
+    gc.collect()
+    assert list(locks.now.values()) == [MIB] and locks.waits  # a copy may have been under way
+    assert not kept.any()
+    del kept
+    assert not locks.now
+    arena.empty(MIB, pin=True)  # may still be asked, and keeps nothing
+    assert not locks.now and arena.held_bytes == 0
+
+
+def test_a_refusal_is_said_once_and_does_not_end_pinning(locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, **_: said.append(text))
+    locks.refuse = 2
+    staging = Staging(3, arena=Arena(pins=True), pin=True)
+    buffers = [staging.take(MIB) for _ in range(3)]
+    assert [locks.covers(b.data_ptr()) for b in buffers] == [False, False, True]
+    assert len(said) == 1 and "page-locked" in said[0] and "the limit is reached" in said[0]
+
+
+def test_a_device_that_cannot_register_memory_says_so() -> None:
+    assert "cannot register" in Accelerator("cpu").lock_memory(0, ALIGN)
+
+
+def test_an_error_of_the_driver_is_told_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime keeps its last error for the next launch, whoever makes it."""
+
+    class Runtime:
+        pending = False
+
+        def cudaHostRegister(self, *_: int) -> int:
+            Runtime.pending = True
+            return 2
+
+        def cudaGetErrorString(self, status: int) -> str:
+            return f"error {status}"
+
+    class Module:
+        cudart = Runtime
+
+    def launch(*_: object, device: str) -> None:
+        Runtime.pending = False
+        raise RuntimeError("error 2")
+
+    monkeypatch.setattr(Accelerator, "_module", Module)
+    monkeypatch.setattr(torch, "zeros", launch)
+    assert "error 2" in Accelerator("cuda").lock_memory(0, ALIGN) and not Runtime.pending
+
+
+def test_a_forked_child_does_not_unlock_what_its_parent_has(locks: Locks) -> None:
+    tensor = Arena(pins=True, keep=False).empty(MIB, pin=True)
+    if (child := os.fork()) == 0:
+        del tensor
+        os._exit(0 if locks.now else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert locks.now
+
+
+def test_memory_goes_back_to_the_system() -> None:
+    before = rss_bytes()
+    arena = Arena()
+    arena.empty(64 * MIB).fill_(1)
+    assert rss_bytes() - before > 60 * MIB
+    arena.close()
+    assert rss_bytes() - before < 8 * MIB
+    aligned_empty(64 * MIB).fill_(1)
+    assert rss_bytes() - before < 8 * MIB
+
+
+@given(actions=st.lists(st.tuples(st.booleans(), st.integers(1, 9 * ALIGN)), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_any_sequence_hands_nothing_out_twice(
+    actions: list[tuple[bool, int]],
+) -> None:
+    arena, out = Arena(), list[torch.Tensor]()
+    for number, (takes, nbytes) in enumerate(actions):
+        if takes or not out:
+            tensor = arena.empty(nbytes)
+            out.append(tensor.fill_(number % 251))
+            tensor.number = number % 251  # type: ignore[attr-defined]
+        else:
+            out.pop(nbytes % len(out))
+        assert all(bool((t == t.number).all()) for t in out)  # type: ignore[attr-defined]
+        used = sum(-(-t.nbytes // ALIGN) * ALIGN for t in out)
+        assert arena.held_bytes >= used
