@@ -389,6 +389,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             raise ValueError(f"offload_states(device={place!r}): states can leave the device for 'cpu' only")
         self.runtime.gradients.withdraw()
         self.runtime.gradients.land_all()
+        self.runtime.before_update()  # what leaves the device may still be copied for a save
         units, arena = self.runtime.units, self._parts.tiers.arena
         leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
         self._lent = True
@@ -483,7 +484,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             for group in self.basic_optimizer.param_groups:
                 group["params"] = []
         self.runtime.window_ends = lambda: True
-        self.runtime.on_backward = lambda: None
+        self.runtime.on_backward = self.runtime.before_update = lambda: None
         destroy_mesh(self.mesh, keep_axes=any(unit.params for unit in self.runtime.units))
         if failed is not None:
             raise failed

@@ -42,7 +42,8 @@ class EngineCheckpoint:
         def __getattr__(self, name: str) -> Any: ...
 
     def _start_checkpoints(self) -> None:
-        self._saver = Saver(self.mesh)
+        self._saver = Saver(self.mesh, self._parts.tiers.arena)
+        self.runtime.before_update = self._saver.before_update
         self._torn = ""
         self._group_names: list[list[str]] = []
 

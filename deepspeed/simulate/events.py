@@ -1,13 +1,14 @@
 """What a run did, as a sequence of events in the order of the host's program. Pure: no torch, no device.
 
 A recorder emits them; order, memory and time are found by consumers that read the sequence once. A stream is a number:
-``COMPUTE``, those that the program makes, those of communicators and drives, and ``HOST``, the program itself.
+``COMPUTE``, those that the program makes, those of communicators and drives, ``HOST``, the program itself, and
+``BEHIND``, the thread of its save.
 """
 
 from typing import NamedTuple
 
 HOST, COMPUTE = -1, 0
-DRIVE_READS, DRIVE_WRITES = -2, -3
+DRIVE_READS, DRIVE_WRITES, BEHIND = -2, -3, -4
 
 # Where a buffer lies: memory of the device; host memory that the driver's caching allocator pinned; that the program
 # itself registered; ordinary host memory; a drive.

@@ -9,17 +9,20 @@ import ctypes
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from deepspeed.checkpoint.save import collect, content, writer
+from deepspeed.checkpoint.save.collect import TensorPart
 from deepspeed.native.spec import CPU_ADAGRAD, CPU_ADAM, CPU_LION, FUSED_ADAM, FUSED_LAMB, FUSED_LION, OpSpec
 from deepspeed.optim import cuda, host, rules
 from deepspeed.simulate.device import MODULE, NAME
 from deepspeed.simulate.events import (
+    BEHIND,
     DRIVE_READS,
     DRIVE_WRITES,
     HOST,
@@ -178,6 +181,63 @@ class _Transfers:
         """Nothing is held."""
 
 
+class _Thread:
+    """In the place of the thread of a save: a stream of its own, whose work is done as late, or as early, as it can."""
+
+    def __init__(self, recorder: Recorder, *, target: Callable[[], None], **_: Any) -> None:
+        self._recorder, self._target = recorder, target
+        self._end: int | None = None
+
+    def start(self) -> None:
+        if self._recorder.early:
+            self._work()
+
+    def _work(self) -> None:
+        with self._recorder.behind():
+            self._target()
+        self._end = self._recorder.record(BEHIND)
+
+    def is_alive(self) -> bool:
+        if self._end is not None:
+            self.join()
+        return self._end is None
+
+    def join(self, _seconds: float | None = None) -> None:
+        if self._end is None:
+            self._work()
+        self._recorder.host_wait("end of a save", event=self._end)
+
+
+class _File:
+    """In the place of ``writer.RankFile``: parts are read, nothing is written."""
+
+    tells = False
+
+    def __init__(self, recorder: Recorder, *_: Any, **__: Any) -> None:
+        self._recorder = recorder
+
+    def write(self, parts: Iterable[TensorPart], _stop: Any, _report: Any) -> None:
+        recorder = self._recorder
+        for part in parts:
+            values = part.values
+            if recorder.stores.known(values):
+                touch, site = recorder.stores.touch(values), recorder.stores.site()
+                work = Work("write", nbytes=values.nbytes)
+                recorder.emit(Launch(recorder.host, "write of a save", (touch,), (), work, site, recorder.phase))
+
+    def limit(self, _rate_bytes: int) -> None:
+        """There is no rate."""
+
+    def close(self) -> None:
+        """There is no file."""
+
+    def __enter__(self) -> "_File":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to remove."""
+
+
 @contextlib.contextmanager
 def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Iterator[None]:
     """Inside, native kernels and drives are simulated; ``replace(owner, name, value)`` puts one thing in place."""
@@ -196,6 +256,12 @@ def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Ite
             (cuda, "on_cuda", lambda tensor: tensor.device.type == NAME),
             (cuda, "usable", lambda op, tensors: all(t.device.type == NAME and t.is_contiguous() for t in tensors)),
             (rules, "can_fuse", lambda tensors: bool(tensors) and all(t.is_floating_point() for t in tensors)),
+            (content, "crc32c", lambda *_: 0),
+            (content, "capture_rng", dict),
+            (collect, "pack_scalar", lambda _: 0),
+            (writer, "Thread", functools.partial(_Thread, recorder)),
+            (writer, "RankFile", functools.partial(_File, recorder)),
+            (writer.Saver, "_finish", lambda *_: None),
             (arena, "Pages", functools.partial(_Pages, recorder)),
             (aio, "try_load", lambda op: None),
             (aio, "_PythonThreads", lambda **_: _Transfers(recorder)),

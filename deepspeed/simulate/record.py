@@ -4,6 +4,7 @@ Torch's fake tensors carry shapes through; this dispatch mode stands before them
 arguments, and turns it into launches on the stream that is current. Private names of torch: see ``install.py``.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from deepspeed.device import DTYPES
 from deepspeed.simulate.device import MODULE, NAME
 from deepspeed.simulate.events import (
+    BEHIND,
     DEVICE,
     HOST,
     Event,
@@ -142,9 +144,11 @@ class Recorder(TorchDispatchMode):
         self.fake, self.timeline = fake, timeline
         self.order, self.usage = OrderCheck(), Memory(timeline.machine["device_bytes"])
         self.phase = "build"
+        self.host = HOST  # who does what is done on the host
+        self.early = False  # threads do their work when they start, not when they are waited for
         self.stores = Stores(self.emit, lambda: self.phase)
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]
-        self.streams: dict[int, str] = {HOST: "program", 0: "compute"}
+        self.streams: dict[int, str] = {HOST: "program", BEHIND: "save", 0: "compute"}
         self._listing = False  # the elements of one list come in one copy, which has been waited for
         self._events = itertools.count(1)
         self._communicators: dict[str, int] = {}
@@ -170,7 +174,19 @@ class Recorder(TorchDispatchMode):
         self.emit(Wait(stream, event, self.stores.site(_SITE_DEPTH)))
 
     def host_wait(self, what: str, *, stream: int | None = None, event: int | None = None) -> None:
-        self.emit(HostWait(what, stream, event, self.stores.site(_SITE_DEPTH)))
+        if self.host == HOST:
+            self.emit(HostWait(what, stream, event, self.stores.site(_SITE_DEPTH)))
+        elif event is not None:
+            self.wait(self.host, event)
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        """Inside it is not the program that goes on, but the thread of a save."""
+        self.host = BEHIND
+        try:
+            yield
+        finally:
+            self.host = HOST
 
     def done(self, event: int) -> bool:
         happened = self.timeline.done(event)
@@ -305,7 +321,7 @@ class Recorder(TorchDispatchMode):
             return
         if NAME not in devices:
             nbytes = sum(t.stop - t.start for t in (*reads[True], *writes))
-            self._launch(HOST, op.name, reads[True], writes, Work("host", nbytes=nbytes))
+            self._launch(self.host, op.name, reads[True], writes, Work("host", nbytes=nbytes))
             return
         if copies := _copies(op, args, out):
             asked = bool(kwargs.get("non_blocking")) or (len(args) > 2 and bool(args[2]) and op.name != "_to_copy")
@@ -318,7 +334,7 @@ class Recorder(TorchDispatchMode):
     def _by_host(self, *, reads: Sequence[Touch] = (), writes: Sequence[Touch] = ()) -> None:
         """The program, or the driver for it, touches host memory before it goes on."""
         if reads or writes:
-            self._launch(HOST, "the copying program", reads, writes, Work("host"))
+            self._launch(self.host, "the copying program", reads, writes, Work("host"))
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, *, asked: bool) -> None:
         """Between host and device. The program goes on at once only if it ``asked`` to and the host's side is
@@ -337,7 +353,7 @@ class Recorder(TorchDispatchMode):
         self._launch(stream, name, touches[0] if direct or down else (), touches[1] if direct or not down else (), work)
         if not asked:
             self.host_wait("blocking copy", stream=stream)
-        elif not direct:
+        elif not direct and self.host == HOST:
             # to the device it goes on when the driver has taken all: what was launched before need not be done
             what = "copy with memory that is not page-locked"
             self.emit(HostWait(what, stream, None, self.stores.site(_SITE_DEPTH), orders=down))

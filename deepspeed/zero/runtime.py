@@ -57,6 +57,7 @@ class Runtime:
         self.window_ends: Callable[[], bool] = lambda: True
         # Called once when a backward begins; the engine checks loss scaling and sets factors there.
         self.on_backward: Callable[[], None] = lambda: None
+        self.before_update: Callable[[], None] = lambda: None  # masters, slots or PARAM at rest will be written
         self._numels = [u.layout.numel if u.movable else 0 for u in units]
         movable = sorted(n for n in self._numels if n)
         # Two typical units ahead hide a gather; more would only hold memory. The next comes early whatever its size.
@@ -102,6 +103,8 @@ class Runtime:
     def attached(self, view: OptimView, *, write: bool = False, publish: bool = False) -> Iterator[dict[str, Any]]:
         """Inside, optimizer state of ``view`` that rests on a drive is in memory; what the optimizer keeps for it."""
         tiles, state = self.tiles, self.optimizer.state.get(view.param, {}) if self.optimizer is not None else {}
+        if write:
+            self.before_update()
         with tiles.attached(view, write=write, publish=publish) if tiles is not None else contextlib.nullcontext():
             yield state
 

@@ -110,6 +110,7 @@ def take_step(
         else:
             skip = (~torch.isfinite(sums[0])).float() if skip_nonfinite else None
             result = LateResult(sums, factor, skips=skip_nonfinite, report=_late_report(runtime))
+    runtime.before_update()
     ranges: dict[Unit, list[tuple[int, int]]] = {}
     for view in _update(runtime, views, units, factor, failure=failure, skip=skip):
         ranges.setdefault(view.unit, []).append((view.start, view.stop))

@@ -27,6 +27,8 @@ class Keeper(Protocol):
     def fetch_on_demand(self, unit: "Unit") -> bool: ...
     def need(self, units: "Iterable[Unit]") -> None: ...
     def meet(self) -> int: ...
+    @property
+    def before_update(self) -> Callable[[], None]: ...
 
 
 class Unit:
@@ -166,6 +168,8 @@ class Unit:
 
     def values(self, kind: StateKind, *, write: bool = False) -> contextlib.AbstractContextManager[torch.Tensor]:
         """This rank's range of a state at rest, wherever that is; what is written to it counts only with ``write``."""
+        if write and (keeper := self.keeper) is not None:
+            keeper.before_update()
         return self.rest[kind].open(write=write)
 
     @property

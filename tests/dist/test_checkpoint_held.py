@@ -22,6 +22,7 @@ from deepspeed.checkpoint.format.files import ChunkWriter
 from deepspeed.checkpoint.load.reader import find_and_open, read_manifest
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.save.content import Content
+from deepspeed.checkpoint.save.copies import Copies
 from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import TransferError
@@ -117,7 +118,7 @@ def checkpoints(folder: str, drive: str, optimizer: str, *, steps: int = 1) -> l
 
     with slow_reader(told) as gate:
         engine.save_checkpoint(folder, tag="behind", save_latest=False)
-        if engine._saver._slab.numel() > 24 << 10:  # random generators take about 18 KiB
+        if engine._saver._copies._slab.numel() > 24 << 10:  # random generators take about 18 KiB
             bad.append("states of the drive were copied into memory")
         for seed in after:
             train(engine, seed)
@@ -247,7 +248,7 @@ def test_a_state_that_cannot_be_read_fails_the_save_on_every_rank_and_training_g
 def refused_save(folder: str, drive: str) -> list[str]:
     engine, bad = engine_of(drive, **{"async": True}), []
     train(engine, 0)
-    broken = mock.patch.object(Saver, "_copies", side_effect=MemoryError("no memory"))
+    broken = mock.patch.object(Copies, "take", side_effect=MemoryError("no memory"))
     with broken if dist.get_rank() == 1 else contextlib.nullcontext():
         try:
             engine.save_checkpoint(folder, tag="a")
@@ -298,7 +299,7 @@ def test_training_goes_on_after_a_save_that_failed_half_way_through_a_drive(
 def interrupted(folder: str, drive: str) -> list[str]:
     engine, bad = engine_of(drive, **{"async": True}), []
     train(engine, 0)
-    with mock.patch.object(Saver, "_copies", side_effect=KeyboardInterrupt):
+    with mock.patch.object(Copies, "take", side_effect=KeyboardInterrupt):
         try:
             engine.save_checkpoint(folder, tag="a")
             bad.append("it was not interrupted")

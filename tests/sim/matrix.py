@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 import deepspeed
+from deepspeed.checkpoint.save.writer import Saver
+from deepspeed.errors import CheckpointError
 from deepspeed.simulate import run as run_module
 from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.device import MODULE, NAME
@@ -33,13 +35,21 @@ from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import Arena
 from deepspeed.tier.drive import Drive, Stored
 from deepspeed.tier.transfer import Several
-from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_set_local_fp32_param
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 from deepspeed.zero.plan import StateKind
 
 _CPU = {"device": "cpu", "pin_memory": True}
 _DRIVE = {"device": "nvme", "nvme_path": "/nowhere", "pin_memory": True}
 # else the first billion of parameters stays in host memory
 _DRIVE_ALL = {**_DRIVE, "max_in_cpu": 0}
+
+_BEHIND = {"checkpoint": {"async": True}}
 
 # the model is small: nearly all of it is to be cut, as all of a large one is
 _CUT = {"stage3_param_persistence_threshold": 2000}
@@ -114,6 +124,17 @@ CASES: dict[str, dict[str, Any]] = {
     # a read, or an update, fails half way, and the client goes on, or ends
     "failing-on-host": _config(3, offload_param=_CPU),
     "torn-on-drive": _config(3, offload_optimizer={**_DRIVE, "buffer_count": 4}),
+    # saves in the background, whose thread is late or early; the client writes at once
+    "saving": _config(3) | _BEHIND,
+    "saving-at-stage1": _config(1) | _BEHIND,
+    "saving-fp32-at-stage0": _config(0, dtype="fp32") | _BEHIND,
+    "saving-accumulated": _config(3, accumulation=2) | _BEHIND,
+    "saving-both-on-host": _config(3, offload_optimizer=_CPU, offload_param=_CPU) | _BEHIND,
+    "sooner": _config(3) | _BEHIND,
+    "writing": _config(3) | _BEHIND,
+    "slots": _config(3) | _BEHIND,
+    "lending": _config(3) | _BEHIND,
+    "writing-at-stage1": _config(1, dtype="fp32") | _BEHIND,
     "stage1-optimizer-on-drive": _config(1, offload_optimizer=_DRIVE),
 }
 _LINE = re.compile(r":[0-9]+ ")
@@ -218,6 +239,51 @@ def _read(model: Any, step: int) -> None:
     engine.step = read_and_step
 
 
+_folder = tempfile.TemporaryDirectory(prefix="ds_matrix_")
+
+
+def _save(model: Any, step: int) -> None:
+    """After the first step all is saved behind the second, whose update waits for the copies."""
+    if step == 1:
+        model.tokens.weight._ds_unit.keeper.client().save_checkpoint(_folder.name)
+
+
+def _save_early(model: Any, step: int) -> None:
+    """The thread of the save is ahead of the program, whose next step is not taken."""
+    if step == 1:
+        MODULE.sink.early = True  # type: ignore[attr-defined]
+        _save(model, step)
+        _leave(model, step)
+
+
+def _save_and_write(model: Any, step: int) -> None:
+    """The client goes on at once with what it can reach, and changes a master by the function that is there for it."""
+    if step == 1:
+        parameter = model.tokens.weight
+        _save(model, step)
+        with torch.no_grad():
+            for reachable in (p for p in model.parameters() if p._ds_unit.whole):
+                reachable.zero_()
+        safe_set_local_fp32_param(parameter, safe_get_local_fp32_param(parameter).clone())
+
+
+def _save_and_set(model: Any, step: int) -> None:
+    """It changes an optimizer's slot."""
+    if step == 1:
+        _save(model, step)
+        value = safe_get_local_optimizer_state(model.tokens.weight, "exp_avg")
+        safe_set_local_optimizer_state(model.tokens.weight, value, "exp_avg")
+
+
+def _save_and_lend(model: Any, step: int) -> None:
+    """It takes states away."""
+    if step == 1:
+        _save(model, step)
+        engine = model.tokens.weight._ds_unit.keeper.client()
+        engine.offload_states()
+        engine.reload_states()
+
+
 def _leave(model: Any, step: int) -> None:
     """The last step is not taken: the end of the engine comes while gradients are reduced."""
     if step == 1:
@@ -264,8 +330,9 @@ def _tear(model: Any, step: int) -> None:
 # What a loop of the user's does before a forward, by the first word of a case's name.
 LOOPS: dict[str, tuple[Callable[[Any, int], None], int]] = {
     "skipping": (_skip, 3), "held": (_hold, 3), "serving": (_serve, 2), "looking": (_look, 2),
-    "reading": (_read, 2), "setting": (_set, 2), "leaving": (_leave, 2),
-    "failing": (_fail, 2), "torn": (_tear, 2),
+    "reading": (_read, 2), "setting": (_set, 2), "leaving": (_leave, 2), "failing": (_fail, 2), "torn": (_tear, 2),
+    "saving": (_save, 2), "sooner": (_save_early, 2), "writing": (_save_and_write, 2), "slots": (_save_and_set, 2),
+    "lending": (_save_and_lend, 2),
 }  # fmt: skip
 
 
@@ -363,6 +430,7 @@ def _end_at_once(pages: Any) -> None:
 PLANTED: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are read before they have come down": ("both-on-host", store, "round_into", _round_without_waiting),
     "memory of a copy under way is another's": ("arena", Arena, "_reclaim", _take_back_at_once),
+    "states are written while a save copies them": ("saving", Saver, "before_update", lambda _: None),
     "pages end while a copy reads them": ("arena", _Pages, "__del__", _end_at_once),
 }  # fmt: skip
 
@@ -372,7 +440,10 @@ def planted() -> dict[str, list[str]]:
     said = {}
     for fault, (case, owner, name, instead) in PLANTED.items():
         with replaced(owner, name, instead):
-            said[fault] = order_of(case)
+            try:
+                said[fault] = order_of(case)
+            except CheckpointError as error:
+                said[fault] = [str(error)]
     return said
 
 
@@ -397,7 +468,7 @@ def run(name: str) -> dict[str, Any]:
         "published": sum(published) / steps,
         "left": outcome.left,
         "pages": outcome.plan.pages,
-        "staging": next((line.host for line in outcome.plan.lines if line.what == "staging buffers"), 0),
+        "planned": {line.what: line.host for line in outcome.plan.lines},
         "waits": sorted({f"{what}: {_LINE.sub(' ', where.partition(' <- ')[0])}" for what, where in outcome.waits}),
         "times": sum(outcome.waits.values()),
         "unordered": [str(problem) for problem in outcome.unordered],

@@ -27,12 +27,14 @@ from tests.sim.unseen import OUTSIDE, SEEN, UNSEEN
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "comm.collectives", "zero.runtime", "zero.unit", "zero.gradients", "zero.optim_view", "zero.step",
-    "zero.client.safe_state", "tier.arena", "tier.drive", "tier.staging", "tier.store", "tier.transfer", "tier.aio", "engine",
+    "zero.client.safe_state", "checkpoint.save.copies", "tier.arena", "tier.drive", "tier.staging", "tier.store",
+    "tier.transfer", "tier.aio", "engine",
 )  # fmt: skip
 # What they are called, and what stands for the answer where one is asked for.
 ORDERING: dict[str, object] = {
     "wait": True, "wait_event": None, "wait_stream": None, "record": None, "arrive": None, "settle": 0,
     "synchronize": None, "land_all": None, "_wait_for_writes": None, "_wait_for_readers": None,
+    "before_update": None,
 }  # fmt: skip
 _NOTE = "_note_of_mutants"
 _WIDTH = 40  # characters of a call's text that name it

@@ -71,7 +71,7 @@ def test_every_access_is_ordered(facts: dict[str, dict[str, Any]], name: str) ->
 
 
 # Where the client itself reads and moves states, it waits too.
-ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "setting"))]
+ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "setting", "slots", "lending"))]
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -144,14 +144,30 @@ def test_local_sums_of_a_window_take_what_the_plan_says(facts: dict[str, dict[st
     assert passing / case["parameters"] == pytest.approx(4.0 + 2.0, rel=2e-3)
 
 
-ARENA = [name for name in CASES if "-on-" in name and "unpinned" not in name]
+BESIDES = ("stage1-optimizer-on-host-unpinned", "saving", "sooner")
+ARENA = [name for name in CASES if "-on-" in name and not name.startswith(BESIDES)]
 
 
 @pytest.mark.parametrize("name", ARENA)
 def test_the_plan_is_what_is_page_locked(facts: dict[str, dict[str, Any]], name: str) -> None:
     """To the byte where only states are; buffers between memory and a drive are no more than planned."""
-    pages, staging = facts[name]["pages"], facts[name]["staging"]
+    pages, staging = facts[name]["pages"], facts[name]["planned"].get("staging buffers", 0)
     assert pages <= facts[name]["host"].get("registered", 0) <= pages + staging and pages + staging
+
+
+SAVES = [name for name in CASES if name.startswith("saving")]
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_in_the_background_keeps_planned_copies_and_makes_nobody_wait(
+    facts: dict[str, dict[str, Any]], name: str
+) -> None:
+    """Its step waits where every step does: see above. The copies are the states and a few numbers."""
+    copies = facts[name]["planned"]["copies for asynchronous saves"]
+    kept = facts[name]["host"]["registered"] - facts[name]["pages"]
+    if "accumulated" not in name:  # saved before the first update has made slots
+        assert copies <= kept <= copies + 4096
+    assert not [wait for wait in facts[name]["waits"] if "checkpoint" in wait]
 
 
 def test_nothing_is_page_locked_where_that_is_not_wanted(facts: dict[str, dict[str, Any]]) -> None:

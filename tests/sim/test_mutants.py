@@ -21,6 +21,8 @@ FEW = [
     *(call for call in SEEN if call.startswith("comm.collectives:")),
     "zero.runtime:publish: transfer.wait()",
     "zero.gradients:_continued: before.wait()",
+    "zero.step:take_step: runtime.before_update()",
+    "checkpoint.save.copies:arrive: self._event.synchronize()",
     "tier.arena:_reclaim: get_accelerator().synchronize()",
     "tier.drive:_load: piece.transfer.wait()",
 ]

@@ -2,7 +2,7 @@
 
 A call is named "module:function: text". The check of order sees accesses to memory that may happen in either order. It
 cannot see a wait that changes values only, one that some later wait covers, and what no simulated run reaches: messages
-between ranks in host memory, errors, and backgrounds of saves, which are threads. That a side stream is entered at all
+between ranks in host memory, errors, and drives that a save reads in its thread. That a side stream is entered at all
 (``with accelerator.stream`` in SideStream.run) is for speed: on the compute stream everything would be in order too.
 """
 
@@ -34,6 +34,13 @@ SEEN: dict[str, str] = {
     "zero.client.safe_state:_opened: runtime.gradients.settle()": "looking",
     "zero.client.safe_state:safe_set_local_fp32_param: unit.publish_part(master.segment.offset ...": "setting-on-drive",
     "tier.drive:put: round_into(inside, values[lo - start:hi ...": "drive",
+    "zero.runtime:attached: self.before_update()": "slots",
+    "zero.unit:values: keeper.before_update()": "writing",
+    "zero.step:take_step: runtime.before_update()": "saving",
+    "checkpoint.save.copies:take: self._stream.wait_stream(accelerator.cur...": "saving",
+    "checkpoint.save.copies:take: self._event.record(self._stream)": "saving",
+    "checkpoint.save.copies:before_update: get_accelerator().current_stream().wait_...": "saving",
+    "checkpoint.save.copies:arrive: self._event.synchronize()": "sooner",
     "tier.arena:_reclaim: get_accelerator().synchronize()": "arena",
     "tier.drive:read: self._drive.read(self._extent, start, ou...": "drive",
     "tier.drive:get: self._wait_for_writes(start, start + out...": "drive",
@@ -98,6 +105,12 @@ UNSEEN: dict[str, str] = {
     "tier.arena:__del__: get_accelerator().synchronize()": (
         "not reached: the simulator's pages wait alike, which is planted in matrix.py; "
         "test_arena.py::test_closing_gives_back_what_is_free_and_the_rest_with_its_last_user"
+    ),
+    "checkpoint.save.copies:take: self._event.synchronize()": (
+        "not reached: the save before has ended without looking whether its copies are there, which takes an error"
+    ),
+    "engine:offload_states: self.runtime.before_update()": (
+        "memory: what the copies read is theirs until then, and would not leave the device; nobody writes it"
     ),
     "tier.drive:wait: self._released.wait(seconds)": _SAVES,
     "tier.drive:_write: self._wait_for_readers()": _SAVES,

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.format.checksum import copy_with_crc32c, crc32c
 from deepspeed.checkpoint.format.manifest import ALIGN_BYTES, PIECE_BYTES, Box
 from deepspeed.errors import CheckpointError
 from deepspeed.tier.aio import AioEngine, DirectFile
-from deepspeed.tier.arena import ALIGN, aligned_empty
+from deepspeed.tier.arena import ALIGN, Arena, aligned_empty
 from deepspeed.tier.staging import Staging
 from deepspeed.tier.transfer import Transfer
 
@@ -59,10 +59,18 @@ class ChunkWriter:
     """A new file of boxes, written from front to back through a few staging buffers, by one thread at a time.
 
     ``rate_bytes``: at most so many a second (0: no limit). ``expect_bytes``: room reserved at once, to hear early of a
-    full disk. Methods raise CheckpointError with advice when the file cannot be written; then only ``abort`` is left.
+    full disk. ``pinned``: of page-locked memory for the buffers, for copies from a device. Methods raise
+    CheckpointError with advice when the file cannot be written; then only ``abort`` is left.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, rate_bytes: int = 0, expect_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rate_bytes: int = 0,
+        expect_bytes: int = 0,
+        pinned: Arena | None = None,
+    ) -> None:
         self.path = Path(path)
         self.rate_bytes = rate_bytes
         self.nbytes = 0  # written so far, padding included
@@ -70,7 +78,7 @@ class ChunkWriter:
         self._buffer: torch.Tensor | None = None
         self._used = 0
         self._due = 0.0
-        self._staging = Staging(_BUFFERS)
+        self._staging = Staging(_BUFFERS, arena=pinned, pin=True)
         with explained(self.path), contextlib.ExitStack() as undone:
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
             undone.callback(self.path.unlink)

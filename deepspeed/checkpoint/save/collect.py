@@ -47,7 +47,9 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The elements from ``lo`` on of ``region`` (None: all) of the global tensor (state, name)."""
+    """The elements from ``lo`` on of ``region`` (None: all) of the global tensor (state, name). ``quiet``: they stay as
+    they are until the engine itself writes them, in an update or at a call of the client's.
+    """
 
     state: str
     name: str
@@ -55,6 +57,7 @@ class TensorPart:
     lo: int
     elements: Elements
     region: Region | None = None
+    quiet: bool = False
 
     @property
     def values(self) -> torch.Tensor:
@@ -127,19 +130,24 @@ def owned(unit: Unit, kind: StateKind) -> Iterator[Owned]:
             yield segment, lo, hi
 
 
-def _pieces(state: str, segment: Segment, elements: Elements, lo: int, hi: int, *, base: int) -> Iterator[TensorPart]:
+def _pieces(
+    state: str, segment: Segment, elements: Elements, lo: int, hi: int, *, base: int, quiet: bool
+) -> Iterator[TensorPart]:
     """Flat indices [lo, hi) of a unit, of which ``elements`` are those from ``base`` on, in parts of bounded size."""
     step = _PART_NUMEL if elements.values.is_contiguous() else max(1, hi - lo)
     for at in range(lo, hi, step):
         part = elements.part(at - base, min(hi, at + step) - base)
-        yield TensorPart(state, segment.name, shape_of(segment), at - segment.offset, part, region_of(segment))
+        yield TensorPart(state, segment.name, shape_of(segment), at - segment.offset, part, region_of(segment), quiet)
 
 
 def range_parts(unit: Unit, kind: StateKind, state: str, ours: Iterable[Owned]) -> Iterator[TensorPart]:
     """Of one state of a unit, under the name ``state``."""
     elements = Elements.of(unit.rest[kind].tensor, unit.rest[kind])
+    # gradients are written by the next backward, and what is whole on every rank by anybody who has the module
+    hidden = unit.movable or (kind is StateKind.OPTIM and not unit.master_is_param)
+    quiet = hidden and kind is not StateKind.GRAD
     for segment, lo, hi in ours:
-        yield from _pieces(state, segment, elements, lo, hi, base=unit.range_of(kind)[0])
+        yield from _pieces(state, segment, elements, lo, hi, base=unit.range_of(kind)[0], quiet=quiet)
 
 
 def weight_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]:
@@ -169,7 +177,7 @@ def _slot_parts(states: States, view: OptimView, ours: list[Owned]) -> Iterator[
         if shape == (tuple(view.param.shape) if by_parameter else (view.stop - view.start,)):
             for segment, lo, hi in ours:
                 lo, hi = max(lo, view.start), min(hi, view.stop)
-                yield from _pieces(f"optim.{name}", segment, elements, lo, hi, base=view.start)
+                yield from _pieces(f"optim.{name}", segment, elements, lo, hi, base=view.start, quiet=True)
         elif by_parameter:
             for segment, _, _ in ours:
                 region = region_of(segment)

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import functools
-import itertools
 import os
 import shutil
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from deepspeed.checkpoint.format.checksum import crc32c
 from deepspeed.checkpoint.format.files import ChunkWriter, explained
 from deepspeed.checkpoint.format.manifest import MANIFEST, Box, Entry, Key, Manifest
 from deepspeed.checkpoint.save.client_files import write_script
-from deepspeed.checkpoint.save.collect import Elements, TensorPart, in_rows
+from deepspeed.checkpoint.save.collect import TensorPart, in_rows
 from deepspeed.checkpoint.save.content import Content
+from deepspeed.checkpoint.save.copies import Copies
 from deepspeed.comm.collectives import gather_objects
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
-from deepspeed.tier.arena import aligned_empty
+from deepspeed.tier.arena import Arena
 
 _LIST = "rank_{:05d}.list"
 _DATA = "rank_{:05d}.bin"
@@ -69,12 +70,12 @@ def _explained(path: Path) -> Iterator[None]:
 class RankFile(ChunkWriter):
     """The file one rank writes, and the list of what is in it."""
 
-    def __init__(self, folder: Path, rank: int, content: Content) -> None:
+    def __init__(self, folder: Path, rank: int, content: Content, *, pinned: Arena | None = None) -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder.parent} is not shared: a folder that the first rank made is not in it")
         if content.pickled:
             content.facts["pickled"] = save_pickled(folder, rank, content.pickled)
-        super().__init__(folder / _DATA.format(rank), expect_bytes=content.nbytes)
+        super().__init__(folder / _DATA.format(rank), expect_bytes=content.nbytes, pinned=pinned)
         self.rank = rank
         self.tells = False  # of an error, by a file: where no answer of all ranks is waited for
         self._facts = {"rank": content.facts, "common": content.common}
@@ -188,7 +189,7 @@ class Background:
         self.raised = False
         self._stop, self._acts = threading.Event(), acts
         # Not a daemon: a process that ends by itself waits for its last checkpoint.
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint-{tag}", daemon=False)
+        self._thread = Thread(target=self._run, name=f"checkpoint-{tag}", daemon=False)
         try:
             self._thread.start()
         except RuntimeError as error:  # too many of them, or this process is ending; the other ranks count on this one
@@ -243,10 +244,11 @@ class SaveOrder:
 class Saver:
     """The saves of one engine: one at a time, in the foreground or behind the training."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, arena: Arena | None = None) -> None:
+        """``arena``: of memory for copies, page-locked where the states are on an accelerator."""
+        self._mesh, self._arena = mesh, arena or Arena()
         self._running: Background | None = None
-        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._copies = Copies(self._arena)
 
     def save(self, order: SaveOrder, content: Content, *, behind: bool = False) -> None:
         """Save; returns when the checkpoint has its name. Collective. Raises CheckpointError on every rank.
@@ -256,13 +258,13 @@ class Saver:
         self.settle(wait=True)
         with self._begin(order, content) as folder, contextlib.ExitStack() as undone:
             with self._together(order), _explained(folder):
-                file = RankFile(folder, self._mesh.job.index, content)
+                file = RankFile(folder, self._mesh.job.index, content, pinned=self._arena if self._arena.pins else None)
                 undone.push(file)
                 content.hold(hurry := lambda: file.limit(0))
                 near, nbytes = [p for p in content.parts if p.elements.store is None], content.nbytes
                 if behind:
                     file.limit(order.rate_bytes)
-                    near = list(self._copies(near))
+                    near = self._copies.take(near)
                     content.parts = [p for p in content.parts if p.elements.store is not None]  # the rest may go
             bar = progress(f"saving {order.tag}", nbytes, show=self._mesh.first and not behind)
 
@@ -273,6 +275,8 @@ class Saver:
                         file.write(content.away(), stop, report)  # first, as an update may wait for it
                     finally:
                         content.release()
+                    if behind:
+                        self._copies.arrive()
                     file.write(near, stop, report)
                     file.close()
 
@@ -285,15 +289,9 @@ class Saver:
                         act(threading.Event())
             undone.pop_all()
 
-    def _copies(self, parts: list[TensorPart]) -> Iterator[TensorPart]:
-        """Copies, valid until the next call, in memory that is kept: mapping new one takes longer than the copy."""
-        ends = list(itertools.accumulate(-(-part.values.nbytes // 64) * 64 for part in parts))
-        if parts and not ends[-1] <= self._slab.numel() <= 2 * ends[-1]:
-            self._slab = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
-            self._slab = aligned_empty(ends[-1])
-        for part, start in zip(parts, [0, *ends], strict=False):
-            values = self._slab[start : start + part.values.nbytes].view(part.values.dtype)
-            yield replace(part, elements=Elements(values.copy_(part.values.reshape(-1))))
+    def before_update(self) -> None:
+        """The engine is about to write states that a save in the background may still copy."""
+        self._copies.before_update()
 
     def settle(self, *, wait: bool, alone: bool = False) -> None:
         """Bring a background save to its end (``wait``: until it has ended); raise on all ranks when some failed.

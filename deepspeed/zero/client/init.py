@@ -263,6 +263,9 @@ class Init:
     def meet(self) -> int:
         return 0  # constructors gather in one order
 
+    def before_update(self) -> None:
+        """Nobody copies what rests here."""
+
 
 def _rest_tier(remote_device: str | None, cfg: DeepSpeedConfig | None, world_size: int) -> tuple[Tier, OffloadPlan]:
     """Where shards wait for ``initialize``, and the sizes that belong to it."""
