@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 WORD_BITS = 62
 EVERY_REQUEST = 14  # integers of a request besides its set of units, when all requests were exchanged
-UNEQUAL = 2  # the same where only what the smallest of unequal requests is decided by is exchanged
+MERGED = 3  # integers of a message besides that set: a digest twice, and the smallest request
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,18 @@ class Cost:
     nbytes: int
 
 
-def by_rows(ranks: int, units: int, comparisons: int, *, fixed: int = EVERY_REQUEST) -> Cost:
-    """Requests all-gathered as rows of int64 around a ring: what each comparison once was, and (``UNEQUAL``) an unequal
-    one adds.
-    """
+def by_rows(ranks: int, units: int, comparisons: int) -> Cost:
+    """Requests all-gathered as rows of int64 around a ring: what each comparison once was."""
     messages = comparisons * (ranks - 1)
-    return Cost(comparisons, messages, messages * 8 * (fixed + max(1, -(-units // WORD_BITS))))
+    return Cost(comparisons, messages, messages * 8 * (EVERY_REQUEST + max(1, -(-units // WORD_BITS))))
 
 
-def by_digest(ranks: int, comparisons: int) -> Cost:
-    """Digests passed on over doubling distances: ceil(log2(ranks)) messages of 16 bytes, whatever the number of
-    units.
+def by_doubling(ranks: int, units: int, comparisons: int) -> Cost:
+    """Digests, the smallest request and the set of units merged over doubling distances: ceil(log2(ranks)) messages,
+    equal or not.
     """
     messages = comparisons * (ranks - 1).bit_length()
-    return Cost(comparisons, messages, messages * 16)
+    return Cost(comparisons, messages, messages * 8 * (MERGED + max(1, -(-units // WORD_BITS))))
 
 
 def comparisons_by_message(units: int) -> int:
@@ -102,7 +100,7 @@ def _train(rank: int, ranks: int, args: argparse.Namespace) -> None:
 
         return run
 
-    for name in ("exchange_ints", "all_equal"):
+    for name in ("exchange_ints", "all_equal", "merge"):  # the first two are a baseline's
         if hasattr(agreement, name):
             setattr(agreement, name, timed(getattr(agreement, name)))
     deepspeed.init_distributed(dist_backend="gloo")
@@ -173,11 +171,11 @@ def _compare(args: argparse.Namespace) -> None:
 
 def _table() -> None:
     print("\nper rank and step, 1 backward: comparisons / messages / bytes")
-    print("ranks  units  rows by message          digests by message      digests by habit")
+    print("ranks  units  rows by message          merged by message       merged by habit")
     for ranks in (2, 8, 64, 512, 4096):
         for units in (34, 82):
             rounds = comparisons_by_message(units)
-            costs = (by_rows(ranks, units, rounds), by_digest(ranks, rounds), by_digest(ranks, 1))
+            costs = (by_rows(ranks, units, rounds), by_doubling(ranks, units, rounds), by_doubling(ranks, units, 1))
             print(
                 f"{ranks:>5}  {units:>5}  "
                 + "  ".join(f"{c.comparisons:>3} {c.messages:>7,} {c.nbytes:>11,}" for c in costs)

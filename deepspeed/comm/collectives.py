@@ -211,36 +211,22 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
         end()
 
 
-def all_equal(value: int, group: AxisGroup) -> bool:
-    """Whether all passed the same ``value`` (0 <= value < 2^62): ceil(log2(size)) exchanges of 16 bytes, over doubling
-    distances; a maximum may meet the same value twice, also when size is no power of two.
+def merge(largest: list[int], union: list[int], group: AxisGroup) -> tuple[list[int], list[int]]:
+    """Of each number in ``largest`` the largest that a member passed, of each in ``union`` all bits that one has set;
+    int64, the same lengths everywhere. ceil(log2(size)) exchanges over doubling distances (the dissemination of
+    Hensgen, Finkel and Manber 1988): either may meet the same number twice, also when size is no power of two.
     """
-    if group.alike:
-        group.note("digest", torch.empty(2, device="cpu"))()
-        return True
-    extremes = torch.tensor([value, -value], device="cpu")
-    for distance in (1 << k for k in range((group.size - 1).bit_length())):
-        theirs = torch.empty_like(extremes)
+    count, mine = len(largest), torch.tensor([*largest, *union], dtype=torch.int64, device="cpu")
+    for distance in (1 << k for k in range(0 if group.alike else (group.size - 1).bit_length())):
+        theirs = torch.empty_like(mine)
         source, target = (group.index - distance) % group.size, (group.index + distance) % group.size
-        end = group.note("digest", extremes)
+        end = group.note("merge", mine)
         works: list[Any] = [dist.irecv(theirs, group=group.pg, group_src=source)]
-        works.append(dist.isend(extremes, group=group.pg, group_dst=target))
+        works.append(dist.isend(mine, group=group.pg, group_dst=target))
         Collective(works, then=(end,)).wait()
-        extremes = torch.maximum(extremes, theirs)
-    return not extremes.sum()
-
-
-def exchange_ints(values: list[int], group: AxisGroup) -> list[list[int]]:
-    """All-gather one short list of int64 (same length everywhere); rank order."""
-    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
-    everyone = torch.empty(group.size * len(values), dtype=torch.int64, device="cpu")
-    end = group.note("rows", everyone)
-    if group.alike:
-        everyone.copy_(mine.repeat(group.size))
-    else:
-        gather_flat(everyone, mine, group=group.pg)
-    end()
-    return everyone.view(group.size, len(values)).tolist()
+        mine = torch.cat([torch.maximum(mine[:count], theirs[:count]), mine[count:] | theirs[count:]])
+    numbers = mine.tolist()
+    return numbers[:count], numbers[count:]
 
 
 def gather_objects(value: object, group: AxisGroup) -> list[Any]:

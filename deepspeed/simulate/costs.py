@@ -1,5 +1,6 @@
 """What work takes on a machine: constants from a JSON file, each with its source, and the formulas they go into."""
 
+import functools
 import json
 import math
 from collections import Counter
@@ -37,8 +38,8 @@ CONSTANTS = {
     "adam_rate": "of the host's optimizer, in bytes read and written, as one rank's share in the same sense",
     "drive_read_rate": "of one rank's share of the drives, in the same sense",
     "drive_write_rate": "of one rank's share of the drives, in the same sense",
-    "agreement_s": "of one exchange of a few numbers between the ranks' programs, inside a node",
-    "agreement_hop_s": "what every doubling of the nodes adds to it",
+    "agreement_s": "of one exchange of a few bytes between the programs of two ranks of a node",
+    "agreement_hop_s": "what it takes longer between nodes",
 }
 
 # What the ranks of a node share, each in equal parts.
@@ -99,7 +100,7 @@ class Machine:
         size = len(ranks)
         if size < 2:
             return self["kernel_s"]
-        members = Counter(rank // int(self["gpus_per_node"]) for rank in ranks)
+        members = _members(ranks, int(self["gpus_per_node"]))
         hop, rate = self["node_hop_s"], self["node_rate"]
         latency = (size - 1) * hop
         if len(members) > 1:
@@ -112,9 +113,30 @@ class Machine:
         return self["kernel_s"] + (min(ring, tree) if name == "all_reduce" else ring)
 
     def agreement(self, ranks: int) -> float:
-        """One exchange of a few numbers between ``ranks`` programs."""
-        nodes = max(1, math.ceil(ranks / self["gpus_per_node"]))
-        return self["agreement_s"] + self["agreement_hop_s"] * math.ceil(math.log2(nodes))
+        """One message by which the programs of ``ranks`` ranks agree, ``collectives.merge``: see ``_dissemination``."""
+        return _dissemination(ranks, int(self["gpus_per_node"]), self["agreement_s"], self["agreement_hop_s"])
+
+
+@functools.lru_cache(maxsize=64)
+def _dissemination(ranks: int, per_node: int, each_s: float, between_nodes_s: float) -> float:
+    """When the last of ``ranks`` programs has heard of all others (Hensgen, Finkel and Manber 1988, "Two algorithms for
+    barrier synchronization"). In round k each goes on when it has what the one 2^k before it sent, so
+    t(r) <- max(t(r), t(r - 2^k) + between_nodes_s if that is another node's) + each_s, ceil(log2 n) times.
+    """
+    done = [0.0] * ranks
+    for distance in (1 << k for k in range((ranks - 1).bit_length())):
+        heard = [
+            done[rank - distance] + between_nodes_s * ((rank - distance) % ranks // per_node != rank // per_node)
+            for rank in range(ranks)
+        ]
+        done = [max(mine, theirs) + each_s for mine, theirs in zip(done, heard, strict=True)]
+    return max(done)
+
+
+@functools.lru_cache(maxsize=64)
+def _members(ranks: tuple[int, ...], per_node: int) -> Counter[int]:
+    """How many of these ranks each node has."""
+    return Counter(rank // per_node for rank in ranks)
 
 
 def machines() -> list[str]:

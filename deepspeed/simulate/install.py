@@ -3,7 +3,8 @@
 Private names of torch 2.13 that the simulator stands on, here and in its neighbours:
 ``torch.utils.backend_registration._setup_privateuseone_for_python_backend`` (device.py), ``torch._subclasses`` (fake
 tensors), ``torch._C._distributed_c10d.FakeWork`` and ``torch.distributed._tools.fake_collectives`` (record.py),
-``torch._C._set_only_lift_cpu_tensors``, ``Tensor._make_subclass``, ``UntypedStorage._cdata``.
+``torch._C._set_only_lift_cpu_tensors``, ``Tensor._make_subclass``, ``UntypedStorage._cdata``,
+``torch.utils._python_dispatch._disable_current_modes``, ``ProcessGroup._get_sequence_number_for_group`` (control.py).
 """
 
 import contextlib
@@ -94,10 +95,13 @@ def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def recording(machine: Machine, *, world: int, rank: int = 0, keep: bool = False) -> Iterator[Recorder]:
+def recording(
+    machine: Machine, *, world: int, rank: int = 0, keep: bool = False, store: dist.Store | None = None
+) -> Iterator[Recorder]:
     """Inside, this process is rank ``rank`` of ``world`` on ``machine``, and what it does is recorded, not done.
 
-    ``keep``: the timeline keeps every span. Starts torch.distributed with peers that do not exist, and ends it.
+    ``keep``: the timeline keeps every span. Starts torch.distributed with peers that do not exist, and ends it;
+    ``store``: one that the other ranks' processes share.
     Raises UsageError where torch lacks what it takes, or a process group exists already.
     """
     if dist.is_initialized():
@@ -115,7 +119,7 @@ def recording(machine: Machine, *, world: int, rank: int = 0, keep: bool = False
         stack.callback(lambda: _restore(before))
         os.environ.update({name: str(value) for name, value in identity.items()})
         stack.enter_context(replaced(sys, "excepthook", sys.excepthook))  # a process group puts its own there
-        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+        dist.init_process_group("fake", store=store or dist.HashStore(), rank=rank, world_size=world)
         stack.callback(dist.destroy_process_group)
         set_accelerator(Accelerator(NAME))
         stack.callback(set_accelerator, None)

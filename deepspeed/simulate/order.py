@@ -2,7 +2,9 @@
 of CUDA streams works alike, with one clock for each tensor instead of byte ranges).
 """
 
+import itertools
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ from deepspeed.simulate.events import (
 _Clock = dict[int, int]
 _DRIVES = (DRIVE_READS, DRIVE_WRITES)
 _LAST_OWNER = "the memory's last owner"
+_LEAST_PART, _FEW, _WIDE = 4096, 4, -1
 
 
 class Access(NamedTuple):
@@ -64,12 +67,22 @@ class Unordered:
 
 
 class _Buffer:
-    __slots__ = ("accesses", "allocated", "freed")
+    """Its accesses by the parts that they touch; those of many parts are ``WIDE``. A buffer of thousands of parameters
+    has thousands of accesses, of which one to a parameter has to be compared with few.
+    """
+
+    __slots__ = ("accesses", "allocated", "freed", "grain")
 
     def __init__(self, allocated: Allocate) -> None:
         self.allocated = allocated
-        self.accesses: list[Access] = []
+        self.grain = max(allocated.nbytes >> 8, _LEAST_PART)
+        self.accesses = defaultdict[int, list[Access]](list)
         self.freed: Access | None = None
+
+    def parts(self, access: Access) -> Collection[int]:
+        """Where the access is kept."""
+        first, last = access.start // self.grain, (access.stop - 1) // self.grain
+        return range(first, last + 1) if last - first < _FEW else (_WIDE,)
 
 
 class OrderCheck:
@@ -129,34 +142,42 @@ class OrderCheck:
         if buffer.freed is not None:
             self._report("use of freed memory", buffer.freed, access, buffer)
             return
-        clock = self._clocks[access.stream]
-        kept, known = [], access.writes or buffer.allocated.place != DEVICE
-        for other in buffer.accesses:
-            in_turn = other.stream == access.stream not in _DRIVES
-            ordered = in_turn or clock.get(other.stream, 0) >= other.number
-            either = access.writes or other.writes
-            meet = other.start < access.stop and access.start < other.stop
-            known = known or (meet and other.writes and other.name != _LAST_OWNER)
-            if not ordered and either and meet:
-                self._report("race", other, access, buffer)
-            # Whatever has to come after ``other`` has to come after this one too, which comes after it.
-            inside = access.start <= other.start and other.stop <= access.stop
-            if not (inside and ordered and (access.writes or not other.writes)):
-                kept.append(other)
-        buffer.accesses = [*kept, access]
+        parts = buffer.parts(access)
+        known = access.writes or buffer.allocated.place != DEVICE
+        for part in list(buffer.accesses) if _WIDE in parts else (*parts, _WIDE):
+            if others := buffer.accesses.get(part):
+                known = known or any(o.writes and o.name != _LAST_OWNER and _meet(o, access) for o in others)
+                buffer.accesses[part] = self._compared(access, others, buffer)
+        for part in parts:
+            buffer.accesses[part].append(access)
         if not known:
             made = Access(
                 *access[:2], buffer.allocated.stream, 0, writes=True, name="nobody", site=buffer.allocated.site
             )
             self._report("read of what nobody has written", made, access, buffer)
 
+    def _compared(self, access: Access, others: list[Access], buffer: _Buffer) -> list[Access]:
+        """Report what is unordered; those of ``others`` that later accesses have still to be compared with."""
+        clock, kept = self._clocks[access.stream], []
+        for other in others:
+            in_turn = other.stream == access.stream not in _DRIVES
+            ordered = in_turn or clock.get(other.stream, 0) >= other.number
+            either = access.writes or other.writes
+            if not ordered and either and _meet(other, access):
+                self._report("race", other, access, buffer)
+            # Whatever has to come after ``other`` has to come after this one too, which comes after it.
+            inside = access.start <= other.start and other.stop <= access.stop
+            if not (inside and ordered and (access.writes or not other.writes)):
+                kept.append(other)
+        return kept
+
     def _allocate(self, event: Allocate) -> None:
         buffer = self._buffers[event.buffer] = _Buffer(event)
         if event.place == DEVICE:
             # The memory may have been another buffer's until all that its stream was given is done.
             last = self._clocks[event.stream].get(event.stream, 0)
-            whole = (0, event.nbytes, event.stream, last)
-            buffer.accesses.append(Access(*whole, writes=True, name=_LAST_OWNER, site=event.site))
+            owner = Access(0, event.nbytes, event.stream, last, writes=True, name=_LAST_OWNER, site=event.site)
+            buffer.accesses[_WIDE].append(owner)
 
     def _free(self, event: Free) -> None:
         buffer = self._buffers.get(event.buffer)
@@ -169,18 +190,23 @@ class OrderCheck:
         clock = dict(self._clocks[home])
         _merge(clock, self._clocks[HOST])
         pinned = buffer.allocated.place == PINNED  # its allocator waits for copies of streams, and knows no drives
-        for other in buffer.accesses:
+        for other in itertools.chain.from_iterable(buffer.accesses.values()):
             if pinned and other.stream not in _DRIVES:
                 continue
             if other.stream != home and other.stream not in event.covered and clock.get(other.stream, 0) < other.number:
                 self._report("freed while in use", other, freed, buffer)
-        buffer.accesses, buffer.freed = [], freed
+        buffer.accesses.clear()
+        buffer.freed = freed
 
     def _report(self, problem: str, first: Access, second: Access, buffer: _Buffer) -> None:
         key = (problem, first.site[:1], second.site[:1], first.name, second.name)
         if key not in self._seen:
             self._seen.add(key)
             self.problems.append(Unordered(problem, first, second, buffer.allocated))
+
+
+def _meet(one: Access, other: Access) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def _merge(clock: _Clock, other: _Clock) -> None:

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -143,15 +144,20 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.fake, self.timeline = fake, timeline
         self.order, self.usage = OrderCheck(), Memory(timeline.machine["device_bytes"])
+        self.silent = Timeline(timeline.machine)  # as if the ranks had not to agree on anything
+        self.collectives = 0
+        # what each group of ranks was given, in order: (collective, bytes)
+        self.issued = defaultdict[tuple[int, ...], list[tuple[str, int]]](list)
         self.phase = "build"
         self.host = HOST  # who does what is done on the host
         self.early = False  # threads do their work when they start, not when they are waited for
         self.stores = Stores(self.emit, lambda: self.phase)
         self.listeners: list[Callable[[Event], None]] = [self.order.feed, self.usage.feed, self.timeline.feed]
+        self.listeners.append(self.silent.feed)
         self.streams: dict[int, str] = {HOST: "program", BEHIND: "save", 0: "compute"}
         self._listing = False  # the elements of one list come in one copy, which has been waited for
         self._events = itertools.count(1)
-        self._communicators: dict[str, int] = {}
+        self._communicators: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._works: dict[int, tuple[Any, int, list[torch.Tensor]]] = {}  # torch holds the tensors until the wait
 
     def emit(self, event: Event) -> None:
@@ -368,6 +374,11 @@ class Recorder(TorchDispatchMode):
     # -- collectives ----------------------------------------------------------------------------------------------
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On the communicator's own stream, which waits for the one that calls; ``work.wait()`` is the way back."""
+        group = CollectiveOp.get_process_group(func, args)
+        if dist.get_backend(group) != MODULE.communication_backend:  # real, between processes
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        self.collectives += 1
         out = func(*args, **kwargs)
         op = _op(func)
         name = _COLLECTIVES.get(op.name, op.name.strip("_"))
@@ -376,19 +387,23 @@ class Recorder(TorchDispatchMode):
         written, read = sides
         if not written and not read or all(t.fake_device.type != NAME for t in (*written, *read)):
             return out
-        group = CollectiveOp.get_process_group(func, args)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        stream = self._communicators.get(group.group_name)
-        if stream is None:
-            stream = self._communicators[group.group_name] = _FIRST_COMMUNICATOR + len(self._communicators)
-            self.streams[stream] = f"communicator of {len(ranks)} ranks"
+        stream, ranks = self._communicator(group)
         self.wait(stream, self.record(MODULE.current_stream().number))
         nbytes = max(sum(t.nbytes for t in side) for side in (written, read))
+        self.issued[ranks].append((name, nbytes))
         reads, writes = ([self.stores.touch(t) for t in side] for side in (read, written))
         self._launch(stream, name, reads, writes, Work("collective", nbytes=nbytes, ranks=ranks))
         work = FakeWork.unbox(out[1] if isinstance(out, (list, tuple)) else out)
         self._works[id(work)] = (work, self.record(stream), [*written, *read])
         return out
+
+    def _communicator(self, group: dist.ProcessGroup) -> tuple[int, tuple[int, ...]]:
+        """Its stream and its ranks."""
+        if group.group_name not in self._communicators:
+            stream, ranks = _FIRST_COMMUNICATOR + len(self._communicators), tuple(dist.get_process_group_ranks(group))
+            self._communicators[group.group_name] = stream, ranks
+            self.streams[stream] = f"communicator of {len(ranks)} ranks"
+        return self._communicators[group.group_name]
 
     def work_done(self, work: Any) -> bool:
         """``wait()`` of what a collective returned: the current stream waits for it. True, as torch's."""

@@ -34,7 +34,11 @@ def facts(outcome: Outcome) -> dict[str, Any]:
             {"what": what, "where": where, "times": times, "seconds": outcome.waited.get((what, where), 0.0)}
             for (what, where), times in outcome.waits.most_common()
         ],
-        "agreements": outcome.agreements,
+        "agreement": {
+            "messages": outcome.messages,
+            "program_seconds": outcome.agreement_seconds,
+            "exposed_seconds": outcome.agreement_exposed,
+        },
         "device_bytes": {"states": outcome.states, "peak": outcome.peak, "reserved": outcome.reserved}
         | {"retries": outcome.retries}
         | {"building": outcome.build_peak, "at_peak": outcome.at_peak},
@@ -50,16 +54,18 @@ def text(outcome: Outcome, machine: Machine, title: str) -> str:
     memory += [(f"  of it {name}", nbytes) for name, nbytes in _largest(dict(outcome.at_peak)) if nbytes]
     memory += [("reserved by the allocator", outcome.reserved), ("peak while building", outcome.build_peak)]
     memory += [(f"host memory, {place}", nbytes) for place, nbytes in outcome.host.items()]
-    share = outcome.exposed_seconds / outcome.seconds if outcome.seconds else 0.0
+    share, agreement = (s / outcome.seconds for s in (outcome.exposed_seconds, outcome.agreement_exposed))
     times = [("step", outcome.seconds), *((f"  {name}", seconds) for name, seconds in outcome.phases.items())]
     times += [("exposed transfers", outcome.exposed_seconds)]
     times += [(f"  {n} {label}".rstrip(), seconds) for (n, label), seconds in _largest(outcome.exposed)[:_MOST]]
+    times += [("agreement of the ranks", outcome.agreement_exposed)]
     times += [("device without work from the program", sum(outcome.late.values()))]
     times += [(f"  after {name}", seconds) for name, seconds in _largest(outcome.late)[:_MOST] if name]
     times += [("program busy with its own work", outcome.busy.get(HOST, 0.0))]
     lines = [title, "", *columns([(name, size(nbytes)) for name, nbytes in memory]), ""]
     lines += [*columns([(name, _ms(seconds)) for name, seconds in times]), ""]
-    lines += [f"exposed transfers are {share:.1%} of the step; the ranks exchange {outcome.agreements} messages"]
+    lines += [f"exposed transfers are {share:.1%} of the step, agreement of the ranks is {agreement:.2%}"]
+    lines += [f"the ranks agree by message {outcome.messages} times a step, for {_ms(outcome.agreement_seconds)}"]
     waits = outcome.waits.most_common()
     lines += [f"the program waits for the device {sum(outcome.waits.values())} times in the step"]
     lines += [

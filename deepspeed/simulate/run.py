@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deepspeed.api import initialize
 from deepspeed.config import load_config
 from deepspeed.device import move_to_device
 from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
+from deepspeed.simulate.control import Control, talking
 from deepspeed.simulate.costs import Machine
 from deepspeed.simulate.device import NAME
 from deepspeed.simulate.events import DEVICE
@@ -35,7 +37,9 @@ STEPS = 5
 @dataclass
 class Outcome:
     """The last step of a run, of one rank. Times in seconds, memory in bytes; ``left``: after
-    ``engine.destroy()``, the weights; ``plan``: what the engine said before it built anything.
+    ``engine.destroy()``, the weights; ``plan``: what the engine said before it built anything. ``agreement_seconds``:
+    of the program, for ``messages``; ``agreement_exposed``: by how much the step would be shorter without them.
+    ``issued``: the collectives of the whole run, by group.
     """
 
     parameters: int
@@ -46,7 +50,10 @@ class Outcome:
     waited: dict[tuple[str, str], float]
     waits: Counter[tuple[str, str]]
     busy: dict[int, float]
-    agreements: int
+    messages: int
+    agreement_seconds: float
+    agreement_exposed: float
+    issued: dict[tuple[int, ...], list[tuple[str, int]]]
     states: int
     peak: int
     at_peak: dict[str, int]
@@ -97,32 +104,33 @@ def _elsewhere(machine: Machine, config: dict[str, Any], world: int) -> Iterator
 
 def simulate(
     subject: Subject, config: dict[str, Any], machine: Machine, *, world: int, rank: int = 0, keep: bool = False,
-    sharded_init: bool | None = None, steps: int = STEPS,
+    sharded_init: bool | None = None, steps: int = STEPS, store: dist.Store | None = None,
 ) -> Outcome:  # fmt: skip
     """Rank ``rank`` of ``world`` trains ``subject`` for so many steps with ``config`` (a dict, as for ``initialize``).
 
     ``sharded_init``: the model is built under ``zero.Init``; by default where its parameters will be cut. ``keep``:
-    with every span of the last step. One process, no data; raises what ``initialize`` raises.
+    with every span of the last step. One process, no data; raises what ``initialize`` raises. ``store``: of the job in
+    which each rank is simulated by a process of its own (``together``); without it the others do what this one does.
     """
     parsed = load_config(config, world_size=world)
     cut = make_plan(parsed, world).regular.param.sharded
     sharded = cut if sharded_init is None else sharded_init
     accumulation = parsed.gradient_accumulation_steps
     with (
-        recording(machine, world=world, rank=rank, keep=keep) as recorder,
+        recording(machine, world=world, rank=rank, keep=keep, store=store) as recorder,
+        talking(recorder, peers=store is not None) as control,
         _elsewhere(machine, config, world) as config,
     ):
         with Init(config_dict_or_path=config) if sharded else torch.device(NAME):
             model = subject.build()
         engine = initialize(model=model, config=config)[0]
         build_peak = recorder.usage.of(DEVICE).peak
-        asked = Counter[str]()
-        _count_agreements(engine, recorder, asked)
         for step in range(steps):
             recorder.usage.restart()
             recorder.timeline.restart()
-            asked.clear()
-            begin = recorder.timeline.end
+            recorder.silent.restart()
+            control.restart()
+            begin, silent = recorder.timeline.end, recorder.silent.end
             for micro in range(accumulation):
                 recorder.enter_phase("forward")
                 loss = _forward(engine, subject, step * accumulation + micro)
@@ -131,7 +139,8 @@ def simulate(
                 del loss
                 recorder.enter_phase("step")
                 engine.step()
-        outcome = _outcome(recorder, engine, begin, asked.total())
+        outcome = _outcome(recorder, engine, begin, control)
+        outcome.agreement_exposed = outcome.seconds - (recorder.silent.end - silent)
         outcome.build_peak = build_peak
         engine.destroy()
         outcome.left = recorder.usage.of(DEVICE).now
@@ -141,19 +150,7 @@ def simulate(
     return outcome
 
 
-def _count_agreements(engine: Any, recorder: Recorder, asked: Counter[str]) -> None:
-    """Let the programs' messages to each other take their time, which is that of the host."""
-
-    def listen(op: str, numel: int, dtype: torch.dtype, size: int) -> None:
-        if op in ("rows", "digest"):
-            asked[op] += 1
-            recorder.timeline.host_work(recorder.timeline.machine.agreement(size), "agreement")
-
-    if engine.mesh.control is not None:
-        engine.mesh.control.ledger.append(listen)
-
-
-def _outcome(recorder: Recorder, engine: Any, begin: float, agreements: int) -> Outcome:
+def _outcome(recorder: Recorder, engine: Any, begin: float, control: Control) -> Outcome:
     timeline, usage = recorder.timeline, recorder.usage.of(DEVICE)
     end, phases = timeline.end, defaultdict[str, float](float)
     for (name, start), (_, stop) in zip(timeline.phases, [*timeline.phases[1:], ("", end)], strict=True):
@@ -167,7 +164,10 @@ def _outcome(recorder: Recorder, engine: Any, begin: float, agreements: int) -> 
         waited=dict(timeline.waited),
         waits=timeline.waits.copy(),
         busy=dict(timeline.busy),
-        agreements=agreements,
+        messages=control.messages,
+        agreement_seconds=control.seconds,
+        agreement_exposed=0.0,
+        issued=dict(recorder.issued),
         states=usage.by_category["states"],
         peak=usage.peak,
         at_peak=dict(usage.at_peak),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from deepspeed.comm.collectives import AxisGroup, all_equal, exchange_ints, gather_objects
+from deepspeed.comm.collectives import AxisGroup, gather_objects, merge
 from deepspeed.errors import DivergenceError
 from deepspeed.zero.schedule import Habits
 
@@ -100,7 +100,7 @@ _ASKS = {
     Kind.FLUSH: "has reached the end of the backward",
     Kind.STEP: "has reached the step",
 }
-_WORD = 62
+_WORD, _KIND = 62, 1 << 32  # units in one number of a message; what the kinds of requests lie apart in another
 
 
 class Agreement:
@@ -172,25 +172,25 @@ class Agreement:
         return count or None
 
     def _message(self, request: Request) -> Decision:
-        """Compare requests, exchange them if they differ, and return the common decision."""
+        """Compare requests; the common decision: if they differ the smallest, with what pends on any rank."""
         assert self._group is not None
         r, marks = request, (*request.marks, self._strayed)
         digest = hash((int(r.kind), r.units, r.pending, r.reduces, r.path, marks)) >> 2 & (1 << 61) - 1
-        self.agreed = all_equal(digest, self._group)
+        kind, unit = request.head
+        words = [0] * self._words
+        for index in request.pending:
+            words[index // _WORD] |= 1 << (index % _WORD)
+        (most, least, smallest), words = merge([digest, -digest, -(kind * _KIND + unit + 1)], words, self._group)
+        self.agreed = most == -least
         self.rounds += 1
         self.mismatches += not self.agreed
         self._strayed |= not self.agreed
         decision = request.whole
-        if not self.agreed:  # the smallest
-            words = [0] * self._words
-            for unit in request.pending:
-                words[unit // _WORD] |= 1 << (unit % _WORD)
-            rows = exchange_ints([*map(int, request.head), *words], self._group)
-            heads = [(Kind(row[0]), row[1]) for row in rows]
-            kind, unit = min(heads)
+        if not self.agreed:
+            kind, unit = Kind(-smallest // _KIND), -smallest % _KIND - 1
             if self.strict and kind is not Kind.FAILED:
-                self._refuse(heads, request.path)
-            pending = (u for u in range(len(self._names)) if any(row[2 + u // _WORD] >> u % _WORD & 1 for row in rows))
+                self._refuse(request)
+            pending = (_WORD * i + bit for i, word in enumerate(words) for bit in range(_WORD) if word >> bit & 1)
             decision = Decision(kind, tuple(pending) if kind >= Kind.FLUSH else (unit,) if unit >= 0 else ())
         self._done.append(decision)
         self._strayed |= decision.kind is Kind.FAILED
@@ -205,13 +205,13 @@ class Agreement:
         self._foretold, self._strayed = bool(self._rest), False
         self._done.clear()
 
-    def _refuse(self, heads: list[tuple[Kind, int]], path: tuple[int, ...]) -> None:
+    def _refuse(self, request: Request) -> None:
         """Raise when the ranks ask for different things, or met having used different modules."""
         assert self._group is not None
+        heads, paths = zip(*gather_objects((request.head, request.path), self._group), strict=True)
         if len(set(heads)) > 1:
             asked = [_ASKS[kind].format(name=repr(self._names[unit]) if unit >= 0 else "") for kind, unit in heads]
         else:
-            paths = gather_objects(path, self._group)
             if all(p == paths[0] for p in paths):
                 return
             first = next(i for i in range(max(map(len, paths))) if len({p[i : i + 1] for p in paths}) > 1)

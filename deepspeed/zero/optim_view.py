@@ -49,15 +49,10 @@ class OptimView:
         return self.unit.on_drive(StateKind.OPTIM)
 
     def output(self) -> torch.Tensor | None:
-        """The part of PARAM at rest that the optimizer may round this view's weights into; None: rounded afterwards.
-
-        So it is with PARAM elsewhere, and where a parameter frozen after ``initialize`` is put back behind it.
-        """
+        """The part of PARAM at rest that the optimizer may round this view's weights into; None: rounded afterwards."""
         unit, resting = self.unit, self.unit.shard
         elsewhere = unit.master_is_param or unit.on_drive(StateKind.PARAM) or resting.device != self.param.device
-        if elsewhere or not all(p.requires_grad for p in unit.params):
-            return None
-        return unit.within(StateKind.PARAM, resting, self.start, self.stop)
+        return None if elsewhere else unit.within(StateKind.PARAM, resting, self.start, self.stop)
 
     def gradient(self, factor: float, *, source: torch.Tensor | None = None) -> torch.Tensor:
         """The matching part of the unit's mean gradient times ``factor``, in the view's shape and dtype.
@@ -161,12 +156,15 @@ def run_step(
     """
     # asked of the class: an object that passes attributes on to an optimizer inside it has steps of its own
     writing = getattr(type(optimizer), "writing_outputs", None)
-    outputs = {v.param: out for v in views if (out := v.output()) is not None} if writing is not None else {}
+    # values of what was frozen after ``initialize`` are put back; asked once a unit, of which there may be many views
+    frozen = {unit for unit in {v.unit for v in views} if not all(p.requires_grad for p in unit.params)}
+    writable = [v for v in views if v.unit not in frozen] if writing is not None else []
+    outputs = {v.param: out for v in writable if (out := v.output()) is not None}
     still: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for view in views:
             view.param.grad = view.gradient(factor, source=source)
-            still += view.frozen_parts()
+            still += view.frozen_parts() if view.unit in frozen else []
         asked: Any = contextlib.nullcontext(())
         if writing is not None and (outputs or skip is not None):
             asked = writing(optimizer, outputs, skip=skip)
@@ -189,7 +187,9 @@ class Turns:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._before = {name: _numbers(holder) for name, holder in self._holders().items()}
+        self._others: set[Any] = set()  # keys of the optimizer's state that are no tensors, among the first ``_seen``
+        self._seen = 0
+        self._before = {"its state": {}, **{name: _numbers(holder) for name, holder in self._holders().items()}}
         self._after: dict[str, dict[Any, Any]] = {}
 
     def take(self, views: list[OptimView]) -> None:
@@ -217,12 +217,19 @@ class Turns:
                     '"cpu", or another optimizer'
                 )
             self._after[name] = now
+        self._after.setdefault("its state", {})
         self._restore(self._after)
 
     def _holders(self) -> dict[str, dict[Any, Any]]:
         """What may hold numbers of its own: the groups, the optimizer's attributes, state that is no parameter's."""
         groups = {f"group {i}": group for i, group in enumerate(self._optimizer.param_groups)}
-        return {**groups, "the optimizer": vars(self._optimizer), "its state": self._optimizer.state}
+        state = self._optimizer.state
+        if len(state) < self._seen:
+            self._seen = 0
+        new = itertools.islice(reversed(state), len(state) - self._seen)  # not all of it for every tile
+        self._others.update(key for key in new if not isinstance(key, torch.Tensor))
+        self._seen = len(state)
+        return {**groups, "the optimizer": vars(self._optimizer), **({"its state": state} if self._others else {})}
 
     def _restore(self, numbers: dict[str, dict[Any, Any]]) -> None:
         for name, holder in self._holders().items():

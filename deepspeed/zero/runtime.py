@@ -62,6 +62,7 @@ class Runtime:
         movable = sorted(n for n in self._numels if n)
         # Two typical units ahead hide a gather; more would only hold memory. The next comes early whatever its size.
         self._window = min(plan.prefetch_numel, 2 * movable[len(movable) // 2]) if movable and plan.overlap else 0
+        self._nothing = [0] * len(units)
         self._reads_ahead = any(u.on_drive(StateKind.PARAM) for u in units)
         self._on_demand: list[list[Unit]] = []
         # What has been decided and is not issued yet: kind, unit, as a guest. The mark is of before the first of them.
@@ -189,7 +190,7 @@ class Runtime:
         if not self._reads_ahead or not movable:
             return
         # Start to read the next shards from their drive. Local: what another rank reads ahead does not matter.
-        for index in self.schedule.ahead([0] * len(self.units), window_numel=0, most=InFlight.READS):
+        for index in self.schedule.ahead(self._nothing, window_numel=0, most=InFlight.READS):
             unit = self.units[index]
             if unit.on_drive(StateKind.PARAM) and unit.state is UnitState.ABSENT and not unit.read_ahead():
                 return

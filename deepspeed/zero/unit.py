@@ -268,9 +268,10 @@ class Unit:
     def take_partial(self, dtype: torch.dtype) -> torch.Tensor:
         """Give the local sum away, zeros where nothing fired; where there is none, one of ``dtype``."""
         partial = self.open_partial(dtype)
-        for position, segment in enumerate(self.layout.segments):
-            if position not in self.fired:
-                partial[segment.offset : segment.stop].zero_()
+        segments, fired = self.layout.segments, [*sorted(self.fired), len(self.params)]
+        for before, position in zip([-1, *fired], fired, strict=False):  # what lies between two that fired is one piece
+            if position - before > 1:
+                partial[segments[before + 1].offset : segments[position - 1].stop].zero_()
         self.partial = None
         self.fired.clear()
         self.arrived.clear()

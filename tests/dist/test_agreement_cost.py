@@ -23,21 +23,20 @@ def formulas() -> ModuleType:
     return module
 
 
-def counted(blocks: int) -> list[list[tuple[int, int, int]]]:
-    """Of each step: comparisons, digests that this rank sent, and their bytes; then exchanges of rows."""
+def counted(blocks: int) -> list[tuple[int, int, int]]:
+    """Of each step: comparisons, messages that this rank sent for them, and their bytes."""
     engine = start(formulas().chain(blocks, 8), make_config(3, zero={"param_persistence_threshold": 0}))
     runtime, sent = engine.runtime, []
     runtime.mesh.control.ledger.append(lambda op, numel, dtype, size: sent.append((op, numel * dtype.itemsize, size)))
     found = []
     for step in range(8):
         sent.clear()
-        before, uneven = runtime.agreement.rounds, runtime.agreement.mismatches
+        before = runtime.agreement.rounds
         engine.backward(engine(torch.full((2, 8), 0.1 * step)).square().mean())
         engine.step()
-        digests = [nbytes for op, nbytes, _ in sent if op == "digest"]
-        rows = [nbytes for op, nbytes, _ in sent if op == "rows"]
-        found.append([(runtime.agreement.rounds - before, len(digests), sum(digests))])
-        found[-1].append((runtime.agreement.mismatches - uneven, len(rows), sum(rows)))
+        assert {op for op, _, _ in sent} == {"merge"}
+        found.append((runtime.agreement.rounds - before, len(sent), sum(nbytes for _, nbytes, _ in sent)))
+    assert runtime.agreement.mismatches == 0
     engine.destroy()
     return found
 
@@ -48,33 +47,32 @@ def test_agreement_costs_what_the_formulas_say(pool2: RankPool, pool3: RankPool,
     for ranks, pool in ((2, pool2), (3, pool3), (4, pool4)):
         for steps in pool.run(counted, blocks):
             learning, habit = steps[2], steps[-1]
-            assert learning[0] == _row(bench.by_digest(ranks, bench.comparisons_by_message(blocks)))
-            assert habit[0] == _row(bench.by_digest(ranks, 1))
-            assert {row for _, row in steps} == {(0, 0, 0)}, "equal ranks exchange no rows"
+            assert learning == _row(bench.by_doubling(ranks, blocks, bench.comparisons_by_message(blocks)))
+            assert habit == _row(bench.by_doubling(ranks, blocks, 1))
 
 
 def _row(cost: object) -> tuple[int, int, int]:
     return (cost.comparisons, cost.messages, cost.nbytes)  # type: ignore[attr-defined]
 
 
-def unequal(blocks: int) -> tuple[int, list[int]]:
-    """One request that differs between the ranks: the bytes of its rows."""
+def unequal(blocks: int) -> tuple[int, int, list[tuple[str, int]]]:
+    """Requests that differ between the ranks: how many, of how many in all, and the messages."""
     engine = start(formulas().chain(blocks, 8), make_config(3, zero={"param_persistence_threshold": 0}))
     runtime, sent = engine.runtime, []
     runtime.mesh.control.ledger.append(lambda op, numel, dtype, size: sent.append((op, numel * dtype.itemsize)))
     runtime.need([runtime.units[runtime.mesh.zero.index]])
     runtime.flush()
     engine.destroy()
-    return runtime.agreement.mismatches, [nbytes for op, nbytes in sent if op == "rows"]
+    return runtime.agreement.mismatches, runtime.agreement.rounds, sent
 
 
 @pytest.mark.parametrize("blocks", [3, 70])
-def test_unequal_requests_exchange_rows(pool2: RankPool, blocks: int) -> None:
-    bench = formulas()
-    for mismatches, rows in pool2.run(unequal, blocks):
-        assert mismatches == len(rows) > 0
-        # What arrives are the rows of all ranks, of which a ring passes on all but one.
-        assert set(rows) == {bench.by_rows(2, blocks, 1, fixed=bench.UNEQUAL).nbytes * 2}
+def test_unequal_requests_cost_what_equal_ones_do(pool2: RankPool, pool3: RankPool, blocks: int) -> None:
+    for ranks, pool in ((2, pool2), (3, pool3)):
+        cost = formulas().by_doubling(ranks, blocks, 1)
+        for mismatches, rounds, sent in pool.run(unequal, blocks):
+            assert mismatches > 0
+            assert sent == [("merge", cost.nbytes // cost.messages)] * (rounds * cost.messages)
 
 
 def _forwards_without_a_backward(count: int) -> tuple[int, int]:

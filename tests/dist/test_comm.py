@@ -113,12 +113,11 @@ def test_latencies_are_compared_in_fp32_whatever_the_default_dtype(pool2: RankPo
 def _messages_beside_another_default_device() -> list:
     group = plain_mesh("gloo").zero
     with torch.device("meta"):
-        equal = [collectives.all_equal(7, group), collectives.all_equal(group.index, group)]
-        return [*equal, collectives.exchange_ints([group.index, 5], group)]
+        return list(collectives.merge([group.index, -group.index, 7], [1 << group.index, 1 << 61], group))
 
 
 def test_ranks_agree_in_host_memory_whatever_the_default_device(pool2: RankPool) -> None:
-    assert pool2.run(_messages_beside_another_default_device) == [[True, False, [[0, 5], [1, 5]]]] * 2
+    assert pool2.run(_messages_beside_another_default_device) == [[[1, 0, 7], [3, 1 << 61]]] * 2
 
 
 def _getters() -> list:

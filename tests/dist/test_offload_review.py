@@ -5,6 +5,7 @@ import logging
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,56 @@ def test_what_differs_between_turns_is_said(second: Any) -> None:
     optimizer.step = lambda: setattr(optimizer, "kept", next(values))
     turns.take([])
     with pytest.raises(UsageError, match="keeps kept of the optimizer"):
+        turns.take([])
+
+
+class Watched(dict[Any, Any]):
+    """Counts the keys that anybody walks over."""
+
+    walked = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._counted(super().__iter__())
+
+    def __reversed__(self) -> Iterator[Any]:
+        return self._counted(super().__reversed__())
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+    def _counted(self, keys: Iterator[Any]) -> Iterator[Any]:
+        for key in keys:
+            self.walked += 1
+            yield key
+
+
+def test_a_step_in_turns_walks_over_the_state_of_all_tiles_once() -> None:
+    """It was three times for every tile: seconds a step with thousands of them."""
+    tiles = [nn.Parameter(torch.ones(1)) for _ in range(100)]
+    optimizer: Any = torch.optim.SGD(tiles, lr=0.1)
+    optimizer.state = state = Watched()
+    turns = Turns(optimizer)
+    for tile in tiles:
+        optimizer.step = lambda tile=tile: state.__setitem__(tile, {})
+        turns.take([])
+    assert len(state) == 100 and state.walked <= 100
+
+
+def test_a_count_in_the_state_that_the_first_turn_makes_is_made_by_every_turn() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    turns = Turns(optimizer)
+    optimizer.step = lambda: optimizer.state.update(count=optimizer.state.get("count", 0) + 1)
+    turns.take([])
+    turns.take([])
+    assert optimizer.state["count"] == 1
+
+
+def test_a_count_in_the_state_that_only_a_later_turn_makes_is_said() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    turns, steps = Turns(optimizer), iter([lambda: None, lambda: optimizer.state.update(count=1)])
+    optimizer.step = lambda: next(steps)()
+    turns.take([])
+    with pytest.raises(UsageError, match="keeps count of its state"):
         turns.take([])
 
 

@@ -106,8 +106,8 @@ _PURE = (
     Mutant(
         "A2",
         "deepspeed/zero/agreement.py",
-        "& 1 for row in rows)",
-        "& 1 for row in rows[:1])",
+        "words = merge([digest, -digest, -(kind * _KIND + unit + 1)], words, self._group)",
+        "_ = merge([digest, -digest, -(kind * _KIND + unit + 1)], words, self._group)",
         _AGREEMENT,
         "a flush reduces what is pending on any rank",
     ),

@@ -2,9 +2,12 @@
 differ.
 """
 
+import functools
+import operator
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -17,20 +20,26 @@ NAMES = [f"unit{i}" for i in range(130)]
 
 
 class Table:
-    """An all-gather between threads: everybody puts a row down, everybody sees all rows."""
+    """Between threads: everybody puts a row down, everybody sees all rows."""
 
     def __init__(self, ranks: int) -> None:
-        self.rows: list[list[int]] = [[] for _ in range(ranks)]
+        self.rows: list[Any] = [None] * ranks
         self.barrier = threading.Barrier(ranks, timeout=20)
         self.rank = threading.local()
 
-    def equal(self, value: int, group: AxisGroup) -> bool:
-        return len({row[0] for row in self.exchange([value], group)}) == 1
+    def merge(self, largest: list[int], union: list[int], _: AxisGroup) -> tuple[list[int], list[int]]:
+        assert all(-(1 << 63) <= number < 1 << 63 for number in (*largest, *union))
+        rows = self.exchange([*largest, *union])
+        columns, split = list(zip(*rows, strict=True)), len(largest)
+        return list(map(max, columns[:split])), [functools.reduce(operator.or_, column) for column in columns[split:]]
 
-    def exchange(self, row: list[int], _: AxisGroup | None = None) -> list[list[int]]:
+    def gather(self, value: Any, _: AxisGroup) -> list[Any]:
+        return self.exchange(value)
+
+    def exchange(self, row: Any) -> list[Any]:
         self.rows[self.rank.value] = row
         self.barrier.wait()
-        found = [list(r) for r in self.rows]
+        found = list(self.rows)
         self.barrier.wait()
         return found
 
@@ -46,9 +55,8 @@ def _together(
 ) -> list[object]:
     """Run ``body(agreement, rank)`` on every rank; results (or the exceptions) in rank order."""
     table = table or Table(ranks)
-    monkeypatch.setattr(module, "exchange_ints", table.exchange)
-    monkeypatch.setattr(module, "all_equal", table.equal)
-    monkeypatch.setattr(module, "gather_objects", lambda value, _: objects or [value] * ranks)
+    monkeypatch.setattr(module, "merge", table.merge)
+    monkeypatch.setattr(module, "gather_objects", table.gather)
     results: list[object] = [None] * ranks
 
     def run(rank: int) -> None:

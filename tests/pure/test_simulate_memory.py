@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from deepspeed.simulate.allocator import CachingAllocator
 from deepspeed.simulate.events import COMPUTE, DEVICE, PAGEABLE, PINNED, Allocate, Free
-from deepspeed.simulate.memory import Memory, pinned_bytes
+from deepspeed.simulate.memory import CachingAllocator, Memory, pinned_bytes
 
 MIB = 1 << 20
 

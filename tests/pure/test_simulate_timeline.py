@@ -169,6 +169,27 @@ def test_an_all_reduce_of_little_over_many_ranks_takes_a_tree_s_time() -> None:
     assert machine.collective("all_gather", 0, tuple(range(512))) == pytest.approx(511)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rounds", "crossings"),
+    [
+        (1, 0, 0),
+        (2, 1, 0),
+        (5, 3, 0),
+        (8, 3, 0),
+        (9, 4, 2),  # 7 to 8 in the first round, and 0 to 8 in the last
+        (16, 4, 2),
+        (64, 6, 4),  # once on the way through a node, then in every round
+        (1024, 10, 8),
+        (4096, 12, 10),
+    ],
+)
+def test_a_message_of_all_ranks_takes_its_rounds_and_what_the_longest_way_crosses(
+    ranks: int, rounds: int, crossings: int
+) -> None:
+    machine = Machine("plain", PLAIN | {"agreement_s": 1.0, "agreement_hop_s": 100.0})
+    assert machine.agreement(ranks) == rounds + 100 * crossings
+
+
 def test_the_slowest_of_arithmetic_memory_and_the_kernel_itself_decides() -> None:
     machine = Machine("plain", PLAIN | {"memory_rate": 2.0, "kernel_s": 3.0})
     assert machine.seconds(Work("kernel", flops=1)) == 3

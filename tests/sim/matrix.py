@@ -1,6 +1,6 @@
 """Every configuration of the table on the simulated device, in a process of its own: the device is there to stay.
 
-python -m tests.sim.matrix OUT.json [--only NAME ...] [--events NAME]
+python -m tests.sim.matrix OUT.json [--only NAME ...] [--events NAME] [--agree RANKS ... --blocks N]
 """
 
 import argparse
@@ -29,7 +29,7 @@ from deepspeed.simulate.install import recording, replaced
 from deepspeed.simulate.models import Shape, Subject, decoder_subject
 from deepspeed.simulate.natives import _Pages
 from deepspeed.simulate.record import Recorder
-from deepspeed.simulate.run import simulate
+from deepspeed.simulate.run import STEPS, simulate
 from deepspeed.tier import store
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import Arena
@@ -546,6 +546,24 @@ def reads() -> dict[str, tuple[int, int]]:
     return found
 
 
+def agreement(blocks: int, world: int) -> dict[str, Any]:
+    """What ranks spend to agree on the collectives of a step, of a model with so many blocks of a 7B one; a step too
+    early for habits beside it.
+    """
+    subject = decoder_subject(
+        "7B", Shape(4096, blocks, 32, 16384, 32000, 2048, 32), samples=1, sequence=2048, recompute=False
+    )
+    machine, config = load_machine("h100"), _config(3)
+    begin = time.process_time()
+    learning, steady = (simulate(subject, config, machine, world=world, steps=steps) for steps in (2, STEPS))
+    return {
+        "blocks": blocks, "step": steady.seconds, "messages": steady.messages, "program": steady.agreement_seconds,
+        "exposed": steady.agreement_exposed, "unordered": [str(problem) for problem in steady.unordered],
+        "learning": {"messages": learning.messages, "step": learning.seconds, "exposed": learning.agreement_exposed},
+        "took": time.process_time() - begin,
+    }  # fmt: skip
+
+
 def events_of(name: str) -> list[Event]:
     """What a case does, event by event."""
     events: list[Event] = []
@@ -559,6 +577,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--only", nargs="*", default=list(CASES))
+    parser.add_argument("--agree", nargs="*", type=int, default=[], metavar="RANKS", help="what so many need to agree")
+    parser.add_argument("--blocks", type=int, default=2, help="of the model whose ranks agree")
     parser.add_argument("--events", metavar="NAME", help="pickle the events of a case into OUT.events")
     options = parser.parse_args()
     facts = {}
@@ -568,6 +588,8 @@ def main() -> int:
     facts["timed"] = timed()
     facts["alone"] = {name: order_of(name) for name in ALONE}
     facts["planted"] = planted()
+    for world in options.agree:
+        facts[f"agreement of {world}"] = agreement(options.blocks, world)
     with open(options.out, "w") as file:
         json.dump(facts, file, indent=1)
     if options.events:

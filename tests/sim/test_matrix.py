@@ -41,17 +41,22 @@ WAITS = {
 
 # Two communicators and two side streams, three axes of waiting; its events are what the checker of order is tried on.
 EVENTS_OF = "hpz"
+AGREE = (8, 1024)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Facts of every case and events of one, from one process: torch gives a simulated device back at its end only."""
     out = tmp_path_factory.mktemp("sim") / "facts.json"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.sim.matrix", str(out), "--events", EVENTS_OF]
+    run_matrix(out, "--events", EVENTS_OF, "--agree", *map(str, AGREE))
+    return out
+
+
+def run_matrix(out: Path, *options: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.sim.matrix", str(out), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +193,30 @@ def test_parts_alone_are_in_order(facts: dict[str, Any], part: str) -> None:
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_seen(facts: dict[str, Any], fault: str) -> None:
     assert facts["planted"][fault]
+
+
+def check_agreement(facts: dict[str, Any]) -> None:
+    """One message a step, and less than 1 % of a step of 32 blocks even if all of it were exposed."""
+    assert facts["messages"] == 1 and not facts["unordered"]
+    assert 0 < facts["program"] < 0.01 * facts["step"] * 32 / facts["blocks"]
+    assert 0 <= facts["exposed"] < 1e-3 * facts["step"]
+    learning = facts["learning"]
+    assert learning["messages"] > 5 and 0 <= learning["exposed"] < learning["step"]
+
+
+@pytest.mark.parametrize("world", AGREE)
+def test_agreement_is_hidden_in_a_step_whatever_the_number_of_ranks(
+    facts: dict[str, dict[str, Any]], world: int
+) -> None:
+    check_agreement(facts[f"agreement of {world}"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("world", [8, 64, 512, 1024, 4096])
+def test_agreement_is_hidden_in_a_step_of_7b_parameters(tmp_path: Path, world: int) -> None:
+    run_matrix(tmp_path / "facts.json", "--only", "--blocks", "32", "--agree", str(world))
+    check_agreement(json.loads((tmp_path / "facts.json").read_text())[f"agreement of {world}"])
 
 
 def test_a_window_that_follows_from_the_batch_is_simulated_whole(facts: dict[str, dict[str, Any]]) -> None:

@@ -64,7 +64,7 @@ SEEN: dict[str, str] = {
 _SAVES = "the thread of a save, which reads what is kept for it; tests/ops/test_held.py"
 # "not reached: " begins the reason where no case comes to the call. A test that its loss turns red is named.
 UNSEEN: dict[str, str] = {
-    "comm.collectives:all_equal: Collective(works, then=(end,)).wait()": (
+    "comm.collectives:merge: Collective(works, then=(end,)).wait()": (
         "not reached: a message between the programs, in host memory over gloo; test_agreement_cost.py hangs"
     ),
     "comm.collectives:break_off: work.wait(timedelta(milliseconds=1))": (

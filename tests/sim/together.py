@@ -1,0 +1,110 @@
+"""Ranks that differ, each simulated in a process of its own: what runs there, started by ``test_together.py``."""
+
+import contextlib
+import os
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.api import initialize
+from deepspeed.errors import DivergenceError
+from deepspeed.simulate.control import talking
+from deepspeed.simulate.costs import load_machine
+from deepspeed.simulate.device import NAME
+from deepspeed.simulate.install import recording
+from deepspeed.zero.client.init import Init
+from tests.sim.matrix import CASES, Block
+
+WIDTH, BLOCKS = 256, 4
+HABIT = 5  # by then all ranks foretell what comes
+STEPS = 9
+
+
+class Routed(nn.Module):
+    """Blocks, of which a forward runs those that it is given; it fails at ``None``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor, route: tuple[int | None, ...]) -> torch.Tensor:
+        x = self.first(x)
+        for index in route:
+            if index is None:
+                raise ArithmeticError("this rank alone fails")
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+ALL: tuple[int | None, ...] = tuple(range(BLOCKS))
+
+
+class Loop:
+    """A user's loop on one rank; ``differs``: this is the rank that does something else in step HABIT."""
+
+    def __init__(self, engine: Any, scenario: str, rank: int) -> None:
+        self.engine, self.scenario = engine, scenario
+        self.differs, self.chance = rank == 1, random.Random(rank)
+
+    def forward(self, route: tuple[int | None, ...]) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(torch.randn(4, WIDTH, device=NAME), route)
+        return loss
+
+    def step(self, number: int) -> None:
+        surprise = number == HABIT and self.differs
+        route = ALL
+        if self.scenario == "any route":
+            route = tuple(self.chance.choices(ALL, k=self.chance.randrange(1, 6)))
+        if surprise and self.scenario == "skips a block":
+            route = (0, 2, 3)
+        if surprise and self.scenario == "another order":
+            route = (2, 0, 1, 3)
+        if surprise and self.scenario == "one more evaluation":
+            with torch.no_grad():
+                self.forward(ALL)
+        if surprise and self.scenario == "raises and tries again":
+            with contextlib.suppress(ArithmeticError):
+                self.forward((0, 1, None))
+        if surprise and self.scenario == "dies":
+            os._exit(3)
+        self.engine.backward(self.forward(route))
+        if surprise and self.scenario == "one more backward":
+            self.engine.backward(self.forward(route))
+        self.engine.step()
+
+
+def rank_of(scenario: str, case: str, store: str, *, strict: bool = False) -> dict[str, Any]:
+    """What one rank did: collectives by group, messages, errors. Called in a process of a pool, by all of them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()  # the pool's own
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = {**CASES[case], "zero_optimization": {**CASES[case]["zero_optimization"]}}
+    if strict:
+        config["zero_optimization"]["divergence"] = "error"
+    facts: dict[str, Any] = {"messages": [], "error": ""}
+    machine = load_machine("h100")
+    with (
+        recording(machine, world=world, rank=rank, store=dist.FileStore(store, world)) as recorder,
+        talking(recorder, peers=True) as control,
+    ):
+        with Init(config_dict_or_path=config):
+            model = Routed()
+        engine = initialize(model=model, config=config)[0]
+        loop = Loop(engine, scenario, rank)
+        try:
+            for number in range(STEPS):
+                facts["step"] = number
+                control.restart()
+                loop.step(number)
+                facts["messages"].append(control.messages)
+        except DivergenceError as error:
+            facts["error"] = str(error)
+        facts["differing"], facts["now"] = engine.runtime.agreement.mismatches, recorder.timeline.now
+        engine.destroy()
+    facts["issued"] = {str(ranks): issued for ranks, issued in recorder.issued.items() if rank in ranks}
+    facts["unordered"] = [str(problem) for problem in recorder.order.problems]
+    return facts
