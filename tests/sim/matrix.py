@@ -34,7 +34,7 @@ from deepspeed.tier import store
 from deepspeed.tier.aio import AioEngine, DirectFile
 from deepspeed.tier.arena import Arena
 from deepspeed.tier.drive import Drive, Stored
-from deepspeed.tier.transfer import Several
+from deepspeed.tier.transfer import ARRIVED, Several, Transfer
 from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_grad,
@@ -413,8 +413,9 @@ def order_of(name: str) -> list[str]:
     return [str(problem) for problem in recorder.order.problems]
 
 
-def _round_without_waiting(out: torch.Tensor, values: torch.Tensor) -> None:
+def _round_without_waiting(out: torch.Tensor, values: torch.Tensor) -> Transfer:
     out.copy_(values, non_blocking=True)
+    return ARRIVED
 
 
 def _take_back_at_once(_: Arena, slabs: list[Any]) -> None:
