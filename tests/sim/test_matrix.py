@@ -82,10 +82,12 @@ ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "s
 @pytest.mark.parametrize("name", ALONE)
 def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str, dict[str, Any]], name: str) -> None:
     allowed = next((waits for where, waits in WAITS.items() if f"-on-{where}" in name), {NORM})
+    if name.startswith("torn"):  # its last step is the one that makes room
+        allowed = allowed | {"device.synchronize: tier/arena.py empty", "device.synchronize: device.py method"}
     assert set(facts[name]["waits"]) <= allowed
 
 
-UNCLIPPED = [name for name in CASES if name.endswith("unclipped")]
+UNCLIPPED = [name for name in CASES if name.endswith("unclipped") and "-on-" not in name]
 # The client has no hand in it, and everything is on the device.
 ON_DEVICE = [name for name in CASES if name.startswith(("stage", "mics", "hpz")) and not name.endswith("unclipped")]
 ON_DEVICE = [name for name in ON_DEVICE if "offload_optimizer" not in CASES[name]["zero_optimization"]]
@@ -149,7 +151,8 @@ def test_local_sums_of_a_window_take_what_the_plan_says(facts: dict[str, dict[st
     assert passing / case["parameters"] == pytest.approx(4.0 + 2.0, rel=2e-3)
 
 
-BESIDES = ("stage1-optimizer-on-host-unpinned", "saving", "sooner")
+# a save has copies beside, and an update that fails in its first step is the one that makes room
+BESIDES = ("stage1-optimizer-on-host-unpinned", "saving", "sooner", "torn")
 ARENA = [name for name in CASES if "-on-" in name and not name.startswith(BESIDES)]
 
 
@@ -180,9 +183,9 @@ def test_nothing_is_page_locked_where_that_is_not_wanted(facts: dict[str, dict[s
     assert "registered" not in case["host"] and case["host"]["pageable"] >= case["pages"] > 0
 
 
-def test_no_torch_tensor_is_pinned(facts: dict[str, dict[str, Any]]) -> None:
-    """Its allocator would round it up to a power of two, and keep it."""
-    assert not [name for name in CASES if "pinned" in facts[name]["host"]]
+def test_no_state_is_pinned_by_torch(facts: dict[str, dict[str, Any]]) -> None:
+    """Its allocator would round it up to a power of two, and keep it. The late norm is a few numbers."""
+    assert not [name for name in CASES if facts[name]["host"].get("pinned", 0) > 64]
 
 
 @pytest.mark.parametrize("part", ["drive", "arena"])
@@ -199,7 +202,7 @@ def check_agreement(facts: dict[str, Any]) -> None:
     """One message a step, and less than 1 % of a step of 32 blocks even if all of it were exposed."""
     assert facts["messages"] == 1 and not facts["unordered"]
     assert 0 < facts["program"] < 0.01 * facts["step"] * 32 / facts["blocks"]
-    assert 0 <= facts["exposed"] < 1e-3 * facts["step"]
+    assert -1e-9 <= facts["exposed"] < 1e-3 * facts["step"]
     learning = facts["learning"]
     assert learning["messages"] > 5 and 0 <= learning["exposed"] < learning["step"]
 
