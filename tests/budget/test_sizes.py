@@ -6,9 +6,9 @@ FILE_LINES = 600
 FUNCTION_LINES = 60
 # Lines of the package, in three rings. A number that is reached is a question about the design; raising one takes a
 # commit of its own that says why. They began together at 28,000, the core at 15,000.
-CORE_LINES = 13_695
-SURFACE_LINES = 9_535
-TOOLS_LINES = 7_115
+CORE_LINES = 14_750
+SURFACE_LINES = 9_615
+TOOLS_LINES = 8_350
 # What trains and what is saved of it; the commands that look at it; everything else is what clients and other programs
 # see: import paths, wrappers, formats of others, the launcher, native builds.
 CORE = (
