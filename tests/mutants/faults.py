@@ -391,8 +391,8 @@ _CHECKPOINTS = (
     Mutant(
         "K1",
         "deepspeed/checkpoint/load/restore.py",
-        "yield lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)",
-        "packed = sum(s.numel for s in segments_of(view) if s.offset < segment.offset)\n        "
+        "yield first + shift, last + shift, key, at, region",
+        "packed = sum(s.numel for s in segments_of(view) if s.offset < segment.offset)\n            "
         "yield packed, packed + hi - lo, key, lo - segment.offset, None",
         ("tests/dist/test_checkpoint_layouts.py::test_any_layout_to_any_layout[1 rank stage 0]",),
         "optimizer slots are filled at their own places, padding between them",
