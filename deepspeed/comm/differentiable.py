@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.collectives import AxisGroup, all_gather, sum_scalars
+from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, sum_scalars
 
 
 def bounds(numel: int, ways: int) -> list[int]:
@@ -44,6 +44,16 @@ def _joined(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int
     return whole.movedim(0, dim)
 
 
+def _scattered(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
+    """This rank's part of the sum."""
+    if len(set(_sizes(edges))) > 1:
+        return _mine(_summed(value, group), group, dim, edges)
+    front = value.movedim(dim, 0).contiguous()
+    part = front.new_empty(edges[1], *front.shape[1:])
+    reduce_scatter(front.view(-1), part.view(-1), group, accumulate=False).wait()
+    return part.movedim(0, dim)
+
+
 class _EnterParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
@@ -74,15 +84,14 @@ class _JoinParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         group, dim, edges, partial = ctx.facts
-        grad = _summed(grad, group) if partial else grad
-        return _mine(grad, group, dim, edges), None, None, None, None
+        return (_scattered if partial else _mine)(grad, group, dim, edges), None, None, None, None
 
 
 class _CutParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: AxisGroup, dim: int, edges: Any, partial: Any) -> torch.Tensor:
         ctx.facts = group, dim, edges
-        return _mine(_summed(value, group) if partial else value, group, dim, edges)
+        return (_scattered if partial else _mine)(value, group, dim, edges)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -1,6 +1,7 @@
 """Splitting a model: its layers are replaced by those that its plan asks for, until the engine ends."""
 
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup, gather_objects, sum_scalars
-from deepspeed.device import map_tensors
+from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.observe.log import log_dist
 from deepspeed.tensor.layers import (
@@ -24,7 +25,8 @@ from deepspeed.tensor.layers import (
     VocabParallelLinear,
 )
 from deepspeed.tensor.loss import PartsCausalLoss
-from deepspeed.tensor.plan import Planner, Split, SplitWishes
+from deepspeed.tensor.plan import Planner, Split, SplitWishes, TensorPlan
+from deepspeed.tensor.sequence import split_sequence
 
 _HOOKS = (
     "_forward_hooks",
@@ -44,56 +46,86 @@ def parallelize(model: nn.Module, group: AxisGroup, wanted: SplitWishes, back: E
     that does not fit the model, NotYetError for what cannot be split; nothing has changed then.
     """
     plan = Planner(model, wanted, group.size).make()
-    shared, modules = SharedInput(group), dict(model.named_modules(remove_duplicate=False))
-    local = [path for path, split in plan.splits.items() if split.local]
-    if local and not hasattr(type(model), "loss_function"):
+    _refuse(model, plan, group)
+    shared, modules = SharedInput(group, random=_draws(model)), dict(model.named_modules(remove_duplicate=False))
+    back.callback(_unmark, {p: getattr(p, "tp_place", None) for p in model.parameters()})
+    made = _replace(modules, plan, shared, back)
+    for holder, name, number in plan.numbers:
+        back.callback(setattr, holder, name, getattr(holder, name))
+        setattr(holder, name, number)
+    if any(split.local for split in plan.splits.values()):
+        back.callback(_put_back, model, "_loss_function", model.__dict__.get("_loss_function"))
+        model.loss_function = PartsCausalLoss(group)  # type: ignore[assignment]
+    sums = [modules[path] for path, split in plan.splits.items() if split.way == "sum"]
+    summed: dict[nn.Parameter, None] = dict.fromkeys(p for module in sums for p in module.parameters(recurse=False))
+    if wanted.sequence:
+        split_sequence(model, shared, summed.setdefault, back)
+    for parameter in summed:
+        if parameter.requires_grad:
+            back.callback(parameter.register_hook(partial(_sum_gradient, group=group)).remove)
+    back.callback(model.register_forward_pre_hook(FirstBatch(group), with_kwargs=True).remove)
+    back.callback(model.register_forward_hook(partial(_end_forward, shared), always_call=True).remove)
+    if shared.random:
+        torch.set_rng_state(gather_objects(torch.get_rng_state(), group)[0])
+        if (accelerator := get_accelerator()).device_name() != "cpu":
+            accelerator.set_rng_state(gather_objects(accelerator.get_rng_state().cpu(), group)[0])
+    counts = Counter(type(layer).__name__ for layer in made)
+    text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    log_dist(f"tensor parallelism over {group.size} ranks: {text}")
+
+
+def _refuse(model: nn.Module, plan: TensorPlan, group: AxisGroup) -> None:
+    """Raise where the plan leaves logits in parts that nobody can take, or leaves everything whole."""
+    name = type(model).__name__
+    if any(split.local for split in plan.splits.values()) and not hasattr(type(model), "loss_function"):
         raise DeepSpeedConfigError(
-            "tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but "
-            f"{type(model).__name__} has no loss_function to compute the loss from them; leave it out and call "
-            "deepspeed.tensor.loss.vocab_parallel_cross_entropy, or let it be null"
+            f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {name} has no "
+            "loss_function to compute the loss from them. Delete the key, and the logits are gathered"
         )
     if all(split.way in ("sum", "whole") for split in plan.splits.values()):
         raise DeepSpeedConfigError(
-            f"tensor_parallel.autotp_size is {group.size}, but no layer of {type(model).__name__} is known to be "
-            "one that can be split; describe its layers in tensor_parallel.partition_config.layer_specs"
+            f"tensor_parallel.autotp_size is {group.size}, but no layer of {name} is known to be one that can be "
+            "split; describe its layers in tensor_parallel.partition_config.layer_specs"
         )
+
+
+def _replace(
+    modules: dict[str, nn.Module], plan: TensorPlan, shared: SharedInput, back: ExitStack
+) -> list[TensorParallelLayer]:
+    """Put parts in the places of layers; a layer that is in several places is one part there too."""
     made: dict[int, TensorParallelLayer] = {}
-    marked = {p: getattr(p, "tp_place", None) for p in model.parameters()}
-    back.callback(_unmark, marked)
-    for path, split in plan.splits.items():
-        if split.way == "sum":
-            for parameter in modules[path].parameters(recurse=False):
-                if parameter.requires_grad:
-                    back.callback(parameter.register_hook(partial(_sum_gradient, group=group)).remove)
     for path, module in modules.items():
         split = plan.splits.get(path, Split("whole"))
         if split.way in ("sum", "whole"):
             continue
         if id(module) not in made:
-            made[id(module)] = _layer(module, split, shared, path)
+            layer = made[id(module)] = _layer(module, split, shared, path)
+            layer.train(module.training)
             for name in _HOOKS:
-                setattr(made[id(module)], name, getattr(module, name))
-            made[id(module)].train(module.training)
+                setattr(layer, name, getattr(module, name))
         parent, _, name = path.rpartition(".")
         setattr(modules[parent], name, made[id(module)])
         back.callback(setattr, modules[parent], name, module)
-    for holder, name, number in plan.numbers:
-        back.callback(setattr, holder, name, getattr(holder, name))
-        setattr(holder, name, number)
-    if local:
-        before = model.__dict__.get("_loss_function")
-        model.loss_function = PartsCausalLoss(group)  # type: ignore[assignment]
-        back.callback(setattr, model, "_loss_function", before) if before else back.callback(
-            delattr, model, "_loss_function"
-        )
-    guard = FirstBatch(group)
-    back.callback(model.register_forward_pre_hook(guard, with_kwargs=True).remove)
-    back.callback(model.register_forward_hook(lambda *_: shared.forget(), always_call=True).remove)
-    counts: dict[str, int] = {}
-    for layer in made.values():
-        counts[type(layer).__name__] = counts.get(type(layer).__name__, 0) + 1
-    text = ", ".join(f"{count} {name}" for name, count in counts.items())
-    log_dist(f"tensor parallelism over {group.size} ranks: {text}")
+    return list(made.values())
+
+
+def _put_back(model: nn.Module, name: str, before: Any) -> None:
+    del model.__dict__[name]
+    model.__dict__.update({} if before is None else {name: before})
+
+
+def _end_forward(shared: SharedInput, *_: Any) -> None:
+    shared.end_parts()
+    shared.forget()
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether the model may drop anything out, by its modules or by a number in them or in its configuration."""
+    holders = [vars(getattr(model, "config", None) or object) if hasattr(model, "config") else {}]
+    holders += [vars(module) for module in model.modules()]
+    numbers = (v for holder in holders for n, v in holder.items() if "drop" in n and isinstance(v, float))
+    layers = (m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    return any(number > 0 for number in (*numbers, *layers))
 
 
 def _unmark(before: dict[nn.Parameter, Any]) -> None:

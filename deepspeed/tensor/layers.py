@@ -14,20 +14,27 @@ from torch.nn import functional
 
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.differentiable import bounds, cut_parts, enter_parts, join_parts, sum_parts
+from deepspeed.device import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.mesh.groups import plain_mesh
 from deepspeed.zero.layout import Box, Place
-from deepspeed.zero.param import local_of, part_of, point
+from deepspeed.zero.param import local_of, part_of, point, whole_of
 
 
 class SharedInput:
     """The ranks that share layers, and the input that several layers in a row have entered by (q, k and v of one).
 
     Its gradients are summed over the layers first, so that one sum over the ranks serves them all.
+
+    With ``random`` numbers (dropout): what is whole needs the same ones on all ranks, what is in parts other ones on
+    each. Between a column- and a row-parallel layer a rank draws from a generator of its own, seeded from the common
+    one, so that a recomputation, which begins with the state of that one, draws the same again.
     """
 
-    def __init__(self, group: AxisGroup) -> None:
-        self.group = group
+    def __init__(self, group: AxisGroup, *, random: bool = False) -> None:
+        self.group, self.random = group, random
+        self._common: tuple[torch.Tensor, Any] | None = None
+        self._seed = 0
         self._latest: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
@@ -42,6 +49,25 @@ class SharedInput:
         self._latest = weakref.ref(value), value._version, entered
         entered.register_hook(lambda _: self.forget())
         return entered
+
+    def begin_parts(self) -> None:
+        """What follows is in parts: other random numbers on each rank."""
+        if not self.random or (self._common is not None and torch.initial_seed() == self._seed):
+            return  # a recomputation that ended early has left a state, which its caller has replaced
+        seed = int(torch.randint(1 << 60, (), device="cpu"))
+        accelerator = get_accelerator()
+        device = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None
+        self._common, self._seed = (torch.get_rng_state(), device), seed + 1 + self.group.index
+        torch.manual_seed(self._seed)
+
+    def end_parts(self) -> None:
+        """What follows is whole: the same random numbers on all ranks."""
+        if self._common is not None and torch.initial_seed() == self._seed:
+            host, device = self._common
+            torch.set_rng_state(host)
+            if device is not None:
+                get_accelerator().set_rng_state(device)
+        self._common = None
 
     def forget(self) -> None:
         """Let go of the latest input."""
@@ -77,6 +103,8 @@ class TensorParallelLayer(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    input_sums = False  # what made the input sums its gradients over the ranks
+    keeps_tokens = False  # of the output, which is (batch, tokens, ...), only this rank's part of the tokens
 
     def __init__(self, group: Any, *, name: str = "") -> None:
         super().__init__()
@@ -104,6 +132,13 @@ class TensorParallelLayer(nn.Module):
             if parameter is not None and place is not None and tuple(local_of(parameter).shape) == place.shape:
                 point(parameter, part_of(parameter.detach(), place).clone())
         return self
+
+    def gather_params(self, params: Sequence[nn.Parameter]) -> None:
+        """Make these parameters whole, of a layer that no engine has, until ``cut_now``. Collective."""
+        for parameter in params:
+            place = getattr(parameter, "tp_place", None)
+            if place is not None and tuple(local_of(parameter).shape) != place.shape:
+                point(parameter, whole_of(parameter.detach(), place, self.group))
 
     def extra_repr(self) -> str:
         shapes = {n: tuple(p.shape) for n, p in self._parameters.items() if p is not None}
@@ -148,6 +183,7 @@ class LinearLayer(TensorParallelLayer):
         weight, bias = _weight_of(module), getattr(module, "bias", None)
         shape = _whole_shape(weight)
         dim = 1 if self.transposed else 0
+        self.leads = not gather_output  # to a row-parallel layer
         self.parts, self.gather_output = tuple(parts) or (shape[dim],), gather_output
         if gather_output and len(self.parts) > 1:
             raise UsageError(f"{name}: outputs of several parts ({self.parts}) cannot be gathered; split them as one")
@@ -160,7 +196,9 @@ class LinearLayer(TensorParallelLayer):
             self.cut_now()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value, weight = self.shared.enter(value), self.weight
+        value, weight = value if self.input_sums else self.shared.enter(value), self.weight
+        if self.training and self.leads:
+            self.shared.begin_parts()
         if not self.transposed:
             out = functional.linear(value, weight, self.bias)
         else:
@@ -177,6 +215,10 @@ class LinearLayer(TensorParallelLayer):
 
 class VocabParallelLinear(LinearLayer):
     """An output head of which each rank computes the logits of some words; see ``vocab_parallel_cross_entropy``."""
+
+    def __init__(self, module: nn.Module, mp_group: Any = None, **options: Any) -> None:
+        super().__init__(module, mp_group, **options)
+        self.leads = False
 
 
 class LinearAllreduce(TensorParallelLayer):
@@ -201,6 +243,7 @@ class LinearAllreduce(TensorParallelLayer):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         index = self.group.index
+        self.shared.end_parts()
         if self.split_input:
             value = cut_parts(value, self.group, -1, edges=self.edges)
         elif value.shape[-1] != self.edges[index + 1] - self.edges[index]:
@@ -210,12 +253,23 @@ class LinearAllreduce(TensorParallelLayer):
                 f"{index}, but got {value.shape[-1]}: the layer before it is not split by output in the same way"
             )
         out = value @ self.weight if self.transposed else functional.linear(value, self.weight)
-        out = sum_parts(out, self.group)
+        if self.keeps_tokens:
+            out = cut_parts(out, self.group, 1, edges=bounds(out.shape[1], self.group.size), partial=True)
+        else:
+            out = sum_parts(out, self.group)
         return out if self.bias is None else out + self.bias
 
 
 class LmHeadLinearAllreduce(LinearAllreduce):
     """An output head split by input."""
+
+
+class SubParamLinearLayer(LinearLayer):
+    """A column-parallel layer with several packed weights; ``parts`` are their sizes."""
+
+
+class SubParamLinearAllreduce(LinearAllreduce):
+    """A row-parallel layer by the name that clients look for."""
 
 
 class HeadsLinear(TensorParallelLayer):
@@ -232,7 +286,8 @@ class HeadsLinear(TensorParallelLayer):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         weight = self.weight.t() if self.transposed else self.weight
-        out = enter_parts(functional.linear(value, weight, self.bias), self.group)
+        out = functional.linear(value, weight, self.bias)
+        out = out if self.input_sums else enter_parts(out, self.group)
         width = out.shape[-1] // self.heads
         return out.narrow(-1, self.group.index * self.heads // self.group.size * width, width)
 

@@ -83,13 +83,14 @@ class Rule:
 @dataclass(frozen=True)
 class SplitWishes:
     """What the configuration says about the plan. ``vocabulary``: split embedding and head (None), logits left in parts
-    (True), or neither (False).
+    (True), or neither (False). ``sequence``: norms on parts of it.
     """
 
     rules: tuple[Rule, ...] = ()
     defaults: bool = True
     strict: bool = False
     vocabulary: bool | None = None
+    sequence: bool = False
     head_names: tuple[str, ...] = ("lm_head", "embed_out")
 
 
@@ -103,7 +104,8 @@ class TensorPlan:
 
 def is_linear(module: nn.Module) -> bool:
     """A layer that multiplies by one matrix: torch's, or transformers' Conv1D."""
-    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    named = (isinstance(module, nn.Linear), type(module).__name__) == (True, "FalconLinear")
+    return type(module) is nn.Linear or named or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def _features(module: nn.Module) -> tuple[int, int]:

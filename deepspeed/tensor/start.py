@@ -102,7 +102,7 @@ def _of_group(group: Any, ways: Ways) -> Ways:
 def wanted_of(cfg: DeepSpeedConfig) -> SplitWishes:
     """The block ``tensor_parallel`` as the planner takes it."""
     block, rules = cfg.tensor_parallel, cfg.tensor_parallel.partition_config
-    wanted = SplitWishes(vocabulary=block.vocab_parallel_lm_head)
+    wanted = SplitWishes(vocabulary=block.vocab_parallel_lm_head, sequence=block.sequence_parallel_norms)
     if rules is None:
         return wanted
     specs = tuple(

@@ -169,6 +169,7 @@ def _tensor_probes() -> dict[str, Probe]:
     return {
         "autotp_size": Probe(base(), 2),
         "vocab_parallel_lm_head": Probe(split, value=True),
+        "sequence_parallel_norms": Probe(split, value=True),
         "tensor_parallel.tp_size": Probe(split, 4),
         "partition_config": Probe(split, {"layer_specs": [head]}),
         "partition_config.use_default_specs": Probe(ruled(head), value=False),

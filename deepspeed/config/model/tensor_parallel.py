@@ -68,6 +68,7 @@ class TensorParallelConfig(unread.TensorParallelKeys):
     vocab_parallel_lm_head: Flag | None = key(
         None, "true: each rank computes logits and loss of some words; false: output head and embedding stay whole."
     )
+    sequence_parallel_norms: Flag = key(False, "Norms and residuals on each rank's part of the tokens (an extension).")
     vocab_parallel_ce_backend: Literal["torch", "liger"] = key(
         "torch",
         "Implementation of the cross-entropy over a split output head.",
