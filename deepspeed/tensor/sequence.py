@@ -15,7 +15,7 @@ from torch import nn
 
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.comm.differentiable import bounds, cut_parts, join_parts
-from deepspeed.errors import NotYetError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.tensor.layers import HeadsLinear, LinearAllreduce, LinearLayer, SharedInput, TensorParallelLayer
 from deepspeed.zero.partition import find_blocks
 
@@ -25,18 +25,20 @@ def split_sequence(
 ) -> None:
     """Let the blocks of ``model``, whose layers are split already, work on parts of the sequence outside them.
 
-    ``sums``: lets the gradients of a parameter be summed over the ranks. Raises NotYetError for models whose blocks do
+    ``sums``: lets the gradients of a parameter be summed over the ranks. Raises DeepSpeedConfigError for models whose blocks do
     not keep the split layers in modules of their own, and for dropout.
     """
     blocks = [(path, block) for path, block in find_blocks(model) if _layers(block)]
     if not blocks or shared.random:
         why = "it drops out numbers" if blocks else "it has no list of blocks with split layers"
-        raise NotYetError(f"tensor_parallel.sequence_parallel_norms: {type(model).__name__} cannot be cut so: {why}")
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.sequence_parallel_norms: {type(model).__name__} cannot be cut so: {why}"
+        )
     for path, block in blocks:
         homes = {layer: home for home in block.modules() for layer in home.children() if layer in _layers(block)}
         inside = [m for home in set(homes.values()) for m in home.modules()]
         if block in homes.values() or any(type(m) is nn.Linear for m in inside):
-            raise NotYetError(
+            raise DeepSpeedConfigError(
                 f"tensor_parallel.sequence_parallel_norms: {path} has split layers beside its norms, or whole layers "
                 "beside split ones; they need modules of their own"
             )
