@@ -25,8 +25,8 @@ def split_sequence(
 ) -> None:
     """Let the blocks of ``model``, whose layers are split already, work on parts of the sequence outside them.
 
-    ``sums``: lets the gradients of a parameter be summed over the ranks. Raises DeepSpeedConfigError for models whose blocks do
-    not keep the split layers in modules of their own, and for dropout.
+    ``sums``: lets the gradients of a parameter be summed over the ranks. Raises DeepSpeedConfigError for models whose
+    blocks do not keep the split layers in modules of their own, and for dropout.
     """
     blocks = [(path, block) for path, block in find_blocks(model) if _layers(block)]
     if not blocks or shared.random:
