@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed.comm.collectives import AxisGroup, gather_objects, sum_scalars
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist
 from deepspeed.tensor.layers import (
     HeadsLinear,
@@ -39,14 +40,14 @@ _HOOKS = (
 )
 
 
-def parallelize(model: nn.Module, group: AxisGroup, wanted: SplitWishes, back: ExitStack) -> None:
-    """Replace the layers of ``model`` by their parts on the ranks of ``group``; ``back`` restores them.
+def parallelize(model: nn.Module, mesh: Mesh, wanted: SplitWishes, back: ExitStack) -> None:
+    """Replace the layers of ``model`` by their parts on the ranks of ``mesh.tp``; ``back`` restores them.
 
     The parameters stay the same objects and are cut when ZeRO takes them over. Raises DeepSpeedConfigError for a plan
     that does not fit the model, NotYetError for what cannot be split; nothing has changed then.
     """
-    plan = Planner(model, wanted, group.size).make()
-    _refuse(model, plan, group)
+    group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size).make()
+    _refuse(model, plan, mesh)
     shared, modules = SharedInput(group, random=_draws(model)), dict(model.named_modules(remove_duplicate=False))
     back.callback(_unmark, {p: getattr(p, "tp_place", None) for p in model.parameters()})
     made = _replace(modules, plan, shared, back)
@@ -74,7 +75,7 @@ def parallelize(model: nn.Module, group: AxisGroup, wanted: SplitWishes, back: E
     log_dist(f"tensor parallelism over {group.size} ranks: {text}")
 
 
-def _refuse(model: nn.Module, plan: TensorPlan, group: AxisGroup) -> None:
+def _refuse(model: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
     """Raise where the plan leaves logits in parts that nobody can take, or leaves everything whole."""
     name = type(model).__name__
     if any(split.local for split in plan.splits.values()) and not hasattr(type(model), "loss_function"):
@@ -82,9 +83,10 @@ def _refuse(model: nn.Module, plan: TensorPlan, group: AxisGroup) -> None:
             f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {name} has no "
             "loss_function to compute the loss from them. Delete the key, and the logits are gathered"
         )
-    if all(split.way in ("sum", "whole") for split in plan.splits.values()):
+    # a pipeline stage may have none
+    if mesh.pp.size == 1 and all(split.way in ("sum", "whole") for split in plan.splits.values()):
         raise DeepSpeedConfigError(
-            f"tensor_parallel.autotp_size is {group.size}, but no layer of {name} is known to be one that can be "
+            f"tensor_parallel.autotp_size is {mesh.tp.size}, but no layer of {name} is known to be one that can be "
             "split; describe its layers in tensor_parallel.partition_config.layer_specs"
         )
 

@@ -130,4 +130,4 @@ def split(
             "not in this release. Use an element-wise optimizer (AdamW, SGD, Lion), or no tensor parallelism"
         )
     if cfg.tensor_parallel.ways > 1 or hasattr(model, "ds_tensor_parallel"):
-        parallelize(model, mesh.tp, wanted_of(cfg), lasting)
+        parallelize(model, mesh, wanted_of(cfg), lasting)
