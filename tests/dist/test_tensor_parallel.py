@@ -99,6 +99,39 @@ def test_norms_on_parts_of_the_sequence_change_nothing(pool4: RankPool, name: st
         assert max(errors) < 1e-6, errors
 
 
+def _offloaded(folder: str) -> list[float]:
+    drive = {"device": "nvme", "nvme_path": folder}
+    zero = {"offload_optimizer": drive, "offload_param": drive}
+    return train("gpt2", config(3, zero=zero), 2)
+
+
+def test_parts_rest_on_drives(pool4: RankPool, tmp_path: Path) -> None:
+    for errors in pool4.run(_offloaded, str(tmp_path)):
+        assert max(errors) < 1e-6, errors
+
+
+def _sixteen_bits(dtype: str) -> tuple[list[float], int]:
+    block = {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})}
+    settings = config(3, **{dtype: block, "gradient_accumulation_steps": 2})
+    engine = deepspeed.initialize(model=Llama(tied=True), config=settings)[0]
+    losses = []
+    for _ in range(12):
+        loss = loss_of(engine, batch(0, engine.mesh.data.index))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.destroy()
+    return losses, engine.skipped_steps
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sixteen_bits_learn_with_the_same_losses_on_ranks_that_share_layers(pool4: RankPool, dtype: str) -> None:
+    results = pool4.run(_sixteen_bits, dtype)
+    assert results[0] == results[1] and results[2] == results[3]
+    for losses, skipped in results:
+        assert losses[-1] < losses[0] - 0.1 and not skipped
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_four_ranks_share_each_layer(pool4: RankPool, name: str) -> None:
     for errors in pool4.run(train, name, config(3, 4), 4):
