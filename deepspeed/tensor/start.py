@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives import gather_objects
+from deepspeed.comm.collectives import failures, gather_objects
 from deepspeed.config import DeepSpeedConfig, load_config
 from deepspeed.device import DTYPES
-from deepspeed.errors import DeepSpeedConfigError, NotYetError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, NotYetError, UsageError
 from deepspeed.mesh.groups import Mesh, plain_mesh
 from deepspeed.mesh.mpu import Ways
 from deepspeed.optim.registry import granularity
@@ -129,5 +129,11 @@ def split(
             f"{type(optimizer).__name__} looks at whole tensors, of which a tensor-parallel rank has a part; that is "
             "not in this release. Use an element-wise optimizer (AdamW, SGD, Lion), or no tensor parallelism"
         )
+    fault: DeepSpeedError | None = None
     if cfg.tensor_parallel.ways > 1 or hasattr(model, "ds_tensor_parallel"):
-        parallelize(model, mesh, wanted_of(cfg), lasting)
+        try:
+            parallelize(model, mesh, wanted_of(cfg), lasting)
+        except DeepSpeedError as error:
+            fault = error
+    for rank, text in failures(fault, mesh.job).items():  # stages have different layers, and wait for each other
+        raise fault or DeepSpeedConfigError(f"{mesh.title(rank)}: {text}")
