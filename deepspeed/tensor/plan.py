@@ -308,10 +308,12 @@ class Planner:
     def _heads_of(self, path: str) -> tuple[int | None, int | None, int | None]:
         """Heads, heads of keys and values, and features of a head."""
         module, names = self.modules[path], self._children(path)
-        heads = _number(_HEADS, module, self.config)
-        kv = _number(_KV_HEADS, module, self.config) or heads
-        width = _number(_HEAD_WIDTHS, module, self.config)
+        holders = (module, getattr(module, "config", None), self.config)
+        heads, width = _number(_HEADS, *holders), _number(_HEAD_WIDTHS, *holders)
         query = next((names[n] for n in names if n in _QUERY), None)
+        if heads is None and width and query is not None:
+            heads = _features(self.linears[query])[1] // width
+        kv = _number(_KV_HEADS, *holders) or heads
         if heads and query is not None:
             width = _features(self.linears[query])[1] // heads
             keys = next((names[n] for n in names if n in _KEY_VALUE), None)

@@ -21,10 +21,18 @@ from tests.harness.training import ADAMW, STAGES
 
 pytestmark = pytest.mark.timeout(180)
 
+
+def _bare(model: Llama) -> Llama:
+    """Only the features of a head are known, to the attention."""
+    del model.config
+    return model
+
+
 MODELS: dict[str, Any] = {
     "llama": lambda: Llama(),
     "llama, tied, with biases and norms of heads": lambda: Llama(tied=True, bias=True, head_norms=True),
     "llama with one head of keys": lambda: Llama(kv=1, head_norms=True, bias=True),
+    "llama without a configuration": lambda: _bare(Llama()),
     "gpt2": lambda: GPT2(),
     "neox": lambda: GPT2(interleaved=True),
 }
