@@ -107,6 +107,22 @@ def test_norms_on_parts_of_the_sequence_change_nothing(pool4: RankPool, name: st
         assert max(errors) < 1e-6, errors
 
 
+def _differently_built() -> float:
+    model = Llama()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(dist.get_rank())
+    engine = deepspeed.initialize(model=model, config=config(1))[0]
+    plain = dict(Llama().named_parameters())
+    worst = _worst((safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters())
+    engine.destroy()
+    return worst
+
+
+def test_ranks_that_share_layers_take_the_first_ones_weights(pool4: RankPool) -> None:
+    assert pool4.run(_differently_built) == [0.0] * 4
+
+
 def _offloaded(folder: str) -> list[float]:
     drive = {"device": "nvme", "nvme_path": folder}
     zero = {"offload_optimizer": drive, "offload_param": drive}
