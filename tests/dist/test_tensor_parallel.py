@@ -32,6 +32,7 @@ MODELS: dict[str, Any] = {
     "llama": lambda: Llama(),
     "llama, tied, with biases and norms of heads": lambda: Llama(tied=True, bias=True, head_norms=True),
     "llama with one head of keys": lambda: Llama(kv=1, head_norms=True, bias=True),
+    "llama, tied": lambda: Llama(tied=True),
     "llama without a configuration": lambda: _bare(Llama()),
     "gpt2": lambda: GPT2(),
     "neox": lambda: GPT2(interleaved=True),
@@ -121,6 +122,29 @@ def _differently_built() -> float:
 
 def test_ranks_that_share_layers_take_the_first_ones_weights(pool4: RankPool) -> None:
     assert pool4.run(_differently_built) == [0.0] * 4
+
+
+def _born_sharded(stage: int) -> list[float]:
+    """Built under zero.Init over all ranks, then cut into parts."""
+    plain = dict(Llama(tied=True).named_parameters())
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+        model = Llama(tied=True)
+    engine = deepspeed.initialize(model=model, config=config(stage))[0]
+    errors = [_worst((safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters())]
+    engine.backward(loss_of(engine, batch(0, engine.mesh.data.index)))
+    engine.step()
+    reference = Reference("llama, tied", 2)
+    reference.step(0)
+    plain = dict(reference.model.named_parameters())
+    errors.append(_worst((safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters()))
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_born_sharded_is_cut_unit_by_unit(pool4: RankPool, stage: int) -> None:
+    for errors in pool4.run(_born_sharded, stage):
+        assert max(errors) < 1e-6, errors
 
 
 def _offloaded(folder: str) -> list[float]:
