@@ -163,7 +163,8 @@ def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[R
 
 def _bytes_of(model: nn.Module, *, on_host: bool) -> int:
     """Bytes of the model's parameters, which are about to find new places."""
-    tensors = [p if (unit := getattr(p, "_ds_unit", None)) is None else unit.shard for p in model.parameters()]
+    units = ((p, getattr(p, "_ds_unit", None)) for p in model.parameters())
+    tensors = [local_of(p) if unit is None else unit.shard for p, unit in units]
     storages = [t.untyped_storage() for t in tensors if (t.device.type == "cpu") is on_host]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

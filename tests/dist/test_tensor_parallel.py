@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
@@ -122,6 +125,38 @@ def _differently_built() -> float:
 
 def test_ranks_that_share_layers_take_the_first_ones_weights(pool4: RankPool) -> None:
     assert pool4.run(_differently_built) == [0.0] * 4
+
+
+def _distributed_by_torch(stage: int) -> list[float]:
+    """A model that torch's own ``parallelize_module`` has cut before."""
+    model, mesh = Llama(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    plan: dict[str, Any] = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    for i in (0, 1):
+        layer = f"model.layers.{i}"
+        plan |= {f"{layer}.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
+        plan |= {f"{layer}.self_attn.o_proj": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    settings = config(stage)
+    del settings["tensor_parallel"]
+    engine = deepspeed.initialize(model=model, config=settings)[0]
+    reference, errors = Reference("llama", 2), []
+    for step in range(3):
+        losses, norm, _ = reference.step(step)
+        loss = loss_of(engine, batch(step, engine.mesh.data.index))
+        engine.backward(loss)
+        engine.step()
+        errors += [abs(float(loss.detach()) - losses[engine.mesh.data.index])]
+        errors += [abs(engine.get_global_grad_norm() - norm) / norm]
+    plain = dict(reference.model.named_parameters())
+    errors.append(_worst((safe_get_full_fp32_param(p), plain[n].detach()) for n, p in engine.module.named_parameters()))
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_torch_has_distributed_train_as_they_are(pool4: RankPool, stage: int) -> None:
+    for errors in pool4.run(_distributed_by_torch, stage):
+        assert max(errors) < 1e-6, errors
 
 
 def _born_sharded(stage: int) -> list[float]:
