@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.errors import NotYetError, UsageError
 from deepspeed.mesh.groups import plain_mesh
+from deepspeed.module_inject import layers
 from deepspeed.tensor.layers import SharedInput
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.harness.decoders import GPT2, Llama, batch, loss_of
@@ -415,3 +416,28 @@ def test_what_cannot_be_split_is_refused_in_a_sentence(pool4: RankPool) -> None:
     for texts in pool4.run(_refusals):
         for text, part in zip(texts, expected, strict=True):
             assert part in text
+
+
+def _layers_by_hand() -> list[float]:
+    """As clients use them: made of a layer and a process group, without any engine."""
+    torch.manual_seed(0)
+    up, down, table = torch.nn.Linear(6, 9), torch.nn.Linear(9, 6), torch.nn.Embedding(7, 6)
+    ids = torch.arange(7)
+    expected = down(torch.tanh(up(table(ids))))
+    whole, group = up.weight.detach().clone(), dist.group.WORLD
+    column, row = layers.LinearLayer(up, group), layers.LinearAllreduce(down, group)
+    words = layers.VocabParallelEmbedding(table, group)
+    found = row(torch.tanh(column(words(ids))))
+    shapes = [tuple(column.weight.shape), tuple(row.weight.shape), tuple(words.weight.shape)]
+    assert shapes == [[(5, 6), (6, 5), (4, 6)], [(4, 6), (6, 4), (3, 6)]][dist.get_rank()]
+    with layers.GatherReplacedLayerParams(column.weight, column):
+        errors = [float((column.weight - whole).abs().max())]
+    assert tuple(column.weight.shape) == shapes[0]
+    layers.set_autotp_mode(training=True)
+    assert layers.is_autotp_training_mode()
+    return [*errors, float((found - expected).abs().max())]
+
+
+def test_layers_work_without_an_engine(pool2: RankPool) -> None:
+    for errors in pool2.run(_layers_by_hand):
+        assert max(errors) < 1e-6
