@@ -16,7 +16,7 @@ version = __version__
 __version_major__, __version_minor__, __version_patch__ = 1, 0, 0
 __git_hash__ = __git_branch__ = None
 
-_FUNCTIONS = ("init_inference", "default_inference_config", "tp_model_init", "set_autotp_mode")
+_FUNCTIONS = ("init_inference", "default_inference_config")
 _CLASSES = ("DeepSpeedHybridEngine", "PipelineEngine", "InferenceEngine")
 globals().update({name: pending_function(f"deepspeed.{name}") for name in _FUNCTIONS})
 globals().update({name: pending_class(f"deepspeed.{name}") for name in _CLASSES})
@@ -38,6 +38,8 @@ _LAZY = {
     "load_ds_config": "deepspeed.config:read_config_source",
     "log_dist": "deepspeed.observe.log:",
     "logger": "deepspeed.observe.log:",
+    "set_autotp_mode": "deepspeed.module_inject.layers:",
+    "tp_model_init": "deepspeed.tensor.start:",
 }
 _SUBMODULES = (
     *("accelerator", "checkpoint", "comm", "dist", "git_version_info", "module_inject"),

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from deepspeed.comm import trace
 from deepspeed.comm.group_getters import register_mpu, register_topology
 from deepspeed.comm.init import init_distributed
-from deepspeed.config import DeepSpeedConfig, load_config
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
 from deepspeed.device import DTYPES, device_for, get_accelerator, take_device
 from deepspeed.engine import DeepSpeedEngine
@@ -30,6 +30,7 @@ from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
+from deepspeed.tensor.start import configured, split
 from deepspeed.zero.build import BuildRules, build
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
 from deepspeed.zero.client.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
@@ -139,7 +140,7 @@ def _assemble(
 ) -> DeepSpeedEngine:
     backend = get_accelerator().communication_backend_name()
     everyone = plain_mesh(backend, group=ways.group).job
-    cfg = load_config(source, world_size=everyone.size // ways.shared)
+    cfg, ways = configured(model, source, ways, everyone.size // ways.shared)
     hold_settings(lasting, log_level=cfg.log_level, no_collection=cfg.disable_python_gc)
     lasting.callback(hold_clipping().give_back)
     monitor = MonitorMaster(cfg)
@@ -158,6 +159,7 @@ def _assemble(
     if "comms_logger" in cfg.model_fields_set:
         for axis in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():
             axis.ledger.append(trace.begin)
+    split(model, cfg, mesh, base, lasting)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
     if "leaf_module" in cfg.zero.model_fields_set:

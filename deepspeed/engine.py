@@ -340,7 +340,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
         """All weights by name on the first rank, None elsewhere. Collective. ValueError if parameters are whole."""
-        if not self.runtime.plan.regular.param.sharded:
+        if not self.runtime.plan.regular.param.sharded and self.mesh.tp.size == 1:
             raise ValueError("this function works where parameters are sharded; use module.state_dict() here")
         return consolidated_state_dict(self.module, keep=self.mesh.first, exclude_frozen=exclude_frozen_parameters)
 
@@ -362,7 +362,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None
     ) -> None:
         """Load whole weights (the same dict on every rank) into the module; masters follow. Collective."""
-        with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.zero.ranks[0]):
+        with GatheredParameters(self.module.parameters(), modifier_rank=self.mesh.sharers(self.mesh.zero.ranks[0])[0]):
             if custom_load_fn is not None:
                 custom_load_fn(src=checkpoint, dst=self.module)
             else:

@@ -19,7 +19,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import log_dist, logger
-from deepspeed.zero.client.gathered import state_names, whole_weights
+from deepspeed.zero.client.gathered import state_names, whole_shape, whole_weights
 from deepspeed.zero.hooks import inside_backward
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.step import StepResult
@@ -132,10 +132,11 @@ class EngineCheckpoint:
         schedule, norm = self.lr_scheduler, self.get_global_grad_norm()
         counters = {name: getattr(self, name) for name in COUNTERS}
         window = {"backwards": self._backwards, "window": self._gas}
+        cuts = {name: axis.size for name, axis in (("pp", self.mesh.pp), ("tp", self.mesh.tp)) if axis.size > 1}
         last = {"norm": norm if norm is None else float(norm).hex(), "gradient_after": self.runtime.after}
         return {
             "tag": tag,
-            "world": {"compute_dtype": self._config.compute_dtype},
+            "world": {"compute_dtype": self._config.compute_dtype, **cuts},
             "engine": counters | window | last,
             "lr_scheduler": _state_of(schedule),
             "lr_scheduler_type": None if schedule is None else type(schedule).__name__,
@@ -163,7 +164,7 @@ class EngineCheckpoint:
             with together(self.mesh, f"writing {path}"):
                 if self.mesh.first:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    shapes = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+                    shapes = {n: (t.dtype, whole_shape(t)) for n, t in tensors.items()}
                     write = stack.enter_context(torch_file(path, shapes, aliases=aliases))
             with together(self.mesh, f"writing {path}"):
                 through(whole_weights(self.module, tensors), write)

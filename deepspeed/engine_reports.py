@@ -92,7 +92,7 @@ class EngineReports:
     optimizer_params = answers(lambda self: getattr(self._config.optimizer, "params", None))
     scheduler_name = answers(lambda self: getattr(self._config.scheduler, "type", None))
     scheduler_params = answers(lambda self: getattr(self._config.scheduler, "params", None))
-    get_model_parallel_rank = get_tensor_parallel_rank = answers(lambda self: 0)
+    get_model_parallel_rank = get_tensor_parallel_rank = answers("mesh.tp.index")
     get_sequence_parallel_group = answers(lambda self: None)
     _groups = answers(lambda self: self.basic_optimizer.param_groups if self.basic_optimizer is not None else [])
     get_lr = answers(lambda self: [group["lr"] for group in self._groups()])

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import NoReturn
 
+from deepspeed.config import read_config_source
 from deepspeed.errors import NotYetError, UsageError, nearest_hint
 from deepspeed.launcher.fanout import check_programs, check_reachable, run_backend, run_over_ssh
 from deepspeed.launcher.hostfile import (
@@ -238,12 +239,28 @@ def _run_elsewhere(job: Job, options: argparse.Namespace) -> int:
     return run_backend(command)
 
 
+def check_ranks(options: argparse.Namespace, ranks: int) -> None:
+    """Refuse a number of ranks that the configuration in the script's arguments (--deepspeed_config) cannot cut."""
+    line = [word for each in options.user_args for word in each.split("=", 1)]
+    named = [line[i + 1] for i, word in enumerate(line[:-1]) if word in ("--deepspeed_config", "--deepscale_config")]
+    for name in named:
+        if os.path.isfile(name):
+            block = read_config_source(name).get("tensor_parallel")
+            ways = block.get("autotp_size") if isinstance(block, dict) else None
+            if isinstance(ways, int) and ways > 1 and ranks % ways:
+                raise UsageError(
+                    f"{name}: tensor_parallel.autotp_size {ways} does not divide the {ranks} ranks of this job; "
+                    f"start a multiple of {ways}"
+                )
+
+
 def _launch(options: argparse.Namespace) -> int:
     refuse_absent(options)
     check_target(options)
     prepare(options)
     place = _find_place(options)
     job = make_job(options, place)
+    check_ranks(options, job.world_size)
     if options.dry_run:
         sys.stdout.write(describe(job, place, options))
         return 0

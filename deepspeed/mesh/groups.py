@@ -55,6 +55,10 @@ class Mesh:
         """True on the one rank of the job that speaks for all: logs, manifests, whole weights."""
         return self.job.index == 0
 
+    def sharers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share each layer with the global ``rank``, in the order of ``tp``."""
+        return (rank,) if self.topology is None else self.topology.axis(rank, "tp").ranks
+
     def title(self, rank: int) -> str:
         """The global ``rank`` for people, with its pipeline stage and tensor-parallel rank where there are several."""
         names = {"pp": "pipeline stage", "tp": "tensor-parallel rank"} if self.topology is not None else {}

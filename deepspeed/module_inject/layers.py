@@ -1,21 +1,60 @@
-"""Names of tensor-parallel layers. Nothing replaces layers in this release, so there is nothing to gather."""
+"""The layers of tensor parallelism by the names that clients import, and the values of layers that are in parts."""
 
-import contextlib
+from types import TracebackType
 from typing import Any
 
-from deepspeed.errors import pending_class
+from torch import nn
 
-LinearLayer = pending_class("deepspeed.module_inject.layers.LinearLayer")
-LinearAllreduce = pending_class("deepspeed.module_inject.layers.LinearAllreduce")
+from deepspeed.tensor.layers import (
+    HiddenParallelEmbedding as HiddenParallelEmbedding,
+    LinearAllreduce as LinearAllreduce,
+    LinearLayer as LinearLayer,
+    LmHeadLinearAllreduce as LmHeadLinearAllreduce,
+    SubParamLinearAllreduce as SubParamLinearAllreduce,
+    SubParamLinearLayer as SubParamLinearLayer,
+    TensorParallelLayer as TensorParallelLayer,
+    VocabParallelEmbedding as VocabParallelEmbedding,
+    VocabParallelLinear as VocabParallelLinear,
+)
+from deepspeed.zero.client.gathered import GatheredParameters
 
 
-class GatherReplacedLayerParams(contextlib.nullcontext[None]):
-    """Context with the full weights of tensor-parallel layers; without such layers it does nothing."""
+class GatherReplacedLayerParams:
+    """Inside, ``params`` (one, or several) of layers in parts are whole on every rank, to be read. Collective.
 
-    def __init__(self, params: Any, module: Any, enabled: bool = True) -> None:
-        super().__init__()
+    ``module``: the layer they belong to; ``enabled`` False: nothing happens.
+    """
+
+    def __init__(self, params: Any, module: nn.Module | None = None, enabled: bool = True) -> None:
+        self._params = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._layer = module if isinstance(module, TensorParallelLayer) else None
+        self._gathered = GatheredParameters(self._params, enabled=enabled)
+        self._enabled = enabled
+
+    def __enter__(self) -> None:
+        self._gathered.__enter__()
+        if self._layer is not None and self._enabled:
+            self._layer.gather_params(self._params)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._layer is not None and self._enabled:
+            self._layer.cut_now()
+        self._gathered.__exit__(kind, raised, trace)
+
+
+class _Mode:
+    """What ``set_autotp_mode`` said last. Layers are the same for training and inference here; clients read it back."""
+
+    training = False
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Say whether layers are to be trained; it is only remembered."""
+    _Mode.training = training
 
 
 def is_autotp_training_mode() -> bool:
-    """False: there is no tensor parallelism in this release."""
-    return False
+    """What ``set_autotp_mode`` was told last."""
+    return _Mode.training

@@ -19,7 +19,7 @@ from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.layout import FlatLayout, Granularity, build_layout
 from deepspeed.zero.memory.fit import Fitted, MemoryPlan, RankMemory, UnitSize, Widths, fit, limits_of, limits_present
 from deepspeed.zero.memory.tiers import Tiers
-from deepspeed.zero.param import expose, local_of, mark_zero_parameter, place_of
+from deepspeed.zero.param import expose, local_of, mark_zero_parameter, part_of, place_of, shape_on_rank, whole_of
 from deepspeed.zero.partition import UnitFacts, UnitSpec, castable, partition
 from deepspeed.zero.plan import Spread, Tier, UnitPlan, ZeroPlan
 from deepspeed.zero.runtime import Runtime
@@ -163,7 +163,8 @@ def memory_of_ranks(mesh: Mesh, *, device: int = 0, replaced: int = 0) -> list[R
 
 def _bytes_of(model: nn.Module, *, on_host: bool) -> int:
     """Bytes of the model's parameters, which are about to find new places."""
-    tensors = [p if (unit := getattr(p, "_ds_unit", None)) is None else unit.shard for p in model.parameters()]
+    units = ((p, getattr(p, "_ds_unit", None)) for p in model.parameters())
+    tensors = [local_of(p) if unit is None else unit.shard for p, unit in units]
     storages = [t.untyped_storage() for t in tensors if (t.device.type == "cpu") is on_host]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -196,7 +197,7 @@ def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[n
     """Where each parameter is in the unit; no matter on which tiers that rests."""
     assert spec.facts is not None
     row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
-    items = [(n, tuple(local_of(p).shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
+    items = [(n, shape_on_rank(p), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
     cut = [a.size for i, a in enumerate(spec.facts.mesh.groups) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
@@ -231,7 +232,7 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
                 "deepspeed.initialize"
             )
         with torch.no_grad():
-            Unit.view(values, segment).copy_(local_of(param))
+            Unit.view(values, segment).copy_(_part(param, unit.mesh, device, alike=source is not None))
         if source is not None:
             source.forget(param)
         expose(param, torch.empty(0, dtype=dtype, device=device))
@@ -242,6 +243,22 @@ def _values(unit: Unit, device: torch.device) -> torch.Tensor:
     if not sources:
         collectives.broadcast(values, unit.mesh.zero)
     return values
+
+
+def _part(param: nn.Parameter, mesh: Mesh, device: torch.device, *, alike: bool) -> torch.Tensor:
+    """This rank's part of a parameter; of a whole one that may not be ``alike`` everywhere, of the first rank's."""
+    local = local_of(param)
+    if mesh.tp.size == 1:
+        return local
+    place = place_of(param, "", mesh.tp)
+    if tuple(local.shape) != place.shape:  # cut already
+        return local
+    if not alike:
+        local = local.to(device).contiguous()
+        collectives.broadcast(local, mesh.tp)
+    if hasattr(param, "tp_place"):
+        param.tp_was_whole = place  # type: ignore[attr-defined]
+    return part_of(local, place)
 
 
 def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
@@ -256,7 +273,8 @@ def _move_buffers(model: nn.Module, mesh: Mesh, rules: BuildRules) -> None:
                 module._buffers[name] = moved
             if moved.numel() and moved.layout is torch.strided:
                 whole = moved.contiguous()
-                collectives.broadcast(whole, mesh.zero)
+                for group in (mesh.tp, mesh.zero):
+                    collectives.broadcast(whole, group)
                 if whole is not moved:
                     moved.copy_(whole)
 
@@ -278,7 +296,10 @@ def dismantle(parts: ZeroParts, *, together: bool) -> None:
             continue
         unit.fetch_whole()
         for param, segment in zip(unit.params, unit.layout.segments, strict=True):
-            expose(param, Unit.view(unit.full, segment).clone())
+            part, place = Unit.view(unit.full, segment), vars(param).pop("tp_was_whole", None)
+            expose(param, whole_of(part, place, unit.mesh.tp).clone())
+            if place is not None:
+                del param.tp_place  # type: ignore[attr-defined]
             unit.forget(param)
         unit.drop()
     parts.runtime.gradients.close()

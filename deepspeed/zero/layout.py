@@ -19,15 +19,25 @@ class Granularity(Enum):
     PARAMETER = "parameter"
 
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # a rectangular part of a global tensor: where it starts, its shape
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor-parallel rank's part of a parameter sits: from ``start`` of the global ``shape``; ``copies`` of it
-    are on ranks of the tensor-parallel group.
+    """Where a tensor-parallel rank's part of a parameter sits in the global ``shape``.
+
+    ``boxes``: the parts of it, flattened one after the other into a tensor of ``size``. ``copies``: how many ranks of
+    the tensor-parallel group have the same.
     """
 
-    start: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    size: tuple[int, ...]
     shape: tuple[int, ...]
     copies: int = 1
+
+    def __post_init__(self) -> None:
+        assert sum(prod(shape) for _, shape in self.boxes) == prod(self.size), self
+        assert len(self.boxes) > 1 or self.boxes[0][1] == self.size, self
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,8 @@ class Segment:
     """One parameter's place: ``numel`` elements from ``offset``; ``group`` is its optimizer parameter group.
 
     ``norm_weight``: what its squares count in the job's gradient norm; less than 1 where other ranks hold it too. Of a
-    tensor-parallel one ``shape`` is this rank's part, from ``global_start`` of ``global_shape`` (None: the whole).
+    tensor-parallel one ``shape`` is this rank's part, from ``global_start`` of ``global_shape`` (None: the whole), or
+    the ``boxes`` of it, one after the other.
     """
 
     name: str
@@ -45,15 +56,30 @@ class Segment:
     norm_weight: float = 1.0
     global_start: tuple[int, ...] | None = None
     global_shape: tuple[int, ...] | None = None
+    boxes: tuple[Box, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.global_start is not None or self.global_shape is not None:
+        if not self.boxes and (self.global_start is not None or self.global_shape is not None):
             ends = zip(self.global_start or (), self.shape, self.global_shape or (), strict=True)
             assert all(0 <= start <= start + size <= whole for start, size, whole in ends), self
 
     def at(self, place: Place) -> "Segment":
         """The same of a parameter that is a part of a larger one, or is on several ranks."""
-        return replace(self, norm_weight=1.0 / place.copies, global_start=place.start, global_shape=place.shape)
+        start, boxes = place.boxes[0][0], place.boxes if len(place.boxes) > 1 else ()
+        weight = self.norm_weight / place.copies
+        return replace(self, norm_weight=weight, global_start=start, global_shape=place.shape, boxes=boxes)
+
+    @property
+    def place(self) -> Place | None:
+        """Where the part sits in the global tensor; None: it is the whole."""
+        if self.global_start is None or self.global_shape in (None, self.shape):
+            return None
+        return Place(self.boxes or ((self.global_start, self.shape),), self.shape, self.global_shape or self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The global tensor's."""
+        return self.shape if self.global_shape is None else self.global_shape
 
     @property
     def numel(self) -> int:

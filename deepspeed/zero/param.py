@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives import AxisGroup
+from deepspeed.comm.collectives import AxisGroup, sum_scalars
 from deepspeed.errors import ReleasedParameterError, UsageError
 from deepspeed.zero.layout import Place
 from deepspeed.zero.plan import StateKind
@@ -202,8 +202,7 @@ def place_of(parameter: nn.Parameter, name: str, tp: AxisGroup) -> Place:
     A layer of ``deepspeed.tensor`` says so in ``tp_place``, a DTensor by its placements, a module of Megatron's kind by
     ``tensor_model_parallel`` and ``partition_dim``. What says nothing is whole on every rank.
     """
-    place: Any = getattr(parameter, "tp_place", None)
-    whole: Any = parameter
+    place, whole = getattr(parameter, "tp_place", None), cast(Any, parameter)
     local = tuple(local_of(parameter).shape)
     if isinstance(place, Place):
         return place
@@ -216,13 +215,38 @@ def place_of(parameter: nn.Parameter, name: str, tp: AxisGroup) -> Place:
                 "sharding over data-parallel ranks to zero_optimization.stage"
             )
         starts = [min(n, tp.index * -(-n // tp.size)) if d in cut else 0 for d, n in enumerate(parameter.shape)]
-        return Place(tuple(starts), tuple(parameter.shape), copies=1 if cut else tp.size)
+        return Place(((tuple(starts), local),), local, tuple(parameter.shape), copies=1 if cut else tp.size)
     flags = ("tensor_model_parallel", "model_parallel")
     if tp.size == 1 or not any(getattr(parameter, flag, False) is True for flag in flags):
-        return Place((0,) * len(local), local, copies=tp.size)
+        return Place((((0,) * len(local), local),), local, local, copies=tp.size)
     dim = max(0, getattr(parameter, "partition_dim", 0))
     starts = [tp.index * n if d == dim else 0 for d, n in enumerate(local)]
-    return Place(tuple(starts), tuple(n * tp.size if d == dim else n for d, n in enumerate(local)))
+    return Place(((tuple(starts), local),), local, tuple(n * tp.size if d == dim else n for d, n in enumerate(local)))
+
+
+def shape_on_rank(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The shape of this rank's part, also while it is still whole."""
+    place = getattr(parameter, "tp_place", None)
+    return place.size if isinstance(place, Place) else tuple(local_of(parameter).shape)
+
+
+def part_of(whole: torch.Tensor, place: Place) -> torch.Tensor:
+    """This rank's part, in its shape, of the global tensor."""
+    cuts = [tuple(slice(s, s + n) for s, n in zip(*box, strict=True)) for box in place.boxes]
+    if len(cuts) == 1:
+        return whole[cuts[0]]
+    return torch.cat([whole[cut].reshape(-1) for cut in cuts]).view(place.size)
+
+
+def whole_of(part: torch.Tensor, place: Place | None, tp: AxisGroup) -> torch.Tensor:
+    """The global tensor of which every rank of ``tp`` has a part; without a ``place`` that is it. Collective."""
+    if place is None or place.copies == tp.size:
+        return part
+    whole, flat = part.new_zeros(place.shape), part.reshape(-1)
+    sizes = [prod(shape) for _, shape in place.boxes]
+    for (start, shape), values in zip(place.boxes, flat.split(sizes), strict=True):
+        whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))] = values.view(shape)
+    return sum_scalars(whole, tp)
 
 
 def point(tensor: torch.Tensor, values: torch.Tensor) -> None:

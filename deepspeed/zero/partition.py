@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from math import prod
 
 import torch
 from torch import nn
 
 from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
-from deepspeed.zero.param import local_of
+from deepspeed.zero.param import shape_on_rank
 from deepspeed.zero.plan import Spread, Spreads, ZeroPlan
 
 # What is only reduced is cut so that reductions travel while the backward goes on, whatever the bucket may hold.
@@ -122,7 +123,7 @@ class UnitSpec:
     def add(self, name: str, param: nn.Parameter) -> None:
         self.params.append(param)
         self.names.append(name)
-        self.numel += local_of(param).numel()
+        self.numel += prod(shape_on_rank(param))
 
 
 @dataclass
@@ -193,7 +194,7 @@ def partition(
             index = latest.get(scope)
             if index is None or not (
                 (block is not None and not replicated)
-                or specs[index].numel + local_of(param).numel() <= limits[replicated]
+                or specs[index].numel + prod(shape_on_rank(param)) <= limits[replicated]
                 or (not replicated and name.rpartition(".")[0] == specs[index].names[-1].rpartition(".")[0])
             ):
                 index = latest[scope] = len(specs)
@@ -218,7 +219,7 @@ def _persistent(params: Iterable[nn.Parameter], plan: ZeroPlan) -> set[nn.Parame
     chosen: set[nn.Parameter] = set()
     total = 0
     for param in params if plan.regular.param.sharded else ():
-        numel = local_of(param).numel()
+        numel = prod(shape_on_rank(param))
         if numel <= plan.persistence_numel and total + numel <= plan.model_persistence_numel:
             chosen.add(param)
             total += numel

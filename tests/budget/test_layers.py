@@ -47,6 +47,7 @@ LAYERS = {
     "deepspeed.pipe": 6,
     "deepspeed.moe": 6,
     "deepspeed.module_inject": 6,
+    "deepspeed.tensor": 6,
     "deepspeed.engine": 7,
     "deepspeed.engine_checkpoint": 7,
     "deepspeed.engine_reports": 7,

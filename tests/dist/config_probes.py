@@ -145,6 +145,40 @@ def _precision_probes() -> dict[str, Probe]:
     }
 
 
+def _tensor_probes() -> dict[str, Probe]:
+    two = {"autotp_size": 2}
+    split = base(tensor_parallel=two)
+
+    def ruled(*specs: dict[str, Any]) -> dict[str, Any]:
+        return base(tensor_parallel={**two, "partition_config": {"layer_specs": list(specs)}})
+
+    def of_rule(name: str, value: Any, *specs: dict[str, Any]) -> Probe:
+        return Probe(ruled(*specs), value, path=f"tensor_parallel.partition_config.layer_specs.0.{name}")
+
+    head = {"patterns": ["head"], "gather_output": True}
+    up, down = {"patterns": [r"layers\.\d\.up"]}, {"patterns": [".*down"], "partition_type": "row"}
+    rules = {
+        "patterns": of_rule("patterns", ["inp"], head),
+        "partition_type": of_rule("partition_type", "skip", head),
+        "shape": of_rule("shape", [2, -1], head),
+        "partition_dim": of_rule("partition_dim", 1, {**head, "shape": [1, -1]}),
+        "model_types": of_rule("model_types", ["gpt2"], head),
+        "gather_output": of_rule("gather_output", True, up, down),
+        "grad_allreduce": of_rule("grad_allreduce", True, {"patterns": ["head"], "partition_type": "skip"}),
+    }
+    return {
+        "autotp_size": Probe(base(), 2),
+        "vocab_parallel_lm_head": Probe(split, value=True),
+        "sequence_parallel_norms": Probe(split, value=True),
+        "tensor_parallel.tp_size": Probe(split, 4),
+        "partition_config": Probe(split, {"layer_specs": [head]}),
+        "partition_config.use_default_specs": Probe(ruled(head), value=False),
+        "partition_config.strict_mode": Probe(ruled(head), value=True),
+        "partition_config.lm_head_patterns": Probe(split, ["head"]),
+        **_under("partition_config.layer_specs[]", rules),
+    }
+
+
 def _reduction_probes() -> dict[str, Probe]:
     return {
         "communication_data_type": Probe(base(), "bf16"),
@@ -304,6 +338,7 @@ PROBES: dict[str, Probe] = {
     **_reduction_probes(),
     "zero_optimization": Probe(base(drop=("zero_optimization",)), value=True),
     **_under("zero_optimization", _zero_probes()),
+    **_under("tensor_parallel", _tensor_probes()),
     **_under("activation_checkpointing", _activation_probes()),
     **_under("checkpoint", _checkpoint_probes()),
     **_offload_probes(),

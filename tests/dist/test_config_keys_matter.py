@@ -42,7 +42,7 @@ def _set(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     *blocks, name = path.split(".")
     block = out
     for part in blocks:
-        block = block.setdefault(part, {})
+        block = block[int(part)] if isinstance(block, list) else block.setdefault(part, {})
     block[name] = value
     return out
 

@@ -7,6 +7,14 @@ import re
 from collections.abc import Iterable
 
 CORNERS: dict[str, str] = {
+    r"test_tensor_parallel.py::test_two_ways.*\[(llama|llama, tied|neox|llama with.*)-.*\]": "two models stay",
+    r"test_tensor_parallel.py::test_two_ways.*\[(llama, tied.*-[012]|gpt2-[023])\]": "each at one stage",
+    r"test_tensor_parallel.py::test_four_ranks.*\[(llama|neox|gpt2|llama, tied.*|llama without.*)\]": "one stays",
+    r"test_tensor_parallel.py::test_norms_on.*\[(llama|llama, tied|llama with.*)\]": "one stays",
+    r"test_tensor_parallel.py::test_whole_values.*\[[02]\]": "at stage 3 there is most to gather",
+    r"test_tensor_parallel.py::test_saved_at.*\[llama.*\]": "packed weights have several boxes",
+    r"test_tensor_parallel.py::test_(sixteen.*\[fp16|a_model_born.*\[0|parameters_that.*\[1)\]": "the other stays",
+    r"test_mesh_axes.py::test_a_megatron.*\[([012]-True|[123]-False)\]": "both orders of ranks, first and last stage",
     r"test_parity_matrix.py::test_corner\[.*-[12]\]": "stages 0 and 3 take every path that a corner of a model takes",
     r"test_parity_matrix.py::test_three_ranks\[.*-[12]\]": "padding is that of stage 3, or none",
     r"test_parity_matrix.py::test_parity\[(?!plain|accumulation|by_hand-|clipping).*-1\]": "four show stage 1",

@@ -391,8 +391,8 @@ _CHECKPOINTS = (
     Mutant(
         "K1",
         "deepspeed/checkpoint/load/restore.py",
-        "yield lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)",
-        "packed = sum(s.numel for s in segments_of(view) if s.offset < segment.offset)\n        "
+        "yield first + shift, last + shift, key, at, region",
+        "packed = sum(s.numel for s in segments_of(view) if s.offset < segment.offset)\n            "
         "yield packed, packed + hi - lo, key, lo - segment.offset, None",
         ("tests/dist/test_checkpoint_layouts.py::test_any_layout_to_any_layout[1 rank stage 0]",),
         "optimizer slots are filled at their own places, padding between them",
@@ -448,4 +448,57 @@ _CHECKPOINTS = (
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = (*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS)
+_TENSOR = "tests/dist/test_tensor_parallel.py"
+_PARTS = (
+    Mutant(
+        "TP1",
+        "deepspeed/zero/layout.py",
+        "weight = self.norm_weight / place.copies",
+        "weight = self.norm_weight",
+        (f"{_TENSOR}::test_two_ways_of_two_ranks_train_as_one_process[llama, tied, with biases and norms of heads-3]",),
+        "what several tensor-parallel ranks hold counts once in the norm",
+    ),
+    Mutant(
+        "TP2",
+        "deepspeed/tensor/layers.py",
+        "out = out if self.input_sums else enter_parts(out, self.group)",
+        "out = out if self.input_sums else out",
+        (f"{_TENSOR}::test_four_ranks_share_each_layer[llama with one head of keys]",),
+        "gradients of keys that every rank computes are summed over the ranks that use them",
+    ),
+    Mutant(
+        "TP3",
+        "deepspeed/tensor/layers.py",
+        "source() is value and version == value._version",
+        "True",
+        (f"{_TENSOR}::test_two_ways_of_two_ranks_train_as_one_process[gpt2-1]",),
+        "layers share an entered input only if it is the same tensor",
+    ),
+    Mutant(
+        "TP4",
+        "deepspeed/checkpoint/save/collect.py",
+        "yield begin, end, begin - at, Region(*box)",
+        "yield begin, end, begin, Region(*box)",
+        (f"{_TENSOR}::test_saved_at_one_layout_and_loaded_at_any_other[gpt2]",),
+        "elements of a part count from the beginning of their own box",
+    ),
+    Mutant(
+        "TP5",
+        "deepspeed/tensor/layers.py",
+        "self._seed = (torch.get_rng_state(), device), seed + 1 + self.group.index",
+        "self._seed = (torch.get_rng_state(), device), seed + 1",
+        (f"{_TENSOR}::test_each_rank_draws_numbers_of_its_own_for_its_part_only",),
+        "dropout differs between the parts",
+    ),
+    Mutant(
+        "TP6",
+        "deepspeed/zero/build.py",
+        "collectives.broadcast(local, mesh.tp)",
+        "local = local.clone()",
+        (f"{_TENSOR}::test_ranks_that_share_layers_take_the_first_ones_weights",),
+        "parts are cut from one model, whatever each rank has built",
+    ),
+)
+
+
+MUTANTS: tuple[Mutant, ...] = (*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS, *_PARTS)

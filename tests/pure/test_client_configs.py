@@ -285,7 +285,7 @@ REFUSED = {
     "compression_training": {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
     "autotuning.enabled": {"autotuning": {"enabled": True, "fast": False}},
     "data_efficiency.enabled": {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},
-    "tensor_parallel.autotp_size": {"tensor_parallel": {"autotp_size": 2}},
+    "tensor_parallel.tp_overlap_comm": {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}},
     "zero_optimization.zenflow": {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.05}}
     },

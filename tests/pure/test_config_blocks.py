@@ -49,7 +49,7 @@ METRIC = "curriculum_metrics.<metric>"
 TYPED = {path: entry for path, entry in KEYS.items() if path != "pipeline.<any>"}
 BY_PROGRAM = ("tensor_parallel.tensor_parallel.mpu", "tensor_parallel.tensor_parallel.tp_group")
 OTHER: dict[str, Any] = {  # where no rule below finds a second valid value
-    "tensor_parallel.autotp_size": 2,
+    "tensor_parallel.autotp_size": 1,
     "tensor_parallel.dtype": "bf16",
     "tensor_parallel.injection_policy_tuple": [["Layer", ["out"]]],
     "tensor_parallel.partition_config": {"strict_mode": True},
@@ -415,7 +415,7 @@ def test_misspelt_keys_inside_lists_and_maps(tmp_path: Path) -> None:
 
 
 def test_other_spellings_of_tensor_parallel_keys() -> None:
-    block = parse("tensor_parallel", {"autotp_size": 2, "tp": {"tp_size": 2}, "kernel_inject": True}).tensor_parallel
+    block = parse("tensor_parallel", {"autotp_size": 1, "tp": {"tp_size": 2}, "kernel_inject": True}).tensor_parallel
     assert block.tensor_parallel.tp_size == 2 and block.replace_with_kernel_inject
     assert "two spellings of one setting" in refused(
         "tensor_parallel", {"tp": {"tp_size": 2}, "tensor_parallel": {"tp_size": 3}}

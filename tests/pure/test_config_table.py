@@ -16,6 +16,7 @@ DOCUMENTED = json.loads((Path(__file__).parents[1] / "data" / "config_keys.json"
 CURRENT = {entry["path"] for entry in DOCUMENTED if entry["status"] in ("current", "docs-only")}
 # Keys of this package that the reference format does not have.
 EXTENSIONS = {
+    "tensor_parallel.sequence_parallel_norms",
     *(f"checkpoint.{name}" for name in ("allow_pickle", "async", "client_files", "keep_last", "rate_limit")),
     *("checkpoint.restore_data", "checkpoint.restore_rng", "memory.device_limit", "memory.host_limit", "seed"),
     *("zero_optimization.divergence", "zero_optimization.mics_hierarchical_params_gather"),

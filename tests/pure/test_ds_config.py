@@ -177,7 +177,7 @@ def test_the_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         tmp_path, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     )
     status, _, err = run(capsys, "check", path)
-    assert status == 2 and "give the number of data-parallel ranks with --world N" in err
+    assert status == 2 and "give the number of ranks with --world N" in err
     assert run(capsys, "check", path, "--world", "4")[0] == 0
     assert run(capsys, "check", path, "--world", "0")[0] == 2
     assert run(capsys, "check", path, "--world", "many")[0] == 2

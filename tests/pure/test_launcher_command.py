@@ -159,6 +159,14 @@ def test_dry_run_shows_all_and_starts_nothing(
     assert ".deepspeed_env, line 1" in capsys.readouterr().err
 
 
+def test_ranks_that_a_configuration_cannot_cut_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "c.json").write_text('{"train_batch_size": 4, "tensor_parallel": {"autotp_size": 4}}')
+    for words in (("--deepspeed_config", "c.json"), ("--deepspeed_config=c.json",)):
+        assert status("--num_gpus", "6", "--dry_run", "t.py", *words) == 2
+        assert "c.json: tensor_parallel.autotp_size 4 does not divide the 6 ranks" in capsys.readouterr().err
+    assert status("--num_gpus", "8", "--dry_run", "t.py", "--deepspeed_config", "c.json") == 0
+
+
 def test_dry_run_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status("-H", "hosts", "--node_rank", "1", "--no_ssh", "--dry_run", "t.py") == 0
     assert "meeting point: h1, port 29500\nnode 1 runs in this process" in capsys.readouterr().out

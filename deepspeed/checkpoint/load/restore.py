@@ -17,7 +17,7 @@ from deepspeed.checkpoint.load.reader import open_checkpoint
 from deepspeed.checkpoint.load.source import Key, Source, Wish, fill, whole
 from deepspeed.checkpoint.save import collect
 from deepspeed.checkpoint.save.client_files import names_and_shapes
-from deepspeed.checkpoint.save.collect import States, region_of, segments_of, shape_of
+from deepspeed.checkpoint.save.collect import States, region_of, regions, segments_of, shape_of
 from deepspeed.checkpoint.save.writer import progress
 from deepspeed.errors import CheckpointError
 from deepspeed.mesh.groups import Mesh
@@ -122,7 +122,9 @@ def _of_range(unit: Unit, kind: StateKind, values: torch.Tensor, keys: Mapping[s
         lo, hi = unit.layout.overlap(segment, start, stop)
         if lo < hi and segment.name in keys:
             target = values.detach()[lo - start : hi - start]
-            yield Wish(keys[segment.name], target, lo - segment.offset, region_of(segment))
+            for first, last, at, region in regions(segment, lo - segment.offset, hi - segment.offset):
+                shift = lo - segment.offset
+                yield Wish(keys[segment.name], target[first - shift : last - shift], at, region)
 
 
 def _fill_module(states: States, source: Source, match: Comparison, report: Callable[[int], None]) -> None:
@@ -222,7 +224,9 @@ def _elementwise(view: OptimView, slot: str, keys: Mapping[str, Key], source: So
                 f"optimizer state {slot!r} of {segment.name} has shape {source.entries[key].shape}, the parameter "
                 f"{shape_of(segment)}: it was saved by an optimizer that sees whole tensors, and this one sees elements"
             )
-        yield lo - view.start, hi - view.start, key, lo - segment.offset, region_of(segment)
+        shift = segment.offset - view.start
+        for first, last, at, region in regions(segment, lo - segment.offset, hi - segment.offset):
+            yield first + shift, last + shift, key, at, region
 
 
 def _scalars_of(view: OptimView, match: Comparison) -> dict[str, Any]:
@@ -288,7 +292,8 @@ def fill_gradients(states: States, source: Source, gradients: Gradients, *, fact
             for position, segment in enumerate(unit.layout.segments):
                 for key in mine.get(segment.name, []):
                     arrived = torch.empty(segment.numel, dtype=dtype, device="cpu")
-                    source.read(key, arrived, region=region_of(segment))
+                    for lo, hi, at, region in regions(segment, 0, segment.numel):
+                        source.read(key, arrived[lo:hi], start=at, region=region)
                     total[segment.offset : segment.stop].add_(arrived.to(unit.device), alpha=factor)
                     positions.add(position)
             unit.restore_partial(total, positions)

@@ -92,10 +92,25 @@ class States:
 
 
 def region_of(segment: Segment) -> Region | None:
-    """Where the local tensor sits in the global one; None: it is the whole."""
+    """Where the local tensor (of several boxes the first) sits in the global one; None: it is the whole."""
     if segment.global_start is None or segment.global_shape == segment.shape:
         return None
-    return Region(segment.global_start, segment.shape)
+    return Region(*segment.boxes[0]) if segment.boxes else Region(segment.global_start, segment.shape)
+
+
+def regions(segment: Segment, lo: int, hi: int) -> Iterator[tuple[int, int, int, Region | None]]:
+    """Elements [lo, hi) of the local tensor as runs: [lo, hi), and the element of which region of the global one the
+    first is.
+    """
+    if not segment.boxes:
+        yield lo, hi, lo, region_of(segment)
+        return
+    at = 0
+    for box in segment.boxes:
+        begin, end = max(lo, at), min(hi, at + prod(box[1]))
+        if begin < end:
+            yield begin, end, begin - at, Region(*box)
+        at += prod(box[1])
 
 
 def shape_of(segment: Segment) -> tuple[int, ...]:
@@ -135,9 +150,11 @@ def _pieces(
 ) -> Iterator[TensorPart]:
     """Flat indices [lo, hi) of a unit, of which ``elements`` are those from ``base`` on, in parts of bounded size."""
     step = _PART_NUMEL if elements.values.is_contiguous() else max(1, hi - lo)
-    for at in range(lo, hi, step):
-        part = elements.part(at - base, min(hi, at + step) - base)
-        yield TensorPart(state, segment.name, shape_of(segment), at - segment.offset, part, region_of(segment), quiet)
+    for first, last, start, region in regions(segment, lo - segment.offset, hi - segment.offset):
+        for at in range(first, last, step):
+            begin = at + segment.offset - base
+            part = elements.part(begin, begin + min(step, last - at))
+            yield TensorPart(state, segment.name, shape_of(segment), start + at - first, part, region, quiet)
 
 
 def range_parts(unit: Unit, kind: StateKind, state: str, ours: Iterable[Owned]) -> Iterator[TensorPart]:
@@ -269,7 +286,8 @@ def gradient_parts(states: States, *, without: set[str]) -> Iterator[TensorPart]
         for segment in (unit.layout.segments[i] for i in sorted(unit.fired)):
             if segment.numel and segment.name not in without:
                 state, values = f"grad_partial@{unit.mesh.zero.index}", unit.partial[segment.offset : segment.stop]
-                yield TensorPart(state, segment.name, shape_of(segment), 0, Elements(values), region_of(segment))
+                for lo, hi, start, region in regions(segment, 0, segment.numel):
+                    yield TensorPart(state, segment.name, shape_of(segment), start, Elements(values[lo:hi]), region)
 
 
 def sites(states: States) -> list[Site]:

@@ -85,8 +85,9 @@ def explained(config: DeepSpeedConfig, source: ConfigSource | None = None) -> di
     }
 
 
-def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) -> Findings:
-    """What is worth saying of ``source`` for ``world_size`` data-parallel ranks; DeepSpeedConfigError with its faults.
+def examine(source: ConfigSource, *, world_size: int | None = None, resolved: bool = False) -> Findings:
+    """What is worth saying of ``source`` for ``world_size`` ranks; DeepSpeedConfigError with its faults. None: for one
+    data-parallel rank, whatever else it is cut into.
 
     "auto" is accepted where an integration fills it in, unless ``resolved``.
     """
@@ -94,7 +95,8 @@ def examine(source: ConfigSource, *, world_size: int, resolved: bool = False) ->
     data = _without_autos(source.data, "", autos)
     if set(autos) & set(BATCH_KEYS) and TRAIN not in data and MICRO not in data:
         data[MICRO] = 1
-    config, report = judge(replace(source, data=data), world_size=world_size)
+    ways = None if world_size else 1
+    config, report = judge(replace(source, data=data), world_size=world_size or 1, ways=ways)
     for path in autos if resolved else ():
         report.fault(path, f"{path} {UNFILLED}")
     report.raise_faults()

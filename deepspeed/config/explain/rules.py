@@ -130,9 +130,16 @@ def _group_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
     yield mics > 0 and hpz > 1 and mics != hpz, f"{_ZERO}.mics_shard_size", text
 
 
+def _parallel_rules(cfg: "DeepSpeedConfig") -> Iterator[Rule]:
+    block = cfg.tensor_parallel
+    size, inner = block.autotp_size, block.tensor_parallel.tp_size
+    text = f"is {inner}, but tensor_parallel.autotp_size is {size}. Delete tp_size, or make them equal."
+    yield size > 1 and inner not in (1, size), "tensor_parallel.tensor_parallel.tp_size", text
+
+
 def rule_violations(cfg: "DeepSpeedConfig", *, lenient: bool) -> list[tuple[str, str]]:
     """(path, sentence) of every rule between keys that ``cfg`` breaks; ``lenient``: not those about the ranks."""
-    kinds = (_precision_rules, _reduction_rules, _offload_rules, *(() if lenient else (_group_rules,)))
+    kinds = (_precision_rules, _reduction_rules, _offload_rules, _parallel_rules, *(() if lenient else (_group_rules,)))
     return [(path, f"{path} {rest}") for rules in kinds for broken, path, rest in rules(cfg) if broken]
 
 

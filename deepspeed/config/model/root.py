@@ -11,6 +11,7 @@ from deepspeed.config.model import blocks, unread, values
 from deepspeed.config.model.optim_params import PARAM_BLOCKS, check_params
 from deepspeed.config.model.settings import support_faults
 from deepspeed.config.model.spelling import ALIASES, LEGACY_KEYS, ZERO_ALIASES, one_tree, removed_key, removed_parts
+from deepspeed.config.model.tensor_parallel import TensorParallelConfig
 from deepspeed.config.model.values import DtypeName, Flag, Int, Num, OptionalDtype, Period, Positive, key
 from deepspeed.config.parse import ConfigSource, read_source
 from deepspeed.errors import DeepSpeedConfigError, nearest_hint
@@ -27,9 +28,9 @@ class _LoadsWhenCalled(_ModelMeta):
     def __call__(cls, config: Any, mpu: Any = None, mesh_device: Any = None) -> "DeepSpeedConfig":
         """``load_config`` for the ranks of ``mpu``, of ``mesh_device``'s "data_parallel" axis, of WORLD_SIZE, or 1."""
         if mpu is not None:
-            return load_config(config, world_size=int(mpu.get_data_parallel_world_size()))
+            return load_config(config, world_size=int(mpu.get_data_parallel_world_size()), ways=1)
         if mesh_device is not None:
-            return load_config(config, world_size=int(mesh_device["data_parallel"].size()))
+            return load_config(config, world_size=int(mesh_device["data_parallel"].size()), ways=1)
         ranks = os.environ.get("WORLD_SIZE", "1")
         if not ranks.isdecimal():
             raise DeepSpeedConfigError(f"The variable WORLD_SIZE must be the number of ranks, not {ranks!r}.")
@@ -76,6 +77,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     comms_logger: blocks.CommsLoggerConfig = Field(default_factory=blocks.CommsLoggerConfig)
     csv_monitor: blocks.CsvMonitorConfig = Field(default_factory=blocks.CsvMonitorConfig)
     memory: blocks.MemoryConfig = Field(default_factory=blocks.MemoryConfig)
+    tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
     tensorboard: blocks.TensorBoardConfig = Field(default_factory=blocks.TensorBoardConfig)
     timers: blocks.TimersConfig = Field(default_factory=blocks.TimersConfig)
     wandb: blocks.WandbConfig = Field(default_factory=blocks.WandbConfig)
@@ -159,7 +161,7 @@ def _remove(tree: dict[str, Any], place: tuple[Any, ...]) -> None:
 
 
 def judge(
-    source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True
+    source: Any, *, world_size: int, lenient: bool = False, check_support: bool = True, ways: int | None = None
 ) -> tuple[DeepSpeedConfig | None, Judgement]:
     """``source`` resolved, with defaults for what could not be read (else None), and all that is wrong with it."""
     read = source if isinstance(source, ConfigSource) else read_source(source)
@@ -179,6 +181,11 @@ def judge(
                 _remove(tree, place)
     if config is None:
         return None, report
+    ways = config.tensor_parallel.ways if ways is None else ways
+    if world_size % ways and not lenient:
+        text = f"tensor_parallel.autotp_size {ways} does not divide the number of ranks, {world_size}. Use a divisor."
+        report.fault("tensor_parallel.autotp_size", text)
+    config = config.model_copy(update={"world_size": max(1, world_size // ways)})
     try:
         config = config.model_copy(update=resolve_batch(config, lenient=lenient))
     except (LookupError, ValueError) as error:
@@ -198,8 +205,10 @@ def load_config(
     world_size: int,
     lenient: bool = False,
     check_support: bool = True,
+    ways: int | None = None,
 ) -> DeepSpeedConfig:
-    """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
+    """Read, check and resolve a configuration for ``world_size`` ranks, ``ways`` of which share one batch (None: as
+    many as share layers by tensor_parallel.autotp_size; 1: ``world_size`` counts data-parallel ranks already).
 
     ``source`` is a dict (kept as ``config.source``, never changed), a path to JSON with comments, URL-safe base64 of
     JSON, or a configuration made earlier, which is resolved anew. ``lenient`` is for ``zero.Init``, which runs before
@@ -211,7 +220,7 @@ def load_config(
     if world_size < 1:
         raise DeepSpeedConfigError(f"The data-parallel world size must be at least 1, not {world_size}.")
     source = source.source if isinstance(source, DeepSpeedConfig) else source
-    config, report = judge(source, world_size=world_size, lenient=lenient, check_support=check_support)
+    config, report = judge(source, world_size=world_size, lenient=lenient, check_support=check_support, ways=ways)
     for note in [] if lenient else report.notes:  # zero.Init reads the same configuration first; one mention is enough
         logger.warning("%s", note)
     report.raise_faults()

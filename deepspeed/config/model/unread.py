@@ -22,14 +22,18 @@ if TYPE_CHECKING:  # some of the models that ``_block`` makes: those that other 
     CheckpointKeys: TypeAlias = Block
     Keys: TypeAlias = Block
     OptimizerKeys: TypeAlias = Block
+    TensorParallelPartitionConfigKeys: TypeAlias = Block
     Bf16Keys: TypeAlias = AutoBlock
     Fp16Keys: TypeAlias = AutoBlock
+    TensorParallelKeys: TypeAlias = AutoBlock
+    TensorParallelTensorParallelKeys: TypeAlias = AutoBlock
     ZeroOptimizationKeys: TypeAlias = AutoBlock
     ZeroOptimizationOffloadOptimizerKeys: TypeAlias = AutoBlock
     ZeroOptimizationZenflowKeys: TypeAlias = AutoBlock
 
 
-def _from_a_program(value: Any) -> Any:
+def from_a_program(value: Any) -> Any:
+    """Refuse what a file can hold."""
     if isinstance(value, str | bytes | int | float | list | tuple | dict):
         raise ValueError(f"is an object that only a program can pass, not {value!r}; delete it")
     return value
@@ -49,7 +53,7 @@ _TYPES: Mapping[str, Any] = {
     "list of int": tuple[values.Count, ...],
     "block of text": Annotated[dict[str, values.Text], AfterValidator(freeze)],
     "block": Annotated[dict[str, Any], AfterValidator(freeze)],
-    "object": Annotated[Any, BeforeValidator(_from_a_program)],
+    "object": Annotated[Any, BeforeValidator(from_a_program)],
     "null": type(None),
 }
 _SIGNS = {">=": "ge", ">": "gt", "<=": "le", "<": "lt"}

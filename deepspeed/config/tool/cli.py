@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command, count in ((check, "+"), (show, 1)):
         text = "JSON with comments allowed; - reads standard input"
         command.add_argument("files", nargs=count, metavar="FILE", help=text)
-        command.add_argument("--world", type=count_of, metavar="N", help="data-parallel ranks (default: 1)")
+        command.add_argument("--world", type=count_of, metavar="N", help="ranks (default: one data-parallel rank)")
     init = commands.add_parser("init", allow_abbrev=False, help="a commented file to start from")
     goals, text = sorted(path.stem for path in STARTERS.glob("*.json")), "what the training is for (default: finetune)"
     init.add_argument("--goal", choices=goals, default="finetune", help=text)
@@ -47,11 +47,11 @@ def _examined(name: str, args: argparse.Namespace, *, resolved: bool = False) ->
             source = read_source(Path(name))
         else:
             raise DeepSpeedConfigError(f"no such file (working directory {os.getcwd()})")
-        return examine(source, world_size=args.world or 1, resolved=resolved)
+        return examine(source, world_size=args.world, resolved=resolved)
     except DeepSpeedConfigError as error:
         for fault in error.faults or (str(error),):
             about_ranks = args.world is None and re.search(r"\d+ (data-parallel )?ranks\b|world_size", fault)
-            hint = " Checked for 1 rank: give the number of data-parallel ranks with --world N." if about_ranks else ""
+            hint = " Checked for 1 rank: give the number of ranks with --world N." if about_ranks else ""
             text = re.sub(r"^(configuration (file|path) (['\"]).*?\3|standard input):? ", "", fault)
             sys.stderr.write(f"{name}: {text}{hint}\n")
     return None

@@ -89,7 +89,7 @@ def schema_text() -> str:
     blocks = definitions(_EditorSchema)
     root = blocks.pop("DeepSpeedConfig")
     properties, zero, tensor = (
-        part["properties"] for part in (root, blocks["ZeroConfig"], blocks["TensorParallelKeys"])
+        part["properties"] for part in (root, blocks["ZeroConfig"], blocks["TensorParallelConfig"])
     )
     for part, block in PARAM_BLOCKS.items():
         blocks[block.__name__]["additionalProperties"] = True  # classes of torch have their own

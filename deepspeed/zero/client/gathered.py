@@ -13,7 +13,8 @@ from deepspeed.comm import collectives
 from deepspeed.config import OffloadStateTypeEnum as State
 from deepspeed.errors import UsageError
 from deepspeed.tier.arena import Arena
-from deepspeed.zero.param import local_of, point
+from deepspeed.zero.layout import Segment
+from deepspeed.zero.param import local_of, part_of, point, whole_of
 from deepspeed.zero.plan import StateKind
 from deepspeed.zero.runtime import Runtime
 from deepspeed.zero.unit import Unit
@@ -60,7 +61,7 @@ class GatheredParameters:
             params = params.parameters()
         elif isinstance(params, torch.Tensor):
             params = [cast(nn.Parameter, params)]
-        sharded = [p for p in params if isinstance(p, nn.Parameter) and hasattr(p, "ds_id")] if enabled else []
+        sharded = [p for p in params if isinstance(p, nn.Parameter) and _is_cut(p)] if enabled else []
         self._params = [p for p in dict.fromkeys(sharded) if getattr(p, "_ds_unit", None) is not None]
         self._modifier = modifier_rank
         self._units: list[Unit] = []
@@ -68,6 +69,7 @@ class GatheredParameters:
         self._inside_forward = False
         self._marks: dict[Unit, tuple[int, torch.Tensor]] = {}  # version and sums of the values as a reader got them
         self._saving: saved_tensors_hooks | None = None
+        self._whole: set[nn.Parameter] = set()  # that show what tensor-parallel ranks have together
 
     def __enter__(self) -> None:
         units = {id(p._ds_unit): p._ds_unit for p in self._params}  # type: ignore[attr-defined]
@@ -79,6 +81,11 @@ class GatheredParameters:
             self._pinned = pinned.pop_all()
         # Another rank may skip the module whose forward this is: such a reader must not wait for it.
         self._inside_forward = self._modifier is None and any(u.may_fetch_on_demand() for u in self._units)
+        for param in self._params if not any(u.may_fetch_on_demand() for u in self._units) else ():
+            unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
+            if segment.place is not None and not hasattr(param, "_local_tensor"):
+                point(param, whole_of(local_of(param).detach(), segment.place, unit.mesh.tp))
+                self._whole.add(param)
         marked = self._units if self._modifier is None and not self._inside_forward else []
         self._marks = {u: (u.version, _sums(u)) for u in marked}
         # Under such hooks autograd hands custom functions new tensors in place of the parameters they saved; inside a
@@ -113,6 +120,10 @@ class GatheredParameters:
                 with suppress(Exception):  # what was raised inside says more
                     self._failures(raised)
         finally:
+            for param in self._whole:
+                unit = param._ds_unit  # type: ignore[attr-defined]
+                point(param, unit.view(unit.full, segment_of(param)))
+            self._whole.clear()
             self._pinned.close()
             self._units, self._marks = [], {}
 
@@ -130,14 +141,17 @@ class GatheredParameters:
         same = {u: u.version != version or torch.equal(_sums(u), sums) for u, (version, sums) in self._marks.items()}
         edited = [unit.title for unit in same if not same[unit]]
         for param in self._params:
-            unit, segment = param._ds_unit, param._ds_unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
+            unit, segment = param._ds_unit, segment_of(param)  # type: ignore[attr-defined]
             values, inside = local_of(param), unit.view(unit.full, segment)
-            if tuple(values.shape) != segment.shape:
+            shape = segment.whole_shape if param in self._whole else segment.shape
+            if tuple(values.shape) != shape:
                 return UsageError(
-                    f"parameter {segment.name!r} changed its shape from {segment.shape} to {tuple(values.shape)} in "
+                    f"parameter {segment.name!r} changed its shape from {shape} to {tuple(values.shape)} in "
                     "GatheredParameters; before deepspeed.initialize replace it (module.weight = nn.Parameter(...))"
                 )
-            ranks = unit.mesh.zero.ranks
+            if param in self._whole and segment.place is not None:
+                values = part_of(values.detach(), segment.place)
+            ranks = tuple(rank for peer in unit.mesh.zero.ranks for rank in unit.mesh.sharers(peer))
             if self._modifier is not None and self._modifier not in ranks:
                 return UsageError(
                     f"modifier_rank {self._modifier} is not one of the ranks {ranks} that share {segment.name!r}"
@@ -153,19 +167,45 @@ class GatheredParameters:
         )
 
     def _write_back(self, param: nn.Parameter) -> None:
-        unit, position = param._ds_unit, param._ds_position  # type: ignore[attr-defined]
+        unit, position, segment = param._ds_unit, param._ds_position, segment_of(param)  # type: ignore[attr-defined]
+        assert self._modifier is not None
         with torch.no_grad():
-            values, inside = local_of(param), unit.view(unit.full, unit.layout.segments[position])
-            world = unit.mesh.zero
+            values, inside = local_of(param), unit.view(unit.full, segment)
+            world, tp = unit.mesh.zero, unit.mesh.tp
+            sharers = unit.mesh.sharers(self._modifier)
+            if tp.size > 1:
+                values = values.contiguous() if param in self._whole else values.clone()
+                if tp.ranks[tp.index] in sharers and not hasattr(param, "_local_tensor"):
+                    collectives.broadcast(values, tp, source=sharers.index(self._modifier))
+                if param in self._whole and segment.place is not None:
+                    values = part_of(values, segment.place)
             if world.size > 1 or not values.is_set_to(inside):
                 # gloo's thread may hold what it has sent a little longer; of the full buffer that would pass for an
                 # alias. In the unit's dtype, which is the same on all ranks, whatever this one has put there.
                 values = torch.empty_like(inside).copy_(values)
-                collectives.broadcast(values, world, source=world.ranks.index(self._modifier))
+                collectives.broadcast(values, world, source=next(i for i, r in enumerate(world.ranks) if r in sharers))
             inside.copy_(values)
             if not local_of(param).is_set_to(inside):
                 point(param, inside)
             unit.absorb(position)
+
+
+def segment_of(param: nn.Parameter) -> Segment:
+    """The place in its unit of a parameter that an engine has."""
+    unit: Unit = param._ds_unit  # type: ignore[attr-defined]
+    return unit.layout.segments[param._ds_position]  # type: ignore[attr-defined]
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a parameter the global tensor's shape."""
+    taken = isinstance(tensor, nn.Parameter) and hasattr(tensor, "_ds_unit")
+    return segment_of(tensor).whole_shape if taken else tuple(tensor.shape)  # type: ignore[arg-type]
+
+
+def _is_cut(param: nn.Parameter) -> bool:
+    """Whether it belongs to a model that is more than this rank has at rest."""
+    unit: Unit | None = getattr(param, "_ds_unit", None)
+    return hasattr(param, "ds_id") or (unit is not None and unit.mesh.tp.size > 1)
 
 
 def _sums(unit: Unit) -> torch.Tensor:
@@ -255,7 +295,9 @@ def whole_weights(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterat
         try:
             for param in unit.params:
                 if id(param) in names:
-                    yield names.pop(id(param)), param
+                    place = segment_of(param).place
+                    whole = param if place is None else whole_of(local_of(param).detach(), place, unit.mesh.tp)
+                    yield names.pop(id(param)), whole
         finally:
             unit.unpin()
     for name in names.values():

@@ -16,6 +16,7 @@ from deepspeed.comm import collectives
 from deepspeed.errors import UsageError
 from deepspeed.zero.client.gathered import runtime_of
 from deepspeed.zero.layout import Segment
+from deepspeed.zero.param import part_of, whole_of
 from deepspeed.zero.plan import Spread, StateKind
 from deepspeed.zero.unit import Unit
 
@@ -44,7 +45,8 @@ class _Opened:
         if all(way is Spread.SHARDED or axis.index == 0 for way, axis in axes):  # of equal copies the first counts
             for start, values in self.pieces:
                 full[start : start + values.numel()].copy_(values)
-        return collectives.sum_scalars(full, self.unit.mesh.zero).view(self.segment.shape)
+        part = collectives.sum_scalars(full, self.unit.mesh.zero).view(self.segment.shape)
+        return whole_of(part, self.segment.place, self.unit.mesh.tp)
 
 
 @contextmanager
@@ -109,15 +111,20 @@ def _set(param: nn.Parameter, what: object, value: torch.Tensor, *, whole: bool)
     with _opened(param, what, write=True) as state:
         if state is None or not (whole or state.pieces):  # an optimizer before its first step
             return state
-        if whole and state.present is None and tuple(value.shape) != state.segment.shape:
-            name, shape = state.segment.name, state.segment.shape
+        if whole and state.present is None and tuple(value.shape) != state.segment.whole_shape:
+            name, shape = state.segment.name, state.segment.whole_shape
             raise UsageError(f"parameter {name!r} has shape {shape}; one of shape {tuple(value.shape)} does not fit")
         sizes = [values.numel() for _, values in state.pieces]
-        flat = value.reshape(-1)
+        flat = (_part(value, state.segment) if whole else value).reshape(-1)
         parts = [flat[start : start + n] for (start, _), n in zip(state.pieces, sizes, strict=True)]
         for (_, values), part in zip(state.pieces, parts if whole else flat.split(sizes), strict=True):
             values.copy_(part.to(values.device) / state.factor)
         return state
+
+
+def _part(value: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """This rank's part of the full ``value`` of a parameter that tensor-parallel ranks share."""
+    return value if segment.place is None else part_of(value.view(segment.whole_shape), segment.place)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -130,6 +137,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     if (master := _set(param, _MASTER, value, whole=True)) is None:
         return
     unit, segment = master.unit, master.segment
+    value = _part(value, segment)
     with torch.no_grad():
         lo, hi = unit.layout.overlap(segment, *unit.range_of(StateKind.PARAM))
         with unit.values(StateKind.PARAM, write=True) as resting:

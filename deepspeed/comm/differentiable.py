@@ -1,0 +1,122 @@
+"""Collectives that autograd passes through, for layers whose work several ranks share (Shoeybi et al. 2019).
+
+A value is *whole* (equal on all ranks of the group), *cut* (each has its part) or *partial* (the sum over ranks is
+meant). A gradient has the kind of its value, but for a whole value from which every rank computes another part: its
+gradient is partial, and becomes whole by a sum.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, sum_scalars
+
+
+def bounds(numel: int, ways: int) -> list[int]:
+    """Where ``numel`` things are cut into ``ways`` parts that differ by at most one: ``ways`` + 1 edges."""
+    each, more = divmod(numel, ways)
+    return [way * each + min(way, more) for way in range(ways + 1)]
+
+
+def _sizes(edges: Sequence[int]) -> list[int]:
+    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def _summed(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    return sum_scalars(value.clone(memory_format=torch.contiguous_format), group)
+
+
+def _mine(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
+    start, stop = edges[group.index], edges[group.index + 1]
+    return value.narrow(dim, start, stop - start).contiguous()
+
+
+def _joined(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
+    """Every rank's part of dimension ``dim``, which may differ in size, in rank order."""
+    sizes = _sizes(edges)
+    front = value.movedim(dim, 0).contiguous()
+    padded = front if len(front) == max(sizes) else torch.cat([front, front.new_zeros(1, *front.shape[1:])])
+    full = padded.new_empty(group.size, *padded.shape)
+    all_gather(full.view(-1), padded.reshape(-1), group).wait()
+    pairs = zip(full, sizes, strict=True)
+    whole = full.flatten(0, 1) if min(sizes) == max(sizes) else torch.cat([part[:n] for part, n in pairs])
+    return whole.movedim(0, dim)
+
+
+def _scattered(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
+    """This rank's part of the sum."""
+    if len(set(_sizes(edges))) > 1:
+        return _mine(_summed(value, group), group, dim, edges)
+    front = value.movedim(dim, 0).contiguous()
+    part = front.new_empty(edges[1], *front.shape[1:])
+    reduce_scatter(front.view(-1), part.view(-1), group, accumulate=False).wait()
+    return part.movedim(0, dim)
+
+
+class _EnterParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _summed(grad, ctx.group), None
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+        return _summed(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class _JoinParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: AxisGroup, dim: int, edges: Any, partial: Any) -> torch.Tensor:
+        ctx.facts = group, dim, edges, partial
+        return _joined(value, group, dim, edges)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        group, dim, edges, partial = ctx.facts
+        return (_scattered if partial else _mine)(grad, group, dim, edges), None, None, None, None
+
+
+class _CutParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: AxisGroup, dim: int, edges: Any, partial: Any) -> torch.Tensor:
+        ctx.facts = group, dim, edges
+        return (_scattered if partial else _mine)(value, group, dim, edges)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _joined(grad, *ctx.facts), None, None, None, None
+
+
+def enter_parts(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    """A whole ``value`` from which each rank computes another part: the same, and its gradients are summed."""
+    return _EnterParts.apply(value, group)
+
+
+def sum_parts(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    """Partial to whole."""
+    return _SumParts.apply(value, group)
+
+
+def join_parts(
+    value: torch.Tensor, group: AxisGroup, dim: int, *, edges: Sequence[int], partial_gradient: bool = False
+) -> torch.Tensor:
+    """Cut along ``dim`` at ``edges`` to whole; ``partial_gradient``: from which each rank computes another part."""
+    return _JoinParts.apply(value, group, dim, edges, partial_gradient)
+
+
+def cut_parts(
+    value: torch.Tensor, group: AxisGroup, dim: int, *, edges: Sequence[int], partial: bool = False
+) -> torch.Tensor:
+    """Whole, or ``partial``, to cut along ``dim`` at ``edges``."""
+    return _CutParts.apply(value, group, dim, edges, partial)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers whose weights and work several ranks share."""

@@ -1,0 +1,186 @@
+"""Splitting a model: its layers are replaced by those that its plan asks for, until the engine ends."""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import AxisGroup, gather_objects, sum_scalars
+from deepspeed.device import get_accelerator, map_tensors
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.mesh.groups import Mesh
+from deepspeed.observe.log import log_dist
+from deepspeed.tensor.layers import (
+    HeadsLinear,
+    HiddenParallelEmbedding,
+    LinearAllreduce,
+    LinearLayer,
+    SharedInput,
+    TensorParallelLayer,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
+)
+from deepspeed.tensor.loss import PartsCausalLoss
+from deepspeed.tensor.plan import Planner, Split, SplitWishes, TensorPlan
+from deepspeed.tensor.sequence import split_sequence
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def parallelize(model: nn.Module, mesh: Mesh, wanted: SplitWishes, back: ExitStack) -> None:
+    """Replace the layers of ``model`` by their parts on the ranks of ``mesh.tp``; ``back`` restores them.
+
+    The parameters stay the same objects and are cut when ZeRO takes them over. Raises DeepSpeedConfigError for a plan
+    that does not fit the model, NotYetError for what cannot be split; nothing has changed then.
+    """
+    group, plan = mesh.tp, Planner(model, wanted, mesh.tp.size).make()
+    _refuse(model, plan, mesh, wanted)
+    shared, modules = SharedInput(group, random=_draws(model)), dict(model.named_modules(remove_duplicate=False))
+    back.callback(_unmark, {p: getattr(p, "tp_place", None) for p in model.parameters()})
+    made = _replace(modules, plan, shared, back)
+    for holder, name, number in plan.numbers:
+        back.callback(setattr, holder, name, getattr(holder, name))
+        setattr(holder, name, number)
+    if any(split.local for split in plan.splits.values()):
+        back.callback(_put_back, model, "_loss_function", model.__dict__.get("_loss_function"))
+        model.loss_function = PartsCausalLoss(group)  # type: ignore[assignment]
+    sums = [modules[path] for path, split in plan.splits.items() if split.way == "sum"]
+    summed: dict[nn.Parameter, None] = dict.fromkeys(p for module in sums for p in module.parameters(recurse=False))
+    if wanted.sequence:
+        split_sequence(model, shared, summed.setdefault, back)
+    for parameter in summed:
+        if parameter.requires_grad:
+            back.callback(parameter.register_hook(partial(_sum_gradient, group=group)).remove)
+    back.callback(model.register_forward_pre_hook(FirstBatch(group), with_kwargs=True).remove)
+    back.callback(model.register_forward_hook(partial(_end_forward, shared), always_call=True).remove)
+    if shared.random:
+        torch.set_rng_state(gather_objects(torch.get_rng_state(), group)[0])
+        if (accelerator := get_accelerator()).device_name() != "cpu":
+            accelerator.set_rng_state(gather_objects(accelerator.get_rng_state().cpu(), group)[0])
+    counts = Counter(type(layer).__name__ for layer in made)
+    text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    log_dist(f"tensor parallelism over {group.size} ranks: {text}")
+
+
+def _refuse(model: nn.Module, plan: TensorPlan, mesh: Mesh, wanted: SplitWishes) -> None:
+    """Raise where the plan leaves logits in parts that nobody can take, or leaves everything whole."""
+    name = type(model).__name__
+    if any(split.local for split in plan.splits.values()) and not hasattr(type(model), "loss_function"):
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.vocab_parallel_lm_head is true: the logits stay in parts, but {name} has no "
+            "loss_function to compute the loss from them. Delete the key, and the logits are gathered"
+        )
+    if wanted.sequence and mesh.pp.size > 1:
+        raise DeepSpeedConfigError(
+            "tensor_parallel.sequence_parallel_norms is not for pipeline stages; set it to false"
+        )
+    # a pipeline stage may have none
+    if mesh.pp.size == 1 and all(split.way in ("sum", "whole") for split in plan.splits.values()):
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size is {mesh.tp.size}, but no layer of {name} is known to be one that can be "
+            "split; describe its layers in tensor_parallel.partition_config.layer_specs"
+        )
+
+
+def _replace(
+    modules: dict[str, nn.Module], plan: TensorPlan, shared: SharedInput, back: ExitStack
+) -> list[TensorParallelLayer]:
+    """Put parts in the places of layers; a layer that is in several places is one part there too."""
+    made: dict[int, TensorParallelLayer] = {}
+    for path, module in modules.items():
+        split = plan.splits.get(path, Split("whole"))
+        if split.way in ("sum", "whole"):
+            continue
+        if id(module) not in made:
+            layer = made[id(module)] = _layer(module, split, shared, path)
+            layer.train(module.training)
+            for name in _HOOKS:
+                setattr(layer, name, getattr(module, name))
+        parent, _, name = path.rpartition(".")
+        setattr(modules[parent], name, made[id(module)])
+        back.callback(setattr, modules[parent], name, module)
+    return list(made.values())
+
+
+def _put_back(model: nn.Module, name: str, before: Any) -> None:
+    del model.__dict__[name]
+    model.__dict__.update({} if before is None else {name: before})
+
+
+def _end_forward(shared: SharedInput, *_: Any) -> None:
+    shared.end_parts()
+    shared.forget()
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether the model may drop anything out, by its modules or by a number in them or in its configuration."""
+    holders = [vars(getattr(model, "config", None) or object) if hasattr(model, "config") else {}]
+    holders += [vars(module) for module in model.modules()]
+    numbers = (v for holder in holders for n, v in holder.items() if "drop" in n and isinstance(v, float))
+    layers = (m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    return any(number > 0 for number in (*numbers, *layers))
+
+
+def _unmark(before: dict[nn.Parameter, Any]) -> None:
+    for parameter, place in before.items():
+        if place is None and tuple(parameter.shape) == getattr(getattr(parameter, "tp_place", None), "shape", None):
+            del parameter.tp_place  # type: ignore[attr-defined]
+
+
+def _sum_gradient(grad: torch.Tensor, *, group: AxisGroup) -> torch.Tensor:
+    return sum_scalars(grad.clone(memory_format=torch.contiguous_format), group)
+
+
+def _layer(module: nn.Module, split: Split, shared: SharedInput, path: str) -> TensorParallelLayer:
+    if isinstance(module, nn.Embedding):
+        kind: Callable[..., Any] = HiddenParallelEmbedding if split.way == "hidden" else VocabParallelEmbedding
+        return kind(module, shared, name=path)
+    if split.way == "row":
+        return LinearAllreduce(module, shared, name=path, split_input=split.whole, unit=split.unit)
+    if split.way == "heads":
+        return HeadsLinear(module, shared, name=path, heads=split.heads)
+    kind = VocabParallelLinear if split.local else LinearLayer
+    return kind(module, shared, name=path, parts=split.parts, gather_output=split.whole, unit=split.unit)
+
+
+class FirstBatch:
+    """Looks once whether the ranks that share layers are fed the same batch."""
+
+    def __init__(self, group: AxisGroup) -> None:
+        self.group, self.looked = group, False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook. Raises UsageError (an AssertionError) on every rank of the group where they differ."""
+        if self.looked:
+            return
+        self.looked = True
+        digest = [0]
+
+        def add(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta and tensor.layout is torch.strided:
+                flat = tensor.detach().cpu().contiguous().view(-1)
+                digest[0] = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), digest[0])
+            return tensor
+
+        map_tensors((args, kwargs), add)
+        digests = gather_objects(digest[0], self.group)
+        if len(set(digests)) > 1:
+            other = next(rank for rank, seen in zip(self.group.ranks, digests, strict=True) if seen != digests[0])
+            raise UsageError(
+                f"ranks {self.group.ranks[0]} and {other} share every layer (tensor parallelism) and were fed "
+                "different batches; deal data out by deepspeed.utils.groups.get_data_parallel_rank(), not by the rank "
+                "in the job"
+            )

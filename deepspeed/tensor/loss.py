@@ -1,0 +1,100 @@
+"""Cross-entropy over logits of which every tensor-parallel rank has those of some words."""
+
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from deepspeed.comm.collectives import AxisGroup, all_gather, sum_scalars
+from deepspeed.comm.differentiable import bounds
+from deepspeed.errors import UsageError
+from deepspeed.tensor.layers import shared_input
+
+
+class _PartsCrossEntropy(torch.autograd.Function):
+    """Per-row -log softmax(logits)[label]; a row whose label is ``ignore`` is 0. No rank sees all logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: AxisGroup, ignore: int) -> torch.Tensor:
+        edges = _edges(logits, group)
+        lo, hi = edges[group.index], edges[group.index + 1]
+        wide = logits.float()
+        largest = wide.amax(-1)
+        everyone = largest.new_empty(group.size, len(largest))
+        all_gather(everyone.view(-1), largest.contiguous(), group).wait()
+        exponentials = (
+            wide.sub_(everyone.amax(0).unsqueeze(-1)) if wide is not logits else wide - everyone.amax(0)[:, None]
+        )
+        inside = (labels >= lo) & (labels < hi)
+        rows = (labels - lo).masked_fill(~inside, 0).unsqueeze(-1)
+        chosen = exponentials.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)
+        exponentials = exponentials.exp_()
+        totals, chosen = sum_scalars(torch.stack([exponentials.sum(-1), chosen]), group)
+        counts = labels != ignore
+        ctx.save_for_backward(exponentials.div_(totals.unsqueeze(-1)), rows, inside, counts)
+        ctx.dtype = logits.dtype
+        return (totals.log() - chosen).masked_fill(~counts, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        shares, rows, inside, counts = ctx.saved_tensors
+        weight = grad.masked_fill(~counts, 0).unsqueeze(-1)
+        out = shares * weight
+        out.scatter_add_(-1, rows, -weight * inside.unsqueeze(-1))
+        return out.to(ctx.dtype), None, None, None
+
+
+def _edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
+    sizes = torch.zeros(group.size, device=logits.device, dtype=torch.float64)
+    sizes[group.index] = logits.shape[-1]
+    words = int(sum_scalars(sizes, group).sum())
+    edges = bounds(words, group.size)
+    if edges[group.index + 1] - edges[group.index] != logits.shape[-1]:
+        raise UsageError(
+            f"tensor-parallel rank {group.index} has {logits.shape[-1]} of {words} logits; cut them evenly"
+        )
+    return edges
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    group: Any,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> torch.Tensor:
+    """``functional.cross_entropy`` where ``logits`` (..., this rank's words) are split over ``group``. Collective.
+
+    ``labels`` (...) count all words and are the same on every rank of the group; so is the loss, in fp32.
+    """
+    flat = labels.reshape(-1)
+    each = _PartsCrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), flat, shared_input(group).group, ignore_index)
+    if reduction == "none":
+        return each.view(labels.shape)
+    return each.sum() / (flat != ignore_index).sum() if reduction == "mean" else each.sum()
+
+
+class PartsCausalLoss:
+    """What transformers calls ``model.loss_function``, for a head whose logits stay in parts."""
+
+    def __init__(self, group: AxisGroup) -> None:
+        self.group = group
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """The mean over tokens, or their sum divided by ``num_items_in_batch``."""
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        reduction: Literal["mean", "sum"] = "mean" if num_items_in_batch is None else "sum"
+        labels = shift_labels.to(logits.device)
+        loss = vocab_parallel_cross_entropy(logits, labels, self.group, ignore_index=ignore_index, reduction=reduction)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -1,0 +1,398 @@
+"""Which layers of a model are split, and how: by rules of the user's, by the model's own plan, or by their names.
+
+What no rule names stays whole on every rank, which is always right: outside the split layers every tensor-parallel rank
+computes the same.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from deepspeed.errors import DeepSpeedConfigError, NotYetError
+
+
+def _names(*texts: str) -> frozenset[str]:
+    return frozenset(" ".join(texts).split())
+
+
+_QUERY = _names("q_proj query q wq q_lin query_proj to_q q_attn c_q")
+_KEY_VALUE = _names("k_proj v_proj key value k v wk wv k_lin v_lin key_proj value_proj to_k to_v c_k c_v")
+_PACKED = _names("c_attn qkv_proj qkv Wqkv W_pack in_proj attn_qkv to_qkv c_qkv")
+_BY_HEADS = _names("query_key_value")  # q, k and v of one head lie together
+_OUT = _names("o_proj out_proj c_proj dense wo out o out_lin to_out proj attn_out")
+_UP = _names(
+    "gate_proj up_proj c_fc fc1 fc_in w1 w3 up gate gate_up_proj", "wi wi_0 wi_1 lin1 linear1 fc w12 dense_h_to_4h"
+)
+_DOWN = _names("down_proj c_proj fc2 fc_out w2 down dense_4h_to_h wo lin2 linear2 proj")
+_EMBEDDINGS = _names("embed_tokens wte word_embeddings tok_embeddings embed_in embedding token_embedding embed")
+_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "nheads", "num_attn_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_kv")
+_HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head")
+_GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups", "num_queries_per_kv", "kv_groups")
+_WIDTHS = ("embed_dim", "hidden_size", "split_size", "all_head_size", "inner_dim", "d_model", "n_embd", "q_size", "dim")
+_KV_WIDTHS = ("kv_size", "kv_dim")
+# Attention that adds something of every head (alibi, relative positions), or packs heads in another order.
+_ODD_TYPES = _names("bloom mpt t5 mt5 codegen longt5 umt5 falcon")
+# Styles of transformers' plans; the others belong to experts, which stay whole, or are refused.
+_STYLES: Mapping[str, tuple[str, bool]] = {
+    **dict.fromkeys(("colwise", "local_colwise"), ("column", False)),
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), ("column", True)),
+    **dict.fromkeys(("rowwise", "local_rowwise"), ("row", False)),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), ("row", True)),
+    **dict.fromkeys(("packed_colwise", "local_packed_colwise"), ("packed", False)),
+    "replicated_with_grad_allreduce": ("sum", False),
+    "embedding_rowwise": ("vocab", False),
+}
+_REFUSED = frozenset(("mla_kv_a_proj", "packed_rowwise", "sequence_parallel"))
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one layer is split.
+
+    ``way``: "column" (by output), "row" (by input), "heads" (whole, one of ``heads`` outputs), "vocab" (rows
+    of an embedding), "hidden" (columns of one), "sum" (whole, used on parts: gradients are summed), "whole".
+    ``whole``: the outputs of a column are gathered, the input of a row is cut. ``parts``: sizes of what is packed.
+    ``unit``: features that stay together. ``local``: an output head whose logits are not gathered.
+    """
+
+    way: Literal["column", "row", "heads", "vocab", "hidden", "sum", "whole"]
+    whole: bool = False
+    parts: tuple[int, ...] = ()
+    unit: int = 1
+    heads: int = 0
+    local: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of the user's: parameters that match ``patterns`` are split so."""
+
+    patterns: tuple[str, ...]
+    kind: Literal["column", "row", "skip"] = "column"
+    shape: tuple[Any, ...] | None = None
+    dim: int | None = None
+    model_types: tuple[str, ...] | None = None
+    gather_output: bool = False
+    grad_allreduce: bool = False
+
+
+@dataclass(frozen=True)
+class SplitWishes:
+    """What the configuration says about the plan. ``vocabulary``: split embedding and head (None), logits left in parts
+    (True), or neither (False). ``sequence``: norms on parts of it.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    defaults: bool = True
+    strict: bool = False
+    vocabulary: bool | None = None
+    sequence: bool = False
+    head_names: tuple[str, ...] = ("lm_head", "embed_out")
+
+
+@dataclass
+class TensorPlan:
+    """Splits by module path; numbers of modules that count heads or widths, with what they are on each rank."""
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    numbers: list[tuple[nn.Module, str, int]] = field(default_factory=list)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A layer that multiplies by one matrix: torch's, or transformers' Conv1D."""
+    named = (isinstance(module, nn.Linear), type(module).__name__) == (True, "FalconLinear")
+    return type(module) is nn.Linear or named or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    weight: Any = module.weight
+    rows, columns = (getattr(weight, "tp_place", None) or weight).shape
+    return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
+
+
+def _number(names: Sequence[str], *holders: Any) -> int | None:
+    values = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+class Planner:
+    """Makes the plan of one model for ``ways`` ranks."""
+
+    def __init__(self, model: nn.Module, wanted: SplitWishes, ways: int) -> None:
+        self.model, self.wanted, self.ways = model, wanted, ways
+        config = getattr(model, "config", None)
+        text = getattr(config, "get_text_config", None)
+        self.config = text() if text is not None else config
+        self.modules = dict(model.named_modules())
+        inside_mha = [path for path, m in self.modules.items() if isinstance(m, nn.MultiheadAttention)]
+        self.linears = {
+            path: module
+            for path, module in self.modules.items()
+            if is_linear(module) and path and not any(path.startswith(f"{p}.") for p in inside_mha)
+        }
+        self.plan = TensorPlan()
+
+    def make(self) -> TensorPlan:
+        """Raises DeepSpeedConfigError for a rule that matches nothing and for heads that cannot be dealt out."""
+        splits = self.plan.splits
+        by_user = dict(self._by_rules())
+        if self.wanted.defaults:
+            splits |= dict(self._by_own_plan()) or dict(self._by_names())
+        splits |= by_user
+        splits |= {path: split for path, split in self._vocabulary() if path not in by_user}
+        for path in self._attentions():
+            self._deal_heads(path)
+        if self.wanted.strict and (free := [path for path in self.linears if path not in splits]):
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.partition_config.strict_mode: no rule says how {', '.join(free[:8])} "
+                f"{'are' if len(free) > 1 else 'is'} split; add patterns, or partition_type 'skip'"
+            )
+        return self.plan
+
+    # -- the user's rules -----------------------------------------------------------------------------------------
+    def _by_rules(self) -> Iterator[tuple[str, Split]]:
+        kind = str(getattr(self.config, "model_type", "")).lower()
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        seen: set[str] = set()
+        for rule in self.wanted.rules:
+            if rule.model_types is not None and kind not in [each.lower() for each in rule.model_types]:
+                continue
+            hits = [name for name in names if any(re.match(pattern, name) for pattern in rule.patterns)]
+            if not hits:
+                raise DeepSpeedConfigError(
+                    f"tensor_parallel.partition_config.layer_specs: {', '.join(map(repr, rule.patterns))} names no "
+                    f"parameter of {type(self.model).__name__}; patterns are regular expressions for whole names like "
+                    f"{names[0]!r}, matched from the start"
+                )
+            for path in dict.fromkeys(name.rpartition(".")[0] for name in hits):
+                if path not in seen:
+                    seen.add(path)
+                    yield path, self._of_rule(path, rule)
+
+    def _of_rule(self, path: str, rule: Rule) -> Split:
+        if rule.kind == "skip":
+            return Split("sum" if rule.grad_allreduce else "whole")
+        if isinstance(self.modules[path], nn.Embedding):
+            return Split("hidden" if rule.dim in (None, 1) else "vocab")
+        if path not in self.linears:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.partition_config.layer_specs: {path or 'the model'} is a "
+                f"{type(self.modules[path]).__name__}, and only linear layers and embeddings are split"
+            )
+        inputs, outputs = _features(self.linears[path])
+        if rule.kind == "row":
+            return Split("row")
+        return Split("column", rule.gather_output, self._parts(path, rule, outputs))
+
+    def _parts(self, path: str, rule: Rule, outputs: int) -> tuple[int, ...]:
+        """Sizes of what is packed along the split dimension: an inner list, or a number of equal ones."""
+        if rule.shape is None:
+            return ()
+        at: Any = rule.shape[rule.dim or 0] if (rule.dim or 0) < len(rule.shape) else None
+        equal = (outputs // at,) * at if isinstance(at, int) and at > 0 else ()
+        sizes = tuple(at) if isinstance(at, list | tuple) else equal
+        if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) != outputs:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.partition_config.layer_specs: shape {rule.shape} does not divide the {outputs} "
+                f"outputs of {path}; along partition_dim it says how many equal parts are packed, or lists their sizes"
+            )
+        return sizes if len(sizes) > 1 else ()
+
+    # -- the model's own plan -------------------------------------------------------------------------------------
+    def _by_own_plan(self) -> Iterator[tuple[str, Split]]:
+        on_top = getattr(self.model, "tp_plan", None) or getattr(self.model, "_tp_plan", None) or {}
+        base = getattr(self.config, "base_model_tp_plan", None) or {}
+        for pattern, style in {**base, **on_top}.items():
+            known = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"\d+"))
+            paths = [path for path in self.modules if known.fullmatch(path)]
+            if paths and style in _REFUSED:
+                raise NotYetError(f"{paths[0]}: the tensor-parallel style {style!r} is not in this release")
+            for path in paths if style in _STYLES else ():
+                way, whole = _STYLES[style]
+                if way in ("column", "row", "packed") and path not in self.linears:
+                    continue  # of experts: they stay whole
+                if way == "vocab":
+                    continue  # with its output head, below
+                if way == "packed":
+                    half = _features(self.linears[path])[1] // 2
+                    yield path, Split("column", parts=(half, half))
+                else:
+                    yield path, Split(way, whole)  # type: ignore[arg-type]
+
+    # -- names ----------------------------------------------------------------------------------------------------
+    def _children(self, path: str) -> dict[str, str]:
+        """Names of the linear layers right inside, with their paths."""
+        prefix = f"{path}." if path else ""
+        return {p[len(prefix) :]: p for p in self.linears if p.startswith(prefix) and "." not in p[len(prefix) :]}
+
+    def _attentions(self) -> list[str]:
+        """Modules with queries, or with queries, keys and values in one."""
+        return [path for path in self.modules if (_QUERY | _PACKED | _BY_HEADS) & self._children(path).keys()]
+
+    def _by_names(self) -> Iterator[tuple[str, Split]]:
+        attentions = self._attentions()
+        for path in attentions:
+            yield from self._attention(path)
+        for path in self.modules:
+            names = self._children(path)
+            if path in attentions and not {"fc1", "fc2"} <= names.keys():
+                continue
+            ups, downs = [names[n] for n in names if n in _UP], [names[n] for n in names if n in _DOWN]
+            if not ups and not downs and len(names) == 2:
+                first, second = names.values()
+                pairs = _features(self.linears[first]), _features(self.linears[second])
+                if pairs[0] == pairs[1][::-1] and pairs[0][1] > pairs[0][0]:
+                    ups, downs = [first], [second]
+            if ups and len(downs) == 1:
+                yield from self._feed_forward(path, ups, downs[0])
+
+    def _feed_forward(self, path: str, ups: list[str], down: str) -> Iterator[tuple[str, Split]]:
+        width, sizes = _features(self.linears[down])[0], [_features(self.linears[up])[1] for up in ups]
+        if any(size not in (width, 2 * width) for size in sizes):
+            return
+        inner = [p for p in self.modules if p.startswith(f"{path}.") and p not in (*ups, down)]
+        extra = [p for p in inner if any(True for _ in self.modules[p].parameters(recurse=False))]
+        # With a norm between the two the parts cannot be told from each other; in a whole block the norms are outside.
+        whole = bool(extra) and not any("." in p[len(path) + 1 :] for p in extra)
+        for up, size in zip(ups, sizes, strict=True):
+            parts = (width, width) if size == 2 * width and not whole else ()
+            yield up, Split("column", whole, parts)
+        yield down, Split("row", whole)
+
+    def _attention(self, path: str) -> Iterator[tuple[str, Split]]:
+        names = self._children(path)
+        outs = [names[n] for n in names if n in _OUT]
+        if not outs:  # the output projection is in a module beside this one
+            parent = path.rpartition(".")[0]
+            outs = [p for p in (f"{parent}.output.dense",) if p in self.linears]
+        ins = [names[n] for n in names if n in _QUERY | _KEY_VALUE | _PACKED | _BY_HEADS]
+        if len(outs) != 1 or not ins:
+            return
+        whole = not self._separable(path, names)
+        heads, kv, width = self._heads_of(path)
+        for name in (n for n in names if names[n] in ins):
+            outputs, split = _features(self.linears[names[name]])[1], Split("column", whole)
+            if name in _PACKED and not whole:
+                split = replace(split, parts=(outputs // 3,) * 3)
+            elif name in _BY_HEADS and not whole:
+                split = replace(split, unit=outputs // (heads or 1))
+            yield names[name], split
+        yield outs[0], Split("row", whole)
+
+    def _separable(self, path: str, names: Mapping[str, str]) -> bool:
+        """Whether the heads of an attention can be computed apart, by nothing but these layers and norms of a head."""
+        heads, kv, width = self._heads_of(path)
+        if str(getattr(self.config, "model_type", "")) in _ODD_TYPES or getattr(self.config, "alibi", False):
+            return False
+        packed = [n for n in names if n in _PACKED | _BY_HEADS]
+        if any(_features(self.linears[names[n]])[1] != 3 * (heads or 0) * (width or 0) or kv != heads for n in packed):
+            return False
+        module = self.modules[path]
+        if any(True for _ in module.parameters(recurse=False)):
+            return False
+        others = [p for p in self.modules if p.startswith(f"{path}.") and p not in self.linears]
+        for other in others:
+            sizes = [p.numel() for p in self.modules[other].parameters(recurse=False)]
+            if any(size != width for size in sizes):
+                return False
+            if sizes:
+                self.plan.splits[other] = Split("sum")
+        return True
+
+    # -- heads ----------------------------------------------------------------------------------------------------
+    def _heads_of(self, path: str) -> tuple[int | None, int | None, int | None]:
+        """Heads, heads of keys and values, and features of a head."""
+        module, names = self.modules[path], self._children(path)
+        holders = (module, getattr(module, "config", None), self.config)
+        heads, width = _number(_HEADS, *holders), _number(_HEAD_WIDTHS, *holders)
+        query = next((names[n] for n in names if n in _QUERY), None)
+        if heads is None and width and query is not None:
+            heads = _features(self.linears[query])[1] // width
+        kv = _number(_KV_HEADS, *holders) or heads
+        if heads and query is not None:
+            width = _features(self.linears[query])[1] // heads
+            keys = next((names[n] for n in names if n in _KEY_VALUE), None)
+            kv = _features(self.linears[keys])[1] // width if keys is not None else kv
+        elif heads and width is None:
+            packed = next((names[n] for n in names if n in _PACKED | _BY_HEADS), None)
+            width = _features(self.linears[packed])[1] // (3 * heads) if packed is not None else None
+        return heads, kv, width
+
+    def _deal_heads(self, path: str) -> None:
+        """Cut between heads; give ranks that outnumber the heads of keys and values copies; adapt what counts heads."""
+        splits, names = self.plan.splits, self._children(path)
+        ours = [n for n in names if n in _QUERY | _PACKED | _BY_HEADS]
+        if not any(splits.get(names[n], Split("whole")).way == "column" and not splits[names[n]].whole for n in ours):
+            return
+        heads, kv, width = self._heads_of(path)
+        if heads is None or width is None:
+            return
+        kv = kv or heads
+        if heads % self.ways:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size {self.ways} does not divide the {heads} attention heads of {path}; use a "
+                f"divisor of {heads}"
+            )
+        if kv % self.ways and self.ways % kv:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size {self.ways} neither divides the {kv} heads of keys and values of {path} "
+                "nor is a multiple of them; use a divisor or a multiple"
+            )
+        for name in names:
+            split = splits.get(names[name])
+            if split is None or split.way not in ("column", "row") or split.whole or split.parts:
+                continue
+            if name in _KEY_VALUE and kv < self.ways:
+                splits[names[name]] = Split("heads", heads=kv)
+            elif split.unit == 1:
+                splits[names[name]] = replace(split, unit=width)
+        local_kv = max(1, kv // self.ways)
+        self._adapt(path, _HEADS, heads, heads // self.ways)
+        self._adapt(path, _KV_HEADS, kv, local_kv)
+        self._adapt(path, _GROUPS, heads // kv, heads // self.ways // local_kv)
+        self._adapt(path, _WIDTHS, heads * width, heads * width // self.ways)
+        self._adapt(path, _KV_WIDTHS, kv * width, local_kv * width)
+
+    def _adapt(self, path: str, names: Iterable[str], value: int, local: int) -> None:
+        module = self.modules[path]
+        self.plan.numbers += [(module, n, local) for n in names if module.__dict__.get(n) == value and local != value]
+
+    # -- vocabulary -----------------------------------------------------------------------------------------------
+    def _vocabulary(self) -> Iterator[tuple[str, Split]]:
+        """Embedding and output head, where the model has both as modules of torch's."""
+        heads = [path for path in self.linears if path.rpartition(".")[2] in self.wanted.head_names]
+        get = getattr(self.model, "get_output_embeddings", None)
+        named = get() if callable(get) else None
+        heads = [path for path in self.linears if self.modules[path] is named] or heads
+        if not heads:
+            if self.wanted.vocabulary:
+                raise DeepSpeedConfigError(
+                    "tensor_parallel.vocab_parallel_lm_head is true, but the model has no linear layer named "
+                    f"{' or '.join(self.wanted.head_names)}"
+                )
+            return
+        words = _features(self.linears[heads[0]])[1]
+        inside = [path for path, m in self.modules.items() if type(m) is nn.Embedding and m.num_embeddings == words]
+        rows = [path for path in inside if path.rpartition(".")[2] in _EMBEDDINGS] or inside[:1]
+        tied = [path for path in inside if self.modules[path].weight is self.modules[heads[0]].weight]
+        plain = all(self._is_plain(path) for path in rows)
+        alone = any(
+            m.weight is self.modules[heads[0]].weight
+            for path, m in self.modules.items()
+            if isinstance(getattr(m, "weight", None), nn.Parameter) and path not in (*heads, *tied)
+        )
+        if self.wanted.vocabulary is False or words < self.ways or alone or not plain:
+            yield from ((path, Split("whole")) for path in (*heads, *rows))
+            return
+        local = bool(self.wanted.vocabulary)
+        yield from ((path, Split("column", whole=not local, local=local)) for path in heads)
+        yield from ((path, Split("vocab")) for path in rows)
+
+    def _is_plain(self, path: str) -> bool:
+        module: Any = self.modules[path]
+        return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

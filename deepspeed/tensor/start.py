@@ -1,0 +1,139 @@
+"""Where an engine learns how many ranks share each layer, and has them split: configuration, ``tp_model_init``, mpu."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import failures, gather_objects
+from deepspeed.config import DeepSpeedConfig, load_config
+from deepspeed.device import DTYPES
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, NotYetError, UsageError
+from deepspeed.mesh.groups import Mesh, plain_mesh
+from deepspeed.mesh.mpu import Ways
+from deepspeed.optim.registry import granularity
+from deepspeed.tensor.apply import parallelize
+from deepspeed.tensor.plan import Rule, SplitWishes
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What ``tp_model_init`` was told about a model."""
+
+    size: int
+    dtype: torch.dtype | None
+    group: Any = None
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any) -> nn.Module:
+    """Record that ``tp_size`` ranks share the layers of ``model``, which ``initialize`` will split. Returns ``model``.
+
+    ``tp_group``: their process group. Raises DeepSpeedConfigError (a ValueError) for a size below 1, and where the same
+    model was recorded otherwise before.
+    """
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
+        raise DeepSpeedConfigError(f"tp_model_init: tp_size is a number of ranks, at least 1, not {tp_size!r}")
+    name = str(dtype).removeprefix("torch.")
+    known = dtype if isinstance(dtype, torch.dtype) or dtype is None else DTYPES.get(name, getattr(torch, name, None))
+    recorded = Recorded(tp_size, known, kwargs.get("tp_group"))
+    before = getattr(model, "ds_tensor_parallel", recorded)
+    if before != recorded:
+        raise DeepSpeedConfigError(
+            f"tp_model_init: the model was recorded with {before} before, and now with {recorded}"
+        )
+    model.ds_tensor_parallel = recorded  # type: ignore[assignment]
+    return model
+
+
+def configured(model: nn.Module, source: Any, ways: Ways, ranks: int) -> tuple[DeepSpeedConfig, Ways]:
+    """The configuration for ``ranks`` ranks of one data axis, and how they are cut. Collective with a ``tp_group``.
+
+    Raises DeepSpeedConfigError where configuration, ``tp_model_init`` and mpu do not agree.
+    """
+    recorded: Recorded | None = getattr(model, "ds_tensor_parallel", None) or _distributed(model)
+    if ways.tp > 1 or recorded is None:
+        cfg = load_config(source, world_size=ranks, ways=1 if ways.tp > 1 else None)
+    else:
+        if ranks % recorded.size:
+            raise DeepSpeedConfigError(
+                f"{recorded.size} tensor-parallel ranks do not divide {ranks} ranks; use a divisor"
+            )
+        cfg = load_config(source, world_size=ranks, ways=recorded.size)
+    size = cfg.tensor_parallel.autotp_size
+    others = {"mpu": ways.tp if ways.tp > 1 else None, "tp_model_init": recorded and recorded.size}
+    for who, other in others.items():
+        if other and size not in (0, other):
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size is {size}, but {who} says {other}; make them equal"
+            )
+    if recorded is not None and recorded.group is not None:
+        if ways.known:
+            raise UsageError("tp_model_init(tp_group=...) and mpu both bring process groups; pass one of them")
+        return cfg, _of_group(recorded.group, ways)
+    if ways.tp == 1:
+        ways = replace(ways, tp=recorded.size if recorded is not None else cfg.tensor_parallel.ways)
+    return cfg, ways
+
+
+def _distributed(model: nn.Module) -> Recorded | None:
+    """What DTensor parameters, which the client distributed, say."""
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and hasattr(parameter, "placements") and mesh.ndim == 1:
+            return Recorded(mesh.size(), None, mesh.get_group())
+    return None
+
+
+def _of_group(group: Any, ways: Ways) -> Ways:
+    """The ranks of all such groups, one group after the other."""
+    mine = plain_mesh("gloo", group=group).job
+    everyone = plain_mesh("gloo", group=ways.group).job
+    groups = sorted(set(gather_objects(mine.ranks, everyone)))
+    order = tuple(rank for ranks in groups for rank in ranks)
+    if sorted(order) != sorted(everyone.ranks) or len({len(ranks) for ranks in groups}) > 1:
+        raise DeepSpeedConfigError(
+            f"the tensor-parallel groups {groups} do not divide the {everyone.size} ranks evenly"
+        )
+    return replace(ways, tp=mine.size, order=order, known=(*ways.known, group))
+
+
+def wanted_of(cfg: DeepSpeedConfig) -> SplitWishes:
+    """The block ``tensor_parallel`` as the planner takes it."""
+    block, rules = cfg.tensor_parallel, cfg.tensor_parallel.partition_config
+    wanted = SplitWishes(vocabulary=block.vocab_parallel_lm_head, sequence=block.sequence_parallel_norms)
+    if rules is None:
+        return wanted
+    specs = tuple(
+        Rule(s.patterns, s.partition_type, s.shape, s.partition_dim, s.model_types, s.gather_output, s.grad_allreduce)
+        for s in rules.layer_specs
+    )
+    return replace(
+        wanted,
+        rules=specs,
+        defaults=rules.use_default_specs,
+        strict=rules.strict_mode,
+        head_names=rules.lm_head_patterns,
+    )
+
+
+def split(
+    model: nn.Module, cfg: DeepSpeedConfig, mesh: Mesh, optimizer: torch.optim.Optimizer | None, lasting: ExitStack
+) -> None:
+    """Replace the layers of ``model`` by parts, unless it brings its own; ``lasting`` undoes it."""
+    if mesh.tp.size == 1:
+        return
+    if optimizer is not None and granularity(optimizer) == "parameter":
+        raise NotYetError(
+            f"{type(optimizer).__name__} looks at whole tensors, of which a tensor-parallel rank has a part; that is "
+            "not in this release. Use an element-wise optimizer (AdamW, SGD, Lion), or no tensor parallelism"
+        )
+    fault: DeepSpeedError | None = None
+    if cfg.tensor_parallel.ways > 1 or hasattr(model, "ds_tensor_parallel"):
+        try:
+            parallelize(model, mesh, wanted_of(cfg), lasting)
+        except DeepSpeedError as error:
+            fault = error
+    for rank, text in failures(fault, mesh.job).items():  # stages have different layers, and wait for each other
+        raise fault or DeepSpeedConfigError(f"{mesh.title(rank)}: {text}")
