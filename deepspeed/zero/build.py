@@ -110,7 +110,8 @@ def build(
             raise failure or UsageError(f"{mesh.title(rank)}: {text}")
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, layout, row) in enumerate(zip(parts.units, layouts, fitted.rows, strict=True)):
-        unit = _bare_unit(index, spec, layout, row)
+        assert spec.facts is not None
+        unit = _bare_unit(index, spec, layout, row.over(len(spec.facts.mesh.groups)))
         unit.adopt(_values(unit, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
             plain = not plan.regular.param.sharded
