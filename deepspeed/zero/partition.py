@@ -13,6 +13,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.param import local_of
@@ -74,6 +75,11 @@ class UnitFacts:
     early: float = 1.0
     wire: torch.dtype | None = None
     tie: str = ""
+
+    @property
+    def axes(self) -> tuple[AxisGroup, ...]:
+        """The axes of the mesh within its ``zero`` group."""
+        return self.mesh.groups[: len(self.mesh.groups) - bool(self.tie)]
 
     @property
     def before(self) -> float:

@@ -40,12 +40,11 @@ class _Opened:
     def whole(self) -> torch.Tensor:
         """The full tensor, from every rank's pieces (one all-reduce of its size)."""
         full = torch.zeros(self.segment.numel, dtype=self.dtype, device=self.unit.device)
-        axes = zip(self.unit.plan.of(self.kind).spread, self.unit.mesh.groups, strict=True)
-        zero = self.unit.mesh.zero  # of equal copies in it the first counts
-        if all(w is Spread.SHARDED or a.index == 0 or not {*a.ranks} <= {*zero.ranks} for w, a in axes):
+        axes = zip(self.unit.plan.of(self.kind).spread, self.unit.facts.axes, strict=False)
+        if all(way is Spread.SHARDED or axis.index == 0 for way, axis in axes):  # of equal copies the first counts
             for start, values in self.pieces:
                 full[start : start + values.numel()].copy_(values)
-        return collectives.sum_scalars(full, zero).view(self.segment.shape)
+        return collectives.sum_scalars(full, self.unit.mesh.zero).view(self.segment.shape)
 
 
 @contextmanager
