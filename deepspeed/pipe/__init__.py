@@ -2,5 +2,6 @@
 
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.module import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe.plain import cut_model
 
-__all__ = ["DualPipeVModule", "LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
+__all__ = ["DualPipeVModule", "LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec", "cut_model"]
