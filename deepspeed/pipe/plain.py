@@ -147,11 +147,9 @@ class PlainPipeline(PipelineModule):
     def loss(self, output: Any, batch: Micro) -> torch.Tensor:
         """That of ``loss_fn``, or the model's own: ``output.loss``, ``output["loss"]`` or the first of a tuple."""
         if self.loss_fn is None:
-            own = getattr(output, "loss", None)
-            own = output.get("loss") if own is None and isinstance(output, Mapping) else own
-            output = (
-                output[0] if own is None and isinstance(output, tuple) and output else output if own is None else own
-            )
+            head = output[0] if isinstance(output, tuple) and output else output
+            named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            output = head if named is None else named
         return super().loss(output, batch)
 
     def params_of(self, chunk: int) -> list[nn.Parameter]:
