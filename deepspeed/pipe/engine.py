@@ -19,6 +19,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.orders import Micro, Program, chunks_and_style, forward_only
 from deepspeed.pipe.run import Pass, PassResult
 from deepspeed.pipe.torch_pipelining import make_order
+from deepspeed.zero.failures import break_off_all
 from deepspeed.zero.hooks import tensors_in
 
 
@@ -168,17 +169,28 @@ class PipelineEngine(DeepSpeedEngine):
         )  # fmt: skip
         self._in_engine_backward = True
         try:
-            with self.runtime.one_pass():
+            with contextlib.ExitStack() as whole:
+                try:
+                    whole.enter_context(self.runtime.one_pass())
+                except Exception as error:  # ranks of this stage hear it from ZeRO; the other stages wait for messages
+                    one.fail(error)
+                    self.runtime.fail(error, in_forward=False)
                 return one.run()
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._give_up(error)
             raise
         finally:
             self._in_engine_backward = False
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: BaseException, *, known: bool = False) -> None:
+        """The batch has not happened. ``known``: all ranks raise; else all that waits for this one is ended."""
         self._links.forget()
-        self._recover()
+        if known:
+            self.runtime.known = error
+        elif isinstance(error, Exception):
+            self.runtime.known, self.runtime.broken = error, str(error)
+            break_off_all(self.mesh)
+        self._recover(error)
 
     def _agree(self, outcome: PassResult) -> torch.Tensor:
         """The mean loss over all ranks, if none has failed."""
@@ -186,12 +198,13 @@ class PipelineEngine(DeepSpeedEngine):
         fault = None if outcome.fault is None else str(outcome.fault)
         try:
             everyone = gather_objects((fault, mean), self.mesh.talk)
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._give_up(error)
             raise
         if faults := [(rank, text) for rank, (text, _) in zip(self.mesh.job.ranks, everyone, strict=True) if text]:
-            self._give_up()
-            raise PipelineError("; ".join(f"{self.mesh.title(r)}: {text}" for r, text in faults[:3])) from outcome.fault
+            failure = PipelineError("; ".join(f"{self.mesh.title(r)}: {text}" for r, text in faults[:3]))
+            self._give_up(failure, known=True)
+            raise failure from outcome.fault
         means = [mean for _, mean in everyone if mean is not None]
         return torch.tensor(sum(means) / len(means) if means else 0.0, dtype=torch.float32, device=self.device)
 

@@ -83,9 +83,13 @@ class Pass:
         self._local: dict[Message, tuple[Signature, list[torch.Tensor | None]]] = {}
         self.outcome = PassResult()
 
+    def fail(self, error: Exception) -> None:
+        """This rank cannot compute anything of the batch."""
+        self.outcome.fault = error
+
     def run(self) -> PassResult:
         """Execute this rank's program. Raises BrokenLinkError where a neighbour has died."""
-        lost = False
+        lost = self.outcome.fault is not None
         steps = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
         for action in self._order.actions[self._links.rank]:
             try:

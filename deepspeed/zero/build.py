@@ -110,8 +110,7 @@ def build(
             raise failure or UsageError(f"{mesh.title(rank)}: {text}")
     units, heap = [], hostmem.HeapTrimmer()
     for index, (spec, layout, row) in enumerate(zip(parts.units, layouts, fitted.rows, strict=True)):
-        assert spec.facts is not None
-        unit = _bare_unit(index, spec, layout, row.over(len(spec.facts.mesh.groups)))
+        unit = _bare_unit(index, spec, layout, row)
         unit.adopt(_values(unit, rules.device), spec.rest, keep_master=rules.keep_master, tiers=tiers)
         for position, segment in enumerate(unit.layout.segments):
             plain = not plan.regular.param.sharded
@@ -199,7 +198,7 @@ def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[n
     row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
     items = [(n, tuple(local_of(p).shape), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
-    cut = [a.size for i, a in enumerate(spec.facts.mesh.groups) if any(s.spread[i] is Spread.SHARDED for s in states)]
+    cut = [a.size for i, a in enumerate(spec.facts.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
     return build_layout(items, prod(cut), granularity)
 
@@ -212,6 +211,7 @@ def _bare_unit(index: int, spec: UnitSpec, layout: FlatLayout, row: UnitPlan) ->
     if (tp := spec.facts.mesh.tp).size > 1:
         placed = (s.at(place_of(p, s.name, tp)) for p, s in zip(params, layout.segments, strict=True))
         layout = replace(layout, segments=tuple(placed))
+    row = row.over(len(spec.facts.mesh.groups))
     return Unit(index, spec.name, params, layout=layout, plan=row, facts=spec.facts)
 
 
