@@ -117,13 +117,33 @@ def split_backward(
     except RuntimeError as error:
         raise error.__cause__ or error from None  # torch wraps whatever comes from inside
 
+    groups = _disjoint(groups)
+
     def second() -> None:
-        # What groups have in common is freed with the last of them.
         torch_backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
         if far:
             torch.autograd.backward([r for r, _ in far], [g for _, g in far])
 
     return second
+
+
+def _disjoint(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups that have parameters or nodes in common, as one.
+
+    torch (2.13) joins such groups as it goes through a set, and sometimes forgets that it has: a weight that is used at
+    two depths then gets its gradient twice.
+    """
+    apart: list[dict[str, Any]] = []
+    for group in groups:
+        captured = {n: g for n, g in zip(group["intermediates"], group.get("grads", ()), strict=False) if g is not None}
+        params = set(group["params"])
+        for other in [o for o in apart if params & o["params"] or captured.keys() & o["captured"].keys()]:
+            apart.remove(other)
+            params |= other["params"]
+            captured |= other["captured"]
+        apart.append({"params": params, "captured": captured})
+    used = [(group["params"], group["captured"]) for group in apart if group["captured"]]
+    return [{"params": p, "intermediates": list(c), "grads": list(c.values())} for p, c in used]
 
 
 def _reaches(root: torch.Tensor, leaves: set[Any]) -> bool:
