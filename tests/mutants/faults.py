@@ -450,7 +450,7 @@ _CHECKPOINTS = (
 
 _PIPELINES = (
     Mutant(
-        "P1",
+        "PL1",
         "deepspeed/pipe/torch_pipelining.py",
         "groups = _disjoint(groups)",
         "groups = list(groups)",
@@ -458,7 +458,7 @@ _PIPELINES = (
         "a weight that is used at two depths gets its gradient once in a backward in two halves",
     ),
     Mutant(
-        "P2",
+        "PL2",
         "deepspeed/pipe/module.py",
         "replace(facts, mesh=wide, tie=name)",
         "replace(facts, mesh=mesh)",
@@ -466,7 +466,7 @@ _PIPELINES = (
         "gradients of a tied layer are summed over the stages that hold it",
     ),
     Mutant(
-        "P3",
+        "PL3",
         "deepspeed/checkpoint/save/collect.py",
         "unit.facts.axes, strict=False",
         "unit.mesh.groups, strict=True",
