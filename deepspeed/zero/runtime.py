@@ -383,15 +383,15 @@ class Runtime:
         are for ``flush`` after it.
         """
         self.gradients.withdraw()
-        for unit in self.units:
-            unit.pin()
-        self._one_pass = self.gradients.hold = True
-        try:
-            yield
-        finally:
-            self._one_pass = self.gradients.hold = False
+        with contextlib.ExitStack() as pins:
             for unit in self.units:
-                unit.unpin()
+                unit.pin()
+                pins.callback(unit.unpin)
+            self._one_pass = self.gradients.hold = True
+            try:
+                yield
+            finally:
+                self._one_pass = self.gradients.hold = False
         if not torch.is_grad_enabled():
             self.meet()
 
