@@ -239,3 +239,32 @@ def test_a_rank_that_dies_in_mid_schedule_is_named_by_its_neighbour() -> None:
         pool.run(_killed, time_limit=60)
     text = str(caught.value)
     assert "rank 2 (pipeline stage 2, layers" in text and "does not answer: its process has ended" in text
+
+
+def _cannot_gather(level: int) -> tuple[str, float]:
+    engine = pipes.start(
+        PipelineModule(pipes.layers(6), num_stages=2, loss_fn=pipes.cross_entropy), pipes.config(level, 4)
+    )
+    data = engine.mesh.data.index
+    unit = engine.runtime.units[-1]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        pin = unit.pin
+
+        def once() -> None:
+            unit.pin = pin
+            raise torch.OutOfMemoryError("no room for the stage")
+
+        unit.pin = once
+    text = outcome(lambda: engine.train_batch(pipes.batches(data, micros=4)))
+    loss = float(engine.train_batch(pipes.batches(data, micros=4)))
+    engine.destroy()
+    return text, loss
+
+
+@pytest.mark.parametrize(("ranks", "level"), [(2, 0), (4, 3)])
+def test_a_rank_that_cannot_gather_its_stage(request: pytest.FixtureRequest, ranks: int, level: int) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{ranks}")
+    expected = pipes.plain_run(pipes.layers(6), micros=4, data_ranks=ranks // 2, steps=1)[0][0]
+    for text, loss in pool.run(_cannot_gather, level):
+        assert f"rank {ranks - 1} (pipeline stage 1)" in text and "no room for the stage" in text
+        assert loss == pytest.approx(expected, rel=1e-6)
