@@ -17,7 +17,7 @@ __version_major__, __version_minor__, __version_patch__ = 1, 0, 0
 __git_hash__ = __git_branch__ = None
 
 _FUNCTIONS = ("init_inference", "default_inference_config")
-_CLASSES = ("DeepSpeedHybridEngine", "PipelineEngine", "InferenceEngine")
+_CLASSES = ("DeepSpeedHybridEngine", "InferenceEngine")
 globals().update({name: pending_function(f"deepspeed.{name}") for name in _FUNCTIONS})
 globals().update({name: pending_class(f"deepspeed.{name}") for name in _CLASSES})
 
@@ -28,7 +28,9 @@ _LAZY = {
     "DeepSpeedDataLoader": "deepspeed.data.loader:",
     "DeepSpeedEngine": "deepspeed.engine:",
     "DeepSpeedOptimizer": "deepspeed.zero.client.client_optimizer:",
+    "DualPipeVModule": "deepspeed.pipe:",
     "OnDevice": "deepspeed.device:",
+    "PipelineEngine": "deepspeed.pipe.engine:",
     "PipelineModule": "deepspeed.pipe:",
     "add_config_arguments": "deepspeed.api:",
     "checkpointing": "deepspeed.activation.checkpointing",

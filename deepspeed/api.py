@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pydoc import ErrorDuringImport, locate
 from typing import Any
 
@@ -30,6 +31,8 @@ from deepspeed.optim.base import GroupStep, slot_bytes
 from deepspeed.optim.lr_schedules import build_scheduler
 from deepspeed.optim.muon import mark_muon_parameters
 from deepspeed.optim.registry import build_optimizer, granularity
+from deepspeed.pipe.engine import PipelineEngine, follow_config
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor.start import configured, split
 from deepspeed.zero.build import BuildRules, build
 from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
@@ -78,7 +81,7 @@ def initialize(
         local_rank = _start_distributed(args, distributed_port, dist_init_required)
         if mpu is not None:
             register_mpu(mpu)
-        ways = _ways(mpu, mesh_param)
+        ways = _ways(model, mpu, mesh_param)
         engine = _assemble(model, source, lasting, ways=ways, optimizer=optimizer, parameters=model_parameters)
         engine.local_rank = local_rank
         engine.lr_scheduler = _choose_scheduler(engine._config, engine.basic_optimizer, lr_scheduler)
@@ -126,8 +129,12 @@ def _start_distributed(args: Any, port: int, required: bool | None) -> int:
     return int(chosen)
 
 
-def _ways(mpu: Any, mesh_param: Any) -> Ways:
+def _ways(model: nn.Module, mpu: Any, mesh_param: Any) -> Ways:
     """How many ways the ranks are cut besides data parallelism."""
+    if isinstance(model, PipelineModule):
+        if mpu is not None or mesh_param is not None:
+            raise UsageError("a PipelineModule says how the ranks are cut: pass neither mpu nor mesh_param")
+        return Ways(pp=model.num_stages, tp=max(1, model.topology().get_dim("model")))
     if mpu is None:
         return ways_of_mesh(mesh_param)
     if mesh_param is not None:
@@ -150,6 +157,10 @@ def _assemble(
     if (size := cfg.vocabulary_size) is not None and size % 8:
         text = f"vocabulary_size {size} is no multiple of 8; matrix units are faster with {-(-size // 8) * 8}"
         log_dist(f"{text} (pad the embedding)", level=logging.WARNING)
+    if isinstance(model, PipelineModule):
+        follow_config(model, cfg, fixed=parameters is not None or isinstance(optimizer, torch.optim.Optimizer))
+    elif "schedule" in cfg.pipeline.model_fields_set or "chunks_per_stage" in cfg.pipeline.model_fields_set:
+        log_dist(f"the block 'pipeline' is for a PipelineModule; {type(model).__name__} is none and runs as a whole")
     _check_model(model)
     base = choose_optimizer(cfg, model, optimizer, parameters)
     plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
@@ -162,11 +173,7 @@ def _assemble(
     split(model, cfg, mesh, base, lasting)
     device = get_accelerator().torch_device()
     rules = _build_rules(cfg, model, base, device)
-    if "leaf_module" in cfg.zero.model_fields_set:
-        leaf = cfg.zero.leaf_module
-        set_z3_leaf_modules(model, list(leaf.classes), raise_if_not_found=False)
-        set_z3_leaf_modules_by_name(model, list(leaf.names), raise_if_not_found=False)
-        set_z3_leaf_modules_by_suffix(model, list(leaf.name_suffixes), raise_if_not_found=False)
+    _mark_leaves(model, cfg)
     groups = base.param_groups if base is not None else []
     order = names_by_group(model, groups)
     place = {p: i for i, group in enumerate(groups) for p in group["params"]} if base is not None else None
@@ -177,18 +184,30 @@ def _assemble(
             "zero_optimization.offload_optimizer.ratio leaves a share of the update on the device, which "
             f"{type(base).__name__} cannot do; set ratio to 1, or use the Fused class of the same name"
         )
-    parts = build(model, plan, _facts(cfg, mesh), rules=rules, group_of=place)
+    facts, facts_of = _facts(cfg, mesh), None
+    if isinstance(model, PipelineModule):
+        mesh, facts_of = model.join(mesh, facts)
+        facts = replace(facts, mesh=mesh)
+    parts = build(model, plan, facts, rules=rules, group_of=place, facts_of=facts_of)
     views: list[OptimView] = []
     if base is not None:
         views = build_views(parts.units, len(groups), tile_numel=plan.offload.tile_numel)
         attach(base, views)
         if isinstance(base, GroupStep):
             base.load_kernels()
-    engine = DeepSpeedEngine(
-        model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting
-    )
+    kind: type[DeepSpeedEngine] = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    engine = kind(model, cfg, mesh=mesh, parts=parts, optimizer=base, views=views, monitor=monitor, lasting=lasting)
     engine._group_names = order
     return engine
+
+
+def _mark_leaves(model: nn.Module, cfg: DeepSpeedConfig) -> None:
+    """The modules that ``zero_optimization.leaf_module`` names are gathered whole."""
+    if "leaf_module" in cfg.zero.model_fields_set:
+        leaf = cfg.zero.leaf_module
+        set_z3_leaf_modules(model, list(leaf.classes), raise_if_not_found=False)
+        set_z3_leaf_modules_by_name(model, list(leaf.names), raise_if_not_found=False)
+        set_z3_leaf_modules_by_suffix(model, list(leaf.name_suffixes), raise_if_not_found=False)
 
 
 def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:

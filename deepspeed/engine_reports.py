@@ -8,7 +8,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -104,12 +104,13 @@ class EngineReports:
             return self._config.optimizer.type
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else None
 
-    # not in this release; signatures are final, clients inspect them
-    def train_batch(self, data_iter: Any = None) -> NoReturn:
-        raise_not_yet("engine.train_batch (pipeline engine)")
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """Of engines of a PipelineModule, see deepspeed.pipe; NotYetError for others."""
+        raise_not_yet("engine.train_batch of a model that is no PipelineModule")
 
-    def eval_batch(self, data_iter: Any, **_: Any) -> NoReturn:
-        raise_not_yet("engine.eval_batch (pipeline engine)")
+    def eval_batch(self, data_iter: Any, *_: Any, **__: Any) -> Any:
+        """Of engines of a PipelineModule, see deepspeed.pipe; NotYetError for others."""
+        raise_not_yet("engine.eval_batch of a model that is no PipelineModule")
 
     # -- what updates came to -------------------------------------------------------------------------------------
     def _start_hearing(self) -> None:

@@ -57,6 +57,10 @@ class NotYetError(DeepSpeedError, NotImplementedError):
     """A documented part of the interface that this release does not contain yet."""
 
 
+class PipelineError(DeepSpeedError, RuntimeError):
+    """A pipeline engine was used in a way it does not support, or one of its ranks failed in the middle of a batch."""
+
+
 class BuildError(DeepSpeedError, RuntimeError):
     """A native op cannot be built or loaded here; the message holds the compiler's first error."""
 

@@ -95,7 +95,7 @@ def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 _KNOWN = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as bytes where a backend may not know the dtype (8-bit floats, ...): it is only moved."""
     return tensor if tensor.dtype in _KNOWN else tensor.view(-1).view(torch.uint8)
 
@@ -139,7 +139,7 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: AxisGroup) -> Col
     this rank's slice of ``full`` itself. Asynchronous on every backend.
     """
     end = group.note("all_gather", full)
-    full, shard = _bytes(full), _bytes(shard)
+    full, shard = as_bytes(full), as_bytes(shard)
     piece = shard.numel()
     mine = full[group.index * piece : (group.index + 1) * piece]
     if group.size == 1 or group.backend == "gloo":
@@ -207,7 +207,7 @@ def broadcast(tensor: torch.Tensor, group: AxisGroup, *, source: int = 0) -> Non
     """Overwrite ``tensor`` on every member with member ``source``'s values."""
     if group.size > 1:
         end = group.note("broadcast", tensor)
-        dist.broadcast(_bytes(tensor), group_src=source, group=group.pg)
+        dist.broadcast(as_bytes(tensor), group_src=source, group=group.pg)
         end()
 
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -156,6 +156,13 @@ def build_mesh(
     shares = {axis: over(topology.axis(rank, axis)) for axis, ways in (("tp", tp), ("pp", pp)) if ways > 1}
     groups = (zero,) if len(axes) == 1 else tuple(over(axis) for axis in axes)
     return Mesh(groups, everyone, data, zero, asks, name, host=host, topology=topology, made=tuple(made), **shares)
+
+
+def with_group(mesh: Mesh, label: str, ranks: tuple[int, ...]) -> tuple[Mesh, AxisGroup]:
+    """``mesh`` with one more group to destroy, of some of its ranks, which alone make it; and that group."""
+    axis = Axis(label, len(ranks), ranks.index(dist.get_rank()), ranks)
+    group = _new_group(f"{mesh.name}/{label}", axis, mesh.job.backend)
+    return replace(mesh, made=(*mesh.made, group)), group
 
 
 def meet_at_end(mesh: Mesh, limit_s: float = 60.0) -> bool:

@@ -1,13 +1,7 @@
-"""Names of pipeline parallelism; not in this release."""
+"""Pipeline parallelism: models as lists of layers, dealt out to ranks that a batch passes in micro-batches."""
 
-from deepspeed.errors import pending_class
+from deepspeed.errors import PipelineError
+from deepspeed.pipe.module import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe.plain import cut_model
 
-_INSTEAD = "Use ZeRO data parallelism (zero_optimization.stage 1 to 3)."
-
-PipelineModule = pending_class("deepspeed.pipe.PipelineModule", _INSTEAD)
-LayerSpec = pending_class("deepspeed.pipe.LayerSpec", _INSTEAD)
-TiedLayerSpec = pending_class("deepspeed.pipe.TiedLayerSpec", _INSTEAD)
-PipelineEngine = pending_class("deepspeed.pipe.PipelineEngine", _INSTEAD)
-PipelineError = type(
-    "PipelineError", (Exception,), {"__doc__": "A pipeline engine was used in a way it does not support."}
-)
+__all__ = ["DualPipeVModule", "LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec", "cut_model"]

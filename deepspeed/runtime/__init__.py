@@ -5,6 +5,7 @@ from deepspeed.runtime import (
     dataloader,
     engine,
     lr_schedules,
+    pipe,
     utils,
     zero,
 )

@@ -1,2 +1,3 @@
 from deepspeed.device import move_to_device, set_random_seed
 from deepspeed.observe.timers import see_memory_usage
+from deepspeed.pipe.partition import partition_balanced, partition_uniform

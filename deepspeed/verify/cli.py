@@ -10,6 +10,7 @@ states rest.
     ds_verify resume --steps 20 --at 10                 saved, ended and loaded training goes on bit for bit
     ds_verify resume --ranks 4 --load-ranks 3           the state survives a change of the number of ranks
     ds_verify crash --kills 200                         killed while saving: every resume finds a whole checkpoint
+    ds_verify schedule --schedule zero_bubble           what the ranks of a pipeline do when, and how long they wait
 
 Exit code: 0 all cells pass, 1 some cell fails, 2 the command or its files are wrong, 130 after Ctrl-C.
 """
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed.observe.program import CommandLine, guarded
-from deepspeed.verify import crash, data, grads, offload, resume, user_model
+from deepspeed.verify import crash, data, grads, offload, resume, schedule, user_model
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankFailure
 
@@ -29,6 +30,7 @@ _COMMANDS = {
     "data": (data, "count the samples of an epoch that is saved on some ranks and resumed on others"),
     "resume": (resume, "compare training that is saved and resumed with training in one go, bit for bit"),
     "crash": (crash, "kill a job at random instants of its saves; every resume must find a whole checkpoint"),
+    "schedule": (schedule, "draw the schedule of a pipeline, with its bubble"),
 }
 
 

@@ -199,7 +199,7 @@ def _layout_of(spec: UnitSpec, plan: ZeroPlan, rules: BuildRules, groups: dict[n
     row = plan.row(trainable=spec.trainable, persistent=spec.persistent)
     items = [(n, shape_on_rank(p), groups.get(p, -1)) for n, p in zip(spec.names, spec.params, strict=True)]
     states = [s for s in (row.param, row.grad, row.optim) if s is not None]
-    cut = [a.size for i, a in enumerate(spec.facts.mesh.groups) if any(s.spread[i] is Spread.SHARDED for s in states)]
+    cut = [a.size for i, a in enumerate(spec.facts.axes) if any(s.spread[i] is Spread.SHARDED for s in states)]
     granularity = rules.granularity if spec.trainable else Granularity.ELEMENT
     return build_layout(items, prod(cut), granularity)
 
@@ -212,6 +212,7 @@ def _bare_unit(index: int, spec: UnitSpec, layout: FlatLayout, row: UnitPlan) ->
     if (tp := spec.facts.mesh.tp).size > 1:
         placed = (s.at(place_of(p, s.name, tp)) for p, s in zip(params, layout.segments, strict=True))
         layout = replace(layout, segments=tuple(placed))
+    row = row.over(len(spec.facts.mesh.groups))
     return Unit(index, spec.name, params, layout=layout, plan=row, facts=spec.facts)
 
 

@@ -85,6 +85,6 @@ def patience(mesh: Mesh, text: str) -> Iterator[None]:
 
 def break_off_all(mesh: Mesh) -> None:
     """End every wait on the groups of ``mesh`` that a host can end, for good."""
-    for group in (mesh.control, *mesh.groups):
+    for group in (mesh.control, *mesh.groups, mesh.pp, mesh.host):
         if group is not None:
             collectives.break_off(group)

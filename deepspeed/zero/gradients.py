@@ -76,6 +76,8 @@ class Gradients:
         """Pack what a client or a split backward wrote into ``.grad`` without a hook; True when there is a gradient."""
         for unit in self._units:
             if unit.trainable and unit not in self._shown:
+                if unit.facts.tie and unit.grad_state is GradState.EMPTY and self.reduces_now(unit):
+                    unit.open_partial(self._accum_dtype(unit))  # other stages may have a gradient: all take part
                 for position in written_gradients(unit.params):
                     self.written = True
                     self.pack(unit, position)

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import nn
 
+from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import InvalidStateError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.zero.param import shape_on_rank
@@ -66,13 +67,20 @@ class UnitFacts:
     """Who shares a unit, and how its gradient becomes a mean.
 
     ``divisor``: what the sum over ranks is divided by, of it ``early`` before the sum travels. ``wire``: dtype of
-    gradients on their way; None for the parameters' own.
+    gradients on their way; None for the parameters' own. ``tie``: the name of a parameter that several pipeline stages
+    hold. It is a unit of its own, laid out alike on all of them; the last axis of its mesh are these.
     """
 
     mesh: Mesh
     divisor: float = 1.0
     early: float = 1.0
     wire: torch.dtype | None = None
+    tie: str = ""
+
+    @property
+    def axes(self) -> tuple[AxisGroup, ...]:
+        """The axes of the mesh within its ``zero`` group."""
+        return self.mesh.groups[: len(self.mesh.groups) - bool(self.tie)]
 
     @property
     def before(self) -> float:
@@ -144,6 +152,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             return
         children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
         repeats = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        repeats = repeats or getattr(module, "repeats_blocks", False)
         counts = Counter(type(child) for _, child in children if repeats)
         for name, child in children:
             path = f"{prefix}.{name}" if prefix else name

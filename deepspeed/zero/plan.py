@@ -92,6 +92,12 @@ class UnitPlan:
         assert state is not None, f"there is no {kind.value}"
         return state
 
+    def over(self, axes: int) -> "UnitPlan":
+        """The same row on a mesh of ``axes`` axes: on those that it does not know all states are whole."""
+        more = (Spread.REPLICATED,) * (axes - len(self.param.spread))
+        states = {kind.value: getattr(self, kind.value) for kind in StateKind}
+        return replace(self, **{k: replace(s, spread=s.spread + more) for k, s in states.items() if s is not None})
+
     def frozen(self) -> "UnitPlan":
         return replace(self, grad=None, optim=None)
 

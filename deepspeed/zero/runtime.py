@@ -49,6 +49,7 @@ class Runtime:
         self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
         self.steps = self.depth = self.flushes = 0
         self.in_backward = False
+        self._one_pass = False
         # The engine, while it lives; its optimizer, and what of that is updated in tiles.
         self.client: Callable[[], Any] = lambda: None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -141,6 +142,8 @@ class Runtime:
 
         A user's context ends so too; the pins tell whether all end the same one. ``passing``: a backward follows.
         """
+        if self._one_pass:
+            return 0
         # A second forward before any backward may be one of many, of an evaluation that keeps gradients on.
         passing = passing and torch.is_grad_enabled() and self._trains and not (self._watchful or self._unanswered)
         wanted = Decision(Kind.LEAVE, PASSING if passing else ())
@@ -347,24 +350,50 @@ class Runtime:
     def flush(self) -> None:
         """End of a backward (or of a pipeline's): reduce what is left, release everything. Idempotent (I4)."""
         self.flushes += 1
+        if self._one_pass:
+            self._end_backward()
+            return
         self.gradients.collect()
         while True:
             pending = tuple(u.index for u in self.units if u.partial is not None and self.gradients.reduces_now(u))
             decision = self._ask(Kind.FLUSH, pending=pending)
             if decision is not None and decision.kind is Kind.FLUSH:
                 break
-        self.in_backward = False
         if self.schedule.phase == "train":
             self.schedule.end()
         self._forget_ahead()
-        for unit in self.units:
-            unit.end_backward(keep=self.second_order)
+        self._end_backward()
         if not self.second_order:
             self._discard_idle(self.units)
         self.second_order = False
         self._trim()
         if self.gradients.final and not self.gradients.hold:
             self.gradients.show()
+
+    def _end_backward(self) -> None:
+        self.in_backward = False
+        for unit in self.units:
+            unit.end_backward(keep=self.second_order)
+
+    @contextlib.contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Many forwards and backwards, as of a pipeline's schedule, as one: all units stay, gradients are summed here.
+
+        Inside nothing waits for other ranks. Collective at the begin and, without gradients, at the end; the gradients
+        are for ``flush`` after it.
+        """
+        self.gradients.withdraw()
+        with contextlib.ExitStack() as pins:
+            for unit in self.units:
+                unit.pin()
+                pins.callback(unit.unpin)
+            self._one_pass = self.gradients.hold = True
+            try:
+                yield
+            finally:
+                self._one_pass = self.gradients.hold = False
+        if not torch.is_grad_enabled():
+            self.meet()
 
     def _forget_ahead(self) -> None:
         for unit in self.units if self._reads_ahead else ():

@@ -22,8 +22,8 @@ def _words(text: str) -> list[str]:
 TOP_LEVEL = _words("""
 initialize init_distributed add_config_arguments DeepSpeedEngine DeepSpeedConfig DeepSpeedConfigError DeepSpeedOptimizer
 DeepSpeedDataLoader OnDevice log_dist logger get_accelerator dist zero checkpointing pipe moe ops utils comm runtime
-accelerator module_inject checkpoint init_inference tp_model_init load_ds_config PipelineModule __version__
-__version_major__
+accelerator module_inject checkpoint init_inference tp_model_init load_ds_config PipelineModule PipelineEngine
+__version__ __version_major__
 __version_minor__ __version_patch__ __git_hash__ __git_branch__ version git_version_info
 """)
 
@@ -71,6 +71,10 @@ deepspeed.runtime.engine: DeepSpeedEngine
 deepspeed.runtime.fp16.fused_optimizer: FP16_Optimizer
 deepspeed.runtime.fp16.unfused_optimizer: FP16_UnfusedOptimizer
 deepspeed.runtime.lr_schedules: VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR
+deepspeed.runtime.pipe.engine: DeepSpeedEngine PipelineEngine PipelineError
+deepspeed.runtime.pipe.module: LayerSpec PipelineModule TiedLayerSpec
+deepspeed.runtime.pipe.topology: PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology
+deepspeed.runtime.utils: partition_balanced partition_uniform
 deepspeed.runtime.utils: move_to_device see_memory_usage set_random_seed
 deepspeed.runtime.zero: GatheredParameters Init register_external_parameter
 deepspeed.runtime.zero.config: DeepSpeedZeroConfig

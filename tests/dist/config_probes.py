@@ -314,6 +314,20 @@ def _checkpoint_probes() -> dict[str, Probe]:
     }
 
 
+def _pipeline_probes() -> dict[str, Probe]:
+    """On a module of two stages, whose ranks are one way of data parallelism."""
+    plain, chunks = base(gradient_accumulation_steps=4), {"schedule": "interleaved", "chunks_per_stage": 2}
+    twice = base(gradient_accumulation_steps=4, pipeline=chunks)
+    return {
+        "stages": Probe(plain, 4, "pipeline"),
+        "partition": Probe(plain, "uniform", "pipeline"),
+        "seed_layers": Probe(plain, value=True, scenario="pipeline"),
+        "activation_checkpoint_interval": Probe(plain, 1, "pipeline"),
+        "schedule": Probe(plain, "gpipe", "pipeline"),
+        "chunks_per_stage": Probe(twice, 3, "pipeline"),
+    }
+
+
 def _activation_probes() -> dict[str, Probe]:
     return {
         "cpu_checkpointing": Probe(base(), value=True, scenario="recompute"),
@@ -341,6 +355,7 @@ PROBES: dict[str, Probe] = {
     **_under("tensor_parallel", _tensor_probes()),
     **_under("activation_checkpointing", _activation_probes()),
     **_under("checkpoint", _checkpoint_probes()),
+    **_under("pipeline", _pipeline_probes()),
     **_offload_probes(),
     **_report_probes(),
     **_monitor_probes("csv_monitor"),

@@ -30,9 +30,11 @@ from deepspeed.data.loader import RepeatingLoader
 from deepspeed.device import Accelerator, NullEvent, get_accelerator
 from deepspeed.observe import log
 from deepspeed.observe.log import logger
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import HIDDEN, IN_FEATURES, OUT_FEATURES, Stack
 from deepspeed.zero.partition import UnitState
+from tests.harness import pipes
 from tests.harness.faults import modules_replaced
 
 STEPS, FEW = 4, 2  # updates of a run, and of a plain one
@@ -175,6 +177,7 @@ SCENARIOS: dict[str, tuple[int, ...]] = {
     "save": (),  # consolidated weights are written
     "checkpoint": (),  # checkpoints are saved under tags that differ between ranks, and one is loaded
     "odd client": (),  # a checkpoint with client state that needs pickle
+    "pipeline": (),  # a PipelineModule of two stages
 }
 
 
@@ -219,6 +222,8 @@ def _placed(value: Any, folder: str) -> Any:
 
 def _train(config: dict[str, Any], scenario: str, watch: _Watch, folder: Path) -> Fingerprint:
     torch.manual_seed(0)
+    if scenario == "pipeline":
+        return _pipeline(config)
     model = _build()
     engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=_dataset())
     out: Fingerprint = {}
@@ -237,6 +242,27 @@ def _train(config: dict[str, Any], scenario: str, watch: _Watch, folder: Path) -
     finally:
         engine.destroy()
     return out
+
+
+def _pipeline(config: dict[str, Any]) -> Fingerprint:
+    specs = [LayerSpec(pipes.Embed, 1), LayerSpec(nn.Linear, pipes.WIDTH, pipes.WIDTH), LayerSpec(pipes.Block, 2)]
+    specs += [*(LayerSpec(nn.LayerNorm, pipes.WIDTH) for _ in range(3)), LayerSpec(pipes.Head, 3)]
+    engine = pipes.start(PipelineModule(specs, num_stages=2, loss_fn=pipes.cross_entropy), config)
+    events: list[str] = []
+
+    def note(module: nn.Module, _: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: events.append(f"backward {module}"))
+
+    for module in engine.module.modules():
+        if isinstance(module, pipes.Embed):
+            module.register_forward_pre_hook(lambda module, _: events.append(f"forward {module}"))
+            module.register_forward_hook(note)
+    try:
+        losses = [float(engine.train_batch(pipes.batches(0, micros=4))) for _ in range(FEW)]
+        return {"losses": losses, "events": events, "cut": engine.module.partitions()}
+    finally:
+        engine.destroy()
 
 
 def _checkpoints(engine: Any, folder: Path, *, odd: bool) -> Fingerprint:

@@ -500,5 +500,32 @@ _PARTS = (
     ),
 )
 
+_PIPELINES = (
+    Mutant(
+        "PL1",
+        "deepspeed/pipe/torch_pipelining.py",
+        "groups = _disjoint(groups)",
+        "groups = list(groups)",
+        ("tests/pure/test_pipe_orders.py",),
+        "a weight that is used at two depths gets its gradient once in a backward in two halves",
+    ),
+    Mutant(
+        "PL2",
+        "deepspeed/pipe/module.py",
+        "replace(facts, mesh=wide, tie=name)",
+        "replace(facts, mesh=mesh)",
+        ("tests/dist/test_pipeline_parity.py::test_two_stages[1f1b-1-3-3]",),
+        "gradients of a tied layer are summed over the stages that hold it",
+    ),
+    Mutant(
+        "PL3",
+        "deepspeed/checkpoint/save/collect.py",
+        "unit.facts.axes, strict=False",
+        "unit.mesh.groups, strict=True",
+        ("tests/dist/test_pipeline_checkpoints.py::test_any_number_of_stages_to_any_other[2 stages 1f1b-no pipeline]",),
+        "what several stages hold is written whole by the first of them",
+    ),
+)
 
-MUTANTS: tuple[Mutant, ...] = (*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS, *_PARTS)
+
+MUTANTS: tuple[Mutant, ...] = (*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS, *_PARTS, *_PIPELINES)

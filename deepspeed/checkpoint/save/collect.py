@@ -124,9 +124,9 @@ def weights_of(unit: Unit) -> tuple[StateKind, str]:
 
 
 def _turn(unit: Unit, kind: StateKind) -> tuple[int, int]:
-    """How many ranks hold the same range of a state as this one, and this one's number among them."""
+    """How many ranks of the ``zero`` group hold the same range of a state, and this one's number among them."""
     replicas, index = 1, 0
-    for way, axis in zip(unit.plan.of(kind).spread, unit.mesh.groups, strict=True):
+    for way, axis in zip(unit.plan.of(kind).spread, unit.facts.axes, strict=False):
         if way is Spread.REPLICATED:
             replicas, index = replicas * axis.size, index * axis.size + axis.index
     return replicas, index

@@ -102,9 +102,6 @@ def examine(source: ConfigSource, *, world_size: int | None = None, resolved: bo
     report.raise_faults()
     assert config is not None, "without one there are faults"
     config = config.model_copy(update={"source": source.data})
-    if "pipeline" in source.data:
-        nothing = "models are not cut into pipeline stages in this release"
-        report.notes.append(f"the block 'pipeline' is valid and asks for nothing: {nothing}")
     notes, shown = dict.fromkeys(report.notes), explained(config, source)
     for item in shown.values():
         asks = plain(item.value) != plain(item.default) or not item.idle.startswith("not yet")

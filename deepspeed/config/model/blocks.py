@@ -66,6 +66,20 @@ class TorchAutocastConfig(Block):
     lower_precision_safe_modules: Names | None = key(None, "Classes whose parameters rest and travel in that dtype.")
 
 
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved", "breadth_first", "zero_bubble", "zbv", "dualpipev"]
+
+
+class PipelineConfig(unread.PipelineKeys):
+    """``pipeline``: how a PipelineModule is cut, and in which order its stages run micro-batches."""
+
+    stages: Positive | Literal["auto"] = key("auto", "Number of pipeline stages; that of the PipelineModule.")
+    partition: Text = key("best", "How layers are dealt out to the stages; best means as the PipelineModule says.")
+    seed_layers: Flag = key(False, "Seed every layer on its own when it is built.")
+    activation_checkpoint_interval: Int = key(0, "Layers per recomputed block; 0: as the PipelineModule says.", ge=0)
+    schedule: PipelineSchedule | None = key(None, "Order of micro-batches; null: what fits the PipelineModule.")
+    chunks_per_stage: Positive | None = key(None, "Parts of the model on each stage, for schedules with several.")
+
+
 class DataTypesConfig(Block):
     """``data_types``: dtypes of gradient accumulation, parameters and buffers. None: each its usual one."""
 

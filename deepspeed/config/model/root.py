@@ -69,6 +69,7 @@ class DeepSpeedConfig(unread.Keys, metaclass=_LoadsWhenCalled):
     bf16: blocks.Bf16Config = Field(default_factory=blocks.Bf16Config)
     torch_autocast: blocks.TorchAutocastConfig = Field(default_factory=blocks.TorchAutocastConfig)
     data_types: blocks.DataTypesConfig = Field(default_factory=blocks.DataTypesConfig)
+    pipeline: blocks.PipelineConfig = Field(default_factory=blocks.PipelineConfig)
     activation_checkpointing: blocks.Activations = Field(default_factory=blocks.ActivationCheckpointingConfig)
     zero: blocks.ZeroConfig = Field(default_factory=blocks.ZeroConfig, alias="zero_optimization")
     aio: blocks.AioConfig = Field(default_factory=blocks.AioConfig)
@@ -136,7 +137,7 @@ def _unknown(report: Judgement) -> None:
         report.notes.append(f"The configuration has top-level keys that are not read: {', '.join(sorted(foreign))}")
     pipeline = source.data.get("pipeline")  # the one block that may hold keys of the client's own
     for name in pipeline if isinstance(pipeline, dict) else ():
-        stages = unread.UNREAD["pipeline"].model_fields
+        stages = blocks.PipelineConfig.model_fields
         if name not in stages and nearest_hint(str(name), stages, RESEMBLES):
             report.fault(f"pipeline.{name}", unknown_key(f"pipeline.{name}", stages))
 

@@ -7,7 +7,7 @@ from deepspeed.config.explain.messages import Judgement
 from deepspeed.config.model.values import BATCH_KEYS, Key, Support, is_auto
 from deepspeed.config.parse import enclosing
 
-_GATHERED, _NO_PIPELINE = "each unit is gathered whole", "PipelineModule, which is not in this release, would read it"
+_GATHERED = "each unit is gathered whole"
 _OLD_BUCKET = "Deprecated spelling of zero_optimization.allgather_bucket_size."
 _OLD_GATHER = "Deprecated spelling of gather_16bit_weights_on_model_save."
 SPELLED: Mapping[str, Key] = {
@@ -19,7 +19,7 @@ SPELLED: Mapping[str, Key] = {
     "zero_optimization.cpu_offload": Key("Deprecated spelling of offload_optimizer with device cpu."),
     "zero_optimization.cpu_offload_param": Key("Deprecated spelling of offload_param with device cpu."),
     "zero_optimization.cpu_offload_use_pin_memory": Key("Deprecated spelling of pin_memory in the offload blocks."),
-    "pipeline.<any>": Key("A key of the client's own; stored, not read.", Support.INERT, _NO_PIPELINE),
+    "pipeline.<any>": Key("A key of the client's own; stored, not read.", Support.INERT, "it is the client's"),
 }
 """Keys of the format that are no fields: parsing replaces them by what they stand for, or passes over them."""
 _STAGE3_SPELLINGS = (

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # some of the models that ``_block`` makes: those that other 
     CheckpointKeys: TypeAlias = Block
     Keys: TypeAlias = Block
     OptimizerKeys: TypeAlias = Block
+    PipelineKeys: TypeAlias = Block
     TensorParallelPartitionConfigKeys: TypeAlias = Block
     Bf16Keys: TypeAlias = AutoBlock
     Fp16Keys: TypeAlias = AutoBlock

@@ -41,7 +41,7 @@ class _Opened:
     def whole(self) -> torch.Tensor:
         """The full tensor, from every rank's pieces (one all-reduce of its size)."""
         full = torch.zeros(self.segment.numel, dtype=self.dtype, device=self.unit.device)
-        axes = zip(self.unit.plan.of(self.kind).spread, self.unit.mesh.groups, strict=True)
+        axes = zip(self.unit.plan.of(self.kind).spread, self.unit.facts.axes, strict=False)
         if all(way is Spread.SHARDED or axis.index == 0 for way, axis in axes):  # of equal copies the first counts
             for start, values in self.pieces:
                 full[start : start + values.numel()].copy_(values)

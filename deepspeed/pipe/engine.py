@@ -1,0 +1,347 @@
+"""The engine of a PipelineModule: whole batches, in micro-batches that pass the stages by a schedule."""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from deepspeed.comm.collectives import gather_objects
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.data.loader import RepeatingLoader
+from deepspeed.device import map_tensors
+from deepspeed.engine import DeepSpeedEngine
+from deepspeed.errors import NotYetError, PipelineError, UsageError
+from deepspeed.observe.log import log_dist
+from deepspeed.pipe.links import Links
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.orders import Micro, Program, chunks_and_style, forward_only
+from deepspeed.pipe.run import Pass, PassResult
+from deepspeed.pipe.torch_pipelining import make_order
+from deepspeed.zero.failures import break_off_all
+from deepspeed.zero.hooks import tensors_in
+
+
+class _Read(NamedTuple):
+    """What one rank has read for a batch: of each micro-batch the inputs' shapes and a checksum of the labels."""
+
+    kinds: list[str]
+    labels: list[int]
+    fault: str | None
+
+
+def follow_config(module: PipelineModule, config: DeepSpeedConfig, *, fixed: bool) -> None:
+    """Cut ``module`` as the configuration asks. ``fixed``: its parameters are in an optimizer of the client's already.
+
+    Raises PipelineError where schedule, chunks and stages do not go together.
+    """
+    block = config.pipeline
+    if isinstance(block.stages, int) and block.stages != module.num_stages:
+        raise PipelineError(f"pipeline.stages is {block.stages}, but the PipelineModule has {module.num_stages} stages")
+    name = block.schedule or (
+        "dualpipev" if module.chunk_style == "v" else "1f1b" if module.chunks_per_stage == 1 else "interleaved"
+    )
+    chunks, style = chunks_and_style(name, block.chunks_per_stage or module.chunks_per_stage)
+    asked = "pipeline" in config.model_fields_set
+    partition = block.partition if asked and block.partition != "best" else None
+    seeds = block.seed_layers and not module.seed_layers
+    if asked and block.activation_checkpoint_interval > 0:
+        module.set_checkpoint_interval(block.activation_checkpoint_interval)
+    module.schedule = name
+    same_cut = (chunks, style) == (module.chunks_per_stage, module.chunk_style) or module.num_stages == 1 == chunks
+    if same_cut and not seeds and partition is None:
+        return
+    if fixed:
+        raise PipelineError(
+            f"the schedule {name!r} wants {chunks} chunks per stage dealt out in a {style}, but optimizer= or "
+            "model_parameters= hold parameters of another cut. Pass chunks_per_stage= and chunk_style= (and "
+            "partition_method=, seed_layers=) to PipelineModule, or let initialize make the optimizer"
+        )
+    module.recut(chunks, style, method=partition, seeds=seeds)
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Made by ``deepspeed.initialize`` for a PipelineModule; ``train_batch`` and ``eval_batch`` are its only steps."""
+
+    module: PipelineModule
+
+    def __init__(self, module: PipelineModule, config: DeepSpeedConfig, **parts: Any) -> None:
+        super().__init__(module, config, **parts)
+        mesh = self.mesh
+        self.grid, self.num_stages, self.stage_id = module.mpu(), module.num_stages, mesh.pp.index
+        self._links = Links(mesh.pp, module.falling or mesh.pp, mesh.talk, self.device, self._who)
+        self._links.dynamic = module.dynamic_shape
+        self._iterator: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._orders: dict[int, Program] = {}
+        cut = "; ".join(f"stage {r}: {module.describe(r)}" for r in range(self.num_stages))
+        log_dist(f"pipeline: {module.schedule}, {cut}")
+
+    def _who(self, rank: int) -> str:
+        """A pipeline rank for people."""
+        return f"rank {self.mesh.pp.ranks[rank]} (pipeline stage {rank}, {self.module.describe(rank)})"
+
+    # -- batches --------------------------------------------------------------------------------------------------
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One update from ``gradient_accumulation_steps`` micro-batches; their mean loss over all ranks, on all.
+
+        ``data_iter`` (or what ``set_dataiterator`` or ``training_data`` gave) yields (inputs, labels); it is read on
+        the first and the last stage. Raises StopIteration where it has nothing left, PipelineError on every rank, with
+        the stage and layer, where a rank fails; the batch then counts as not run. Collective.
+        """
+        if not torch.is_grad_enabled():
+            raise PipelineError("train_batch() was called under torch.no_grad(); use eval_batch() there")
+        self._make_ready("train_batch()")
+        self.train()
+        self.tput_timer.start()
+        batch, kinds = self._read(data_iter, self._gas)
+        with self._clock("forward"):
+            outcome = self._pass(
+                self._order(len(batch)), batch, [f"train {k}" for k in kinds], scale=self._scaler.loss_scale
+            )
+            loss = self._agree(outcome)
+        with self._clock("backward"):
+            self.runtime.flush()
+        self._backwards = self._gas
+        if self.monitor.enabled:
+            self._losses.append(loss)
+        super().step()
+        self.micro_steps += self._gas - 1
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forwards only: the mean loss (without ``bcast_loss`` on the last stage), or, with ``reduce_output`` None,
+        the outputs by micro-batch there; None elsewhere. ``return_logits``: a pair of that and the outputs. Collective.
+        """
+        if reduce_output not in ("avg", None):
+            raise NotYetError(f"eval_batch(reduce_output={reduce_output!r}); use 'avg' or None")
+        self._make_ready()
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                batch, kinds = self._read(data_iter, num_micro_batches or self._gas)
+                order = forward_only(self.module.homes, len(batch))
+                outcome = self._pass(
+                    order, batch, [f"eval {k}" for k in kinds], with_loss=compute_loss and reduce_output is not None,
+                    with_outputs=return_logits or reduce_output is None,
+                )  # fmt: skip
+                loss = self._agree(outcome)
+        finally:
+            self.module.train(training)
+        outputs = [outcome.outputs[m] for m in range(len(batch))] if outcome.outputs else None
+        averaged = loss if compute_loss and (bcast_loss or self.is_last_stage()) else None
+        result = outputs if reduce_output is None else averaged
+        return (result, outputs) if return_logits else result
+
+    def _order(self, micros: int) -> Program:
+        if micros not in self._orders:
+            module = self.module
+            self._orders[micros] = make_order(
+                module.schedule, module.num_stages, micros, chunks_per_rank=module.chunks_per_stage
+            )
+        return self._orders[micros]
+
+    def _pass(
+        self,
+        order: Program,
+        batch: list[Micro],
+        kinds: list[str],
+        *,
+        scale: float | None = None,
+        with_loss: bool = True,
+        with_outputs: bool = False,
+    ) -> PassResult:
+        """Run the schedule on this rank, with every parameter whole."""
+        self._links.begin(order, kinds)
+        one = Pass(
+            order, self._links, self, batch, scale=None if scale is None else scale / len(batch), with_loss=with_loss,
+            with_outputs=with_outputs, harvest=self.runtime.gradients.collect,
+        )  # fmt: skip
+        self._in_engine_backward = True
+        try:
+            with contextlib.ExitStack() as whole:
+                try:
+                    whole.enter_context(self.runtime.one_pass())
+                except Exception as error:  # ranks of this stage hear it from ZeRO; the other stages wait for messages
+                    one.fail(error)
+                    self.runtime.fail(error, in_forward=False)
+                return one.run()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            self._in_engine_backward = False
+
+    def _give_up(self, error: BaseException, *, known: bool = False) -> None:
+        """The batch has not happened. ``known``: all ranks raise; else all that waits for this one is ended."""
+        self._links.forget()
+        if known:
+            self.runtime.known = error
+        elif isinstance(error, Exception):
+            self.runtime.known, self.runtime.broken = error, str(error)
+            break_off_all(self.mesh)
+        self._recover(error)
+
+    def _agree(self, outcome: PassResult) -> torch.Tensor:
+        """The mean loss over all ranks, if none has failed."""
+        mean = float(torch.stack([x.double() for x in outcome.losses.values()]).mean()) if outcome.losses else None
+        fault = None if outcome.fault is None else str(outcome.fault)
+        try:
+            everyone = gather_objects((fault, mean), self.mesh.talk)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        if faults := [(rank, text) for rank, (text, _) in zip(self.mesh.job.ranks, everyone, strict=True) if text]:
+            failure = PipelineError("; ".join(f"{self.mesh.title(r)}: {text}" for r, text in faults[:3]))
+            self._give_up(failure, known=True)
+            raise failure from outcome.fault
+        means = [mean for _, mean in everyone if mean is not None]
+        return torch.tensor(sum(means) / len(means) if means else 0.0, dtype=torch.float32, device=self.device)
+
+    # -- what Pass asks of the model (run.Chunks) -----------------------------------------------------------------
+    def compute(self, chunk: int, value: Any, batch: Micro) -> Any:
+        cast: Any = contextlib.nullcontext()
+        if self.torch_autocast_enabled():
+            cast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
+        with cast:
+            return self.module.run_chunk(chunk, value, batch)
+
+    def loss(self, output: Any, batch: Micro) -> torch.Tensor:
+        return self.module.loss(output, batch)
+
+    def params(self, chunk: int) -> list[torch.nn.Parameter]:
+        return self.module.params_of(chunk)
+
+    def place(self, chunk: int, *, backward: bool) -> str:
+        return self.module.place(chunk, backward=backward)
+
+    # -- data -----------------------------------------------------------------------------------------------------
+    def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Micro], list[str]]:
+        """``count`` micro-batches on this rank's device (empty ones where it reads none), and the kinds of all."""
+        batch: list[Micro] = []
+        read = None
+        if self.module.reads_data:
+            source = data_iter if data_iter is not None else self._iterator
+            if source is None and self.training_dataloader is not None:
+                source = self._iterator = iter(RepeatingLoader(self.training_dataloader))
+            kinds, labels, fault = list[str](), list[int](), None
+            try:
+                if source is None:
+                    raise UsageError(
+                        "no data: pass data_iter, call set_dataiterator(), or give initialize training_data"
+                    )
+                for _ in range(count):
+                    one = self._micro_batch(next(source))
+                    kinds.append(repr([(tuple(t.shape), str(t.dtype)) for t in tensors_in(one.inputs)]))
+                    labels.append(_checksum(one.labels))
+                    batch.append(map_tensors(one, lambda t: t.to(self.device, non_blocking=True)))
+            except StopIteration:
+                fault = f"the data iterator ended after {len(batch)} of {count} micro-batches" if batch else ""
+            except Exception as error:
+                fault = f"reading micro-batch {len(batch)}: {type(error).__name__}: {error}"
+            read = _Read(kinds, labels, fault)
+        everyone = dict(zip(self.mesh.job.ranks, gather_objects(read, self.mesh.talk), strict=True))
+        kinds = self._compare(everyone, count)
+        if self._config.fp16.auto_cast and self.fp16_enabled():
+            batch = [map_tensors(one, lambda t: t.half() if t.is_floating_point() else t) for one in batch]
+        return batch or [Micro(None, None)] * count, kinds
+
+    def _micro_batch(self, item: Any) -> Micro:
+        item = self._batch_fn(item) if self._batch_fn is not None else item
+        return self.module.micro_batch(item)
+
+    def _compare(self, everyone: dict[int, _Read | None], count: int) -> list[str]:
+        """The kinds of this rank's micro-batches. Raises on all ranks where some read less, or other data."""
+        readers = {rank: read for rank, read in everyone.items() if read is not None}
+        if all(read.fault == "" for read in readers.values()):
+            raise StopIteration(f"the data iterator has none of {count} micro-batches left")
+        ended = f"the data iterator ended after 0 of {count} micro-batches"
+        if faults := [f"{self.mesh.title(r)}: {d.fault or ended}" for r, d in readers.items() if d.fault is not None]:
+            raise PipelineError("; ".join(faults[:3]))
+        for rank, read in readers.items():
+            ranks = self.mesh.topology.axis(rank, "pp").ranks if self.mesh.topology is not None else (rank,)
+            first = next(r for r in ranks if r in readers)
+            for what, mine, theirs in (
+                ("inputs of other shapes", readers[first].kinds, read.kinds),
+                ("other labels", readers[first].labels, read.labels),
+            ):
+                odd = next((m for m in range(count) if mine[m] != theirs[m]), None)
+                if odd is not None:
+                    raise PipelineError(
+                        f"{self.mesh.title(first)} and {self.mesh.title(rank)} have read {what} for micro-batch {odd}: "
+                        "one reads the inputs, the other the labels, so both data iterators have to yield the same"
+                    )
+        column = self.mesh.pp.ranks
+        return next(readers[r] for r in column if r in readers).kinds
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Read further batches from ``loader``, again and again."""
+        self.training_dataloader = loader
+        self._iterator = iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Read further batches from ``iterator``."""
+        self.training_dataloader, self._iterator = None, iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """``fn`` makes (inputs, labels) of what the iterator yields."""
+        self._batch_fn = fn
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Accepted: masks travel as any other part of an activation."""
+
+    def reset_activation_shape(self) -> None:
+        """Accepted: shapes follow the inputs of each micro-batch."""
+
+    # -- place ----------------------------------------------------------------------------------------------------
+    def is_first_stage(self) -> bool:
+        """Whether this rank reads the inputs."""
+        return self.module.homes[0] == self.stage_id
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.module.homes[-1] == self.stage_id
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """The pipeline stage of this rank."""
+        return self.stage_id
+
+    def get_additional_losses(self) -> Any:
+        """What the module reports beside the loss."""
+        return self.module.get_additional_losses()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True: a call of ``train_batch`` is a whole window."""
+        return True
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raises PipelineError, like ``backward`` and ``step``: only whole batches pass a pipeline."""
+        raise PipelineError("a pipeline engine runs whole batches: use train_batch() and eval_batch()")
+
+    def backward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """See ``forward``."""
+        self.forward()
+
+    def step(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """See ``forward``."""
+        self.forward()
+
+
+def _checksum(labels: Any) -> int:
+    """Of the tensors in ``labels`` that are in host memory."""
+    total = 0
+    for tensor in tensors_in(labels):
+        if tensor.device.type == "cpu" and tensor.numel():
+            whole = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            total = zlib.crc32(whole.numpy().tobytes(), total)
+    return total

@@ -1,0 +1,445 @@
+"""A model as a list of layers, of which each rank builds those of its pipeline stage only."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.activation.checkpointing import non_reentrant_checkpoint
+from deepspeed.attrs import recursive_getattr
+from deepspeed.comm.collectives import AxisGroup, broadcast, gather_objects
+from deepspeed.device import get_accelerator
+from deepspeed.errors import NotYetError, UsageError
+from deepspeed.mesh.groups import Mesh, plain_mesh, with_group
+from deepspeed.observe.log import log_dist
+from deepspeed.pipe.orders import Micro, homes_of
+from deepspeed.pipe.partition import boundaries_of
+from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.zero.client.init import restore_init_context, shutdown_init_context
+from deepspeed.zero.param import local_of
+from deepspeed.zero.partition import UnitFacts
+
+
+class LayerSpec:
+    """A layer that is built where it is needed: ``typename(*args, **kwargs)``."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not isinstance(typename, type) or not issubclass(typename, nn.Module):
+            raise UsageError(f"a LayerSpec takes a subclass of torch.nn.Module, not {typename!r}")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.typename.__name__})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        """A new layer."""
+        if log:
+            log_dist(f"building {self!r}", [-1])
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its parameters with all others of the same ``key``, on whatever stages these are.
+
+    ``forward_fn(module, value)`` replaces the call. ``tied_weight_attr`` names (dotted) attributes that must exist; the
+    whole layer is shared.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class PipelineModule(nn.Module):
+    """``layers`` (modules, LayerSpecs, plain callables, or an nn.Sequential) cut into ``num_stages`` pipeline stages.
+
+    Each layer takes what the one before returns: a tensor, or a tuple of tensors and None, as one argument. Parameters
+    are named by the layer's position in the whole list (``3.weight``), tied ones ``tied_modules.KEY.weight``, so that
+    checkpoints do not depend on the cut. ``loss_fn(output, labels)`` runs behind the last layer; without it the last
+    layer returns the loss. ``partition_method``: "parameters", "uniform", "type:REGEX", "profile" (measured time of
+    ``sample_input`` through each layer, on the first rank), or a weight per layer. ``activation_checkpoint_interval``
+    n > 0 recomputes blocks of n layers in the backward, only those whose classes are in ``checkpointable_layers`` where
+    that is given. ``dynamic_shape``: activations may differ in shape though inputs do not. ``chunks_per_stage`` and
+    ``chunk_style`` ("loop" or "v"): what a schedule of the configuration needs; ``initialize`` cuts anew where it needs
+    something else. Raises UsageError where the ranks or layers do not divide.
+    """
+
+    repeats_blocks = True  # for ZeRO: layers of one class are blocks, as in an nn.Sequential
+
+    def __init__(
+        self,
+        layers: Sequence[Any] | nn.Sequential,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str | Sequence[float] = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = non_reentrant_checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        chunks_per_stage: int = 1,
+        chunk_style: str = "loop",
+        sample_input: Any = None,
+    ) -> None:
+        super().__init__()
+        self._specs, self.loss_fn = list(layers), loss_fn
+        self._seeding = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
+        self.seed_layers = seed_layers
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func, self.checkpointable_layers = activation_checkpoint_func, checkpointable_layers
+        self.dynamic_shape, self._sample = dynamic_shape, sample_input
+        mesh = plain_mesh("gloo")
+        self._world, self.global_rank = mesh.job, mesh.job.index
+        self._topo = _topology(topology, num_stages, mesh.job.size)
+        self.num_stages = self._topo.get_dim("pipe")
+        self._grid = PipelineParallelGrid(self._topo, self.global_rank)
+        self.rank_of_pipe = self._grid.get_stage_id()
+        self._check_specs()
+        self._method = partition_method
+        self._weights = self._measure() if partition_method == "profile" else None
+        self._counts: list[int] | None = None
+        self.tied_modules = nn.ModuleDict()
+        self.schedule = "1f1b"  # of the configuration; set by ``initialize``
+        self.falling: AxisGroup | None = None  # for messages to a lower stage, where the two directions need two groups
+        self._now = 0
+        self.recut(chunks_per_stage, chunk_style)
+
+    # -- the cut --------------------------------------------------------------------------------------------------
+    def recut(self, chunks_per_stage: int, chunk_style: str, *, method: str | None = None, seeds: bool = False) -> None:
+        """Deal the layers out anew, by another ``method``, with ``seeds`` for each; and build those of this rank."""
+        parts = self.num_stages * chunks_per_stage
+        if seeds:
+            self._seeding, self.seed_layers = (torch.manual_seed, 1234), True
+        if method is not None:
+            self._method, self._weights, self._counts = method, None, None
+            self._weights = self._measure() if method == "profile" else None
+        if self._counts is None and self._method in ("parameters", "best"):
+            self._counts = [_trained(spec) for spec in self._specs]
+        names = [_class_name(spec) for spec in self._specs]
+        by, numels = self._weights or self._method, self._counts or [0] * len(names)
+        self.boundaries = boundaries_of(by, parts, names=names, numels=numels)
+        self.chunks_per_stage, self.chunk_style = chunks_per_stage, chunk_style
+        self.homes = homes_of(self.num_stages, chunks_per_stage, style=chunk_style)
+        for name in [str(i) for i in range(len(self._specs))]:
+            self._modules.pop(name, None)
+        self.tied_modules.clear()
+        self._calls: dict[int, Callable[[Any], Any]] = {}
+        self._check_sharing()
+        self._build()
+        for rank, some in enumerate(gather_objects(any(True for _ in self.parameters()), self._world)):
+            if not some:
+                home = self._topo.get_coord(rank).pipe
+                where = f"rank {rank} (pipeline stage {home}, {self.describe(home)})"
+                raise UsageError(f"{where} has no parameters; use fewer stages or another partition_method")
+
+    def _build(self) -> None:
+        suspended = shutdown_init_context()  # its broadcasts want the same layers on all ranks
+        try:
+            # In the order of the whole list, so that tied parameters come in one order on all stages.
+            keys = dict.fromkeys(s.key for s in self._specs if isinstance(s, TiedLayerSpec))
+            local = [i for i, home in self._layer_homes() if home == self.rank_of_pipe]
+            for index in local:
+                self._calls[index] = self._build_one(index)
+            for key in [k for k in keys if k in self.tied_modules]:
+                self.tied_modules[key] = self.tied_modules.pop(key)
+        finally:
+            restore_init_context(suspended)
+
+    def _build_one(self, index: int) -> Callable[[Any], Any]:
+        spec = self._specs[index]
+        if self._seeding is not None:
+            seed_fn, base = self._seeding
+            seed_fn(base + index)
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in self.tied_modules:
+                self.tied_modules[spec.key] = spec.build()
+                for path in spec.tied_weight_attr:
+                    recursive_getattr(self.tied_modules[spec.key], path)
+            layer: Any = self.tied_modules[spec.key]
+            return partial(spec.forward_fn, layer) if spec.forward_fn is not None else layer
+        layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        if isinstance(layer, nn.Module):
+            self.add_module(str(index), layer)
+        call: Callable[[Any], Any] = layer
+        return call
+
+    def _layer_homes(self) -> Iterator[tuple[int, int]]:
+        for chunk, home in enumerate(self.homes):
+            yield from ((i, home) for i in range(self.boundaries[chunk], self.boundaries[chunk + 1]))
+
+    def _check_specs(self) -> None:
+        for index, spec in enumerate(self._specs):
+            if not (isinstance(spec, (LayerSpec, nn.Module)) or callable(spec)):
+                raise UsageError(
+                    f"layer {index} is a {type(spec).__name__}, neither a module, a LayerSpec nor a callable"
+                )
+        kinds: dict[str, TiedLayerSpec] = {}
+        for spec in (s for s in self._specs if isinstance(s, TiedLayerSpec)):
+            first = kinds.setdefault(spec.key, spec)
+            if first.typename is not spec.typename:
+                raise UsageError(
+                    f"the tied layers {spec.key!r} are of two classes, {first.typename.__name__} and "
+                    f"{spec.typename.__name__}; use one class, with a forward_fn where it is called in another way"
+                )
+
+    def _check_sharing(self) -> None:
+        """Refuse a parameter that layers of several ranks hold without a word: each would train its own copy."""
+        homes: dict[nn.Parameter, tuple[int, int]] = {}
+        for index, home in self._layer_homes():
+            layer = self._specs[index]
+            for param in layer.parameters() if isinstance(layer, nn.Module) else ():
+                other, first = homes.setdefault(param, (home, index))
+                if other != home:
+                    raise UsageError(
+                        f"layers {first} and {index} share a parameter and are on pipeline stages {other} and {home}; "
+                        "write both as TiedLayerSpec with one key"
+                    )
+
+    def _measure(self) -> list[float]:
+        """Seconds of each layer's forward and backward, measured on the first rank, for all."""
+        if self._sample is None:
+            raise UsageError("partition_method 'profile' needs sample_input, an input of the first layer")
+        times = measure_layers(self._specs, self._sample) if self.global_rank == 0 else None
+        everyone = gather_objects(times, self._world)
+        return list(everyone[0])
+
+    # -- the forward ----------------------------------------------------------------------------------------------
+    def forward(self, value: Any, chunk: int = 0) -> Any:
+        """``value`` through the layers of ``chunk``, which is on this rank."""
+        start, stop = self.boundaries[chunk], self.boundaries[chunk + 1]
+        step = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
+        for index in range(start, stop, step or stop - start):
+            block = range(index, min(stop, index + (step or stop - start)))
+            if step and self._recomputed(block):
+                # Several arguments rather than a tuple: torch looks for tensors among them.
+                many = isinstance(value, tuple)
+                run = partial(self._through, block, many=many)
+                value = self.activation_checkpoint_func(run, *(value if many else (value,)))
+            else:
+                value = self._through(block, value)
+        return value
+
+    def _through(self, block: range, *values: Any, many: bool = False) -> Any:
+        value = values if many else values[0]
+        for self._now in block:
+            value = self._calls[self._now](value)
+        return value
+
+    def _recomputed(self, block: range) -> bool:
+        layers = [self._calls[i] for i in block]
+        if self.checkpointable_layers is not None:
+            return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
+        return any(isinstance(layer, (nn.Module, partial)) for layer in layers)
+
+    def place(self, chunk: int, *, backward: bool) -> str:
+        """Where an error comes from, for people: the layer that runs; of a backward, the layers of the chunk."""
+        if backward:
+            return f"layers {self.boundaries[chunk]}-{self.boundaries[chunk + 1] - 1}"
+        return f"layer {self._now} ({_class_name(self._specs[self._now])})"
+
+    def run_chunk(self, chunk: int, value: Any, batch: Any) -> Any:
+        """What the engine calls for one chunk and micro-batch; the hooks of ZeRO see this module's call."""
+        return self(value, chunk)
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        """The scalar loss of the last layer's output. UsageError if it is none."""
+        loss = self.loss_fn(output, batch.labels) if self.loss_fn is not None else output
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            who = "loss_fn" if self.loss_fn is not None else "the last layer, as there is no loss_fn,"
+            raise UsageError(f"{who} has to return a scalar tensor, got {what}")
+        return loss.reshape(())
+
+    def params_of(self, chunk: int) -> list[nn.Parameter]:
+        """Trained or not, the parameters that the layers of ``chunk`` use."""
+        layers = (self._calls[i] for i in range(self.boundaries[chunk], self.boundaries[chunk + 1]))
+        owners = (layer.args[0] if isinstance(layer, partial) else layer for layer in layers)
+        return list(dict.fromkeys(p for m in owners if isinstance(m, nn.Module) for p in m.parameters()))
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank needs batches: the inputs, or the labels."""
+        return self.rank_of_pipe in (self.homes[0], self.homes[-1])
+
+    def micro_batch(self, item: Any) -> Micro:
+        """What the data iterator yields, as inputs and labels. UsageError if it is no pair."""
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            what = f"{len(item)} items" if isinstance(item, (tuple, list)) else f"a {type(item).__name__}"
+            raise UsageError(
+                f"the data iterator has to yield (inputs, labels), got {what}; engine.set_batch_fn converts"
+            )
+        return Micro(*item)
+
+    # -- what others ask ------------------------------------------------------------------------------------------
+    def tied_homes(self) -> dict[str, tuple[int, ...]]:
+        """Prefix of the parameters' names -> the pipeline ranks that hold them, of what several hold."""
+        homes: dict[str, set[int]] = {}
+        for index, home in self._layer_homes():
+            if isinstance(spec := self._specs[index], TiedLayerSpec):
+                homes.setdefault(f"tied_modules.{spec.key}.", set()).add(home)
+        return {prefix: tuple(sorted(ranks)) for prefix, ranks in homes.items() if len(ranks) > 1}
+
+    def describe(self, rank: int) -> str:
+        """The layers of a pipeline rank, for people."""
+        chunks = [c for c, home in enumerate(self.homes) if home == rank]
+        return "layers " + ", ".join(f"{self.boundaries[c]}-{self.boundaries[c + 1] - 1}" for c in chunks)
+
+    def num_pipeline_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.num_stages
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The pipeline stage that holds a layer."""
+        return dict(self._layer_homes())[layer_idx]
+
+    def partitions(self) -> list[int]:
+        """Positions at which the list of layers is cut."""
+        return list(self.boundaries)
+
+    def topology(self) -> ProcessTopology:
+        """The grid of all ranks."""
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """What Megatron-style code asks about the place of this rank."""
+        return self._grid
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute blocks of ``interval`` layers; 0: none."""
+        self.activation_checkpoint_interval = interval
+
+    def get_additional_losses(self) -> None:
+        """Further losses to report; a subclass may have some."""
+
+    def join(self, mesh: Mesh, facts: UnitFacts) -> tuple[Mesh, Callable[[str, nn.Parameter], UnitFacts]]:
+        """Make the groups of what several stages share, give its parameters equal values, and say what they are.
+
+        The mesh with these groups, and the facts of every parameter. Collective over the stages.
+        """
+        if mesh.pp.backend not in ("gloo", "none"):  # messages of both directions would wait for each other
+            mesh, self.falling = with_group(mesh, "falling", mesh.pp.ranks)
+        tied: dict[str, UnitFacts] = {}
+        groups = {tuple(range(self.num_stages)): mesh.pp}
+        for prefix, ranks in self.tied_homes().items():
+            if self.rank_of_pipe not in ranks:
+                continue
+            if ranks not in groups:
+                mesh, groups[ranks] = with_group(mesh, f"tied{ranks}", tuple(mesh.pp.ranks[r] for r in ranks))
+            wide = replace(mesh, groups=(*mesh.groups, groups[ranks]))
+            for name, param in self.named_parameters():
+                if name.startswith(prefix):
+                    values = local_of(param).detach().to(get_accelerator().torch_device()).contiguous()
+                    broadcast(values, groups[ranks])
+                    local_of(param).detach().copy_(values)
+                    tied[name] = replace(facts, mesh=wide, tie=name)
+        self._grid = PipelineParallelGrid(self._topo, self.global_rank, mesh)
+        plain = replace(facts, mesh=mesh)
+        return mesh, lambda name, _: tied.get(name, plain)
+
+
+class DualPipeVModule(PipelineModule):
+    """A PipelineModule cut for the schedules "dualpipev" (its default) and "zbv": stage r holds parts r and 2N-1-r."""
+
+    def __init__(self, layers: Any, num_stages: int | None = None, **options: Any) -> None:
+        super().__init__(layers, num_stages, **options, chunks_per_stage=2, chunk_style="v")
+
+
+def measure_layers(layers: Sequence[Any], sample: Any, *, repeats: int = 3) -> list[float]:
+    """Seconds that a forward and a backward of each layer take, the best of ``repeats``; built one by one."""
+    times, value, built = [], sample, dict[str, nn.Module]()
+    for spec in layers:
+        layer = spec
+        if isinstance(spec, TiedLayerSpec):
+            module = built.setdefault(spec.key, spec.build()) if spec.key not in built else built[spec.key]
+            layer = partial(spec.forward_fn, module) if spec.forward_fn is not None else module
+        elif isinstance(spec, LayerSpec):
+            layer = spec.build()
+        seconds = []
+        for _ in range(repeats):
+            get_accelerator().synchronize()
+            start = perf_counter()
+            out = layer(value)
+            roots = [
+                t
+                for t in (out if isinstance(out, tuple) else (out,))
+                if isinstance(t, torch.Tensor) and t.requires_grad
+            ]
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+            get_accelerator().synchronize()
+            seconds.append(perf_counter() - start)
+        for param in layer.parameters() if isinstance(layer, nn.Module) else ():
+            param.grad = None
+        times.append(min(seconds))
+        value = (
+            tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in out)
+            if isinstance(out, tuple)
+            else out.detach()
+        )
+    return times
+
+
+def _class_name(spec: Any) -> str:
+    if isinstance(spec, LayerSpec):
+        return spec.typename.__name__
+    return (
+        type(spec).__name__ if isinstance(spec, nn.Module) else re.sub(r"\W", "", getattr(spec, "__name__", "callable"))
+    )
+
+
+def _trained(spec: Any) -> int:
+    """Number of trained parameters; those of a spec are counted without memory, if its constructor can do with that."""
+    if not isinstance(spec, LayerSpec):
+        params = list(spec.parameters()) if isinstance(spec, nn.Module) else []
+        return sum(p.numel() for p in params if p.requires_grad)
+    suspended = shutdown_init_context()
+    try:
+        with torch.device("meta"):
+            layer = spec.build()
+    except (RuntimeError, NotImplementedError, TypeError):
+        state = torch.get_rng_state()
+        layer = spec.build()
+        torch.set_rng_state(state)
+    finally:
+        restore_init_context(suspended)
+    return sum(p.numel() for p in layer.parameters() if p.requires_grad)
+
+
+def _topology(topology: ProcessTopology | None, num_stages: int | None, world: int) -> ProcessTopology:
+    if topology is None:
+        if num_stages is None:
+            raise UsageError("PipelineModule needs num_stages or topology")
+        if num_stages < 1 or world % num_stages:
+            raise UsageError(f"{world} ranks cannot be divided into {num_stages} pipeline stages; use a divisor")
+        return PipeDataParallelTopology(num_stages, world // num_stages)
+    if num_stages is not None and topology.get_dim("pipe") != num_stages:
+        raise UsageError(
+            f"num_stages is {num_stages}, but the topology has {topology.get_dim('pipe')} on its axis 'pipe'"
+        )
+    if topology.world_size() != world:
+        raise UsageError(f"the topology is of {topology.world_size()} ranks, and there are {world}")
+    if [
+        axis for axis in ("pipe", "data", "model") if axis in topology.axes
+    ] != topology.axes or "pipe" not in topology.axes:
+        raise NotYetError(
+            f"a topology with the axes {topology.axes}; they have to be pipe, data and model, in that order"
+        )
+    return topology

@@ -1,0 +1,211 @@
+"""Pipelines of models that were not written as a list of layers: decoders cut by their list of blocks.
+
+Every stage runs the model's code with its inputs; masks, positions and the like it computes itself. The list of blocks
+holds those of the stage only. The first of them is given what the stage before has sent, and behind the last one stands
+a stub that leaves the forward with what it is given. What runs before the blocks is real on the first stage, and of the
+right shape elsewhere; what runs behind them is on the last stage.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from deepspeed.attrs import recursive_getattr
+from deepspeed.errors import UsageError
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.orders import Micro
+from deepspeed.zero.partition import find_blocks
+
+
+class _LeaveError(Exception):
+    """Carries what the next stage gets out of the model's forward."""
+
+
+class _Exit(nn.Module):
+    """Behind the last block of a stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _LeaveError(args[0] if args else next(iter(kwargs.values())))
+
+
+class _Absent(nn.Module):
+    """A module of the last stage, on another one."""
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "the model calls a module before its blocks that was taken for one behind them; name it in first="
+        )
+
+
+class PlainPipeline(PipelineModule):
+    """``model``, of which this rank keeps its part, for good. Made by ``cut_model``; parameters keep their names."""
+
+    repeats_blocks = False
+    _whole: dict[int, Any]  # the blocks of this rank, by their place
+    _list: Any
+    _path: str
+    _first: tuple[str, ...]
+    _model: Any
+    _tied: dict[str, tuple[int, int]]
+    _ends: tuple[list[nn.Module], list[nn.Module]]
+
+    def __init__(self, model: nn.Module, path: str, first: Sequence[str], num_stages: int, **options: Any) -> None:
+        blocks = list(recursive_getattr(model, path))
+        # No child: its own children are, so that parameters keep their names.
+        self.__dict__.update(_first=tuple(first), _path=path, _whole=dict(enumerate(blocks)), _model=model, _list=None)
+        super().__init__(blocks, num_stages, **options)
+
+    def recut(self, *how: Any, **more: Any) -> None:
+        """The first cut; UsageError at a second, which would want what the first has dropped."""
+        if self._list is not None:
+            raise UsageError(
+                "a model that is cut by its blocks is cut once: pass chunks_per_stage and chunk_style to cut_model"
+            )
+        super().recut(*how, **more)
+
+    def _build(self) -> None:
+        """Take the model apart."""
+        model = self._model
+        self.__dict__.update(_list=recursive_getattr(model, self._path))
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        local = {i for i, home in self._layer_homes() if home == self.rank_of_pipe}
+        for index in [i for i in self._whole if i not in local]:
+            del self._list._modules[str(index)]
+            self._whole.pop(index), self._specs.__setitem__(index, _Absent())
+        inside = {id(p) for p in self._list.parameters()}
+        outside = [
+            (n, m) for n, m in model.named_modules() if any(id(p) not in inside for p in m.parameters(recurse=False))
+        ]
+        before = [(n, m) for n, m in outside if isinstance(m, nn.Embedding) or n in self._first]
+        behind = [(n, m) for n, m in outside if (n, m) not in before]
+        early = {id(p) for _, m in before for p in m.parameters(recurse=False)}
+        late = {id(p) for _, m in behind for p in m.parameters(recurse=False)}
+        self._tied = {n: (self.homes[0], self.homes[-1]) for n, p in model.named_parameters() if id(p) in early & late}
+        if self.rank_of_pipe != self.homes[-1]:
+            for name, _ in behind:
+                parent, _, last = name.rpartition(".")
+                setattr(recursive_getattr(model, parent) if parent else model, last, _Absent())
+        for _, module in before if self.rank_of_pipe != self.homes[0] else ():
+            for name, param in list(module._parameters.items()):
+                if not (self.rank_of_pipe == self.homes[-1] and id(param) in early & late):
+                    module._parameters[name] = None
+            module.forward = _shape_of(module)
+        self._ends = [m for _, m in (before if self.rank_of_pipe == self.homes[0] else [])], [m for _, m in behind]
+        if hasattr(getattr(model, "config", None), "use_cache"):
+            model.config.use_cache = False
+
+    @property
+    def reads_data(self) -> bool:
+        """True: every stage computes masks and positions from the inputs."""
+        return True
+
+    def micro_batch(self, item: Any) -> Micro:
+        """A dict of the model's arguments, or (inputs, labels)."""
+        if isinstance(item, Mapping):
+            return Micro(dict(item), item.get("labels"))
+        return super().micro_batch(item)
+
+    def run_chunk(self, chunk: int, value: Any, batch: Micro) -> Any:
+        return self(value if chunk else None, chunk, batch.inputs)
+
+    def forward(self, value: Any, chunk: int = 0, inputs: Any = None) -> Any:
+        """The model's output behind the last chunk; before it, what the next block is given."""
+        try:
+            with self._only(chunk, value):
+                if isinstance(inputs, Mapping):
+                    return self._model(**inputs)
+                return self._model(*inputs) if isinstance(inputs, (tuple, list)) else self._model(inputs)
+        except _LeaveError as left:
+            return left.args[0]
+
+    @contextmanager
+    def _only(self, chunk: int, value: Any) -> Any:
+        """Inside, the list has the blocks of ``chunk``, of which the first is given ``value``."""
+        start, stop = self.boundaries[chunk], self.boundaries[chunk + 1]
+        everything = self._list._modules
+        self._now = start
+        self._list._modules = {str(i): self._whole[i] for i in range(start, stop)}
+        if chunk + 1 < len(self.homes):
+            self._list._modules["exit"] = _Exit()
+
+        def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (value, *args[1:]), kwargs
+            return args, kwargs | {next(iter(kwargs)): value}
+
+        handle = self._whole[start].register_forward_pre_hook(enter, with_kwargs=True, prepend=True) if chunk else None
+        try:
+            yield
+        finally:
+            self._list._modules = everything
+            if handle is not None:
+                handle.remove()
+
+    def loss(self, output: Any, batch: Micro) -> torch.Tensor:
+        """That of ``loss_fn``, or the model's own: ``output.loss``, ``output["loss"]`` or the first of a tuple."""
+        if self.loss_fn is None:
+            head = output[0] if isinstance(output, tuple) and output else output
+            named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            output = head if named is None else named
+        return super().loss(output, batch)
+
+    def params_of(self, chunk: int) -> list[nn.Parameter]:
+        """Those of the blocks, and of what runs before the first and behind the last."""
+        before, behind = self._ends
+        modules = [self._whole[i] for i in range(self.boundaries[chunk], self.boundaries[chunk + 1])]
+        modules += before if chunk == 0 else []
+        modules += behind if chunk + 1 == len(self.homes) else []
+        return list(dict.fromkeys(p for m in modules for p in m.parameters()))
+
+    def tied_homes(self) -> dict[str, tuple[int, ...]]:
+        return {n: tuple(sorted(set(homes))) for n, homes in self._tied.items() if len(set(homes)) > 1}
+
+    def place(self, chunk: int, *, backward: bool) -> str:
+        return f"blocks {self.boundaries[chunk]}-{self.boundaries[chunk + 1] - 1} of {self._path}"
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        if interval:
+            raise UsageError("a model cut by its blocks recomputes them itself: model.gradient_checkpointing_enable()")
+
+
+def _shape_of(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """Instead of what runs before the blocks: an embedding adds a dimension, others keep the input's shape."""
+    width = getattr(module, "embedding_dim", None)
+
+    def forward(value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        dtype = torch.get_default_dtype() if not value.is_floating_point() else value.dtype
+        return torch.zeros(*value.shape, *(() if width is None else (width,)), dtype=dtype, device=value.device)
+
+    return forward
+
+
+def cut_model(
+    model: nn.Module,
+    num_stages: int,
+    *,
+    blocks: str | None = None,
+    first: Sequence[str] = (),
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    partition_method: str | Sequence[float] = "parameters",
+    chunks_per_stage: int = 1,
+    chunk_style: str = "loop",
+) -> PlainPipeline:
+    """A PipelineModule of ``model`` as it is, cut by the list of ``blocks`` (dotted path; by default the longest one).
+
+    Embeddings run before the blocks, and so do the modules named in ``first``; all others with parameters behind them.
+    Batches are dicts of the model's arguments, or (inputs, labels); every stage reads them. The loss is the model's own
+    (``output.loss``) or ``loss_fn(output, labels)``. A schedule with several chunks has to be prepared for here. Raises
+    UsageError where there is no list of blocks.
+    """
+    if blocks is None:
+        parents = [path.rpartition(".")[0] for path, _ in find_blocks(model)]
+        blocks = max(dict.fromkeys(parents), key=parents.count, default=None)
+    if not blocks or not isinstance(recursive_getattr(model, blocks), nn.ModuleList):
+        raise UsageError(f"{type(model).__name__} has no nn.ModuleList of blocks; name it in blocks=")
+    return PlainPipeline(
+        model, blocks, first, num_stages, loss_fn=loss_fn, partition_method=partition_method,
+        chunks_per_stage=chunks_per_stage, chunk_style=chunk_style,
+    )  # fmt: skip

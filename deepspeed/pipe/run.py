@@ -1,0 +1,215 @@
+"""One batch through the chunks of one rank, action by action.
+
+[Note: failures] A rank that fails in the middle of a batch (the model raises, its data are odd) does not leave: it goes
+through the rest of its program without computing, takes what it is sent and sends *lost* messages, so every other rank
+comes to its end too, where all hear of it. What a rank cannot compute from a lost message is lost in turn. Within a
+batch the ranks of one pipeline wait for nothing else (parameters are whole on their rank meanwhile), so this ends. Only
+where a process has died, its neighbours raise at once, and theirs when these have ended.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deepspeed.errors import PipelineError
+from deepspeed.pipe.links import BrokenLinkError, Links, Signature, unpack
+from deepspeed.pipe.orders import Action, Message, Micro, Program
+from deepspeed.pipe.torch_pipelining import split_backward
+
+
+class Chunks(Protocol):
+    """The model, as far as it is on this rank."""
+
+    def compute(self, chunk: int, value: Any, batch: Micro) -> Any:
+        """The chunk's output for the value from the chunk before, or for the batch's inputs."""
+
+    def loss(self, output: Any, batch: Micro) -> torch.Tensor:
+        """The scalar loss of the last chunk's output."""
+
+    def params(self, chunk: int) -> list[nn.Parameter]:
+        """The chunk's parameters."""
+
+    def place(self, chunk: int, *, backward: bool) -> str:
+        """Which layer runs, or in a backward which layers."""
+
+
+@dataclass
+class _Kept:
+    """What the backward of one chunk and micro-batch needs: leaves of the graph, and its roots."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    second: Callable[[], None] | None = None
+
+
+class _LostError(Exception):
+    """An input was lost on another rank, which reports why."""
+
+
+@dataclass
+class PassResult:
+    """``losses`` and ``outputs`` by micro-batch, where the last chunk is; ``fault``: why it failed on this rank."""
+
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    fault: Exception | None = None
+
+
+class Pass:
+    """A batch on one rank. ``scale``: what each loss is multiplied by for the backward; None: there is none.
+
+    ``harvest`` is called after weight gradients were written without a hook of theirs.
+    """
+
+    def __init__(
+        self,
+        order: Program,
+        links: Links,
+        chunks: Chunks,
+        batch: Sequence[Micro],
+        *,
+        scale: float | None,
+        with_loss: bool = True,
+        with_outputs: bool = False,
+        harvest: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._order, self._links, self._chunks, self._batch = order, links, chunks, batch
+        self._scale, self._with_loss, self._with_outputs, self._harvest = scale, with_loss, with_outputs, harvest
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        # Between two chunks of this rank: activations, and gradients, by the chunk that made them.
+        self._local: dict[Message, tuple[Signature, list[torch.Tensor | None]]] = {}
+        self.outcome = PassResult()
+
+    def fail(self, error: Exception) -> None:
+        """This rank cannot compute anything of the batch."""
+        self.outcome.fault = error
+
+    def run(self) -> PassResult:
+        """Execute this rank's program. Raises BrokenLinkError where a neighbour has died."""
+        lost = self.outcome.fault is not None
+        steps = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
+        for action in self._order.actions[self._links.rank]:
+            try:
+                if not lost:
+                    steps[action.op](action)
+            except BrokenLinkError:
+                raise
+            except _LostError:
+                lost = True
+            except Exception as error:
+                lost, self.outcome.fault = True, self._located(error, action)
+            if lost:  # see [Note: failures]
+                self._kept.clear()
+                self._local.clear()
+                self._pass_on(action)
+        self._links.finish()
+        return self.outcome
+
+    def _located(self, error: Exception, action: Action) -> Exception:
+        what = {"F": "forward", "W": "weight gradients"}.get(action.op, "backward")
+        text = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        place = self._chunks.place(action.chunk, backward=action.op != "F")
+        fault = PipelineError(f"{what} of micro-batch {action.micro} at {place}: {text}")
+        fault.__cause__ = error
+        return fault
+
+    def _pass_on(self, action: Action) -> None:
+        for message, source in self._awaits(action):
+            self._links.skip(message, source)
+        if (target := self._order.sends(action)) is not None:
+            self._links.send_lost(Message("F" if action.op == "F" else "B", action.chunk, action.micro), target)
+
+    def _awaits(self, action: Action) -> list[tuple[Message, int]]:
+        """The message from another rank that ``action`` needs, if any."""
+        op, chunk, micro = action
+        before = chunk - 1 if op == "F" else chunk + 1
+        if op == "W" or not 0 <= before < self._order.chunks or self._order.homes[before] == self._links.rank:
+            return []
+        return [(Message("F" if op == "F" else "B", before, micro), self._order.homes[before])]
+
+    def _take(self, action: Action) -> tuple[Signature, list[torch.Tensor | None]]:
+        """What the chunk before (in a backward: after) has made for ``action``."""
+        for message, source in self._awaits(action):
+            arrived = self._links.receive(message, source)
+            if arrived is None:
+                raise _LostError
+            return arrived
+        forward = action.op == "F"
+        return self._local.pop(Message("F" if forward else "B", action.chunk + (-1 if forward else 1), action.micro))
+
+    def _give(self, action: Action, shape: Signature, tensors: list[torch.Tensor | None]) -> None:
+        """Hand over what ``action`` has made."""
+        message = Message("F" if action.op == "F" else "B", action.chunk, action.micro)
+        target = self._order.sends(action)
+        if target is None:
+            self._local[message] = shape, [None if t is None else t.detach() for t in tensors]
+        elif action.op == "F":
+            self._links.send(message, target, shape, tensors)
+        else:
+            self._links.send_gradients(message, target, [t for t in tensors if t is not None])
+
+    def _forward(self, action: Action) -> None:
+        _, chunk, micro = action
+        batch, trains = self._batch[micro], self._scale is not None
+        leaves: list[torch.Tensor] = []
+        value = batch.inputs
+        if chunk:
+            shape, tensors = self._take(action)
+            for part, tensor in zip(shape.parts, tensors, strict=True):
+                if trains and part is not None and part.grad and tensor is not None:
+                    leaves.append(tensor.requires_grad_())
+            value = tensors[0] if shape.single else tuple(tensors)
+        output = self._chunks.compute(chunk, value, batch)
+        if chunk + 1 < self._order.chunks:
+            shape, tensors = unpack(output)
+            if trains:
+                roots = [t for t in tensors if t is not None and t.requires_grad]
+                self._kept[chunk, micro] = _Kept(leaves, roots)
+            self._give(action, shape, tensors)
+            return
+        if self._with_outputs:
+            self.outcome.outputs[micro] = output
+        if self._with_loss:
+            loss = self._chunks.loss(output, batch)
+            self.outcome.losses[micro] = loss.detach()
+            if self._scale is not None:
+                self._kept[chunk, micro] = _Kept(leaves, [loss * self._scale] if loss.requires_grad else [])
+
+    def _arriving(self, action: Action) -> list[torch.Tensor] | None:
+        """Gradients of the chunk's outputs that need one; None after the last, whose output is the loss."""
+        if action.chunk + 1 == self._order.chunks:
+            return None
+        _, tensors = self._take(action)
+        return [t for t in tensors if t is not None]
+
+    def _leaving(self, action: Action, kept: _Kept) -> None:
+        """Hand the gradients of the chunk's inputs over."""
+        if action.chunk:
+            grads: list[torch.Tensor | None] = [torch.zeros_like(t) if t.grad is None else t.grad for t in kept.inputs]
+            self._give(action, Signature((), single=False), grads)
+            for leaf in kept.inputs:
+                leaf.grad = None
+
+    def _backward(self, action: Action) -> None:
+        kept, grads = self._kept.pop((action.chunk, action.micro)), self._arriving(action)
+        if kept.outputs:
+            torch.autograd.backward(kept.outputs, grads)
+        self._leaving(action, kept)
+
+    def _inputs(self, action: Action) -> None:
+        kept, grads = self._kept[action.chunk, action.micro], self._arriving(action)
+        outputs, kept.outputs = kept.outputs, []
+        if outputs and kept.inputs:
+            kept.second = split_backward(outputs, grads, kept.inputs, self._chunks.params(action.chunk))
+        elif outputs:  # nobody waits for anything: all of it is work for later
+            kept.second = lambda: torch.autograd.backward(outputs, grads)
+        self._leaving(action, kept)
+
+    def _weights(self, action: Action) -> None:
+        kept = self._kept.pop((action.chunk, action.micro))
+        if kept.second is not None:
+            kept.second()
+            self._harvest()

@@ -1,0 +1,163 @@
+"""Ranks as a grid of named axes, and who answers for which of them, under the names of deepspeed.pipe. Pure."""
+
+from collections import namedtuple
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from deepspeed.errors import UsageError
+
+
+class ProcessTopology:
+    """``axes`` with their sizes ``dims``, row-major: ranks that differ on the last axis only are neighbours."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims) or min(dims, default=0) < 1:
+            raise UsageError(f"axes {list(axes)} and sizes {list(dims)} do not describe a grid")
+        self.axes, self.dims = list(axes), list(dims)
+        # A coordinate reads as ``coord.pipe``, ``coord.data``.
+        coord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
+        places = product(*(range(size) for size in dims))
+        self.ProcessCoord = coord
+        self.mapping: dict[Any, int] = {coord(*place): rank for rank, place in enumerate(places)}
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.mapping)
+
+    def get_rank(self, **coords: int) -> int:
+        """The rank at ``coords``, which name every axis; UsageError otherwise."""
+        try:
+            return self.mapping[self.ProcessCoord(**coords)]
+        except (KeyError, TypeError):
+            raise UsageError(
+                f"{coords} is no place in a grid of {dict(zip(self.axes, self.dims, strict=True))}"
+            ) from None
+
+    def get_coord(self, rank: int) -> Any:
+        """The place of ``rank``, a tuple with the axes' names."""
+        for place, other in self.mapping.items():
+            if other == rank:
+                return place
+        raise UsageError(f"rank {rank} is not in a grid of {self.world_size()} ranks")
+
+    def get_axis_names(self) -> list[str]:
+        """The axes, outermost first."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """Size of ``axis``; 0 if there is none of that name."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """Text for file names, such as ``model_00``, with the axes that are not omitted."""
+        place = self.get_coord(rank)._asdict()
+        return outer_sep.join(f"{axis}{inner_sep}{way:02d}" for axis, way in place.items() if axis not in omit_axes)
+
+    def filter_match(self, **coords: int) -> list[int]:
+        """Ranks whose place agrees with ``coords``, ascending."""
+        wanted = coords.items()
+        return [rank for place, rank in self.mapping.items() if all(getattr(place, a) == way for a, way in wanted)]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Ranks at position ``idx`` of ``axis``, ascending."""
+        return self.filter_match(**{axis: idx})
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Groups of ranks that differ on ``axis`` only; empty if there is no such axis."""
+        if axis not in self.axes:
+            return []
+        others = [other for other in self.axes if other != axis]
+        places = product(*(range(self.get_dim(other)) for other in others))
+        return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Pipeline stages, each of ``num_dp`` data-parallel ranks that are neighbours."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Pipeline stages x data-parallel x tensor-parallel ranks, of which the last are neighbours."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """What Megatron-style code asks its ``mpu``, for one rank of a topology with the axes pipe, data and model.
+
+    Process groups exist once ``deepspeed.initialize`` has made them (UsageError before).
+    """
+
+    def __init__(self, topology: ProcessTopology, rank: int, mesh: Any = None) -> None:
+        self._topo, self.global_rank, self._mesh = topology, rank, mesh
+        self.world_size = topology.world_size()
+        self.pipe_parallel_size = max(1, topology.get_dim("pipe"))
+        self.data_parallel_size = max(1, topology.get_dim("data"))
+        self.model_parallel_size = self.slice_parallel_size = max(1, topology.get_dim("model"))
+
+    def _place(self, axis: str) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
+
+    def _group(self, axis: str) -> Any:
+        if self._mesh is None:
+            raise UsageError("the process groups of the pipeline are made by deepspeed.initialize; call that first")
+        return getattr(self._mesh, axis).pg
+
+    def topology(self) -> ProcessTopology:
+        """The grid of all ranks."""
+        return self._topo
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """Pipeline stage of this rank; also ``get_pipe_parallel_rank``."""
+        return self._place("pipe")
+
+    def get_data_parallel_id(self) -> int:
+        """Data-parallel position of this rank; also ``get_data_parallel_rank``."""
+        return self._place("data")
+
+    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
+
+    def get_model_parallel_rank(self) -> int:
+        """Tensor-parallel position of this rank; also ``get_slice_parallel_rank``."""
+        return self._place("model")
+
+    get_slice_parallel_rank = get_model_parallel_rank
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
+    get_slice_parallel_world_size = get_model_parallel_world_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        return self._group("pp")
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group("data")
+
+    def get_model_parallel_group(self) -> Any:
+        return self._group("tp")
+
+    get_slice_parallel_group = get_model_parallel_group
+
+    def stage_to_global(self, stage_id: int, **others: int) -> int:
+        """The rank of another stage at this rank's place on the other axes, of which ``others`` changes some."""
+        place = self._topo.get_coord(self.global_rank)._asdict()
+        return self._topo.get_rank(**(place | others | {"pipe": stage_id}))

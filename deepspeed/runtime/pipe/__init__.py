@@ -1,0 +1,1 @@
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec

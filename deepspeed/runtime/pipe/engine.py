@@ -1,0 +1,2 @@
+from deepspeed.engine import DeepSpeedEngine
+from deepspeed.pipe.engine import PipelineEngine, PipelineError

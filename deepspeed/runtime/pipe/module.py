@@ -1,0 +1,1 @@
+from deepspeed.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec

@@ -1,0 +1,84 @@
+"""A run saved at one number of pipeline stages goes on at any other, and without a pipeline: tensors are named by the
+place of their layer in the whole model.
+"""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.pipe import PipelineModule
+from deepspeed.verify.grads import full_parameters
+from tests.harness import pipes
+from tests.harness.pool import RankPool
+
+pytestmark = pytest.mark.timeout(120)
+MICROS = 4  # of the whole job
+LAYOUTS = {
+    "2 stages 1f1b": (2, 2, {"schedule": "1f1b"}, 1),
+    "2 stages interleaved": (2, 2, {"schedule": "interleaved", "chunks_per_stage": 2}, 3),
+    "no pipeline": (2, 1, {}, 3),
+    "one rank": (1, 1, {}, 0),
+    "4 stages": (4, 4, {"schedule": "zero_bubble"}, 2),
+    "2 stages x 2": (4, 2, {"schedule": "zbv"}, 3),
+}
+
+
+def _start(stages: int, pipeline: dict[str, Any], level: int) -> Any:
+    data = dist.get_world_size() // stages
+    module = PipelineModule(pipes.layers(6), num_stages=stages, loss_fn=pipes.cross_entropy)
+    return pipes.start(module, pipes.config(level, MICROS // data, pipeline=pipeline))
+
+
+def _batch(engine: Any, step: int) -> Any:
+    data, ways = engine.mesh.data.index, engine.mesh.data.size
+    return iter(
+        [pipes.micro_batch(step, micro, 0) for micro in range(data * MICROS // ways, (data + 1) * MICROS // ways)]
+    )
+
+
+def _save(folder: str, layout: str) -> None:
+    _, stages, pipeline, level = LAYOUTS[layout]
+    engine = _start(stages, pipeline, level)
+    for step in range(2):
+        engine.train_batch(_batch(engine, step))
+    engine.save_checkpoint(folder, "t")
+    engine.destroy()
+
+
+def _go_on(folder: str, layout: str) -> tuple[float, float, dict[str, Tensor], int]:
+    _, stages, pipeline, level = LAYOUTS[layout]
+    engine = _start(stages, pipeline, level)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    loss = float(engine.train_batch(_batch(engine, 2)))
+    params = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    norm, steps = engine.get_global_grad_norm(), engine.global_steps
+    engine.destroy()
+    return loss, norm, params, steps
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("2 stages 1f1b", "no pipeline"),
+        ("no pipeline", "2 stages interleaved"),
+        ("2 stages interleaved", "one rank"),
+        ("one rank", "2 stages 1f1b"),
+        ("2 stages x 2", "2 stages 1f1b"),
+        ("2 stages 1f1b", "4 stages"),
+        pytest.param("4 stages", "2 stages x 2", marks=pytest.mark.exhaustive),
+        pytest.param("2 stages x 2", "one rank", marks=pytest.mark.exhaustive),
+        pytest.param("no pipeline", "2 stages x 2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_any_number_of_stages_to_any_other(
+    request: pytest.FixtureRequest, tmp_path: Any, saved: str, loaded: str
+) -> None:
+    pools: list[RankPool] = [request.getfixturevalue(f"pool{LAYOUTS[name][0]}") for name in (saved, loaded)]
+    pools[0].run(_save, str(tmp_path), saved)
+    losses, norms, expected = pipes.plain_run(pipes.layers(6), micros=MICROS, data_ranks=1, steps=3)
+    for loss, norm, params, steps in pools[1].run(_go_on, str(tmp_path), loaded):
+        assert steps == 3
+        assert pipes.worst(([loss], [norm], params), (losses[2:], norms[2:], expected)) <= 1e-6

@@ -1,0 +1,155 @@
+"""What a client of a pipeline engine sees: evaluation, sources of data, places, parameters that several stages hold."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.utils import RepeatingLoader, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.harness import pipes
+from tests.harness.pool import RankPool
+from tests.harness.training import outcome
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _module(**options: Any) -> PipelineModule:
+    return PipelineModule(pipes.layers(6), num_stages=2, loss_fn=pipes.cross_entropy, **options)
+
+
+def _expected(count: int) -> tuple[float, list[Tensor]]:
+    model = pipes.Plain(pipes.layers(6))
+    with torch.no_grad():
+        pairs = [pipes.micro_batch(0, micro, 0) for micro in range(count)]
+        outputs = [model(tokens) for tokens, _ in pairs]
+        losses = [float(pipes.cross_entropy(out, labels)) for out, (_, labels) in zip(outputs, pairs, strict=True)]
+    return sum(losses) / count, outputs
+
+
+def _evaluates(level: int) -> dict[str, Any]:
+    engine = pipes.start(_module(), pipes.config(level, 4, pipeline={"schedule": "interleaved", "chunks_per_stage": 2}))
+    data = lambda: pipes.batches(0, micros=4)  # noqa: E731
+    out = {"mean": engine.eval_batch(data()), "two": engine.eval_batch(data(), num_micro_batches=2)}
+    out["logits"] = engine.eval_batch(data(), return_logits=True)
+    out["outputs"] = engine.eval_batch(data(), reduce_output=None)
+    out["here"] = engine.eval_batch(data(), bcast_loss=False)
+    out["other"] = outcome(lambda: engine.eval_batch(data(), reduce_output="max"))
+    before = engine.module.training
+    out["trained"] = [float(engine.train_batch(data())), float(engine.eval_batch(data()))]
+    out["last"], out["training"] = engine.is_last_stage(), (before, engine.module.training)
+    engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_eval_batch(pool2: RankPool, level: int) -> None:
+    mean, outputs = _expected(4)
+    for out in pool2.run(_evaluates, level):
+        assert float(out["mean"]) == pytest.approx(mean, rel=1e-6)
+        assert float(out["two"]) == pytest.approx(_expected(2)[0], rel=1e-6)
+        loss, logits = out["logits"]
+        assert float(loss) == pytest.approx(mean, rel=1e-6)
+        assert "NotYetError" in out["other"] and out["training"] == (True, True)
+        assert out["trained"][0] == pytest.approx(mean, rel=1e-6) and out["trained"][1] < mean
+        if out["last"]:
+            torch.testing.assert_close(logits, outputs)
+            torch.testing.assert_close(out["outputs"], outputs)
+            assert float(out["here"]) == pytest.approx(mean, rel=1e-6)
+        else:
+            assert logits is None and out["outputs"] is None and out["here"] is None
+
+
+def _reads(how: str) -> tuple[list[float], Any]:
+    pairs = [pipes.micro_batch(0, micro, 0) for micro in range(4)]
+    dataset = [(tokens[row], labels[row]) for tokens, labels in pairs for row in range(pipes.SAMPLES)]
+    extra = {"training_data": dataset} if how == "training_data" else {}
+    engine, _, loader, _ = deepspeed.initialize(model=_module(), config=pipes.config(1, 4), **extra)
+    if how == "set_dataiterator":
+        engine.set_dataiterator(iter(RepeatingLoader(pairs)))
+    elif how == "set_dataloader":
+        engine.set_dataloader(pairs)
+    elif how == "set_batch_fn":
+        engine.set_batch_fn(lambda item: (item["x"], item["y"]))
+        engine.set_dataiterator(iter(RepeatingLoader([{"x": x, "y": y} for x, y in pairs])))
+    losses = [float(engine.train_batch()) for _ in range(2)]
+    places = (engine.is_first_stage(), engine.is_last_stage(), engine.get_pipeline_parallel_rank(), engine.num_stages)
+    counters = (engine.global_steps, engine.micro_steps, engine.global_samples, engine.train_batch_size())
+    engine.destroy()
+    return losses, (places, counters, loader is not None)
+
+
+@pytest.mark.parametrize("how", ["training_data", "set_dataiterator", "set_dataloader", "set_batch_fn"])
+def test_sources_of_data(pool2: RankPool, how: str) -> None:
+    for rank, (losses, (places, counters, loads)) in enumerate(pool2.run(_reads, how)):
+        assert places == (rank == 0, rank == 1, rank, 2) and counters == (2, 8, 16, 8)
+        assert loads == (how == "training_data")
+        if how != "training_data":  # a loader shuffles
+            assert losses[0] == pytest.approx(_expected(4)[0], rel=1e-6)
+        assert losses[1] != losses[0]
+
+
+def _batch_size_changes() -> list[float]:
+    engine = pipes.start(_module(), pipes.config(2, 4, gradient_clipping=0.0))
+    losses = []
+    for micros in (4, 2, 6):
+        engine.set_train_batch_size(micros * pipes.SAMPLES)
+        losses.append(float(engine.train_batch(pipes.batches(0, micros=micros))))
+    engine.destroy()
+    return losses
+
+
+def test_the_number_of_micro_batches_may_change(pool2: RankPool) -> None:
+    first, second = pool2.run(_batch_size_changes)
+    assert first == second and first[0] == pytest.approx(_expected(4)[0], rel=1e-6) and len({*first}) == 3
+
+
+def _tied(level: int) -> tuple[Tensor, Tensor, list[str]]:
+    engine = pipes.start(_module(), pipes.config(level, 4))
+    engine.train_batch(pipes.batches(engine.mesh.data.index, micros=4))
+    weight = engine.module.tied_modules["embed"].weight
+    values = safe_get_full_fp32_param(weight), safe_get_full_optimizer_state(weight, "exp_avg")
+    names = [unit.facts.tie for unit in engine.runtime.units if unit.facts.tie]
+    engine.destroy()
+    return *values, names
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_tied_parameter_is_one_on_all_stages(pool4: RankPool, level: int) -> None:
+    answers = pool4.run(_tied, level)
+    for weight, moment, names in answers:
+        assert names == ["tied_modules.embed.weight"]
+        assert torch.equal(weight, answers[0][0]) and torch.equal(moment, answers[0][1]) and moment.any()
+    torch.testing.assert_close(
+        answers[0][0], pipes.plain_run(pipes.layers(6), micros=4, data_ranks=2, steps=1)[2][names[0]]
+    )
+
+
+def _cuts() -> tuple[list[int], list[int], list[int], list[int]]:
+    specs = [LayerSpec(pipes.Embed, 1), *(LayerSpec(pipes.Block, i) for i in range(4)), LayerSpec(pipes.Head, 2)]
+    sample = torch.zeros(2, 3, dtype=torch.int64)
+    modules = [PipelineModule(specs, 2, partition_method=by) for by in ("uniform", "parameters", [9, 1, 1, 1, 1, 1])]
+    measured = PipelineModule(specs, 2, partition_method="profile", sample_input=sample).partitions()
+    assert modules[0].stage_owner(5) == 1 and modules[0].num_pipeline_stages() == 2
+    return *[module.partitions() for module in modules], measured
+
+
+def test_ways_to_cut(pool2: RankPool) -> None:
+    first, second = pool2.run(_cuts)
+    assert first == second, "ranks that measure would cut in different places"
+    assert first[:3] == ([0, 3, 6], [0, 3, 6], [0, 1, 6]) and first[3][0] == 0 and first[3][2] == 6
+
+
+def _memory() -> tuple[int, int]:
+    """Elements of the parameters on this rank, and of the whole model."""
+    mine = sum(p.numel() for p in _module().parameters())
+    dist.barrier()
+    return mine, sum(p.numel() for p in pipes.Plain(pipes.layers(6)).parameters())
+
+
+def test_a_stage_holds_its_layers_only(pool2: RankPool) -> None:
+    for mine, whole in pool2.run(_memory):
+        assert mine <= 0.6 * whole

@@ -1,0 +1,144 @@
+"""Models that were not written as a list of layers are cut by their list of blocks, as they are, and train as in one
+process.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.pipe import cut_model
+from deepspeed.verify.grads import full_parameters
+from tests.harness import pipes
+from tests.harness.pool import RankPool
+from tests.harness.training import outcome
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass
+class Output:
+    loss: Tensor | None
+    logits: Tensor
+
+
+class DecoderBlock(nn.Module):
+    """Attention and a feed-forward part; arguments as those of Hugging Face's decoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(pipes.WIDTH, 3 * pipes.WIDTH), nn.Linear(pipes.WIDTH, pipes.WIDTH)
+        self.mlp = pipes.Block(5)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, positions: Tensor) -> tuple[Tensor]:
+        q, k, v = (self.qkv(hidden_states) + positions).chunk(3, -1) if positions.dim() else (hidden_states,) * 3
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
+        return (self.mlp(hidden_states + self.out(y)),)
+
+
+class Body(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(pipes.VOCABULARY, pipes.WIDTH)
+        self.embed_positions = nn.Embedding(16, pipes.WIDTH)
+        self.norm = nn.LayerNorm(pipes.WIDTH)  # before the blocks in the tree, behind them in the forward
+        self.layers = nn.ModuleList(DecoderBlock() for _ in range(depth))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        places = torch.arange(input_ids.shape[1])
+        hidden = self.embed_tokens(input_ids) + self.embed_positions(places)
+        mask = (places[:, None] >= places[None, :]).unsqueeze(0)
+        rotary = torch.sin(places[:, None] * torch.ones(3 * pipes.WIDTH))
+        for layer in self.layers[: len(self.layers)]:
+            hidden = layer(hidden, attention_mask=mask, positions=rotary)[0]
+        return self.norm(hidden)
+
+
+class Decoder(nn.Module):
+    """As in Hugging Face's causal language models: a body, a head that may be tied, a loss where there are labels."""
+
+    def __init__(self, depth: int = 4, *, tied: bool = True) -> None:
+        super().__init__()
+        self.model, self.lm_head = Body(depth), nn.Linear(pipes.WIDTH, pipes.VOCABULARY, bias=False)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) / 3)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+        scores = self.lm_head(self.model(input_ids))
+        return Output(None if labels is None else pipes.cross_entropy(scores, labels), scores)
+
+
+def _plain(tied: bool, micros: int, ranks: int) -> Any:  # noqa: FBT001
+    model = Decoder(tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(3):
+        total = 0.0
+        for rank in range(ranks):
+            for micro in range(micros):
+                tokens, labels = pipes.micro_batch(step, micro, rank)
+                loss = model(tokens, labels).loss / (micros * ranks)
+                loss.backward()
+                total += float(loss.detach())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def _cut(level: int, schedule: str, chunks: int, tied: bool, stages: int) -> tuple[float, list[str]]:  # noqa: FBT001
+    how = {"chunks_per_stage": chunks, "chunk_style": "v" if schedule == "zbv" else "loop"}
+    module = cut_model(Decoder(tied=tied), stages, **how)
+    engine = pipes.start(module, pipes.config(level, 4, pipeline={"schedule": schedule, "chunks_per_stage": chunks}))
+    losses, norms = [], []
+    for step in range(3):
+        data = (pipes.micro_batch(step, micro, engine.mesh.data.index) for micro in range(4))
+        losses.append(float(engine.train_batch({"input_ids": tokens, "labels": labels} for tokens, labels in data)))
+        norms.append(engine.get_global_grad_norm())
+    params = {name: value.clone() for name, value in full_parameters(engine.module).items()}
+    engine.destroy()
+    plain = _plain(tied, 4, dist.get_world_size() // stages)
+    return pipes.worst((losses, norms, params), plain), sorted(params)
+
+
+@pytest.mark.parametrize(
+    ("level", "schedule", "chunks", "tied"),
+    [(0, "1f1b", 1, True), (3, "1f1b", 1, False), (3, "interleaved", 2, True), (2, "zero_bubble", 1, True)],
+)
+def test_a_decoder_is_cut_by_its_blocks(pool2: RankPool, level: int, schedule: str, chunks: int, *, tied: bool) -> None:
+    errors, names = zip(*pool2.run(_cut, level, schedule, chunks, tied, 2), strict=True)
+    assert max(errors) <= 1e-6
+    whole = {name for name, _ in Decoder(tied=tied).named_parameters()}
+    assert set(names[0]) | set(names[1]) == whole
+    assert set(names[0]) & set(names[1]) == ({"model.embed_tokens.weight"} if tied else set())
+    blocks = [{name.split(".")[2] for name in part if ".layers." in name} for part in names]
+    assert blocks == ([{"0", "1"}, {"2", "3"}] if chunks == 1 else [{"0", "2"}, {"1", "3"}])
+
+
+def test_on_four_ranks(pool4: RankPool) -> None:
+    assert max(error for error, _ in pool4.run(_cut, 3, "zbv", 2, True, 2)) <= 1e-6
+
+
+def _refused() -> list[str]:
+    module = cut_model(Decoder(), 2)
+    wrong = pipes.config(0, 4, pipeline={"schedule": "interleaved", "chunks_per_stage": 2})
+    return [
+        outcome(lambda: cut_model(nn.Linear(2, 2), 2)),
+        outcome(lambda: cut_model(Decoder(1), 2, blocks="model.layers")),
+        outcome(lambda: pipes.start(module, wrong)),
+    ]
+
+
+def test_what_cannot_be_cut_is_refused(pool2: RankPool) -> None:
+    for none, few, again in pool2.run(_refused):
+        assert "Linear has no nn.ModuleList of blocks" in none
+        assert "1 layers cannot be dealt out to 2" in few
+        assert "is cut once: pass chunks_per_stage" in again

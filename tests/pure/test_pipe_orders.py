@@ -1,0 +1,116 @@
+"""Schedules of pipelines: every rank can execute its program, waits as its paper says, and keeps as little."""
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.errors import PipelineError
+from deepspeed.pipe.orders import COSTS, Action, Program, bubble, by_chunks, check, homes_of, most_alive, timeline
+from deepspeed.pipe.torch_pipelining import make_order, split_backward
+
+NAMES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("breadth_first", 2))
+NAMES += (("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2))
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_every_number_of_ranks_and_micro_batches_has_a_program(name: str, chunks: int) -> None:
+    for ranks in (1, 2, 3, 4, 8):
+        for micros in (1, 2, 3, 5, 8, 16, 19):
+            order = make_order(name, ranks, micros, chunks_per_rank=chunks)
+            check(order)
+            assert order.ranks == ranks and order.micros == micros
+
+
+def _bubble(name: str, chunks: int, ranks: int, micros: int) -> float:
+    costs = {op: cost / chunks for op, cost in COSTS.items()}
+    return bubble(timeline(make_order(name, ranks, micros, chunks_per_rank=chunks), costs))
+
+
+@pytest.mark.parametrize(("ranks", "micros"), [(4, 8), (8, 32), (2, 4)])
+def test_bubbles_are_those_of_the_papers(ranks: int, micros: int) -> None:
+    """With B = 2 F and I = W = F; chunks divide a rank's work."""
+    for name in ("gpipe", "1f1b"):
+        assert _bubble(name, 1, ranks, micros) == pytest.approx((ranks - 1) / (micros + ranks - 1))
+    for chunks in (2, 4):
+        wait = (ranks - 1) / chunks
+        for name in ("interleaved", "breadth_first"):
+            assert _bubble(name, chunks, ranks, micros) == pytest.approx(wait / (micros + wait))
+    # Zero Bubble Pipeline Parallelism (Qi et al. 2023), ZB-H1: (p - 1)(F + I - W)
+    assert _bubble("zero_bubble", 1, ranks, micros) == pytest.approx((ranks - 1) / (3 * micros + ranks - 1))
+    assert _bubble("zbv", 2, ranks, micros) < _bubble("zero_bubble", 1, ranks, micros)
+    assert _bubble("dualpipev", 2, ranks, micros) < _bubble("interleaved", 2, ranks, micros)
+
+
+def test_activations_kept_are_those_of_the_papers() -> None:
+    kept = [most_alive(program) for program in make_order("1f1b", 4, 8).actions]
+    assert kept == [4, 3, 2, 1]
+    assert [most_alive(program) for program in make_order("gpipe", 4, 8).actions] == [8] * 4
+    assert [most_alive(program) for program in make_order("zero_bubble", 4, 8).actions] == [4] * 4
+
+
+def test_micro_batches_that_do_not_fit_run_as_in_gpipe() -> None:
+    for name, micros in (("zbv", 3), ("dualpipev", 7), ("interleaved", 11)):
+        order = make_order(name, 4, micros, chunks_per_rank=2)
+        assert order.name == "gpipe" and order.homes == homes_of(4, 2, style="loop" if name == "interleaved" else "v")
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "words"),
+    [("fifo", 1, "unknown; use one of"), ("1f1b", 2, "one chunk per rank"), ("zbv", 4, "two chunks per rank")],
+)
+def test_what_no_schedule_does_is_refused(name: str, chunks: int, words: str) -> None:
+    with pytest.raises(PipelineError, match=words):
+        make_order(name, 2, 4, chunks_per_rank=chunks)
+
+
+def test_an_order_that_waits_for_ever_is_seen() -> None:
+    good = by_chunks((0, 1), 1)
+    check(good)
+    swapped = Program("swapped", 1, (0, 1), (tuple(reversed(good.actions[0])), good.actions[1]))
+    with pytest.raises(PipelineError, match=r"cannot go on: rank 0 at B0\.0, rank 1 at B1\.0|cannot go on: rank 0"):
+        check(swapped)
+    with pytest.raises(PipelineError, match="does not run chunk 1 once on micro-batch 0"):
+        check(Program("short", 1, (0, 1), (good.actions[0], (Action("F", 1, 0),))))
+    with pytest.raises(PipelineError, match="does not run chunk 0"):
+        check(Program("away", 1, (0, 1), (good.actions[1], good.actions[0])))
+
+
+def test_messages_of_a_link_are_in_the_order_in_which_they_are_made() -> None:
+    order = make_order("interleaved", 2, 4, chunks_per_rank=2)
+    made = [a for a in order.actions[1] if order.sends(a) == 0]
+    assert [(m.chunk, m.micro) for m in order.messages(1, 0)] == [(a.chunk, a.micro) for a in made]
+    assert {m.op for m in order.messages(1, 0)} == {"F", "B"}, "chunk 1 to chunk 2, and gradients to chunks 0 and 2"
+    v = make_order("zbv", 2, 4)
+    assert all(m.chunk in (0, 3) for m in v.messages(0, 1)), "between chunks 1 and 2 nothing travels"
+
+
+class _Beside(nn.Module):
+    """One output depends on the input, one on a weight alone, and a weight is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.gate = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(self.b(torch.tanh(self.a(x)))) + self.a.bias
+        return (y * self.gate.exp()).transpose(0, 1), self.gate.square()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_backward_in_two_halves_loses_and_doubles_no_gradient(seed: int) -> None:
+    """Also of weights that reach the outputs on ways of their own or are used at two depths (which torch alone counts
+    twice every other time), and where an output is a view or an input.
+    """
+    torch.manual_seed(seed)
+    model, x = _Beside(), torch.randn(3, 4, requires_grad=True)
+    grads = [torch.randn(4, 3), torch.randn(4), torch.randn(3, 4)]
+    torch.autograd.backward([*model(x), x], grads)
+    expected, wanted = {n: p.grad.clone() for n, p in model.named_parameters()}, x.grad.clone()
+    for param in (*model.parameters(), x):
+        param.grad = None
+    second = split_backward([*model(x), x], grads, [x], list(model.parameters()))
+    torch.testing.assert_close(x.grad, wanted)
+    assert model.a.weight.grad is None and model.gate.grad is None, "weights come later"
+    second()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name])
