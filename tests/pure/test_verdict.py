@@ -3,12 +3,13 @@
 import json
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 
 import pytest
 from torch.distributed import TCPStore
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import RankFailedError, UsageError
 from deepspeed.launcher.job import Job
 from deepspeed.launcher.node.hub import Hub, bind_store
 from deepspeed.launcher.node.loop import (
@@ -20,6 +21,7 @@ from deepspeed.launcher.node.loop import (
     silence_limit,
 )
 from deepspeed.launcher.node.verdict import RankEnd, judge, lost
+from deepspeed.zero.failures import RankOutOfMemoryError
 
 KILLED = RankEnd(1, 11, -signal.SIGKILL, 10.0)
 
@@ -30,6 +32,17 @@ def test_cause_comes_before_its_consequences() -> None:
     assert judge([broken, stopped, KILLED], [], show_traceback=True) == KILLED.verdict(show_traceback=True)
     raised = RankEnd(3, 13, 1, 10.5, raised_at=9.7, traceback="the cause")
     assert judge([broken, stopped, KILLED, raised], [], show_traceback=True).text.endswith("the cause")
+
+
+@pytest.mark.parametrize("kind", [RankFailedError, RankOutOfMemoryError])
+def test_rank_that_has_been_told_of_an_error_comes_after_the_one_that_made_it(kind: type[RankFailedError]) -> None:
+    """Both raise at once, when all know of it; the traceback to show is the one that leads to the fault."""
+    text = "".join(traceback.format_exception(kind("rank 1 failed (step 9, forward): ValueError: the\ncause")))
+    told = RankEnd(0, 10, 1, 10.4, raised_at=9.9, traceback=text)
+    cleaning = RankEnd(2, 12, 1, 10.4, raised_at=9.8, traceback=f"{text}\nDuring handling, another\nKeyError: 'x'\n")
+    own = RankEnd(1, 11, 1, 10.5, raised_at=10.0, traceback="ValueError: the\ncause")
+    assert judge([told, own, cleaning], [], show_traceback=True) == own.verdict(show_traceback=True)
+    assert judge([told], [], show_traceback=True) == told.verdict(show_traceback=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
