@@ -98,7 +98,7 @@ def take_step(
     result, skip = StepResult(), None
     if need_norm:
         sums, failure = summed_squares(runtime, units, failure)
-        if clip > 0 or (skip_nonfinite and (at_once or not _decides(runtime, views))):
+        if clip > 0 or (skip_nonfinite and (at_once or not _goes_ahead(runtime))):
             norm = global_norm(runtime, sums, failure) * factor
             if not math.isfinite(norm) and skip_nonfinite:
                 report_nonfinite(runtime, units)
@@ -108,8 +108,11 @@ def take_step(
             if clip > 0:
                 factor /= max(1.0, (norm + 1e-6) / clip)
         else:
-            skip = (~torch.isfinite(sums[0])).float() if skip_nonfinite else None
-            result = LateResult(sums, factor, skips=skip_nonfinite, report=_late_report(runtime))
+            try:
+                skip = (~torch.isfinite(sums[0])).float() if skip_nonfinite else None
+                result = LateResult(sums, factor, skips=skip_nonfinite, report=_late_report(runtime))
+            except Exception as error:  # no page-locked memory, say; the others go on
+                failure = failure or error
     runtime.before_update()
     ranges: dict[Unit, list[tuple[int, int]]] = {}
     for view in _update(runtime, views, units, factor, failure=failure, skip=skip):
@@ -119,11 +122,12 @@ def take_step(
     return result
 
 
-def _decides(runtime: Runtime, views: list[OptimView]) -> bool:
-    """Whether the optimizer can leave out an update by itself, all of it on the device."""
-    alone = getattr(type(runtime.optimizer), "skips_alone", None)
-    away = runtime.device.type == "cpu" or any(view.param.device.type != runtime.device.type for view in views)
-    return alone is not None and not away and runtime.tiles is None and bool(alone(runtime.optimizer))
+def _goes_ahead(runtime: Runtime) -> bool:
+    """Whether the update may begin before the norm is known: its kernels leave it out, all of it on the device. The
+    same answer on all ranks, as they meet elsewhere otherwise; what one rank's views or hooks are does not count.
+    """
+    away = runtime.device.type == "cpu" or any(u.plan.optim is not None and u.plan.optim.away for u in runtime.units)
+    return not away and getattr(type(runtime.optimizer), "heeds_skip", False)
 
 
 def _update(
@@ -147,6 +151,10 @@ def _update(
         try:
             if failure is not None:
                 raise failure
+            if skip is not None and not optimizer.skips_alone():  # type: ignore[attr-defined]  # a hook of the user's
+                if skip.item():
+                    return []
+                skip = None
             return run_step(optimizer, views, optimizer.step, factor, skip=skip)
         except Exception:  # the others know nothing of it; and each may have written its part of PARAM
             runtime.half_updated = True

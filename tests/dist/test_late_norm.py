@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.errors import UsageError
 from deepspeed.observe.log import logger
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import case_named
 from deepspeed.zero import gradients, step
+from deepspeed.zero.plan import StatePlan, Tier
+from deepspeed.zero.unit import Unit
 from tests.harness.pool import RankPool
 from tests.harness.training import STAGES, make_config, start, train_step
 
@@ -38,12 +43,11 @@ def late() -> Iterator[list[Any]]:
         reads.append(read(sums))
         return reads[-1]
 
-    def decides(runtime: Any, _: Any) -> bool:
-        alone = getattr(runtime.optimizer, "skips_alone", None)
-        return alone is not None and alone()
+    def goes_ahead(runtime: Any) -> bool:
+        return getattr(type(runtime.optimizer), "heeds_skip", False)
 
     with (
-        mock.patch.object(step, "_decides", decides),
+        mock.patch.object(step, "_goes_ahead", goes_ahead),
         mock.patch.object(step, "norm_of", counted),
         mock.patch.object(step.LateResult, "known", lambda self: False),
         mock.patch.object(gradients, "_probes", gradients._probes_of_parameters),
@@ -209,17 +213,77 @@ def test_the_program_waits_where_it_must(pool2: RankPool, config: dict[str, Any]
     assert pool2.run(_read_at, config) == [count] * 2
 
 
-def _with_a_hook() -> tuple[int, int]:
-    case = case_named("plain")
+def _with_a_hook(ranks: tuple[int, ...]) -> tuple[int, int, int]:
+    """Three updates, of which the second is left out, with a hook on ``ranks``: its calls, what was read before anybody
+    asked, how many the engine says were left out; the weights are those of the norm read at once.
+    """
+    case, now, calls, weights = case_named("plain"), {"bad": False}, list[int](), []
+    for context in (contextlib.nullcontext([]), late()):
+        calls.clear()
+        with context as reads, heard():
+            engine = start(case.build(), make_config(1))
+            _poisoned(engine, now, math.nan)
+            if dist.get_rank() in ranks:
+                engine.basic_optimizer.register_step_post_hook(lambda *_: calls.append(1))
+            for number in range(3):
+                now["bad"] = number == 1
+                train_step(engine, case, number)
+            count = len(reads)
+            weights.append(full_parameters(engine.module))
+            skipped = engine.skipped_steps
+            engine.destroy()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    return len(calls), count, skipped
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=str)
+def test_a_hook_of_the_users_runs_behind_updates_only(pool2: RankPool, ranks: tuple[int, ...]) -> None:
+    """And where it is of one rank alone, as a logger's may be, the ranks still meet at the same places."""
+    assert pool2.run(_with_a_hook, ranks) == [(2 if rank in ranks else 0, 0, 1) for rank in range(2)]
+
+
+def _failed(place: str, stage: int) -> list[str]:
+    """What two batches raise, in whose first rank 1 fails on its way to the update; nobody reads a norm."""
+    case, errors = case_named("plain"), list[str]()
+    owner, name = {"norm": (Unit, "gradient_square"), "copy": (step.LateResult, "__init__")}[place]
     with late() as reads:
-        engine = start(case.build(), make_config(1))
-        calls: list[int] = []
-        engine.basic_optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        engine = start(case.build(), make_config(stage, zero={"param_persistence_threshold": 0}))
         train_step(engine, case, 0)
-        count = len(reads)
+        for number in range(1, 3):
+            wrong = mock.patch.object(owner, name, mock.Mock(side_effect=RuntimeError("injected")))
+            with wrong if number == 1 and dist.get_rank() == 1 else contextlib.nullcontext():
+                try:
+                    train_step(engine, case, number)
+                    errors.append("")
+                except (RuntimeError, UsageError) as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+        assert not reads
+        with pytest.raises(UsageError, match="parts of two states"):
+            train_step(engine, case, 3)
         engine.destroy()
-    return count, len(calls)
+    return errors
 
 
-def test_a_hook_of_the_users_runs_behind_updates_only(pool2: RankPool) -> None:
-    assert pool2.run(_with_a_hook) == [(1, 1)] * 2
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("place", ["norm", "copy"])
+def test_an_error_of_one_rank_before_the_update_is_heard_in_the_next_batch(
+    pool2: RankPool, place: str, stage: int
+) -> None:
+    others, mine = pool2.run(_failed, place, stage, time_limit=60.0)
+    assert others[0] == "" and others[1].startswith("RankFailedError: rank 1 failed") and "load a check" in others[1]
+    assert mine[0] == "RuntimeError: injected" and "parts of two states" in mine[1]
+
+
+def test_no_rank_decides_by_what_is_its_own() -> None:
+    """Not by its views, of which it may have none where another's rest on the host, and not by hooks."""
+    optimizer = FusedAdam([torch.nn.Parameter(torch.zeros(2))])
+    optimizer.register_step_post_hook(lambda *_: None)
+
+    def goes_ahead(*tiers: Tier) -> bool:
+        units = [SimpleNamespace(plan=SimpleNamespace(optim=StatePlan((), tier))) for tier in tiers]
+        units.append(SimpleNamespace(plan=SimpleNamespace(optim=None)))
+        return step._goes_ahead(SimpleNamespace(device=torch.device("meta"), units=units, optimizer=optimizer))  # type: ignore[arg-type]
+
+    assert goes_ahead(Tier.DEVICE, Tier.DEVICE)
+    assert not goes_ahead(Tier.DEVICE, Tier.HOST)
+    assert not goes_ahead(Tier.NVME)
