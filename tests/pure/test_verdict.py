@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistBackendError, TCPStore
 
 from deepspeed.errors import RankFailedError, UsageError
 from deepspeed.launcher.job import Job
@@ -34,10 +34,19 @@ def test_cause_comes_before_its_consequences() -> None:
     assert judge([broken, stopped, KILLED, raised], [], show_traceback=True).text.endswith("the cause")
 
 
-@pytest.mark.parametrize("kind", [RankFailedError, RankOutOfMemoryError])
-def test_rank_that_has_been_told_of_an_error_comes_after_the_one_that_made_it(kind: type[RankFailedError]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RankFailedError("rank 1 failed (step 9, forward): ValueError: the\ncause"),
+        RankOutOfMemoryError("rank 1 failed"),
+        RuntimeError("[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44939"),
+        DistBackendError("NCCL communicator was aborted on rank 0"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_rank_that_raises_because_another_has_comes_after_it(error: RuntimeError) -> None:
     """Both raise at once, when all know of it; the traceback to show is the one that leads to the fault."""
-    text = "".join(traceback.format_exception(kind("rank 1 failed (step 9, forward): ValueError: the\ncause")))
+    text = "".join(traceback.format_exception(error))
     told = RankEnd(0, 10, 1, 10.4, raised_at=9.9, traceback=text)
     cleaning = RankEnd(2, 12, 1, 10.4, raised_at=9.8, traceback=f"{text}\nDuring handling, another\nKeyError: 'x'\n")
     own = RankEnd(1, 11, 1, 10.5, raised_at=10.0, traceback="ValueError: the\ncause")

@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 # peer may stamp the broken connection at once.
 UNSTAMPED_LEAD_S = 0.2
 LOST_HOST_STATUS = 1
-_HEARD = re.compile(r"^deepspeed\.[\w.]+\.Rank(Failed|OutOfMemory)Error: ", re.MULTILINE)  # in a traceback
+# In the traceback of a rank that was told of another's error, or lost its connection to one that was ending.
+_FROM_ANOTHER = re.compile(
+    r"^(deepspeed\.[\w.]+\.Rank\w+Error|RuntimeError: \[.*/gloo/|torch\.distributed\.DistBackendError)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ class RankEnd:
         return self.raised_at is None and (self.stopped_by_us or self.exitcode == -signal.SIGTERM)
 
     @property
-    def names_another(self) -> bool:
-        """Whether the rank raised because it had been told of another one's error, whose own traceback says more."""
-        return _HEARD.search(self.traceback) is not None
+    def from_another(self) -> bool:
+        """Whether the rank raised because another one had, whose traceback says more."""
+        return _FROM_ANOTHER.search(self.traceback) is not None
 
     def verdict(self, *, show_traceback: bool) -> Verdict:
         """That of a job which this rank ended: one sentence, and the traceback where there is one and it is wanted."""
@@ -93,7 +96,7 @@ def judge(ends: Sequence[RankEnd], losses: Sequence[tuple[float, Verdict]], *, s
     of it: their connections to that host broke.
     """
     last_heard, loss = min(losses, key=lambda loss: loss[0], default=(float("inf"), None))
-    cause = min(ends, key=lambda end: (end.is_consequence, end.names_another, end.failed_at, end.rank), default=None)
+    cause = min(ends, key=lambda end: (end.is_consequence, end.from_another, end.failed_at, end.rank), default=None)
     if loss and (cause is None or cause.is_consequence or cause.failed_at > last_heard - UNSTAMPED_LEAD_S):
         return loss
     return cause.verdict(show_traceback=show_traceback) if cause is not None else Verdict(0)
