@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from deepspeed.checkpoint.format.boxes import Span
 from deepspeed.checkpoint.load.reader import find_and_open, open_checkpoint
 from deepspeed.checkpoint.load.source import whole
 from deepspeed.checkpoint.save.content import Content
-from deepspeed.checkpoint.save.writer import RankFile, SaveOrder, Saver
+from deepspeed.checkpoint.save.writer import Background, RankFile, SaveOrder, Saver
 from deepspeed.comm.init import free_port
+from deepspeed.device import Accelerator
 from deepspeed.verify.ranks import enter_world, rank_context
 from tests.dist.test_checkpoint_damage import Net, same, state, train
 from tests.dist.test_checkpoint_full_disk import held
@@ -228,6 +230,18 @@ def test_the_configured_rate_holds_in_the_background_only(pool2: RankPool, tmp_p
     for first, *later in pool2.run(limits_of_a_save, str(tmp_path), True):
         assert first == MIB and not any(later)  # lifted when somebody waits
     assert pool2.run(limits_of_a_save, str(tmp_path), False) == [[], []]
+
+
+def test_the_thread_of_a_save_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A new thread stands on the first device, and would lock memory and wait there."""
+    chosen: list[tuple[int, str]] = []
+    monkeypatch.setattr(Accelerator, "current_device", lambda _: 3)
+    monkeypatch.setattr(
+        Accelerator, "set_device", lambda _, index: chosen.append((index, threading.current_thread().name))
+    )
+    save = Background("t", tmp_path, [lambda _: chosen.append((-1, ""))], lambda: None)
+    save.wait()
+    assert chosen == [(3, "checkpoint-t"), (-1, "")] and save.error is None
 
 
 # -- the end of the process --------------------------------------------------------------------------------------

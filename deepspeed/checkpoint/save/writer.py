@@ -29,6 +29,7 @@ from deepspeed.checkpoint.save.collect import TensorPart, in_rows
 from deepspeed.checkpoint.save.content import Content
 from deepspeed.checkpoint.save.copies import Copies
 from deepspeed.comm.collectives import gather_objects
+from deepspeed.device import get_accelerator
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.mesh.groups import Mesh
 from deepspeed.observe.log import logger
@@ -188,6 +189,7 @@ class Background:
         self.error: BaseException | None = None
         self.raised = False
         self._stop, self._acts = threading.Event(), acts
+        self._device = get_accelerator().current_device()
         # Not a daemon: a process that ends by itself waits for its last checkpoint.
         self._thread = Thread(target=self._run, name=f"checkpoint-{tag}", daemon=False)
         try:
@@ -199,6 +201,7 @@ class Background:
 
     def _run(self) -> None:
         try:
+            get_accelerator().set_device(self._device)  # a new thread stands on the first one
             for act in self._acts:
                 act(self._stop)
         except BaseException as error:
