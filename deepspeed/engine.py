@@ -391,7 +391,10 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self.runtime.gradients.land_all()
         self.runtime.before_update()  # what leaves the device may still be copied for a save
         units, arena = self.runtime.units, self._parts.tiers.arena
-        leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
+        with contextlib.ExitStack() as undone:  # where host memory ends half way, all of them come back
+            undone.callback(self._way_back.close)
+            leave_device(self._way_back, units, self.basic_optimizer, include, arena=arena, pin=pin_memory)
+            undone.pop_all()
         self._lent = True
         if self.device.type != "cpu":
             get_accelerator().empty_cache()

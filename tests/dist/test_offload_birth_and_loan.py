@@ -1,9 +1,12 @@
 """Models that are born on a drive, states that are lent and come back, and the gate that users run themselves."""
 
+import errno
 import json
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -115,6 +118,21 @@ def _init_fault(remote: str, config: dict[str, Any] | None) -> str:
     return "no error"
 
 
+def memory_that_ends_half_way(engine: Any) -> list[str]:
+    """What has left the device by then comes back, and the engine is not lent."""
+    came_back: list[str] = []
+
+    def leave(back: ExitStack, *_: Any, **__: Any) -> None:
+        back.callback(came_back.append, "state")
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with mock.patch("deepspeed.engine.leave_device", leave), pytest.raises(OSError, match="no memory"):
+        engine.offload_states()
+    problems = [] if came_back == ["state"] else ["a state stays away"]
+    train_step(engine, case_named("plain"), 4)
+    return problems
+
+
 def lend(stage: int) -> list[str]:
     problems = []
     case = case_named("plain")
@@ -141,6 +159,7 @@ def lend(stage: int) -> list[str]:
             problems += [f"{device} is accepted"] if error else []
         except ValueError:
             problems += [] if error else [f"{device} is refused"]
+    problems += memory_that_ends_half_way(case_engine)
     case_engine.offload_states()
     case_engine.destroy()  # also while its states are away
     plain.destroy()

@@ -31,6 +31,7 @@ _WRITING = {
     errno.EDQUOT: "the quota is used up; free space there or save to another filesystem",
     errno.EFBIG: "files may not grow that far; raise the limit (ulimit -f) or save to another filesystem",
     errno.EIO: "the disk failed; the kernel log (dmesg) says more",
+    errno.ENOMEM: "this is host memory for its buffers and copies, not the filesystem; leave more of it free",
     errno.EROFS: "the filesystem cannot be written; save to another one",
     errno.EACCES: "its folder cannot be written by this user; save to another one",
 }
