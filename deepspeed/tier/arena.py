@@ -3,6 +3,7 @@ tensors of exact size. PyTorch's allocator of pinned memory rounds every tensor 
 """
 
 import contextlib
+import itertools
 import math
 import mmap
 import os
@@ -20,6 +21,9 @@ from deepspeed.observe.log import warning_once
 
 ALIGN = 4096  # bytes; csrc/aio/engine.h has the same number
 _HUGE_FROM = 4 << 20  # bytes from which 2 MiB pages are worth asking for
+
+
+_KEPT: list["Pages"] = []  # in a forked child, what its parent had
 
 
 def _paged(nbytes: int) -> int:
@@ -50,9 +54,10 @@ class Pages(mmap.mmap):
             self.madvise(mmap.MADV_DONTFORK)
         whole = torch.frombuffer(self, dtype=torch.uint8)
         whole[::ALIGN].zero_()  # by several threads: the driver would bring in one page after the other
-        self._process, self._address = os.getpid(), whole.data_ptr()
+        self._address, self._device = whole.data_ptr(), get_accelerator().current_device()
         refused = get_accelerator().lock_memory(self._address, whole.nbytes)
         self.pinned = not refused
+        _LOCKED.add(self)
         if refused:
             warning_once(f"page-locked memory is refused ({refused}): ordinary memory serves, copies are slower")
 
@@ -64,27 +69,34 @@ class Pages(mmap.mmap):
         return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view, gone)
 
     def __del__(self) -> None:
-        if self.pinned and not sys.is_finalizing() and self._process == os.getpid():
-            get_accelerator().synchronize()  # a copy may be under way
-            get_accelerator().unlock_memory(self._address)
+        if self.pinned and not sys.is_finalizing():
+            with get_accelerator().device(self._device):  # a thread that has chosen none stands on another
+                get_accelerator().synchronize()  # a copy may be under way
+                get_accelerator().unlock_memory(self._address)
+
+
+_LOCKED: weakref.WeakSet[Pages] = weakref.WeakSet()  # and what the driver refused: no child has either
+# A child may have got other memory at the same addresses, which the end of the parent's pages would unmap.
+os.register_at_fork(after_in_child=lambda: _KEPT.extend(_LOCKED))
 
 
 class _Slab:
-    """Pages, and what of them is free: ``free`` ranges for anybody, those ``returned`` when no copy uses them."""
+    """Pages, and the ranges of them that are ``free``."""
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
-        self.nbytes, self.pin = nbytes, pin
+    def __init__(self, number: int, nbytes: int, *, pin: bool) -> None:
+        self.number, self.nbytes, self.pin = number, nbytes, pin
         self.pages = Pages(nbytes, pin=pin)
         self.free = [(0, nbytes)]
-        self.returned: deque[tuple[int, int]] = deque()  # appended to whenever a tensor ends, in any thread
         self._parts: dict[int, Any] = {}  # by where they begin: references that notice their end
 
     def room_for(self, nbytes: int) -> tuple[int, int] | None:
         """The smallest free range of so many bytes."""
         return min((r for r in self.free if r[1] - r[0] >= nbytes), key=lambda r: r[1] - r[0], default=None)
 
-    def cut(self, nbytes: int) -> torch.Tensor:
-        """So many bytes of the smallest free range that has them, in whole pages."""
+    def cut(self, nbytes: int, returned: deque[tuple[int, int, int]]) -> torch.Tensor:
+        """So many bytes of the smallest free range that has them, in whole pages; who has used them for the last time
+        leaves (number, start, stop) in ``returned``.
+        """
         size = _paged(nbytes)
         room = self.room_for(size)
         assert room is not None, "looked at before"
@@ -92,19 +104,17 @@ class _Slab:
         self.free.remove(room)
         if start + size < stop:
             self.free.append((start + size, stop))
-        returned, parts = self.returned, self._parts
+        number, parts = self.number, self._parts
 
         def gone(_: Any) -> None:  # knows nothing of the pages: they end with their last tensor
             del parts[start]
-            returned.append((start, start + size))
+            returned.append((number, start, start + size))
 
         part, parts[start] = self.pages.cut(start, nbytes, gone)
         return part
 
-    def take_back(self) -> None:
-        """What is returned is free, joined with its neighbours."""
-        while self.returned:
-            self.free.append(self.returned.popleft())
+    def join(self) -> None:
+        """Free ranges that are neighbours are one."""
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(self.free):
             if joined and joined[-1][1] == start:
@@ -122,13 +132,16 @@ class Arena:
 
     def __init__(self, *, pins: bool = False, keep: bool = True) -> None:
         self.pins, self._keep = pins, keep
-        self._slabs: list[_Slab] = []
+        self._slabs: dict[int, _Slab] = {}
+        self._roomy: dict[int, _Slab] = {}  # those with free ranges: the thousands that are full are not asked again
+        self._numbers = itertools.count()
+        self._returned: deque[tuple[int, int, int]] = deque()  # appended to whenever a tensor ends, in any thread
         self._mutex = threading.Lock()  # the thread of a save takes buffers too
 
     @property
     def held_bytes(self) -> int:
         """What is taken from the system and known here, in use or not."""
-        return sum(slab.nbytes for slab in self._slabs)
+        return sum(slab.nbytes for slab in self._slabs.values())
 
     def empty(self, shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8, pin: bool = False) -> torch.Tensor:
         """A contiguous host tensor whose memory begins at a multiple of 4096 bytes, page-locked with ``pin`` where that
@@ -139,36 +152,45 @@ class Arena:
         if nbytes == 0:
             return torch.empty(sizes, dtype=dtype, device="cpu")
         with self._mutex:
-            part = self._slab(_paged(nbytes), pin=pin and self.pins).cut(nbytes)
+            slab = self._slab(_paged(nbytes), pin=pin and self.pins)
+            part = slab.cut(nbytes, self._returned if self._keep else deque())
+            if not slab.free:
+                self._roomy.pop(slab.number, None)
         return part.view(dtype).view(sizes)
 
     def _slab(self, nbytes: int, *, pin: bool) -> _Slab:
         """One with so many bytes free."""
-        alike = [slab for slab in self._slabs if slab.pin is pin]
         for settled in (False, True):
-            if settled and any(slab.returned for slab in alike):
-                self._reclaim(alike)
-            fitting = [slab for slab in alike if slab.room_for(nbytes)]
+            if settled and self._returned:
+                self._reclaim()
+            fitting = [slab for slab in self._roomy.values() if slab.pin is pin and slab.room_for(nbytes)]
             if fitting:
                 return min(fitting, key=lambda slab: slab.nbytes)
         # what is free and too small gives its place to it
-        self._slabs = [b for b in self._slabs if b.pin is not pin or b.free != [(0, b.nbytes)]]
-        slab = _Slab(nbytes, pin=pin)
+        for number in [n for n, b in self._roomy.items() if b.pin is pin and b.free == [(0, b.nbytes)]]:
+            del self._slabs[number], self._roomy[number]
+        slab = _Slab(next(self._numbers), nbytes, pin=pin)
         if self._keep:
-            self._slabs.append(slab)
+            self._slabs[slab.number] = self._roomy[slab.number] = slab
         return slab
 
-    def _reclaim(self, slabs: list[_Slab]) -> None:
+    def _reclaim(self) -> None:
+        """What has been returned is free."""
+        ended = [self._returned.popleft() for _ in range(len(self._returned))]  # what ends during the wait waits itself
         if self.pins:
             get_accelerator().synchronize()  # the last owner's copies may be under way
-        for slab in slabs:
-            slab.take_back()
+        for number, start, stop in ended:
+            self._slabs[number].free.append((start, stop))
+            self._roomy[number] = self._slabs[number]
+        for number in {number for number, _, _ in ended}:
+            self._slabs[number].join()
 
     def close(self) -> None:
         """Memory that nobody uses goes back to the system now, all other with its last user."""
         with self._mutex:
-            self._keep = False
+            self._keep, self._returned = False, deque()
             self._slabs.clear()
+            self._roomy.clear()
 
 
 def aligned_empty(shape: int | Sequence[int], *, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Host memory of an engine: exact sizes, page-locked or a warning, used again only when no copy uses it, given back."""
 
+import contextlib
 import ctypes
 import gc
+import mmap
 import os
 from collections.abc import Iterator
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from deepspeed.device import Accelerator
 from deepspeed.observe.hostmem import rss_bytes
 from deepspeed.observe.log import logger, warning_once
-from deepspeed.tier.arena import ALIGN, Arena, aligned_empty
+from deepspeed.tier.arena import ALIGN, Arena, _Slab, aligned_empty
 from deepspeed.tier.staging import Staging
 
 MIB = 1 << 20
@@ -175,6 +177,58 @@ def test_a_forked_child_does_not_unlock_what_its_parent_has(locks: Locks) -> Non
         os._exit(0 if locks.now else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert locks.now
+
+
+def test_the_end_of_a_parents_memory_unmaps_nothing_in_a_forked_child(locks: Locks) -> None:
+    """It does not have that memory, and may have got other memory at the same addresses."""
+    tensor = Arena(pins=True, keep=False).empty(MIB, pin=True)
+    address = tensor.data_ptr()
+    if (child := os.fork()) == 0:
+        system = ctypes.CDLL(None)
+        system.mmap.restype, fixed = ctypes.c_void_p, 0x100000  # MAP_FIXED_NOREPLACE: nothing is there
+        system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        new = system.mmap(address, MIB, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
+        del tensor
+        os._exit(0 if new == address and not any(_memory(address, MIB).raw) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_ends_during_the_wait_is_not_given_away_after_it(locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a save gives buffers back at any time, whose copies began after the wait."""
+    arena = Arena(pins=True)
+    late = [arena.empty(MIB, pin=True)]
+    address = late[0].data_ptr()
+    arena.empty(MIB // 2, pin=True)  # ends at once
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "synchronize", lambda _: late.clear())
+        other = arena.empty(MIB, pin=True)
+    assert other.data_ptr() != address
+    assert arena.empty(MIB, pin=True).data_ptr() == address and locks.waits == 1  # after a wait of its own
+
+
+def test_memory_is_unlocked_on_the_device_of_its_engine(locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last tensor may end in a thread that has chosen no device, and so stands on the first."""
+    entered: list[int] = []
+    monkeypatch.setattr(Accelerator, "current_device", lambda _: 3)
+    tensor = Arena(pins=True, keep=False).empty(MIB, pin=True)
+    monkeypatch.setattr(Accelerator, "current_device", lambda _: 0)
+    monkeypatch.setattr(Accelerator, "device", lambda _, index: contextlib.nullcontext(entered.append(index)))
+    del tensor
+    assert entered == [3] and not locks.now
+
+
+def test_memory_that_is_full_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has thousands of states."""
+    looks, room_for = [0], _Slab.room_for
+
+    def counted(slab: _Slab, nbytes: int) -> tuple[int, int] | None:
+        looks[0] += 1
+        return room_for(slab, nbytes)
+
+    monkeypatch.setattr(_Slab, "room_for", counted)
+    arena = Arena()
+    out = [arena.empty(ALIGN) for _ in range(200)]
+    assert looks[0] == len(out)
 
 
 def test_memory_goes_back_to_the_system() -> None:

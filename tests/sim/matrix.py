@@ -5,6 +5,7 @@ python -m tests.sim.matrix OUT.json [--only NAME ...] [--events NAME] [--agree R
 
 import argparse
 import contextlib
+import itertools
 import json
 import pickle
 import re
@@ -13,12 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 import deepspeed
+from deepspeed.checkpoint.save.collect import Elements, TensorPart
+from deepspeed.checkpoint.save.copies import Copies
 from deepspeed.checkpoint.save.writer import Saver
 from deepspeed.errors import CheckpointError
 from deepspeed.simulate import run as run_module
@@ -401,7 +405,27 @@ def use_an_arena(_: Recorder) -> None:
     arena.close()
 
 
-ALONE = {"drive": use_a_drive, "arena": use_an_arena}
+def use_copies_that_fail(_: Recorder) -> None:
+    """A save fails between two copies: the update, and the next save, come after the first of them all the same."""
+    copies, copy, calls = Copies(Arena(pins=True)), torch.Tensor.copy_, itertools.count()
+    masters = [torch.zeros(1 << 20, device=NAME) for _ in range(2)]
+    parts = [TensorPart("master", f"{n}", (1 << 20,), 0, Elements(m), quiet=True) for n, m in enumerate(masters)]
+
+    def fails_later(target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if next(calls):
+            raise RuntimeError("out of memory")
+        return copy(target, *args, **options)
+
+    with contextlib.suppress(RuntimeError), mock.patch.object(torch.Tensor, "copy_", fails_later):
+        copies.take(parts)
+    copies.before_update()
+    masters[0].add_(1)
+    again = copies.take(parts)
+    copies.arrive()
+    again[0].values.add_(1)
+
+
+ALONE = {"drive": use_a_drive, "arena": use_an_arena, "copies": use_copies_that_fail}
 
 
 def order_of(name: str) -> list[str]:
@@ -418,9 +442,10 @@ def _round_without_waiting(out: torch.Tensor, values: torch.Tensor) -> Transfer:
     return ARRIVED
 
 
-def _take_back_at_once(_: Arena, slabs: list[Any]) -> None:
-    for slab in slabs:
-        slab.take_back()
+def _take_back_at_once(arena: Arena, reclaim: Callable[[Arena], None] = Arena._reclaim) -> None:
+    arena.pins = False
+    reclaim(arena)
+    arena.pins = True
 
 
 def _end_at_once(pages: Any) -> None:

@@ -188,7 +188,7 @@ def test_no_state_is_pinned_by_torch(facts: dict[str, dict[str, Any]]) -> None:
     assert not [name for name in CASES if facts[name]["host"].get("pinned", 0) > 64]
 
 
-@pytest.mark.parametrize("part", ["drive", "arena"])
+@pytest.mark.parametrize("part", ["drive", "arena", "copies"])
 def test_parts_alone_are_in_order(facts: dict[str, Any], part: str) -> None:
     assert facts["alone"][part] == []
 

@@ -47,11 +47,13 @@ class Copies:
         self._touched, self._reading = False, [(values, values._version) for _, values in beside]
         self._stream = self._stream or accelerator.Stream()
         self._stream.wait_stream(accelerator.current_stream())
-        with accelerator.stream(self._stream):
-            for target, values in beside:
-                target.copy_(values.reshape(-1), non_blocking=True)
-        self._event = accelerator.Event()
-        self._event.record(self._stream)
+        try:
+            with accelerator.stream(self._stream):
+                for target, values in beside:
+                    target.copy_(values.reshape(-1), non_blocking=True)
+        finally:  # one that failed half way has copies on their way too
+            self._event = accelerator.Event()
+            self._event.record(self._stream)
         return copies
 
     def _targets(self, parts: list[TensorPart]) -> Iterator[torch.Tensor]:
