@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 WORD_BITS = 62
 EVERY_REQUEST = 14  # integers of a request besides its set of units, when all requests were exchanged
-MERGED = 3  # integers of a message besides that set: a digest twice, and the smallest request
+MERGED = 5  # integers of a message besides that set: digest and number of steps, twice, and the smallest request
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ for other ranks within an interval (``Runtime.meet`` watches for that).
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -99,7 +100,10 @@ _ASKS = {
     Kind.LEAVE: "has reached the end of the forward",
     Kind.FLUSH: "has reached the end of the backward",
     Kind.STEP: "has reached the step",
+    Kind.FAILED: "has failed",
 }
+_APART = "where after the last steps all ranks would take the next"
+_ALIKE = "All ranks must take as many micro-batches a step; load a checkpoint, as the others may have updated"
 _WORD, _KIND = 62, 1 << 32  # units in one number of a message; what the kinds of requests lie apart in another
 
 
@@ -114,16 +118,21 @@ class Agreement:
         *,
         where: Callable[[], str],
         title: Callable[[int], str] = "rank {}".format,
+        doubt: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``where`` and ``title`` (of a rank) are words for an error."""
+        """``where`` and ``title`` (of a rank) are words for an error. In ``doubt`` (of what it is told in words) a rank
+        sends the message that takes the place of a step foretold: the others may be in that, where none reaches them.
+        """
         self._group = group if group is not None and group.size > 1 and mode != "assume_none" else None
         self._names = unit_names
-        self._where, self._title = where, title
+        self._where, self._title, self._doubt = where, title, doubt
         self._words = max(1, -(-len(unit_names) // _WORD))
         self._habits = Habits()
         self._rest: list[Decision] = []  # of the interval that is foretold, last one first
         self._done: list[Decision] = []
-        self._foretold = self._strayed = False
+        self._foretold = self._strayed = self._left_out = False
+        self._steps = 0  # executed, by message or by habit
+        self.apart = False  # some ranks have taken a step that others have not, so none can serve another
         self.strict = mode == "error"  # ranks must take the same path
         self.agreed = True  # the last message found all ranks equal
         self.rounds = self.mismatches = 0
@@ -147,7 +156,7 @@ class Agreement:
             return
         for _ in range(count):
             decision = self._rest.pop()
-            self._done.append(decision)
+            self._note(decision)
             self._strayed |= urgent and not decision.serves(request, urgent=True)
             yield decision
 
@@ -166,9 +175,9 @@ class Agreement:
             count += 1
         if request.kind is Kind.REDUCE:
             return 0
-        if count == 0:
+        if count == 0:  # all others may do so, too
             self._rest.clear()
-            self._strayed = True
+            self._strayed = self._left_out = True
         return count or None
 
     def _message(self, request: Request) -> Decision:
@@ -180,7 +189,20 @@ class Agreement:
         words = [0] * self._words
         for index in request.pending:
             words[index // _WORD] |= 1 << (index % _WORD)
-        (most, least, smallest), words = merge([digest, -digest, -(kind * _KIND + unit + 1)], words, self._group)
+        numbers = [digest, -digest, -(kind * _KIND + unit + 1), self._steps, -self._steps]
+        doubtful, self._left_out = self._left_out and kind is not Kind.FAILED, False
+        try:
+            with self._doubt(f"{self._where()}: {self._asks(kind, unit)} {_APART}") if doubtful else nullcontext():
+                (most, least, smallest, late, early), words = merge(numbers, words, self._group)
+        except RuntimeError as error:
+            if not doubtful:
+                raise
+            self.apart = True
+            raise DivergenceError(
+                f"{self._where()}: this rank {self._asks(kind, unit)} {_APART}, and they have not come: {_ALIKE}"
+            ) from error
+        if late != -early:
+            self._part(request)
         self.agreed = most == -least
         self.rounds += 1
         self.mismatches += not self.agreed
@@ -192,11 +214,29 @@ class Agreement:
                 self._refuse(request)
             pending = (_WORD * i + bit for i, word in enumerate(words) for bit in range(_WORD) if word >> bit & 1)
             decision = Decision(kind, tuple(pending) if kind >= Kind.FLUSH else (unit,) if unit >= 0 else ())
-        self._done.append(decision)
+        self._note(decision)
         self._strayed |= decision.kind is Kind.FAILED
         if decision.closes:
             self._close()
         return decision
+
+    def _note(self, decision: Decision) -> None:
+        self._done.append(decision)
+        self._steps += decision.kind is Kind.STEP
+
+    def _asks(self, kind: Kind, unit: int) -> str:
+        return _ASKS[kind].format(name=repr(self._names[unit]) if unit >= 0 else "the next units")
+
+    def _part(self, request: Request) -> None:
+        """Raise on all ranks: some have taken a step by habit in whose place others have done something else."""
+        assert self._group is not None
+        self.apart = True
+        everyone = gather_objects((self._steps, *request.head), self._group)
+        ranks = "; ".join(
+            f"{self._title(rank)} {self._asks(kind, unit)} after {steps} steps"
+            for rank, (steps, kind, unit) in zip(self._group.ranks, everyone, strict=True)
+        )
+        raise DivergenceError(f"the ranks have taken different numbers of steps ({self._where()}): {ranks}. {_ALIKE}")
 
     def _close(self) -> None:
         """End the interval; foretell the next one."""
@@ -210,7 +250,7 @@ class Agreement:
         assert self._group is not None
         heads, paths = zip(*gather_objects((request.head, request.path), self._group), strict=True)
         if len(set(heads)) > 1:
-            asked = [_ASKS[kind].format(name=repr(self._names[unit]) if unit >= 0 else "") for kind, unit in heads]
+            asked = [self._asks(kind, unit) for kind, unit in heads]
         else:
             if all(p == paths[0] for p in paths):
                 return

@@ -15,11 +15,12 @@ import torch
 
 from deepspeed.comm import collectives
 from deepspeed.errors import RankFailedError
-from deepspeed.mesh.groups import Mesh
+from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe.log import logger
 
 _LOUD_AFTER_S = 2.0
 _PATIENCE_S = 60.0
+_DOUBT_S = 300.0  # longer than ranks that do the same are apart
 
 
 class RankOutOfMemoryError(RankFailedError, torch.OutOfMemoryError):
@@ -60,7 +61,16 @@ def error_of(states: dict[int, RankState], mesh: Mesh) -> RankFailedError:
 
 
 @contextlib.contextmanager
-def patience(mesh: Mesh, text: str) -> Iterator[None]:
+def doubt(mesh: Mesh, text: str) -> Iterator[None]:
+    """``patience``, of a rank that may be right, as others may do the same; ``text`` is for those that do not."""
+    leave_note(mesh, text)
+    with patience(mesh, text, seconds=_DOUBT_S):
+        yield
+    drop_note(mesh)
+
+
+@contextlib.contextmanager
+def patience(mesh: Mesh, text: str, *, seconds: float | None = None) -> Iterator[None]:
     """Say in the log that this rank waits, and after a while end the waits inside by an error of the backend.
 
     The other ranks may be where no message reaches them; this rank's error must be seen all the same.
@@ -70,8 +80,9 @@ def patience(mesh: Mesh, text: str) -> Iterator[None]:
     def watch() -> None:
         if ended.wait(_LOUD_AFTER_S):
             return
-        logger.error("this rank has failed (%s) and waits for the others, to tell them", text)
-        if not ended.wait(_PATIENCE_S):
+        state = "has failed" if seconds is None else "does what the others may not do"
+        logger.error("this rank %s (%s) and waits for the others, to tell them", state, text)
+        if not ended.wait(_PATIENCE_S if seconds is None else seconds):
             break_off_all(mesh)
 
     watcher = threading.Thread(target=watch, name="ds-failure", daemon=True)

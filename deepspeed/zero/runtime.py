@@ -5,6 +5,7 @@ in which order, is agreed between the ranks (agreement.py); what to fetch early 
 """
 
 import contextlib
+import functools
 import traceback
 import weakref
 from collections import deque
@@ -21,7 +22,7 @@ from deepspeed.observe import hostmem
 from deepspeed.observe.log import logger
 from deepspeed.tier.transfer import ARRIVED, Transfer
 from deepspeed.zero.agreement import PASSING, Agreement, Decision, Kind, Request
-from deepspeed.zero.failures import Aftermath, RankState, break_off_all, error_of, patience
+from deepspeed.zero.failures import Aftermath, RankState, break_off_all, doubt, error_of, patience
 from deepspeed.zero.gradients import Gradients
 from deepspeed.zero.optim_view import OptimTiles, OptimView
 from deepspeed.zero.partition import GradState, UnitState
@@ -43,8 +44,8 @@ class Runtime:
         self._stream = collectives.SideStream(device)
         self.schedule = Schedule()
         self.gradients = Gradients(units, plan, accum=accum, device=device)
-        names = [u.title for u in units]
-        self.agreement = Agreement(mesh.control, plan.divergence, names, where=self._where, title=mesh.title)
+        words = {"where": self._where, "title": mesh.title, "doubt": functools.partial(doubt, mesh)}
+        self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], **words)
         # What happened since construction, for tests and benchmarks.
         self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
         self.steps = self.depth = self.flushes = 0
@@ -495,7 +496,8 @@ class Runtime:
         """
         if isinstance(error, torch.OutOfMemoryError):
             traceback.clear_frames(error.__traceback__)  # what the batch has allocated is room for what is owed
-        lost = collectives.is_of_backend(error)
+        ended = collectives.is_of_backend(error.__cause__ or error)  # the connections to others
+        lost = ended or self.agreement.apart
         try:
             where = self._where()
             self.reset(keep_gradients=in_forward)
@@ -512,7 +514,7 @@ class Runtime:
             break_off_all(self.mesh)
             notes = leave_note(self.mesh, "")
             notes.pop(self.mesh.zero.ranks[self.mesh.zero.index], None)
-            if notes and collectives.is_of_backend(error):
+            if notes and ended:
                 causes = "; ".join(f"{self.mesh.title(rank)} failed: {text}" for rank, text in notes.items())
                 raise RankFailedError(f"{causes}; this rank cannot go on without it") from error
         return after

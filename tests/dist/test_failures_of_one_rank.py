@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.errors import RankFailedError, UsageError
+from deepspeed.errors import DivergenceError, RankFailedError, UsageError
 from deepspeed.verify.grads import full_parameters
+from deepspeed.zero import failures
 from deepspeed.zero.unit import Unit
 from tests.harness.cases import case_named
 from tests.harness.faults import Faults, InjectedFault
@@ -361,3 +362,38 @@ def test_without_messages_a_rank_that_skips_alone_is_refused_and_named(pool2: Ra
     assert mine[0].startswith("InjectedFault: ") and "failed alone" in mine[1] and "'tolerate'" in mine[1], mine
     assert others[0].startswith("RankFailedError: rank 1 failed: InjectedFault"), others
     pool2.close(at_once=True)  # the ranks' engines wait for each other
+
+
+def _takes_one_micro_batch_more(stage: int) -> str:
+    """On one rank, where by habit all step; what each rank raises."""
+    failures._LOUD_AFTER_S, failures._DOUBT_S = 0.2, 1.0
+    try:
+        torch.manual_seed(0)
+        config = make_config(stage, zero=ZERO)
+        engine = start(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))), config)
+        try:
+            for step in range(HABIT + 3):
+                for _ in range(2 if step == HABIT and dist.get_rank() == FAILS else 1):
+                    engine.backward(engine(torch.ones(2, 8)).square().mean())
+                engine.step()
+        except (DivergenceError, RankFailedError) as error:
+            with pytest.raises(UsageError, match="it cannot go on"):
+                engine(torch.ones(2, 8))
+            return f"{type(error).__name__}: {error}"
+        finally:
+            with contextlib.suppress(RuntimeError):  # its groups are closed
+                engine.destroy()
+        return ""
+    finally:
+        failures._LOUD_AFTER_S, failures._DOUBT_S = 2.0, 300.0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_micro_batch_that_only_one_rank_takes_where_all_step_by_habit_ends_in_an_error_that_names_it(
+    stage: int,
+) -> None:
+    """No message reaches ranks that wait in the step, or in what follows it."""
+    with RankPool(2, time_limit=LIMIT) as ranks:
+        waits, asks = ranks.run(_takes_one_micro_batch_more, stage)
+    assert waits.startswith(f"RankFailedError: rank {FAILS} failed: step {HABIT}"), waits
+    assert asks.startswith(f"DivergenceError: step {HABIT}") and "as many micro-batches a step" in asks

@@ -106,8 +106,8 @@ _PURE = (
     Mutant(
         "A2",
         "deepspeed/zero/agreement.py",
-        "words = merge([digest, -digest, -(kind * _KIND + unit + 1)], words, self._group)",
-        "_ = merge([digest, -digest, -(kind * _KIND + unit + 1)], words, self._group)",
+        "words = merge(numbers, words, self._group)",
+        "_ = merge(numbers, words, self._group)",
         _AGREEMENT,
         "a flush reduces what is pending on any rank",
     ),

@@ -49,11 +49,19 @@ def test_any_route_on_any_rank_is_one_order(pool: RankPool, tmp_path: Path) -> N
     check_order(pool.run(rank_of, "any route", "stage3", str(tmp_path / "store")))
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("dies", {0: "RuntimeError", 1: "died"}), ("one more backward", None)])
-def test_who_waits_for_a_rank_that_is_gone_is_told(tmp_path: Path, name: str, kinds: dict[int, str] | None) -> None:
+@pytest.mark.exhaustive
+def test_who_waits_for_a_rank_that_is_gone_is_told(tmp_path: Path) -> None:
     with RankPool(2, time_limit=LIMIT_S) as ranks, pytest.raises(RankFailure) as failure:
-        ranks.run(rank_of, name, "stage3", str(tmp_path / "store"))
-    assert failure.value.types == (kinds or {1: "RuntimeError"})
+        ranks.run(rank_of, "dies", "stage3", str(tmp_path / "store"))
+    assert failure.value.types == {0: "RuntimeError", 1: "died"}
+
+
+def test_a_message_that_meets_one_of_another_step_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """The simulated program never waits for its collectives: it takes the step that the other rank leaves out."""
+    with RankPool(2, time_limit=LIMIT_S) as ranks:
+        for rank in ranks.run(rank_of, "one more backward", "stage3", str(tmp_path / "store")):
+            assert f"rank 0 has reached the end of the backward after {HABIT + 1} steps" in rank["error"]
+            assert f"rank 1 needs 'first' after {HABIT} steps" in rank["error"]
 
 
 @pytest.mark.exhaustive

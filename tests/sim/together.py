@@ -104,7 +104,8 @@ def rank_of(scenario: str, case: str, store: str, *, strict: bool = False) -> di
         except DivergenceError as error:
             facts["error"] = str(error)
         facts["differing"], facts["now"] = engine.runtime.agreement.mismatches, recorder.timeline.now
-        engine.destroy()
+        with contextlib.suppress(RuntimeError) if facts["error"] else contextlib.nullcontext():  # its groups are closed
+            engine.destroy()
     facts["issued"] = {str(ranks): issued for ranks, issued in recorder.issued.items() if rank in ranks}
     facts["unordered"] = [str(problem) for problem in recorder.order.problems]
     return facts
