@@ -2,15 +2,20 @@
 differ.
 """
 
+import contextlib
 import functools
 import operator
+import queue
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed.comm import collectives
 from deepspeed.comm.collectives import AxisGroup
 from deepspeed.errors import DivergenceError
 from deepspeed.zero import agreement as module
@@ -387,3 +392,76 @@ def test_mode_error_raises_by_habit_too(monkeypatch: pytest.MonkeyPatch, name: s
     paths = [tuple(u for verb, u in program if verb in ("need", "back")) for program in (STEADY, SURPRISES[name][0])]
     found = _together(monkeypatch, 2, body, mode="error", objects=paths, table=table)
     assert all(isinstance(text, str) and "rank 10 used" in text and "rank 11 used" in text for text in found), found
+
+
+class Wires:
+    """Point-to-point messages between threads, each in the order in which it was sent."""
+
+    def __init__(self, ranks: int) -> None:
+        self.queues: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            (source, target): queue.Queue() for source in range(ranks) for target in range(ranks)
+        }
+        self.rank = threading.local()
+
+    def isend(self, tensor: torch.Tensor, *, group: object, group_dst: int) -> SimpleNamespace:
+        self.queues[self.rank.value, group_dst].put(tensor.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def irecv(self, tensor: torch.Tensor, *, group: object, group_src: int) -> SimpleNamespace:
+        mine = self.queues[group_src, self.rank.value]
+        return SimpleNamespace(wait=lambda: tensor.copy_(mine.get(timeout=20)))
+
+
+@pytest.mark.parametrize("ranks", [*range(2, 10), 17])
+def test_a_message_merges_what_all_ranks_say_however_many_they_are(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Several in a row, in which ranks that are ahead meet no other one; the ends of 64 bits, and words of 62."""
+    draw, wires, edge = random.Random(ranks), Wires(ranks), [-(1 << 63), (1 << 63) - 1, 0, -1, (1 << 62) - 1]
+    monkeypatch.setattr(collectives, "dist", wires)
+    largest = [
+        [[draw.choice([*edge, draw.randrange(-9, 9)]) for _ in range(5)] for _ in range(ranks)] for _ in range(6)
+    ]
+    union = [[[draw.choice([0, 1 << draw.randrange(62)]) for _ in range(3)] for _ in range(ranks)] for _ in range(6)]
+
+    def body(_: Agreement, rank: int) -> list[object]:
+        wires.rank.value = rank
+        group = AxisGroup(None, ranks, rank, tuple(range(ranks)), "gloo")
+        return [
+            collectives.merge(numbers[rank], words[rank], group) for numbers, words in zip(largest, union, strict=True)
+        ]
+
+    expected = [
+        (
+            [max(column) for column in zip(*numbers, strict=True)],
+            [functools.reduce(operator.or_, c) for c in zip(*words, strict=True)],
+        )
+        for numbers, words in zip(largest, union, strict=True)
+    ]
+    assert _together(monkeypatch, ranks, body) == [expected] * ranks
+
+
+def test_a_step_that_only_some_take_is_an_error_on_all_at_the_next_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, doubts = Table(3), list[str]()
+
+    @contextlib.contextmanager
+    def doubt(text: str) -> Iterator[None]:
+        doubts.append(text)
+        yield
+
+    def body(agreement: Agreement, rank: int) -> bool:
+        agreement._doubt = doubt
+        driven = Rank(agreement, table)
+        for _ in range(7):
+            driven.run(STEADY[:-1])
+            if len(driven.rounds) < 7:
+                driven.run(STEADY[-1:])
+        if rank == 2:  # a micro-batch more
+            agreement._reach(GATHER, urgent=True)
+        else:  # the habit's step, and all that follows it, which no collective holds up
+            agreement._note(agreement._rest.pop())
+            agreement._rest.clear()
+        with pytest.raises(DivergenceError, match=r"rank 10 .* after 7 steps; .*rank 12 needs 'unit5' after 6 steps"):
+            _one(agreement, GATHER if rank == 2 else Request(Kind.FLUSH))
+        return agreement.apart
+
+    assert _together(monkeypatch, 3, body, table=table) == [True] * 3
+    assert doubts == ["step 7, forward: needs 'unit5' where after the last steps all ranks would take the next"]
