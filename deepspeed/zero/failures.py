@@ -19,7 +19,7 @@ from deepspeed.mesh.groups import Mesh, drop_note, leave_note
 from deepspeed.observe.log import logger
 
 _LOUD_AFTER_S = 2.0
-_PATIENCE_S = 60.0
+_PATIENCE_S = 10.0
 _DOUBT_S = 300.0  # longer than ranks that do the same are apart
 
 
