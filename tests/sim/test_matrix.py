@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,36 @@ WAITS = {
 }
 
 
+# Of what differs most, one each: ``make test`` simulates these, ``make test-all`` every case.
+COVERING = {
+    "stage0", "stage1-unclipped", "stage2-accumulated-unclipped", "stage3", "stage3-accumulated", "stage3-derived",
+    "stage1-accumulated", "hpz", "recomputed-both-on-host", "parameters-on-host", "both-on-host-accumulated",
+    "stage1-optimizer-on-host-unpinned", "optimizer-on-drive", "both-on-drive", "skipping", "held", "looking",
+    "failing-on-host", "saving-both-on-host", "writing",
+}  # fmt: skip
+
+
+def of(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: those that ``make test`` leaves out are marked."""
+    return [name if name in COVERING else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+
+
 # Two communicators and two side streams, three axes of waiting; its events are what the checker of order is tried on.
 EVENTS_OF = "hpz"
 AGREE = (8, 1024)
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Facts of every case and events of one, from one process: torch gives a simulated device back at its end only."""
+def out(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Facts of the cases whose tests run, and events of one, from one process: torch gives a simulated device back at
+    its end only.
+    """
     out = tmp_path_factory.mktemp("sim") / "facts.json"
-    run_matrix(out, "--events", EVENTS_OF, "--agree", *map(str, AGREE))
+    chosen = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    named = {spec.params.get("name") for spec in chosen if spec is not None}
+    cases = [name for name in CASES if name in COVERING | named]
+    worlds = {spec.params["world"] for spec in chosen if spec is not None and "world" in spec.params} & {*AGREE}
+    run_matrix(out, "--only", *cases, "--events", EVENTS_OF, "--agree", *map(str, sorted(worlds)))
     return out
 
 
@@ -70,7 +90,7 @@ def conflicts(out: Path) -> Conflicts:
     return Conflicts(pickle.loads(Path(f"{out}.events").read_bytes()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of(CASES))
 def test_every_access_is_ordered(facts: dict[str, dict[str, Any]], name: str) -> None:
     assert not facts[name]["unordered"], "\n".join(facts[name]["unordered"])
 
@@ -79,7 +99,7 @@ def test_every_access_is_ordered(facts: dict[str, dict[str, Any]], name: str) ->
 ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "setting", "slots", "lending"))]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", of(ALONE))
 def test_the_program_waits_for_the_device_only_where_it_is_known(facts: dict[str, dict[str, Any]], name: str) -> None:
     allowed = next((waits for where, waits in WAITS.items() if f"-on-{where}" in name), {NORM})
     if name.startswith("torn"):  # its last step is the one that makes room
@@ -94,12 +114,12 @@ ON_DEVICE = [name for name in ON_DEVICE if "offload_optimizer" not in CASES[name
 ON_DEVICE = [name for name in ON_DEVICE if "offload_param" not in CASES[name]["zero_optimization"]]
 
 
-@pytest.mark.parametrize("name", UNCLIPPED)
+@pytest.mark.parametrize("name", of(UNCLIPPED))
 def test_without_clipping_the_program_waits_for_nothing(facts: dict[str, dict[str, Any]], name: str) -> None:
     assert not facts[name]["times"], facts[name]["waits"]
 
 
-@pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.parametrize("name", of(ON_DEVICE))
 def test_with_clipping_it_waits_for_the_norm_once(facts: dict[str, dict[str, Any]], name: str) -> None:
     assert facts[name]["times"] == 1 and facts[name]["waits"] == [NORM]
 
@@ -122,14 +142,14 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", of(STATES))
 def test_model_states_take_the_bytes_of_the_formula(facts: dict[str, dict[str, Any]], name: str) -> None:
     """Zhang et al. 2020, table 1; small parameters stay whole, which is the rest."""
     each = facts[name]["states"] / facts[name]["parameters"]
     assert each == pytest.approx(STATES[name], rel=2e-3, abs=1e-2)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of(CASES))
 def test_destroy_gives_back_all_but_the_weights(facts: dict[str, dict[str, Any]], name: str) -> None:
     zero = CASES[name]["zero_optimization"]
     inner = zero.get("mics_shard_size") or zero.get("zero_hpz_partition_size") or WORLD
@@ -156,7 +176,7 @@ BESIDES = ("stage1-optimizer-on-host-unpinned", "saving", "sooner", "torn")
 ARENA = [name for name in CASES if "-on-" in name and not name.startswith(BESIDES)]
 
 
-@pytest.mark.parametrize("name", ARENA)
+@pytest.mark.parametrize("name", of(ARENA))
 def test_the_plan_is_what_is_page_locked(facts: dict[str, dict[str, Any]], name: str) -> None:
     """To the byte where only states are; buffers between memory and a drive are no more than planned."""
     pages, staging = facts[name]["pages"], facts[name]["planned"].get("staging buffers", 0)
@@ -166,7 +186,7 @@ def test_the_plan_is_what_is_page_locked(facts: dict[str, dict[str, Any]], name:
 SAVES = [name for name in CASES if name.startswith("saving")]
 
 
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("name", of(SAVES))
 def test_a_save_in_the_background_keeps_planned_copies_and_makes_nobody_wait(
     facts: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -185,7 +205,7 @@ def test_nothing_is_page_locked_where_that_is_not_wanted(facts: dict[str, dict[s
 
 def test_no_state_is_pinned_by_torch(facts: dict[str, dict[str, Any]]) -> None:
     """Its allocator would round it up to a power of two, and keep it. The late norm is a few numbers."""
-    assert not [name for name in CASES if facts[name]["host"].get("pinned", 0) > 64]
+    assert not [name for name in CASES if name in facts and facts[name]["host"].get("pinned", 0) > 64]
 
 
 @pytest.mark.parametrize("part", ["drive", "arena", "copies"])
