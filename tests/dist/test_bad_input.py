@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.errors import DeepSpeedError
+from deepspeed.errors import DeepSpeedError, RankFailedError
 from deepspeed.verify.grads import full_parameters
 from deepspeed.verify.models import case_named
 from tests.harness.lockstep import equal
@@ -285,18 +285,19 @@ def test_the_command_names_what_is_missing_and_fails(tmp_path: Path, arguments: 
     assert said in done.stderr + done.stdout
 
 
-def one_rank_retries(stage: int) -> bool:
-    """One rank meets a bad sample, and tries again with the right one while the others are in the middle of that
-    batch.
-    """
+def one_rank_meets_a_bad_sample(stage: int) -> bool:
+    """Its error comes there, the other rank hears of it, and both go on with the right one."""
     case = case_named("plain")
     weights = []
     for bad in (False, True):
         engine = start(case.build(), make_config(stage))
         for step in range(3):
             if bad and dist.get_rank() == 1:
-                with pytest.raises(RuntimeError):
+                with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                     engine(torch.ones(1, 1))
+            elif bad:
+                with pytest.raises(RankFailedError, match=r"rank 1 failed .*shapes cannot be multiplied"):
+                    train_step(engine, case, step)
             train_step(engine, case, step)
         weights.append(full_parameters(engine.module))
         engine.destroy()
@@ -304,5 +305,5 @@ def one_rank_retries(stage: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_error_on_one_rank_surfaces_there_at_once(pool2: RankPool, stage: int) -> None:
-    assert pool2.run(one_rank_retries, stage, time_limit=LIMIT) == [True, True]
+def test_an_error_on_one_rank_is_its_own_there_and_named_on_the_others(pool2: RankPool, stage: int) -> None:
+    assert pool2.run(one_rank_meets_a_bad_sample, stage, time_limit=LIMIT) == [True, True]
