@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from deepspeed.comm import trace
-from deepspeed.comm.group_getters import register_mpu, register_topology
+from deepspeed.comm.group_getters import forget_topology, register_mpu, register_topology
 from deepspeed.comm.init import init_distributed
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.model.settings import inert_notes
@@ -166,6 +166,7 @@ def _assemble(
     plan = make_plan(cfg, everyone.size // (ways.pp * ways.tp))
     mesh = build_mesh(backend, inner_size=plan.inner_size, control=plan.divergence != "assume_none", **vars(ways))
     register_topology(mesh.topology if ways.shared > 1 else None)
+    lasting.callback(forget_topology, mesh.topology)
     trace.configure(cfg)
     if "comms_logger" in cfg.model_fields_set:
         for axis in {id(g): g for g in (mesh.job, mesh.zero, mesh.data, *mesh.groups)}.values():

@@ -46,6 +46,12 @@ def register_topology(topology: Topology | None) -> None:
     _Registered.topology = topology
 
 
+def forget_topology(topology: Topology | None) -> None:
+    """Its engine has ended: the whole world is data parallel again, unless another one has come."""
+    if _Registered.topology is topology:
+        _Registered.topology = None
+
+
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Deprecated: remembers ``mpu``; expert parallelism (``ep_size`` > 1) is not in this release."""
     if ep_size != 1:

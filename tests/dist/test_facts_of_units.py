@@ -29,7 +29,8 @@ def _train(stage: int) -> tuple[float, float]:
 
     def with_facts(model: nn.Module, plan: object, facts: UnitFacts, **others: object) -> object:
         special = UnitFacts(facts.mesh, divisor=1.0, early=4.0)  # divided early, and made good after the reduction
-        return build(model, plan, facts, facts_of=lambda name, _: special if name.startswith("2.") else facts, **others)
+        others["facts_of"] = lambda name, _: special if name.startswith("2.") else facts
+        return build(model, plan, facts, **others)
 
     api.build = functools.partial(with_facts)
     try:
