@@ -91,3 +91,4 @@ def _one_raises() -> str:
 def test_an_exception_on_one_rank_ends_the_others_wait_in_a_forward(pool2: RankPool) -> None:
     first, second = pool2.run(_one_raises)
     assert second == "ValueError" and first
+    pool2.close(at_once=True)  # whoever was left alone has closed the groups that it waited in
