@@ -44,7 +44,7 @@ class Runtime:
         self._stream = collectives.SideStream(device)
         self.schedule = Schedule()
         self.gradients = Gradients(units, plan, accum=accum, device=device)
-        words = {"where": self._where, "title": mesh.title, "doubt": functools.partial(doubt, mesh)}
+        words: dict[str, Any] = {"where": self._where, "title": mesh.title, "doubt": functools.partial(doubt, mesh)}
         self.agreement = Agreement(mesh.control, plan.divergence, [u.title for u in units], **words)
         # What happened since construction, for tests and benchmarks.
         self.gathers = self.gathered_numel = self.reductions = self.guest_collectives = 0
