@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 from engine import config_for
 
 PHASES = ("forward", "backward", "step")
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "sum_scalars")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "sum_in_place")
 
 
 class Stopwatch:

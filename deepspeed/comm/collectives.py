@@ -194,8 +194,8 @@ def all_reduce(full: torch.Tensor, out: torch.Tensor, group: AxisGroup, *, accum
     return Collective(works, full, then=(end, lambda: _store(out, full, accumulate)))
 
 
-def sum_scalars(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    """All-reduce a few scalars (in place) and return them; used for norms and flags."""
+def sum_in_place(values: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    """Sum ``values`` over the members, in place and waited for, and return them: norms, flags, sums of cut layers."""
     if group.size > 1:
         end = group.note("all_reduce", values)
         dist.all_reduce(values, group=group.pg)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, sum_scalars
+from deepspeed.comm.collectives import AxisGroup, all_gather, reduce_scatter, sum_in_place
 
 
 def bounds(numel: int, ways: int) -> list[int]:
@@ -23,8 +23,9 @@ def _sizes(edges: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
 
 
-def _summed(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-    return sum_scalars(value.clone(memory_format=torch.contiguous_format), group)
+def summed(value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    """The sum over ``group``, in new memory: autograd owns what it hands to a function."""
+    return sum_in_place(value.clone(memory_format=torch.contiguous_format), group)
 
 
 def _mine(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
@@ -47,7 +48,7 @@ def _joined(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int
 def _scattered(value: torch.Tensor, group: AxisGroup, dim: int, edges: Sequence[int]) -> torch.Tensor:
     """This rank's part of the sum."""
     if len(set(_sizes(edges))) > 1:
-        return _mine(_summed(value, group), group, dim, edges)
+        return _mine(summed(value, group), group, dim, edges)
     front = value.movedim(dim, 0).contiguous()
     part = front.new_empty(edges[1], *front.shape[1:])
     reduce_scatter(front.view(-1), part.view(-1), group, accumulate=False).wait()
@@ -62,13 +63,13 @@ class _EnterParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _summed(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: AxisGroup) -> torch.Tensor:
-        return _summed(value, group)
+        return summed(value, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives import AxisGroup, gather_objects, sum_scalars
+from deepspeed.comm.collectives import AxisGroup, gather_objects
+from deepspeed.comm.differentiable import summed
 from deepspeed.device import get_accelerator, map_tensors
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.mesh.groups import Mesh
@@ -58,12 +59,14 @@ def parallelize(model: nn.Module, mesh: Mesh, wanted: SplitWishes, back: ExitSta
         back.callback(_put_back, model, "_loss_function", model.__dict__.get("_loss_function"))
         model.loss_function = PartsCausalLoss(group)  # type: ignore[assignment]
     sums = [modules[path] for path, split in plan.splits.items() if split.way == "sum"]
-    summed: dict[nn.Parameter, None] = dict.fromkeys(p for module in sums for p in module.parameters(recurse=False))
+    shared_parameters: dict[nn.Parameter, None] = dict.fromkeys(
+        p for module in sums for p in module.parameters(recurse=False)
+    )
     if wanted.sequence:
-        split_sequence(model, shared, summed.setdefault, back)
-    for parameter in summed:
+        split_sequence(model, shared, shared_parameters.setdefault, back)
+    for parameter in shared_parameters:
         if parameter.requires_grad:
-            back.callback(parameter.register_hook(partial(_sum_gradient, group=group)).remove)
+            back.callback(parameter.register_hook(partial(summed, group=group)).remove)
     back.callback(model.register_forward_pre_hook(FirstBatch(group), with_kwargs=True).remove)
     back.callback(model.register_forward_hook(partial(_end_forward, shared), always_call=True).remove)
     if shared.random:
@@ -138,10 +141,6 @@ def _unmark(before: dict[nn.Parameter, Any]) -> None:
     for parameter, place in before.items():
         if place is None and tuple(parameter.shape) == getattr(getattr(parameter, "tp_place", None), "shape", None):
             del parameter.tp_place  # type: ignore[attr-defined]
-
-
-def _sum_gradient(grad: torch.Tensor, *, group: AxisGroup) -> torch.Tensor:
-    return sum_scalars(grad.clone(memory_format=torch.contiguous_format), group)
 
 
 def _layer(module: nn.Module, split: Split, shared: SharedInput, path: str) -> TensorParallelLayer:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from deepspeed.comm.collectives import AxisGroup, all_gather, sum_scalars
+from deepspeed.comm.collectives import AxisGroup, all_gather, sum_in_place
 from deepspeed.comm.differentiable import bounds
 from deepspeed.errors import UsageError
 from deepspeed.tensor.layers import shared_input
@@ -29,7 +29,7 @@ class _PartsCrossEntropy(torch.autograd.Function):
         rows = (labels - lo).masked_fill(~inside, 0).unsqueeze(-1)
         chosen = exponentials.gather(-1, rows).squeeze(-1).masked_fill(~inside, 0)
         exponentials = exponentials.exp_()
-        totals, chosen = sum_scalars(torch.stack([exponentials.sum(-1), chosen]), group)
+        totals, chosen = sum_in_place(torch.stack([exponentials.sum(-1), chosen]), group)
         counts = labels != ignore
         ctx.save_for_backward(exponentials.div_(totals.unsqueeze(-1)), rows, inside, counts)
         ctx.dtype = logits.dtype
@@ -47,7 +47,7 @@ class _PartsCrossEntropy(torch.autograd.Function):
 def _edges(logits: torch.Tensor, group: AxisGroup) -> list[int]:
     sizes = torch.zeros(group.size, device=logits.device, dtype=torch.float64)
     sizes[group.index] = logits.shape[-1]
-    words = int(sum_scalars(sizes, group).sum())
+    words = int(sum_in_place(sizes, group).sum())
     edges = bounds(words, group.size)
     if edges[group.index + 1] - edges[group.index] != logits.shape[-1]:
         raise UsageError(

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives import AxisGroup, sum_scalars
+from deepspeed.comm.collectives import AxisGroup, sum_in_place
 from deepspeed.errors import ReleasedParameterError, UsageError
 from deepspeed.zero.layout import Place
 from deepspeed.zero.plan import StateKind
@@ -246,7 +246,7 @@ def whole_of(part: torch.Tensor, place: Place | None, tp: AxisGroup) -> torch.Te
     sizes = [prod(shape) for _, shape in place.boxes]
     for (start, shape), values in zip(place.boxes, flat.split(sizes), strict=True):
         whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))] = values.view(shape)
-    return sum_scalars(whole, tp)
+    return sum_in_place(whole, tp)
 
 
 def point(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -192,7 +192,7 @@ def summed_squares(
         failure = error
     failed = torch.full_like(total, failure is not None)
     sums = torch.stack([total, (~torch.isfinite(total)).double(), failed])
-    return collectives.sum_scalars(sums, runtime.mesh.job), failure
+    return collectives.sum_in_place(sums, runtime.mesh.job), failure
 
 
 def norm_of(sums: torch.Tensor) -> tuple[float, bool]:

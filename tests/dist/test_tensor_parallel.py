@@ -73,7 +73,7 @@ def _worst(pairs: Any) -> float:
 
 
 def train(name: str, settings: dict[str, Any], ways: int, steps: int = 3) -> list[float]:
-    """Largest errors of losses, norms, gradients, parameters and moments."""
+    """Largest errors of losses and norms (relative), gradients, parameters and moments."""
     model = MODELS[name]()
     names = list(dict(model.named_parameters()))
     engine = deepspeed.initialize(model=model, config=settings)[0]
@@ -86,7 +86,7 @@ def train(name: str, settings: dict[str, Any], ways: int, steps: int = 3) -> lis
         engine.backward(loss)
         found = {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
         engine.step()
-        errors[0] = max(errors[0], abs(float(loss) - losses[mesh.data.index]))
+        errors[0] = max(errors[0], abs(float(loss) - losses[mesh.data.index]) / losses[mesh.data.index])
         errors[1] = max(errors[1], abs(engine.get_global_grad_norm() - norm) / norm)
         errors[2] = max(errors[2], _worst((found[n], grads[n]) for n in names))
         masters = ((safe_get_full_fp32_param(p), n) for n, p in engine.module.named_parameters())

@@ -16,7 +16,8 @@ from deepspeed.simulate.costs import load_machine
 from deepspeed.simulate.device import NAME
 from deepspeed.simulate.install import recording
 from deepspeed.zero.client.init import Init
-from tests.sim.matrix import CASES, Block
+from tests.sim.loops import Block
+from tests.sim.matrix import CASES
 
 WIDTH, BLOCKS = 256, 4
 HABIT = 5  # by then all ranks foretell what comes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.collectives import AxisGroup, all_gather, all_reduce, merge, reduce_scatter, sum_scalars
+from deepspeed.comm.collectives import AxisGroup, all_gather, all_reduce, merge, reduce_scatter, sum_in_place
 from deepspeed.device import Accelerator
 from deepspeed.mesh.groups import Mesh
 from deepspeed.simulate.calibrate.clock import alternating, line, wall
@@ -82,7 +82,7 @@ def _turn(accelerator: Accelerator, group: AxisGroup, op: str, nbytes: int) -> C
     times = max(1, min(20, 16 * MIB // nbytes))
 
     def run() -> float:
-        sum_scalars(torch.zeros(1, device=device), group)
+        sum_in_place(torch.zeros(1, device=device), group)
         accelerator.synchronize()
 
         def all_of_them() -> None:

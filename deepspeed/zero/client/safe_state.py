@@ -45,7 +45,7 @@ class _Opened:
         if all(way is Spread.SHARDED or axis.index == 0 for way, axis in axes):  # of equal copies the first counts
             for start, values in self.pieces:
                 full[start : start + values.numel()].copy_(values)
-        part = collectives.sum_scalars(full, self.unit.mesh.zero).view(self.segment.shape)
+        part = collectives.sum_in_place(full, self.unit.mesh.zero).view(self.segment.shape)
         return whole_of(part, self.segment.place, self.unit.mesh.tp)
 
 
@@ -101,7 +101,7 @@ def _full(param: nn.Parameter, what: object) -> torch.Tensor | None:
             return None
         if state.present is not None:
             anywhere = torch.tensor([float(state.present)], device=state.unit.device)
-            if not collectives.sum_scalars(anywhere, state.unit.mesh.zero).item():
+            if not collectives.sum_in_place(anywhere, state.unit.mesh.zero).item():
                 return None
         return state.whole().float().mul_(state.factor)
 
