@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace ds {
 
@@ -290,13 +291,24 @@ cudaError_t in_batches(const Call& call, Launch launch) {
     return cudaSuccess;
 }
 
+// What is compiled, 11 of 27 combinations: beside fp32 parameters fp32 moments and any gradient (the masters of an engine),
+// beside 16-bit ones moments and gradients like them or in fp32. deepspeed/optim/cuda.py knows the same.
+template <class P, class Other>
+constexpr bool kBeside = std::is_same_v<Other, F32> || std::is_same_v<Other, P>;
+
+template <template <class, class, class> class Run, class P, class G, class M>
+cudaError_t by_all(const Call& call, const Settings& settings) {
+    if constexpr (kBeside<P, M> && (std::is_same_v<P, F32> || kBeside<P, G>)) return Run<P, G, M>::run(call, settings);
+    return cudaErrorInvalidValue;
+}
+
 // Run<P, G, M>::run(call, settings) for the call's dtypes.
 template <template <class, class, class> class Run, class P, class G>
 cudaError_t by_moment(const Call& call, const Settings& settings) {
     switch (call.moment_code) {
-        case 0: return Run<P, G, F32>::run(call, settings);
-        case 1: return Run<P, G, BF16>::run(call, settings);
-        case 2: return Run<P, G, F16>::run(call, settings);
+        case 0: return by_all<Run, P, G, F32>(call, settings);
+        case 1: return by_all<Run, P, G, BF16>(call, settings);
+        case 2: return by_all<Run, P, G, F16>(call, settings);
         default: return cudaErrorInvalidValue;
     }
 }

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from deepspeed.errors import BuildError, CUDAMismatchException
@@ -62,6 +63,7 @@ def _compile(op: OpSpec, compiler: Compiler, library: Path) -> None:
             what = "ended well but made no library; CXX must name a C++ compiler"
             raise BuildError(f"op {op.name}: {compiler.command[0]} {what}")
         origin = {"op": op.name, "compiler": list(compiler.command), "version": compiler.version}
+        origin |= {"targets": list(compiler.targets)} if op.kind == "cuda" else {}
         cache.publish(built, library, origin)
 
 
@@ -94,14 +96,20 @@ def ship(op: OpSpec, folder: Path) -> Path:
     library = folder / f"{op.stem()}.so"
     if not cache.is_good(library):
         folder.mkdir(parents=True, exist_ok=True)
-        _compile(op, tools.find(op.kind), library)
+        _compile(op, replace(tools.find(op.kind), targets=tools.shipped_targets()), library)
     return library
+
+
+def _fits(library: Path) -> bool:
+    """Whether it is good, and has code for the devices that are here."""
+    targets = cache.note(library).get("targets")
+    return cache.is_good(library) and (not targets or tools.covers(targets, tools.present_targets()))
 
 
 def shipped(op: OpSpec) -> Path | None:
     """The library that was built when this package was installed, if it was built from these sources."""
     library = cache.SHIPPED / f"{op.stem()}.so"
-    return library if cache.is_good(library) else None
+    return library if _fits(library) else None
 
 
 def built(op: OpSpec) -> Path | None:
@@ -110,7 +118,7 @@ def built(op: OpSpec) -> Path | None:
         if library := shipped(op):
             return library
         every = sorted(cache.folder().glob(f"{op.stem()}-*.so"), key=os.path.getmtime, reverse=True)
-        return next(filter(cache.is_good, every), None)
+        return next(filter(_fits, every), None)
     return None
 
 

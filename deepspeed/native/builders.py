@@ -186,8 +186,8 @@ class CUDAOpBuilder(OpBuilder):
     SPEC = OpSpec("", (), kind="cuda")
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """``-gencode`` flags; those of TORCH_CUDA_ARCH_LIST where it is set."""
-        return compiler.gencode(cross_compile_archs or "")
+        """``-gencode`` flags of a list like "8.0;9.0", else of TORCH_CUDA_ARCH_LIST, else of the devices here."""
+        return compiler.gencode(compiler.targets_in(cross_compile_archs or "") or compiler.wanted_targets())
 
 
 class AsyncIOBuilder(TorchCPUOpBuilder):

@@ -46,10 +46,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def note(library: Path) -> dict[str, Any]:
+    """What is known of how it was built; empty where nothing is."""
+    return _read_json(library.with_suffix(".json"))
+
+
 def is_good(library: Path) -> bool:
     """Whether it is there and as its note says it was built: loading a truncated one can kill the process."""
     try:
-        return _sha256(library) == _read_json(library.with_suffix(".json")).get("sha256")
+        return _sha256(library) == note(library).get("sha256")
     except OSError:
         return False
 

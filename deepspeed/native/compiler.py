@@ -1,6 +1,7 @@
 """The compilers of this machine: where they are, their versions, the commands they take and what they complain of."""
 
 import contextlib
+import ctypes
 import functools
 import os
 import re
@@ -20,7 +21,9 @@ from deepspeed.native.spec import Kind, OpSpec
 
 CXX_NAMES = ("c++", "g++", "clang++")
 NVCC_FOLDERS = ("/usr/local/cuda/bin",)
+# Architectures of what is built where no device is, or for other machines: those that this package is tested for.
 CUDA_TARGETS = ("80", "90")
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 PROBE_LIMIT_S = 20.0
 COMPILE_LIMIT_S = 900.0
 
@@ -80,21 +83,23 @@ def ninja_plan(commands: Mapping[Path, Sequence[str]], work: Path) -> str:
 class Compiler:
     """A compiler that answered: its command (several words with ``CXX="ccache g++"``), its version and its kind.
     ``static_runtime``: the C++ runtime can go into the library, so that an older one in the process does no harm.
+    ``targets``: the CUDA architectures that it compiles for.
     """
 
     command: tuple[str, ...]
     version: str
     kind: Kind = "cpp"
     static_runtime: bool = False
+    targets: tuple[str, ...] = CUDA_TARGETS
 
     def identity(self) -> list[str]:
         """What a cached library depends on."""
-        nvcc = _nvcc_options() if self.kind == "cuda" else []
+        nvcc = self._nvcc_options() if self.kind == "cuda" else []
         return [*self.command, self.version, str(self.static_runtime), *nvcc]
 
     def object_command(self, op: OpSpec, source: Path, target: Path) -> list[str]:
         """Compile one source."""
-        place = ["-Xcompiler", "-fPIC", *_nvcc_options()] if self.kind == "cuda" else ["-fPIC", "-pthread"]
+        place = ["-Xcompiler", "-fPIC", *self._nvcc_options()] if self.kind == "cuda" else ["-fPIC", "-pthread"]
         flags = ["-std=c++17", "-O3", *op.flags, "-I", str(op.folder())]
         return [*self.command, *place, *flags, "-c", str(source), "-o", str(target)]
 
@@ -102,29 +107,72 @@ class Compiler:
         """Make the shared library."""
         if self.kind == "cuda":
             # static: a machine with a driver and a CUDA torch needs no toolkit
-            runtime = ["-cudart", "static", *_nvcc_options()]
+            runtime = ["-cudart", "static", *self._nvcc_options()]
         else:
             static = ["-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL"] if self.static_runtime else []
             runtime = ["-pthread", *static]
         inputs = [*op.flags, *map(str, objects), *(f"-l{name}" for name in op.libraries)]
         return [*self.command, "-shared", *runtime, *inputs, "-o", str(target)]
 
+    def _nvcc_options(self) -> list[str]:
+        words = shlex.split(os.environ.get("CXX", ""))
+        host = [word for word in words if os.path.basename(word) not in ("ccache", "sccache")][:1]
+        threads = os.environ.get("DS_NVCC_THREADS")
+        options = [*(["-ccbin", *host] if host else []), *(["--threads", threads] if threads else [])]
+        return [*gencode(self.targets), *options]
 
-def gencode(targets: str = "") -> list[str]:
-    """nvcc's flags for machine code of all ``targets`` ("8.0;9.0"), and PTX of the last, for newer devices. Without
-    targets those of TORCH_CUDA_ARCH_LIST are meant, else the two that this package is tested for.
+
+def targets_in(text: str) -> tuple[str, ...]:
+    """Architectures in a list as TORCH_CUDA_ARCH_LIST has them: ("80", "90a") of "8.0;9.0a+PTX"."""
+    return tuple(major + minor for major, minor in re.findall(r"(\d+)\.(\d+[a-z]?)", text))
+
+
+@functools.cache
+def present_targets(driver: str = "libcuda.so.1") -> tuple[str, ...]:
+    """Architectures of the devices that this process may use, lowest first; empty where there is none. The driver is
+    asked, as torch is not there when a package is installed.
     """
-    text = targets or os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    names = [major + minor for major, minor in re.findall(r"(\d+)\.(\d+[a-z]?)", text)] or CUDA_TARGETS
-    codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in names]
-    return [*codes, f"-gencode=arch=compute_{names[-1]},code=compute_{names[-1]}"]
+    found, number, value = set[int](), ctypes.c_int(), ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        cuda = ctypes.CDLL(driver)
+        count = range(number.value) if not cuda.cuInit(0) and not cuda.cuDeviceGetCount(ctypes.byref(number)) else ()
+        for device in count:
+            parts = []
+            for what in (_MAJOR, _MINOR):
+                failed = cuda.cuDeviceGetAttribute(ctypes.byref(value), what, device)
+                parts.append(0 if failed else value.value)
+            found.add(10 * parts[0] + parts[1])
+    return tuple(map(str, sorted(found - {0})))
 
 
-def _nvcc_options() -> list[str]:
-    words = shlex.split(os.environ.get("CXX", ""))
-    host = [word for word in words if os.path.basename(word) not in ("ccache", "sccache")][:1]
-    threads = os.environ.get("DS_NVCC_THREADS")
-    return [*gencode(), *(["-ccbin", *host] if host else []), *(["--threads", threads] if threads else [])]
+def wanted_targets() -> tuple[str, ...]:
+    """What TORCH_CUDA_ARCH_LIST asks for, else the devices that are there, else CUDA_TARGETS."""
+    return targets_in(os.environ.get("TORCH_CUDA_ARCH_LIST", "")) or present_targets() or CUDA_TARGETS
+
+
+def shipped_targets() -> tuple[str, ...]:
+    """The same for a package that may run on other machines as well."""
+    everywhere = sorted({*CUDA_TARGETS, *present_targets()}, key=int)
+    return targets_in(os.environ.get("TORCH_CUDA_ARCH_LIST", "")) or tuple(everywhere)
+
+
+def covers(targets: Sequence[str], devices: Sequence[str]) -> bool:
+    """Whether what was compiled for ``targets`` runs on each of ``devices``: code does on those of the same major
+    number that are not older, the last target's PTX on all that are not older.
+    """
+    codes = [int(name) for name in targets if name.isdecimal()]  # "90a" runs on a 90 and on nothing else
+    exact, newer = {name[:-1] for name in targets if not name.isdecimal()}, targets[-1].isdecimal()
+
+    def runs(device: int) -> bool:
+        return any(code // 10 == device // 10 and code <= device for code in codes) or (newer and codes[-1] <= device)
+
+    return all(device in exact or runs(int(device)) for device in devices)
+
+
+def gencode(targets: Sequence[str]) -> list[str]:
+    """nvcc's flags for machine code of all ``targets``, and PTX of the last, for newer devices."""
+    codes = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in targets]
+    return [*codes, f"-gencode=arch=compute_{targets[-1]},code=compute_{targets[-1]}"]
 
 
 def locate(kind: Kind) -> tuple[str, ...]:
@@ -155,6 +203,17 @@ def find(kind: Kind, *, limit_s: float = PROBE_LIMIT_S) -> Compiler:
         raise BuildError(f"{shlex.join(command)} --version fails with status {status}: {first_error(answer)}")
     lines = answer.strip().splitlines() or [""]
     if kind == "cuda":
-        return Compiler(command, lines[-1], kind)
+        return Compiler(command, lines[-1], kind, targets=_known_targets(command, limit_s))
     status, answer = run_tool([*command, "-print-file-name=libstdc++.a"], limit_s=limit_s)
     return Compiler(command, lines[0], static_runtime=status == 0 and os.path.isabs(answer.strip()))
+
+
+def _known_targets(command: tuple[str, ...], limit_s: float) -> tuple[str, ...]:
+    """``wanted_targets``; of a device newer than nvcc the newest that it knows, whose PTX runs there."""
+    wanted = wanted_targets()
+    if wanted != present_targets() or os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return wanted
+    _, answer = run_tool([*command, "--list-gpu-arch"], limit_s=limit_s)
+    known = sorted(map(int, re.findall(r"compute_(\d+)\b", answer)))
+    nearest = {max((k for k in known if k <= int(name)), default=int(name)) for name in wanted}
+    return tuple(map(str, sorted(nearest)))

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Parameter, Signature
 from typing import Any, ClassVar
@@ -131,7 +130,7 @@ class GroupStep(torch.optim.Optimizer):
         ours = not any(group.get(key) for key in self.torch_keys)
         if ours and self.cuda_op is not None and cuda.on_cuda(params[0]):
             columns = [params, grads, *map(list, zip(*map(self._moments, states), strict=True))]
-            if cuda.usable(self.cuda_op, itertools.chain(*columns)) and self._on_cuda(columns, states, group):
+            if cuda.usable(self.cuda_op, columns) and self._on_cuda(columns, states, group):
                 return
         if self._skip is not None and self._skip.item():  # read where no kernel heeds it
             return

@@ -71,10 +71,19 @@ def _stream(device: torch.device) -> Iterator[int]:
         yield get_accelerator().current_stream(device).cuda_stream
 
 
-def usable(op: OpSpec, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether the kernel of ``op`` exists and fits: contiguous CUDA tensors of fp32, bf16 or fp16."""
+def _compiled(param: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor) -> bool:
+    """Whether there is a kernel for their dtypes together: ``by_all`` of multi_tensor.cuh."""
+    beside = (torch.float32, param.dtype)
+    return all(m.dtype in beside for m in moments) and (param.dtype is torch.float32 or grad.dtype in beside)
+
+
+def usable(op: OpSpec, columns: Sequence[Tensors]) -> bool:
+    """Whether the kernel of ``op`` exists and fits ``columns`` of parameters, gradients and moments: contiguous CUDA
+    tensors of fp32, bf16 or fp16, moments in fp32 or the parameter's dtype, and gradients of 16-bit ones too.
+    """
     # the order keeps a machine without CUDA from looking for a compiler; ROCm calls its devices cuda too
-    fit = all(on_cuda(t) and host.fits(t) for t in tensors)
+    fit = all(on_cuda(t) and host.fits(t) for column in columns for t in column)
+    fit = fit and all(_compiled(*row) for row in zip(*columns, strict=True))
     return fit and torch.version.hip is None and get_accelerator().device_name() == "cuda" and _kernel(op) is not None
 
 
@@ -155,18 +164,23 @@ def _update(
     """One update in place of every parameter, in fp32 arithmetic; the trust ratios of LAMB, 1 where nothing changed.
 
     Each parameter, gradient, pair of moments and output is fp32, bf16 or fp16, contiguous, on one CUDA device, of as
-    many elements. ``step`` is the number of this update, from 1: an int, or one fp32 CUDA tensor for each parameter,
-    only read. Gradients are multiplied by ``grad_scale`` first; ``outs`` (None: no such) receive the rounded parameters
-    in the same pass. Where ``found_inf`` holds anything but 0 nothing changes. ``lr`` and ``grad_scale`` may be CUDA
-    tensors; nothing waits for the device. ``fields`` are further numbers of ``_Call``. LAMB adds the norms in a fixed
-    order: equal tensors give equal bits. Raises ValueError for other tensors, RuntimeError with CUDA's name of an error
-    or where the kernel is not there (see :func:`usable`).
+    many elements; which go together :func:`usable` says. ``step`` is the number of this update, from 1: an int, or one
+    fp32 CUDA tensor for each parameter, only read. Gradients are multiplied by ``grad_scale`` first; ``outs`` (None: no
+    such) receive the rounded parameters in the same pass. Where ``found_inf`` holds anything but 0 nothing changes.
+    ``lr`` and ``grad_scale`` may be CUDA tensors; nothing waits for the device. ``fields`` are further numbers of
+    ``_Call``. LAMB adds the norms in a fixed order: equal tensors give equal bits. Raises ValueError for other tensors,
+    RuntimeError with CUDA's name of an error or where the kernel is not there (see :func:`usable`).
     """
     columns = (params, grads, exp_avgs, exp_avg_sqs, outs)
     rows: list[_Row] = list(zip(*([None] * len(params) if c is None else c for c in columns), strict=True))
     for param, *others in rows:
         tensors = [param, *(tensor for tensor in others if tensor is not None)]
-        host.check("CUDA", tensors, [moment for moment in others[1:3] if moment is not None], on_cuda)
+        moments = [moment for moment in others[1:3] if moment is not None]
+        host.check("CUDA", tensors, moments, on_cuda)
+        if not _compiled(param, others[0], *moments):
+            takes = "moments (and of 16-bit parameters gradients) in fp32 or the parameter's dtype"
+            fault = f"{others[0].dtype} and {moments[0].dtype} beside {param.dtype}"
+            raise ValueError(f"a CUDA kernel takes {takes}, not {fault}")
     steps: Tensors = () if isinstance(step, int) else step
     if steps and any(
         s.dtype is not torch.float32 or s.numel() != 1 or s.device != p.device

@@ -254,7 +254,11 @@ def replaced(recorder: Recorder, replace: Callable[[Any, str, Any], Any]) -> Ite
             (cuda, "try_load", natives.load),
             (host, "try_load", natives.load),
             (cuda, "on_cuda", lambda tensor: tensor.device.type == NAME),
-            (cuda, "usable", lambda op, tensors: all(t.device.type == NAME and t.is_contiguous() for t in tensors)),
+            (
+                cuda,
+                "usable",
+                lambda op, columns: all(t.device.type == NAME and t.is_contiguous() for c in columns for t in c),
+            ),
             (rules, "can_fuse", lambda tensors: bool(tensors) and all(t.is_floating_point() for t in tensors)),
             (content, "crc32c", lambda *_: 0),
             (content, "capture_rng", dict),

@@ -255,21 +255,26 @@ class Recorder(TorchDispatchMode):
         if tensor.constant is not None:
             with unset_fake_temporarily():
                 return tensor.constant.item()
-        if tensor.fake_device.type == NAME and not self._listing:
-            self._wait_here("read of numbers on the device")
+        if not self._listing:
+            self._look_at(tensor)
         value = _answer(tensor.dtype)
         return float(value) if tensor.dtype.is_floating_point else value
 
     def read_list(self, read: Callable[[FakeTensor], Any], tensor: FakeTensor) -> Any:
         """``tensor.tolist()``, of which ``read`` is torch's."""
-        if tensor.fake_device.type != NAME:
-            return read(tensor)
-        self._wait_here("read of numbers on the device")
+        self._look_at(tensor)
         self._listing = True
         try:
             return read(tensor)
         finally:
             self._listing = False
+
+    def _look_at(self, tensor: FakeTensor) -> None:
+        """The program reads numbers: of the device, for which it waits, or of its own memory; a copy may be late."""
+        if tensor.fake_device.type == NAME:
+            self._wait_here("read of numbers on the device")
+        else:
+            self._by_host(reads=[self.stores.touch(tensor)])
 
     def _wait_here(self, what: str) -> None:
         self.host_wait(what, stream=MODULE.current_stream().number)

@@ -30,6 +30,8 @@ LAMB = {**ADAM, "min_coeff": 0.01, "max_coeff": 10.0}
 Columns = list[list[torch.Tensor]]
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 FP32: Dtypes = (torch.float32,) * 3
+# Parameters and gradients that there are kernels for: 16-bit parameters have gradients like them, or in fp32.
+TOGETHER = [(p, g) for p, g in itertools.product(DTYPES, DTYPES) if p is torch.float32 or g in (torch.float32, p)]
 
 needs_host_kernels = pytest.mark.skipif(
     torch.cuda.is_available() and (try_load(CPU_ADAM) is None or try_load(CPU_LION) is None),
@@ -40,7 +42,7 @@ needs_host_kernels = pytest.mark.skipif(
 @pytest.fixture
 def place() -> str:
     for op in (FUSED_ADAM, FUSED_LION, FUSED_LAMB):
-        assert cuda.usable(op, [torch.ones(1, device="cuda")]), op
+        assert cuda.usable(op, [[torch.ones(1, device="cuda")]] * 3), op
     return "cuda"
 
 
@@ -177,11 +179,11 @@ def test_lamb_repeats_its_bits_and_writes_the_rounded_weights(place: str) -> Non
 
 
 @needs_host_kernels
-@pytest.mark.parametrize(("param", "grad"), list(itertools.product(DTYPES, DTYPES)))
+@pytest.mark.parametrize(("param", "grad"), TOGETHER)
 def test_every_dtype_is_the_fp32_rule_with_rounded_inputs_and_outputs(
     place: str, param: torch.dtype, grad: torch.dtype
 ) -> None:
-    for moment, out in itertools.product(DTYPES, (None, *DTYPES)):
+    for moment, out in itertools.product({torch.float32, param}, (None, *DTYPES)):
         low = draw((1003, 9001), (param, grad, moment))
         wide = [[t.float().clone() for t in column] for column in low]
         mine = copies(low, place)
@@ -191,6 +193,37 @@ def test_every_dtype_is_the_fp32_rule_with_rounded_inputs_and_outputs(
         for found, expected, dtype in zip(mine, wide, (param, grad, moment, moment), strict=True):
             assert equal(found, [t.to(dtype) for t in expected]), (moment, out)
         assert outs is None or equal(outs, [t.to(out) for t in wide[0]])
+
+
+@pytest.mark.parametrize("step", [cuda.adam_step, cuda.lion_step, cuda.lamb_step])
+def test_dtypes_that_no_kernel_is_compiled_for_are_refused_and_change_nothing(
+    place: str, step: Callable[..., object]
+) -> None:
+    settings = LION if step is cuda.lion_step else {"step": 2, **(ADAM if step is cuda.adam_step else LAMB)}
+    known = [(p, g, m) for p, g in TOGETHER for m in {torch.float32, p}]
+    for dtypes in set(itertools.product(DTYPES, repeat=3)) - set(known):
+        columns = draw((1003,), dtypes, place=place)[: 3 if step is cuda.lion_step else 4]
+        before = copies(columns, place)
+        with pytest.raises(ValueError, match="in fp32 or the parameter's dtype, not torch"):
+            step(*columns, **settings)
+        assert all(map(equal, columns, before))
+    for dtypes in known:
+        step(*draw((1003,), dtypes, place=place)[: 3 if step is cuda.lion_step else 4], **settings)
+
+
+def test_a_class_updates_what_no_kernel_is_compiled_for_with_torch(place: str) -> None:
+    columns = draw((1003,), (torch.float32, torch.float32, torch.bfloat16), place=place)
+    assert not cuda._compiled(*(column[0] for column in columns))
+    param = torch.nn.Parameter(columns[0][0].clone())
+    optimizer = FusedAdam([param], lr=1e-2, weight_decay=0.0)
+    optimizer.state[param] = {
+        "step": torch.ones((), device=place),
+        "exp_avg": columns[2][0],
+        "exp_avg_sq": columns[3][0],
+    }
+    param.grad = columns[1][0]
+    optimizer.step()
+    assert float(optimizer.state[param]["step"]) == 2 and not torch.equal(param, columns[0][0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -436,7 +469,7 @@ def test_a_step_must_be_on_the_device_in_fp32(place: str) -> None:
 
 def test_host_tensors_are_refused() -> None:
     columns = draw((4,))
-    assert not cuda.usable(FUSED_ADAM, columns[0])
+    assert not cuda.usable(FUSED_ADAM, columns)
     for call in (
         lambda: cuda.adam_step(*columns, step=1, **ADAM),
         lambda: cuda.lion_step(*columns[:3], **LION),

@@ -27,12 +27,14 @@ from deepspeed.optim import cuda
 from tests.gpu.test_fused_optimizers import (  # noqa: F401 - collected here too, with the fixture ``place`` of this file
     ADAM,
     draw,
+    test_a_class_updates_what_no_kernel_is_compiled_for_with_torch,
     test_a_grad_scaler_is_heard,
     test_a_step_must_be_on_the_device_in_fp32,
     test_adam_equals_the_host_kernel_bit_by_bit,
     test_adam_follows_torch,
     test_alignment_changes_no_bit,
     test_an_overflow_changes_nothing,
+    test_dtypes_that_no_kernel_is_compiled_for_are_refused_and_change_nothing,
     test_every_dtype_is_the_fp32_rule_with_rounded_inputs_and_outputs,
     test_host_tensors_are_refused,
     test_hundreds_of_tensors_of_mixed_dtypes_and_none_of_length_zero_hurts,
@@ -174,7 +176,11 @@ def place(host_libraries: dict[OpSpec, ctypes.CDLL], monkeypatch: pytest.MonkeyP
     """Host memory in the place of a device's."""
     monkeypatch.setattr(cuda, "try_load", host_libraries.get)
     monkeypatch.setattr(cuda, "on_cuda", lambda tensor: True)
-    monkeypatch.setattr(cuda, "usable", lambda op, tensors: all(t.is_contiguous() for t in tensors))
+    monkeypatch.setattr(
+        cuda,
+        "usable",
+        lambda _, columns: all(t.is_contiguous() for c in columns for t in c) and all(map(cuda._compiled, *columns)),
+    )
     monkeypatch.setattr(cuda, "_stream", lambda device: contextlib.nullcontext(0))
     cuda._kernel.cache_clear()
     yield "cpu"

@@ -119,6 +119,8 @@ CASES: dict[str, dict[str, Any]] = {
     # a read, or an update, fails half way, and the client goes on, or ends
     "failing-on-host": _config(3, offload_param=_CPU),
     "torn-on-drive": _config(3, offload_optimizer={**_DRIVE, "buffer_count": 4}),
+    # the norm is read after the update, as the client asks for it
+    "asking": _config(3, clip=0.0),
     # saves in the background, whose thread is late or early; the client writes at once
     "saving": _config(3) | _BEHIND,
     "saving-at-stage1": _config(1) | _BEHIND,
@@ -215,6 +217,7 @@ def use_copies_that_fail(_: Recorder) -> None:
         copies.take(parts)
     copies.before_update()
     masters[0].add_(1)
+    copies.take([TensorPart("master", "0", (1 << 20,), 0, Elements(torch.zeros(1 << 20, device="cpu")))])
     again = copies.take(parts)
     copies.arrive()
     again[0].values.add_(1)

@@ -96,7 +96,7 @@ def test_every_access_is_ordered(facts: dict[str, dict[str, Any]], name: str) ->
 
 
 # Where the client itself reads and moves states, it waits too.
-ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "setting", "slots", "lending"))]
+ALONE = [name for name in CASES if not name.startswith(("looking", "reading", "setting", "slots", "lending", "asking"))]
 
 
 @pytest.mark.parametrize("name", of(ALONE))

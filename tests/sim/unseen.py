@@ -37,6 +37,9 @@ SEEN: dict[str, str] = {
     "zero.runtime:attached: self.before_update()": "slots",
     "zero.unit:values: keeper.before_update()": "writing",
     "zero.step:take_step: runtime.before_update()": "saving",
+    "zero.step:__init__: self._event.record()": "asking",
+    "zero.step:_read: self._event.synchronize()": "asking",
+    "checkpoint.save.copies:take: self._event.synchronize()": "copies",
     "checkpoint.save.copies:take: self._stream.wait_stream(accelerator.cur...": "saving",
     "checkpoint.save.copies:take: self._event.record(self._stream)": "saving",
     "checkpoint.save.copies:before_update: get_accelerator().current_stream().wait_...": "saving",
@@ -71,7 +74,8 @@ UNSEEN: dict[str, str] = {
         "not reached: ends the waits of programs one of which has failed; tests/dist/test_failures_of_one_rank.py"
     ),
     "zero.runtime:_forget_vacant: self.gradients.land_all()": (
-        "not reached: ranks that differ; without it a gradient that no rank had would be dropped before it has landed"
+        "ranks that differ: what guests have made is dropped, of which there is nothing in one process; without it a "
+        "gradient that no rank had would go before it has landed"
     ),
     "zero.runtime:_gather: unit.arrive()": (
         "a later wait covers it: the second gather travels on the same stream, and is waited for on the next line"
@@ -106,9 +110,6 @@ UNSEEN: dict[str, str] = {
         "not reached: the simulator's pages wait alike, which is planted in matrix.py; "
         "test_arena.py::test_closing_gives_back_what_is_free_and_the_rest_with_its_last_user"
     ),
-    "checkpoint.save.copies:take: self._event.synchronize()": (
-        "not reached: the save before has ended without looking whether its copies are there, which takes an error"
-    ),
     "engine:offload_states: self.runtime.before_update()": (
         "memory: what the copies read is theirs until then, and would not leave the device; nobody writes it"
     ),
@@ -126,10 +127,6 @@ UNSEEN: dict[str, str] = {
         "ordered already: the transfer has ended, and it lets go of its memory; "
         "test_aio_engine.py::test_done_without_waiting"
     ),
-    "zero.step:__init__: self._event.record()": (
-        "values: two numbers that the host reads; what it reads of its own memory is no access that is recorded"
-    ),
-    "zero.step:_read: self._event.synchronize()": "values: as the event that it waits for",
     "engine:step: self._saver.settle(wait=False)": "raises what a save in background met; waits for nothing",
 }
 
