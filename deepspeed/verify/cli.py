@@ -11,6 +11,8 @@ states rest.
     ds_verify resume --ranks 4 --load-ranks 3           the state survives a change of the number of ranks
     ds_verify crash --kills 200                         killed while saving: every resume finds a whole checkpoint
     ds_verify schedule --schedule zero_bubble           what the ranks of a pipeline do when, and how long they wait
+    ds_verify 3d --matrix                               pipeline x tensor x data parallel x ZeRO against one process
+    ds_verify 3d --checkpoints                          saved at one layout, loaded at others and back
 
 Exit code: 0 all cells pass, 1 some cell fails, 2 the command or its files are wrong, 130 after Ctrl-C.
 """
@@ -20,7 +22,7 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed.observe.program import CommandLine, guarded
-from deepspeed.verify import crash, data, grads, offload, resume, schedule, user_model
+from deepspeed.verify import crash, data, grads, offload, resume, schedule, three_axes, user_model
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankFailure
 
@@ -31,6 +33,7 @@ _COMMANDS = {
     "resume": (resume, "compare training that is saved and resumed with training in one go, bit for bit"),
     "crash": (crash, "kill a job at random instants of its saves; every resume must find a whole checkpoint"),
     "schedule": (schedule, "draw the schedule of a pipeline, with its bubble"),
+    "3d": (three_axes, "compare pipelines of tensor-parallel parts beside ZeRO with plain one-process PyTorch"),
 }
 
 

@@ -25,12 +25,12 @@ def folder(text: str) -> str:
     return text
 
 
-def add_training(parser: CommandLine, config: str, *, steps: int, limit: float) -> None:
+def add_training(parser: CommandLine, config: str, *, steps: int, limit: float, ranks: int = 2) -> None:
     """What all gates take that train a model of ours or of the user."""
     model = "your own model (ds_verify grads --help says what build() returns)"
     parser.option("--model", str, None, "MODULE:BUILD", model)
     parser.option("--config", str, None, "FILE", config)
-    parser.option("--ranks", count_of, 2, "N", "number of CPU ranks")
+    parser.option("--ranks", count_of, ranks, "N", "number of CPU ranks")
     parser.option("--steps", count_of, steps, "N", "optimizer steps of one run")
     parser.option("--time-limit", float, limit, "N", "seconds one run may take")
 

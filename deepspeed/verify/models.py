@@ -5,7 +5,7 @@ one-process trainer (``reference.py``) and by the engine on several ranks (``gra
 it is a function of a seed and of the place in the run (step, micro-batch, rank).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,12 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.pipe.module import LayerSpec, TiedLayerSpec
+
 IN_FEATURES = 6
 HIDDEN = 8
 OUT_FEATURES = 5
 VOCABULARY = 11
 SEQUENCE = 4
 SAMPLES = 4
+# of the decoder that is cut into stages and parts
+WIDTH, HEADS, KEY_HEADS, INNER, WORDS = 16, 4, 2, 21, 13
 
 
 class MicroBatch(NamedTuple):
@@ -227,6 +231,122 @@ def squared_error_branch(model: nn.Module, batch: Any, place: MicroBatch) -> Los
     return [F.mse_loss(model(x, skip), y)]
 
 
+# -- a decoder as a list of layers: an uneven vocabulary, fewer heads of keys, uneven parts, biases on both sides of a
+# -- sum, and one layer on two stages. Every layer draws its weights from its own seed, wherever it is built.
+def draw(module: nn.Module, seed: int) -> None:
+    """Fill the parameters: norms around 1, everything else around 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in module.named_parameters():
+            value = torch.randn(param.shape, generator=generator, device="cpu") / 3
+            param.copy_(value + 1 if "norm.weight" in name else value)
+
+
+class Words(nn.Module):
+    """Token ids [samples, length] to vectors [samples, length, WIDTH]."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(WORDS, WIDTH)
+        draw(self, seed)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed_tokens(ids)
+
+
+class FeedForward(nn.Module):
+    """A residual two-layer perceptron of an uneven width."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up_proj, self.down_proj = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        draw(self, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(F.gelu(self.up_proj(self.norm(x))))
+
+
+class Attention(nn.Module):
+    """Residual causal attention with HEADS heads, of keys and values KEY_HEADS."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.norm, self.num_heads, self.head_dim = nn.LayerNorm(WIDTH), HEADS, WIDTH // HEADS
+        self.q_proj = nn.Linear(WIDTH, HEADS * self.head_dim)
+        self.k_proj = nn.Linear(WIDTH, KEY_HEADS * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(WIDTH, KEY_HEADS * self.head_dim)
+        self.o_proj = nn.Linear(HEADS * self.head_dim, WIDTH)
+        draw(self, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        parts = (project(y).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return x + self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Scores(nn.Module):
+    """Vectors to scores of words [samples, length, WORDS]."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        draw(self, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.norm(x))
+
+
+def decoder_layers(blocks: int = 4) -> list[LayerSpec]:
+    """Embedding, blocks of attention and perceptron in turn between two uses of one perceptron, output head."""
+    inside = [LayerSpec((Attention, FeedForward)[i % 2], 10 + i) for i in range(blocks)]
+    shared = TiedLayerSpec("shared", FeedForward, 2, tied_weight_attr="up_proj.weight")
+    return [LayerSpec(Words, 1), shared, *inside, shared, LayerSpec(Scores, 3)]
+
+
+def word_batch(place: MicroBatch) -> Tensor:
+    """Token ids [SAMPLES, SEQUENCE] of the decoder."""
+    return torch.randint(WORDS, (SAMPLES, SEQUENCE), generator=place.generator())
+
+
+def next_words(model: nn.Module, ids: Tensor, place: MicroBatch) -> Losses:
+    """Mean cross-entropy of the next words."""
+    return [F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())]
+
+
+class LayerStack(nn.Module):
+    """``layers`` in one process and plain torch; parameters are named as by ``PipelineModule``."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.layers, self.tied_modules = list(layers), nn.ModuleDict()
+        self._calls: list[Callable[[Any], Any]] = []
+        for index, spec in enumerate(layers):
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = spec.build()
+                self._calls.append(self.tied_modules[spec.key])
+            else:
+                layer = spec.build() if isinstance(spec, LayerSpec) else spec
+                self.add_module(str(index), layer)
+                self._calls.append(layer)
+
+    def forward(self, x: Any) -> Any:
+        for call in self._calls:
+            x = call(x)
+        return x
+
+
+class StackedDecoder(LayerStack):
+    """The layers above."""
+
+    def __init__(self) -> None:
+        super().__init__(decoder_layers())
+
+
 # name: model, and what differs from a regression with squared errors
 TOKENS: dict[str, Any] = {"batch": token_batch, "loss": cross_entropy}
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
@@ -238,6 +358,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "conditional": (Conditional, {"loss": squared_error_branch}),
     "odd_shapes": (OddShapes, {}),
     "dropout_checkpointed": (WithDropout, {}),
+    "decoder": (StackedDecoder, {"batch": word_batch, "loss": next_words}),
 }
 
 

@@ -33,8 +33,13 @@ def add_options(parser: CommandLine) -> None:
     parser.option("--png", Path, None, "FILE", "draw it there too (needs matplotlib)")
 
 
+def usual_chunks(schedule: str) -> int:
+    """The least number of chunks on a stage that ``schedule`` is made for."""
+    return 2 if schedule in ("interleaved", "breadth_first", "zbv", "dualpipev") else 1
+
+
 def run(options: argparse.Namespace, report: Printout) -> int:
-    chunks = options.chunks or (2 if options.schedule in ("interleaved", "breadth_first", "zbv", "dualpipev") else 1)
+    chunks = options.chunks or usual_chunks(options.schedule)
     order = make_order(options.schedule, options.stages, options.micro_batches, chunks_per_rank=chunks)
     f, i, w = (cost / (order.chunks / order.ranks) for cost in options.costs)
     spans = timeline(order, {"F": f, "I": i, "W": w, "B": i + w}, hop=options.hop)

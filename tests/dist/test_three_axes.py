@@ -1,128 +1,87 @@
-"""Pipeline stages, tensor-parallel ranks and data-parallel ranks together, under ZeRO: the numbers of one process, and
-checkpoints that move between layouts.
+"""Pipeline stages, tensor-parallel ranks and data-parallel ranks together, under ZeRO: the numbers of one process,
+checkpoints that move between layouts, and ``ds_verify 3d``, which measures both.
 """
 
-import hashlib
+import sys
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
 
-import deepspeed
-from deepspeed.pipe import PipelineModule
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.harness import decoders
+from deepspeed.verify.cli import main
+from deepspeed.verify.common import Printout
+from deepspeed.verify.models import Attention, FeedForward
+from deepspeed.verify.reference import train_reference
+from deepspeed.verify.schedule import usual_chunks
+from deepspeed.verify.three_axes import (
+    KINDS,
+    TOLERANCE,
+    GridCell,
+    Pools,
+    compare_layouts,
+    matrix_cells,
+    moved,
+    run_cell,
+    visit,
+)
 from tests.harness.pool import RankPool
-from tests.harness.training import ADAMW
 
 pytestmark = pytest.mark.timeout(240)
-MICROS, CLIP = 4, 0.5
+HERE = "tests.dist.test_three_axes"
 
 
-def layers() -> list[nn.Module]:
-    """A decoder as a list."""
-    model = decoders.Llama(bias=True, head_norms=True)
-    return [model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head]
+def cell(*sizes: int, schedule: str = "1f1b", **fields: Any) -> GridCell:
+    """``sizes``: data x pipeline x tensor ranks, ZeRO."""
+    return GridCell(*sizes, schedule, usual_chunks(schedule), **fields)  # type: ignore[arg-type]
 
 
-def loss_fn(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Of the next word."""
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+def pool_of(request: pytest.FixtureRequest, one: GridCell) -> RankPool:
+    pool: RankPool = request.getfixturevalue(f"pool{one.ranks}")
+    return pool
 
 
-def start(
-    stage: int, pp: int, tp: int, *, micros: int, schedule: str = "1f1b", chunks: int = 1
-) -> deepspeed.PipelineEngine:
-    """An engine whose ranks are cut pp x data x tp."""
-    config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": micros, "gradient_clipping": CLIP,
-        "optimizer": ADAMW, "zero_optimization": {"stage": stage, "param_persistence_threshold": 20},
-        "tensor_parallel": {"autotp_size": tp}, "pipeline": {"schedule": schedule, "chunks_per_stage": chunks},
-    }  # fmt: skip
-    model = PipelineModule(layers(), num_stages=pp, loss_fn=loss_fn, partition_method="uniform")
-    return deepspeed.initialize(model=model, config=config)[0]
+# Each pair of axes, every level of ZeRO, every schedule of the matrix and two more.
+COVERING = [
+    cell(1, 2, 2, 1), cell(1, 2, 2, 3, schedule="zero_bubble"), cell(2, 2, 1, 2, schedule="interleaved"),
+    cell(2, 1, 2, 3, schedule="gpipe"), cell(1, 2, 2, 0, schedule="zbv"),
+]  # fmt: skip
 
 
-def largest_error(stage: int, schedule: str, chunks: int) -> float:
-    """Of loss, norm and weights in three steps on (two stages x data ranks x two parts), beside one process."""
-    plain = nn.Sequential(*layers())
-    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW["params"])
-    engine = start(stage, 2, 2, micros=MICROS, schedule=schedule, chunks=chunks)
-    ways, worst = engine.mesh.data.size, 0.0
-    theirs = dict(plain.named_parameters())
-    for step in range(3):
-        batches = [decoders.batch(step * MICROS + micro, way) for way in range(ways) for micro in range(MICROS)]
-        loss = sum(loss_fn(plain(ids), ids) for ids in batches) / len(batches)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = float(nn.utils.clip_grad_norm_(plain.parameters(), CLIP))
-        optimizer.step()
-        mine = [decoders.batch(step * MICROS + micro, engine.mesh.data.index) for micro in range(MICROS)]
-        error = abs(float(engine.train_batch(iter([(ids, ids) for ids in mine]))) - float(loss))
-        worst = max(worst, error, abs(engine.get_global_grad_norm() - norm) / norm)
-        for parameter in engine.module.parameters():
-            whole = safe_get_full_fp32_param(parameter)
-            alike = [other for other in theirs.values() if other.shape == whole.shape]
-            worst = max(worst, min(float((whole - other).abs().max()) for other in alike))
-    engine.destroy()
-    return worst
+@pytest.mark.parametrize("one", COVERING, ids=lambda one: " ".join(one.label()))
+def test_a_layout_trains_as_one_process(request: pytest.FixtureRequest, one: GridCell) -> None:
+    records = train_reference(one.case(), world=one.dp)
+    answers = pool_of(request, one).run(run_cell, one, records)
+    for errors, _ in answers:
+        assert max(errors[kind] for kind in KINDS)[0] <= TOLERANCE, errors
+    assert set().union(*(names for _, names in answers)) == set(records[0].params)
 
 
-@pytest.mark.parametrize("case", [(1, "1f1b", 1), (3, "zero_bubble", 1), (0, "gpipe", 1), (2, "interleaved", 2)])
-def test_stages_of_parts_train_as_one_process(pool4: RankPool, case: tuple[int, str, int]) -> None:
-    assert max(pool4.run(largest_error, *case)) < 1e-6
+def test_the_matrix_is_the_documented_product() -> None:
+    cells = matrix_cells()
+    assert len({one.label() for one in cells}) == len(cells) == 2**3 * 4 * 3
+    assert [one.ranks for one in cells] == sorted(one.ranks for one in cells)
+    assert {one.ranks for one in matrix_cells(2)} == {1, 2}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ways_along_each_axis_train_as_one_process(stage: int, schedule: str) -> None:
-    with RankPool(8) as pool:
-        assert max(pool.run(largest_error, stage, schedule, 2 if schedule == "interleaved" else 1)) < 1e-6
+@pytest.mark.timeout(1800)
+def test_every_layout_of_eight_ranks_is_supported_and_trains_as_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["3d", "--matrix", "--time-limit", "120"]) == 0
+    assert "96 of 96 layouts compared, 0 unsupported; " in capsys.readouterr().out
 
 
-def one_step(engine: deepspeed.PipelineEngine, step: int) -> float:
-    """Its loss."""
-    batches = [decoders.batch(step * 2 + micro, 0) for micro in range(2)]
-    return float(engine.train_batch(iter([(ids, ids) for ids in batches])))
-
-
-def state_of(engine: deepspeed.PipelineEngine) -> dict[str, str]:
-    """A hash of each weight with its moment, of all stages."""
-    mine = {}
-    for name, parameter in engine.module.named_parameters():
-        values = safe_get_full_fp32_param(parameter), safe_get_full_optimizer_state(parameter, "exp_avg")
-        mine[name] = hashlib.sha256(b"".join(v.contiguous().numpy().tobytes() for v in values)).hexdigest()
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: digest for each in everyone for name, digest in each.items()}
-
-
-def save(stage: int, pp: int, tp: int, folder: str) -> tuple[dict[str, str], float]:
-    """The state after two steps, and the next loss."""
-    engine = start(stage, pp, tp, micros=2)
-    for step in range(2):
-        one_step(engine, step)
-    engine.save_checkpoint(folder, "t")
-    result = state_of(engine), one_step(engine, 5)
-    engine.destroy()
-    return result
-
-
-def load(stage: int, pp: int, tp: int, folder: str) -> tuple[dict[str, str], float]:
-    """The same of an engine that goes on from there."""
-    engine = start(stage, pp, tp, micros=2)
-    engine.load_checkpoint(folder)
-    result = state_of(engine), one_step(engine, 5)
-    engine.destroy()
-    return result
-
-
-LAYOUTS = {"one rank": (1, 0, 1, 1), "parts": (2, 3, 1, 2), "stages of parts": (4, 2, 2, 2)}
-LAYOUTS |= {"four parts": (4, 3, 1, 4), "stages of data ranks": (4, 3, 2, 1)}
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+LAYOUTS = {
+    "one rank": cell(1, 1, 1, 0),
+    "parts": cell(1, 1, 2, 3),
+    "stages of parts": cell(1, 2, 2, 2),
+    "four parts": cell(1, 1, 4, 3),
+    "stages of data ranks": cell(2, 2, 1, 3),
+}
 
 
 @pytest.mark.parametrize(
@@ -130,11 +89,124 @@ LAYOUTS |= {"four parts": (4, 3, 1, 4), "stages of data ranks": (4, 3, 2, 1)}
     [("stages of parts", name) for name in LAYOUTS if name != "stages of parts"] + [("one rank", "stages of parts")],
 )
 def test_a_run_goes_on_at_any_other_layout(
-    pool1: RankPool, pool2: RankPool, pool4: RankPool, tmp_path: Path, before: str, after: str
+    request: pytest.FixtureRequest, tmp_path: Path, before: str, after: str
 ) -> None:
-    pools = {1: pool1, 2: pool2, 4: pool4}
-    (ranks, *cut), (others, *theirs) = LAYOUTS[before], LAYOUTS[after]
-    state, loss = pools[ranks].run(save, *cut, str(tmp_path))[0]
-    for found, again in pools[others].run(load, *theirs, str(tmp_path)):
-        assert found == state
-        assert abs(again - loss) < 1e-6
+    first, second = LAYOUTS[before], LAYOUTS[after]
+    saved = pool_of(request, first).run(visit, first, str(tmp_path), None, "t")[0]
+    for answer in pool_of(request, second).run(visit, second, str(tmp_path), "t", None):
+        assert moved(saved, answer, TOLERANCE)[1] == ""
+
+
+def test_a_state_that_differs_is_named() -> None:
+    assert moved(({"a": "1", "b": "2"}, [1.0]), ({"a": "1"}, [1.0]), TOLERANCE)[1] == "1 of 2 names differ, first b"
+    assert "differ by 1.0e-01" in moved(({"a": "1"}, [1.0]), ({"a": "1"}, [1.1]), TOLERANCE)[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_eight_ranks_go_on_at_four_other_layouts_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["3d", "--checkpoints", "--time-limit", "120"]) == 0
+    assert "32 loads: same state, same losses" in capsys.readouterr().out
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+class Vectors(nn.Module):
+    """Word ids to vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
+
+
+def build() -> Any:
+    """A user's list of layers, with dropout."""
+    layers = [Vectors(), Attention(1), nn.Dropout(0.5), FeedForward(2), nn.Linear(16, 13, bias=False)]
+    return nn.Sequential(*layers), lambda *place: torch.arange(8).view(2, 4).add(sum(place)) % 13
+
+
+class Blocks(nn.Module):
+    """A user's model with a list of blocks, of three heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 12)
+        self.blocks = nn.ModuleList(ThreeHeads() for _ in range(2))
+        self.head = nn.Linear(12, 13)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+
+
+class ThreeHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 3, 4
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return x + self.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def build_of_three_heads() -> Any:
+    """The contract with a dict of arguments."""
+    return Blocks(), lambda *place: {"ids": torch.arange(8).view(2, 4).add(sum(place)) % 13}
+
+
+def _refusal(one: GridCell) -> str:
+    try:
+        one.start(one.case()).destroy()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_layout_that_is_refused_is_counted_apart_with_the_words_of_initialize(
+    capsys: pytest.CaptureFixture[str], pool2: RankPool
+) -> None:
+    refused = replace(LAYOUTS["parts"], model=f"{HERE}:build_of_three_heads")
+    good = [replace(refused, tp=1), replace(refused, tp=1, pp=2)]
+    reason = pool2.run(_refusal, refused)[0]
+    assert "autotp_size 2 does not divide the 3 attention heads of blocks.0;" in reason
+    with Pools(60.0) as pools:
+        options = Namespace(steps=1, tolerance=TOLERANCE)
+        assert compare_layouts(options, [refused, *good], pools, Printout(sys.stdout)) == 0
+    head, first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("1   1   2   3     1f1b") and first.endswith(f"unsupported: {reason}")
+    assert [line.endswith("  ok") for line in others[:2]] == [True, True]
+    assert others[-1].startswith("2 of 3 layouts compared, 1 unsupported; ")
+
+
+def test_a_users_layers_are_compared_without_dropout(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--ranks", "2", "--pp", "2", "--zero", "2", "--steps", "2", "--schedule", "zero_bubble"]
+    assert main(["3d", "--model", f"{HERE}:build", *asked]) == 0
+    assert "1 of 1 layouts compared, 0 unsupported" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "6"], "--ranks 6 cannot be cut into 2 pipeline stages x 2 tensor-parallel ranks"),
+        (["--matrix", "--pp", "2"], "--matrix goes through all of them; leave --pp out"),
+        (["--schedule", "1f1b", "--chunks", "2", "--ranks", "1", "--zero", "0"], "no layout is supported: PipelineErr"),
+        (["--model", "no_such_module:build"], "cannot import 'no_such_module'"),
+    ],
+)
+def test_wrong_input_is_a_sentence_and_exit_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["3d", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("ds_verify: ") and words in shown and "Traceback" not in shown
+
+
+def test_an_error_beyond_the_tolerance_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--ranks", "1", "--pp", "1", "--zero", "3", "--tolerance", "1e-12", "--steps", "2"]
+    assert main(["3d", *asked]) == 1
+    assert "largest error" in capsys.readouterr().out
