@@ -111,6 +111,10 @@ TARGETS = [
     Target("33.7m", "ours:2", "reference:2", "step_s", 0.95),
     Target("134m", "ours:3", "reference:3", "above_base_mib", 0.7),
     Target("134m", "ours:3", None, "above_base_mib", 1.25),
+    Target("134m", "ours:3:compiled", "fsdp2:3:compiled", "step_s", 1.0),
+    Target("134m", "ours:3:compiled", "fsdp2:3:compiled_model", "step_s", 1.0),
+    Target("33.7m", "ours:3:compiled", "fsdp2:3:compiled", "step_s", 1.0),
+    Target("33.7m", "ours:3:compiled", "fsdp2:3:compiled_model", "step_s", 1.0),
     Target("134m", "ours:3:nvme", "reference:3:nvme", "step_s", 0.5),
 ]
 

@@ -75,6 +75,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._destroyed = self._over_limit = self._lent = self.is_compiled = False
         self._forced_boundary: bool | None = None
         self._way_back = contextlib.ExitStack()  # of states that have left the device
+        self._compiled = contextlib.ExitStack()  # closed, every forward is what it was
         self._start_timing(config)
         self._start_checkpoints()
         self.runtime.window_ends = self.is_gradient_accumulation_boundary
@@ -321,9 +322,37 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
             dataloader_drop_last=self._config.dataloader_drop_last,
         )
 
-    def compile(self, backend: str = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """``module.compile`` in place. Frames break at the hooks, so compile blocks for the best result."""
-        self.module.compile(backend=backend, **(compile_kwargs or {}))
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile in place, by ``torch.compile(..., backend=backend, **compile_kwargs)``, at the next forward.
+
+        Where no parameter is sharded that is the module's forward as a whole, else the forward of each block that the
+        model repeats and of other modules that hold parameters; gathers stay outside. A second call replaces the first.
+        Raises UsageError inside a forward or backward, for CUDA graphs over sharded parameters, whose addresses change,
+        and for ``schedule`` and ``compiled_autograd_enabled``, which are not in this release.
+        """
+        self._check_alive()
+        options = dict(compile_kwargs or {})
+        if schedule is not None or compiled_autograd_enabled:
+            raise UsageError("engine.compile: schedule and compiled_autograd_enabled are not in this release")
+        if self.runtime.depth or self.runtime.in_backward:
+            raise UsageError("engine.compile was called inside a forward or backward; call it between two steps")
+        graphs = (options.get("options") or {}).get("triton.cudagraphs")
+        if (graphs or options.get("mode") in ("reduce-overhead", "max-autotune")) and any(
+            unit.movable for unit in self.runtime.units
+        ):
+            raise UsageError(
+                f"engine.compile(compile_kwargs={options}) captures CUDA graphs, which need parameters that stay where "
+                "they are, and under this configuration they are sharded or offloaded; use another mode "
+                "('max-autotune-no-cudagraphs', 'default') or a stage below 3"
+            )
+        self._compiled.close()
+        self._compiled.callback(self._parts.hooks.compile(torch.compile(backend=backend, **options)))
         self.is_compiled = True
 
     def empty_partition_cache(self) -> None:
@@ -473,6 +502,7 @@ class DeepSpeedEngine(EngineReports, EngineCheckpoint, nn.Module):
         self._hear()  # the log is told what was left out
         self._destroyed = True
         self._lasting.close()
+        self._compiled.close()
         self._parts.hooks.remove()
         self._offload.forget()
         self.runtime.reset()

@@ -13,14 +13,15 @@ from measure import Step
 from models import ADAMW, Workload, build_model
 from torch import Tensor
 
-VARIANTS = ("default", "torch_adam", "no_init", "cpu", "nvme", "nvme_no_init")
+VARIANTS = ("default", "compiled", "torch_adam", "no_init", "cpu", "nvme", "nvme_no_init")
 
 
 def config_for(args: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """bf16 + AdamW, no clipping, one micro-batch a step.
 
-    Variants: torch_adam (torch's AdamW), no_init (whole model, then sharded), cpu and nvme (parameters and optimizer
-    state offloaded; nvme to the folder DS_BENCH_NVME, default the system's folder for temporary files).
+    Variants: compiled (``engine.compile()``), torch_adam (torch's AdamW), no_init (whole model, then sharded), cpu and
+    nvme (parameters and optimizer state offloaded; nvme to the folder DS_BENCH_NVME, default the system's folder for
+    temporary files).
     """
     if args.variant not in VARIANTS:
         raise SystemExit(f"unknown variant {args.variant!r}; known: {', '.join(VARIANTS)}")
@@ -55,6 +56,8 @@ def build_step(package: ModuleType, args: argparse.Namespace, workload: Workload
     with package.zero.Init(config_dict_or_path=config) if sharded else contextlib.nullcontext():
         model = build_model(workload)
     engine, _, _, _ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if args.variant == "compiled":
+        engine.compile()
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = engine(inputs, targets)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 def build(args: argparse.Namespace, workload: Workload) -> Step:
     """Variants: default (fused AdamW, bf16 reductions), foreach (foreach AdamW), fp32_reduce (gradients reduced in
-    fp32).
+    fp32), compiled (each block by inductor, as torchtitan does), compiled_model (the whole model, graphs end at hooks).
     """
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     reduce_dtype = torch.float32 if args.variant == "fp32_reduce" else torch.bfloat16
@@ -24,6 +24,8 @@ def build(args: argparse.Namespace, workload: Workload) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in {"compiled": [*model.blocks], "compiled_model": [model]}.get(args.variant, []):
+        module.compile()
     model.to_empty(device="cpu")
     for module in model.modules():
         if hasattr(module, "reset_parameters"):

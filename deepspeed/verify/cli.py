@@ -4,6 +4,7 @@ states rest.
     ds_verify grads                                     stage 0-3 on a small built-in model
     ds_verify grads --matrix                            stage x bucket x overlap x accumulation x model
     ds_verify grads --model my_model:build --config ds_config.json     your model under your configuration
+    ds_verify compile                                   blocks compiled by inductor train alike, each as one graph
     ds_verify offload                                   device, cpu and nvme agree bit for bit on a small built-in model
     ds_verify offload --model my_model:build --config ds_config.json --folder /drive     on yours, on your drive
     ds_verify data --save-n 4 --load-n 3 --workers 2    an epoch resumed on other ranks: no sample twice, none missing
@@ -22,12 +23,13 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed.observe.program import CommandLine, guarded
-from deepspeed.verify import crash, data, grads, offload, resume, schedule, three_axes, user_model
+from deepspeed.verify import compiled, crash, data, grads, offload, resume, schedule, three_axes, user_model
 from deepspeed.verify.common import Finding, Printout
 from deepspeed.verify.ranks import RankFailure
 
 _COMMANDS = {
     "grads": (grads, "compare gradients, norms and parameters with plain one-process PyTorch"),
+    "compile": (compiled, "compare compiled blocks with plain PyTorch; count graph breaks and recompilations"),
     "offload": (offload, "compare training with states on the device, in host memory and on a drive, bit for bit"),
     "data": (data, "count the samples of an epoch that is saved on some ranks and resumed on others"),
     "resume": (resume, "compare training that is saved and resumed with training in one go, bit for bit"),

@@ -11,7 +11,7 @@ asked for.
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -166,19 +166,34 @@ def _start(case: Case, config: dict[str, Any]) -> Any:
     return engine
 
 
-def run_cell(cell: Cell, *, steps: int = STEPS, case: Case | None = None) -> Errors:
+def run_cell(
+    cell: Cell,
+    *,
+    steps: int = STEPS,
+    case: Case | None = None,
+    prepare: Callable[[Any], None] = lambda engine: None,
+    after_step: Callable[[], None] = lambda: None,
+) -> Errors:
     """Train the model of the cell, or ``case``, on the ranks of this process group; this rank's errors. Collective."""
     case = case or case_of(cell.model, cell.config)
     case = case if cell.accumulation is None else replace(case, accumulation=cell.accumulation)
     reference = train_reference(case, world=dist.get_world_size(), steps=steps)
     config, errors = cell.settings(case), Errors.fromkeys(KINDS, (0.0, ""))
     engine = _start(case, config)
+    prepare(engine)
     for step, record in enumerate(reference):
         _check_step(engine, case, record, step, errors)
+        after_step()
     engine.destroy()
     if lower := {key: cell.config[key] for key in DTYPE_KEYS if key in cell.config}:
         _start(case, config | lower).destroy()
     return errors
+
+
+def largest(ranks: list[Errors]) -> tuple[float, str, str]:
+    """The largest error, its kind, and where it is."""
+    (top, where), kind = max((each[kind], kind) for each in ranks for kind in KINDS)
+    return top, kind, where
 
 
 def matrix_cells(models: Iterable[str] = MATRIX_MODELS, config: dict[str, Any] | None = None) -> list[Cell]:
@@ -220,9 +235,8 @@ def run(options: argparse.Namespace, report: Printout) -> int:
 
         def check(cell: Cell) -> tuple[str, str]:
             results: list[Errors] = pool.run(run_cell, cell, steps=options.steps)
-            errors = {kind: max(each[kind] for each in results) for kind in KINDS}
-            (top, where), kind = max((error, kind) for kind, error in errors.items())
-            texts = [f"{error:.1e}" for error, _ in errors.values()]
+            top, kind, where = largest(results)
+            texts = [f"{max(each[kind] for each in results)[0]:.1e}" for kind in KINDS]
             fault = f"largest error {top:.3e} in {kind} {where} ({', '.join(texts)})"
             return f"{_row(texts, WIDTHS[5:])}  ok", "" if top <= options.tolerance else fault
 

@@ -1,16 +1,25 @@
 """Wiring between a module tree and a runtime. A hook body is one call to a verb.
 
-Forward: every module that holds parameters directly, and every unit's root block, enters and leaves its units.
+Forward: a block's root enters and leaves the units of all modules inside; so does, with its own, every module outside
+blocks that holds parameters directly. The hooks of a module inside a block only act where it is called without the
+root, and none are there once something is compiled: see [Note: compiled blocks].
 Backward: each output tensor gets one hook, which fetches the units again before autograd reads them; each parameter's
 AccumulateGrad hook hands its gradient over; a hook on the inputs of a unit's root tells that its backward is through.
 Private torch names used here: ``torch._C._current_graph_task_id`` (are we inside a backward?) and
 ``torch.autograd.Variable._execution_engine.queue_callback`` (end of backward).
+
+[Note: compiled blocks] Dynamo cannot trace the hooks. Where a module's ``forward`` is compiled they are outside of it;
+where the client has compiled more than that, they end a graph (``torch.compiler.disable``), which splits no block as
+nothing inside one has hooks. A module inside a block that is called without the root then finds released parameters,
+which are fetched on demand. A compiled forward is one node of the graph, so a hook on that node, not on each output,
+also sees gradients that come through tensors which it has stored elsewhere.
 """
 
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,6 +56,12 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
             slots = cls.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
                 yield from tensors_in(getattr(value, name, None), depth - 1)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether the client has compiled the module: a copy of it, its call, or its forward."""
+    calls = (getattr(module, "_compiled_call_impl", None), getattr(module.forward, "_torchdynamo_orig_callable", None))
+    return hasattr(module, "_orig_mod") or any(call is not None for call in calls)
 
 
 def _drop_gradient(param: nn.Parameter) -> None:
@@ -91,6 +106,9 @@ class ModuleHooks:
         self._runtime = runtime
         self._touches = touches
         self._roots = roots
+        self._inside = {m: root for root in roots for m in root.modules() if m is not root}
+        self._running: Counter[nn.Module | None] = Counter()  # roots whose forward is under way
+        self._compiled = False
         self._warned: set[nn.Module] = set()
         self._checked_at = -1
         self._armed = False
@@ -116,12 +134,13 @@ class ModuleHooks:
         """Register every hook (idempotent)."""
         self.remove()
         units = self._runtime.units
+        self._compiled = self._compiled or any(map(_is_compiled, self._model.modules()))
         for module, indices in self._touches.items():
             movable = [units[i] for i in indices if units[i].movable]
-            if movable or module is self._model:
-                self._hook_module(module, movable, is_root=module in self._roots)
+            if module is self._model or (movable and not (self._compiled and module in self._inside)):
+                self._hook_module(module, movable)
         if self._model not in self._touches:
-            self._hook_module(self._model, [], is_root=False)
+            self._hook_module(self._model, [])
         hold = self.backward_handles.append
         for unit in units:
             for position, param in enumerate(unit.params if unit.trainable else ()):
@@ -139,10 +158,50 @@ class ModuleHooks:
         self.forward_handles.clear()
         self.backward_handles.clear()
 
-    def _hook_module(self, module: nn.Module, units: list[Unit], *, is_root: bool) -> None:
-        runtime = self._runtime
+    def compile(self, compiler: Callable[[Any], Any]) -> Callable[[], None]:
+        """Pass every forward without hooks inside through ``compiler``; returns what brings back what was there."""
+        movable = {m for m, indices in self._touches.items() if any(self._runtime.units[i].movable for i in indices)}
+        before: dict[nn.Module, Any] = {}
+
+        def visit(module: nn.Module) -> None:
+            inner = [m for m in module.modules() if m is not module]
+            cut = module not in self._roots and any(m in movable and m not in self._inside for m in inner)
+            single = not inner and type(module).forward.__module__.startswith("torch.nn.")  # one kernel anyway
+            if cut or type(module).forward is nn.Module.forward:
+                for child in module.children():
+                    visit(child)
+            elif module in self._roots or not single:
+                before[module] = vars(module).get("forward")
+                module.forward = compiler(module.forward)
+
+        visit(self._model)
+        if not before and self._runtime.mesh.first:
+            logger.warning(
+                "nothing of %s is compiled: its parameters are sharded one module at a time, as it repeats no block in "
+                "a ModuleList; mark larger modules by deepspeed.utils.set_z3_leaf_modules before deepspeed.initialize",
+                type(self._model).__name__,
+            )
+        self._compiled = True
+        self.install()
+
+        def undo() -> None:
+            for module, forward in before.items():
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+        return undo
+
+    def _hook_module(self, module: nn.Module, units: list[Unit]) -> None:
+        runtime, root = self._runtime, self._inside.get(module)
+        is_root = module in self._roots
+        modules = [*module.modules()] if is_root else [module]
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if root in self._running:
+                return
+            if is_root:
+                self._running[module] += 1
             recompute = inside_backward()
             if recompute:
                 self._arm()
@@ -154,13 +213,18 @@ class ModuleHooks:
                 self._watch_inputs(units, (args, kwargs))
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
+            if root in self._running:
+                self._watch_outputs(units, output, inner=True)
+                return
+            if is_root:
+                self._running -= Counter([module])
             if inside_backward():
                 self._watch_outputs(units, output)
                 return
             needed = [*units, *runtime.borrowed()]
             seen = self._watch_outputs(needed, output)
             if needed and torch.is_grad_enabled():
-                self._watch_stash(needed, module)
+                self._watch_stash(needed, modules)
             # Trained parameters, and nothing to tell when they are needed again.
             keep = torch.is_grad_enabled() and not seen and any(u.trainable for u in units) and output is not None
             if keep and module not in self._warned:
@@ -172,11 +236,15 @@ class ModuleHooks:
             if module is self._model and sys.exc_info()[0] is None:
                 runtime.meet(passing=True)
 
+        if "torch._dynamo" in sys.modules:  # which every optimizer of torch imports, in seconds
+            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         self.forward_handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self.forward_handles.append(module.register_forward_hook(after, always_call=True))
 
     def _check_parameters(self) -> None:
         """Once a step: refuse parameters replaced or moved after ``initialize``; say once which train in vain."""
+        if self._checked_at < 0 and not self._compiled and any(map(_is_compiled, self._model.modules())):
+            self.install()
         for unit in self._runtime.units:
             unit.check_views()
         for module in self._touches if any(unit.trainable for unit in self._runtime.units) else ():
@@ -198,22 +266,27 @@ class ModuleHooks:
                         param._ds_name,  # type: ignore[attr-defined]
                     )
 
-    def _watch_outputs(self, units: list[Unit], output: Any) -> bool:
-        """Hook every output that will carry a gradient; True when there was one."""
-        tensors = [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
-        for tensor in tensors:
-            tensor.register_hook(functools.partial(self._before_backward, units))
-        return bool(tensors)
+    def _watch_outputs(self, units: list[Unit], output: Any, *, inner: bool = False) -> bool:
+        """Hook every output that will carry a gradient; True when there was one. ``inner``: a root does, too."""
+        if not torch.is_grad_enabled():
+            return False
+        origins = {t.grad_fn or t for t in tensors_in(output) if t.requires_grad}
+        for origin in origins:
+            hold = origin.register_hook if isinstance(origin, torch.Tensor) else origin.register_prehook
+            hold(functools.partial(self._before_backward, units, inner=inner))
+        return bool(origins)
 
-    def _watch_stash(self, units: list[Unit], module: nn.Module) -> None:
-        """Hook what a forward has left on the module itself (an auxiliary loss): it reaches a backward unreturned."""
-        values = [value for name, value in vars(module).items() if name not in _OWN_ATTRIBUTES]
+    def _watch_stash(self, units: list[Unit], modules: list[nn.Module]) -> None:
+        """Hook what a forward has left on its modules (an auxiliary loss): it reaches a backward unreturned."""
+        values = [v for m in modules for name, v in vars(m).items() if name not in _OWN_ATTRIBUTES]
         for tensor in tensors_in([v for v in values if isinstance(v, (torch.Tensor, list, tuple, dict))], 3):
             if tensor.requires_grad and not tensor.is_leaf and not hasattr(tensor, "_ds_watched"):
                 tensor._ds_watched = True  # type: ignore[attr-defined]
                 tensor.register_hook(functools.partial(self._before_backward, units))
 
-    def _before_backward(self, units: list[Unit], _: torch.Tensor) -> None:
+    def _before_backward(self, units: list[Unit], _: Any, *, inner: bool = False) -> None:
+        if inner and all(unit.whole for unit in units) and not torch.is_grad_enabled():
+            return  # as after the root's own hook
         self._arm()
         # Gradients that will be differentiated again (create_graph) leave a graph that reads the weights later.
         self._runtime.second_order = torch.is_grad_enabled()

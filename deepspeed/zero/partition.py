@@ -136,7 +136,10 @@ class UnitSpec:
 
 @dataclass
 class Partition:
-    """Units, and which of them (by index) each module needs in its forward."""
+    """Units, and which of them (by index) each module needs in its forward.
+
+    ``roots``: the modules that a block is entered by. They need all units of the modules inside them.
+    """
 
     units: list[UnitSpec]
     touches: dict[nn.Module, list[int]]
@@ -164,6 +167,15 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(walk(model, ""))
 
 
+def _entries(block: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules of ``block`` that can be called: itself, or where it is a mere list what that holds."""
+    if type(block).forward is not nn.Module.forward:
+        yield block
+        return
+    for child in block.children():
+        yield from _entries(child)
+
+
 def statistics_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
     """The parameters beside running statistics (a batch norm's), with their dtype: torch computes with both in one."""
     means = [(m, m._buffers.get("running_mean")) for m in model.modules()]
@@ -182,7 +194,7 @@ def partition(
 
     ``trainable``: those with gradients and optimizer state. ``rest_dtype(name, param)``: what PARAM will be stored in.
     ``facts_of(name, param)``: who shares it; a unit holds parameters with equal facts. Tied parameters are owned by the
-    first module that holds them; every module that touches a unit directly is listed for it.
+    first module that holds them; every module that touches a unit directly is listed for it, and so is its root.
     """
     names = {p: n for n, p in model.named_parameters()}
     trained, small = set(trainable), _persistent(names, plan)
@@ -192,7 +204,6 @@ def partition(
     specs: list[UnitSpec] = []
     index_of: dict[nn.Parameter, int] = {}
     latest: dict[object, int] = {}  # the unit that further parameters of a kind join, unless it is full
-    inside: dict[str, list[int]] = {path: [] for path in roots}
     for path, module in model.named_modules():
         block = block_of.get(module)
         for param in (p for p in module.parameters(recurse=False) if p not in index_of):
@@ -212,15 +223,14 @@ def partition(
                 specs.append(UnitSpec(label if replicated else home or "root", *kind))
             specs[index].add(name, param)
             index_of[param] = index
-            if block is not None:
-                inside[block].append(index)
     touches: dict[nn.Module, list[int]] = {}
     for module in model.modules():
         if units := [index_of[p] for p in module.parameters(recurse=False)]:
             touches[module] = list(dict.fromkeys(units))
-    for path, module in roots.items():
-        touches[module] = list(dict.fromkeys([*inside[path], *touches.get(module, [])]))
-    return Partition(specs, touches, set(roots.values()))
+    entries = [entry for block in roots.values() for entry in _entries(block)]
+    for entry in entries:
+        touches[entry] = list(dict.fromkeys(i for m in entry.modules() for i in touches.get(m, ())))
+    return Partition(specs, touches, set(entries))
 
 
 def _persistent(params: Iterable[nn.Parameter], plan: ZeroPlan) -> set[nn.Parameter]:
