@@ -527,5 +527,51 @@ _PIPELINES = (
     ),
 )
 
+_COMPILED = (
+    Mutant(
+        "CB1",
+        "deepspeed/zero/hooks.py",
+        """            if root in self._running:
+                return
+""",
+        "",
+        ("tests/dist/test_compile.py::test_a_block_is_asked_for_once_in_each_direction",),
+        "the hooks of a module inside a block have nothing to do while the block's forward runs",
+        also=(
+            (
+                "            if root in self._running:\n                self._watch",
+                "            if False:\n                self._watch",
+            ),
+        ),
+    ),
+    Mutant(
+        "CB2",
+        "deepspeed/zero/hooks.py",
+        "not (self._compiled and module in self._inside)",
+        "True",
+        ("tests/dist/test_compile.py::test_compiled_as_plain_in_whole_graphs[frozen-3-2]",),
+        "nothing inside a compiled block has hooks",
+    ),
+    Mutant(
+        "CB3",
+        "deepspeed/zero/hooks.py",
+        "{t.grad_fn or t for t",
+        "{t for t",
+        ("tests/dist/test_compile.py::test_a_block_entered_by_what_is_inside[Aside-True]",),
+        "a backward that enters compiled code through a tensor it has stored aside finds the parameters",
+    ),
+    Mutant(
+        "CB4",
+        "deepspeed/zero/hooks.py",
+        "cut = module not in self._roots and",
+        "cut = False and",
+        ("tests/dist/test_compile.py::test_compiled_as_plain_in_whole_graphs[used_twice-3-1]",),
+        "only what has no hooks inside is compiled",
+    ),
+)
 
-MUTANTS: tuple[Mutant, ...] = (*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS, *_PARTS, *_PIPELINES)
+
+MUTANTS: tuple[Mutant, ...] = (
+    *(*_PURE, *_OPTIMIZERS, *_STEPS, *_WEIGHTS, *_CHECKPOINTS, *_PARTS, *_PIPELINES),
+    *_COMPILED,
+)
